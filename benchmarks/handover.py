@@ -8,9 +8,10 @@ every form of its export and every program.
     python benchmarks/handover.py --python nemo-toolkit=nemo/bin/python   # a program elsewhere
 
 Each model is trained on its demo's corpus and exported, then held-out clips of the demo go through
---transcribe and through each program; a Whisper hears windows of 30 s there, so here as well, in one
-greedy pass over what is exported (--transcribe hears the clips as long as they are). XTTS speaks held-out sentences by --synthesize and by each
-program, and the waveforms are compared; both take the likeliest code. A program that is not
+--transcribe and through each program, as the files are. A Whisper hears windows of 30 s there, so
+here as well, with silence after the clip, in one greedy pass over what is exported. faster-whisper
+fills the window with zeros for features instead. XTTS speaks held-out sentences by --synthesize and
+by each program, and the waveforms are compared; both take the likeliest code. A program that is not
 installed has a row that says so. Each reads in a separate process, because some end the process
 if a file displeases them.
 
@@ -55,7 +56,6 @@ SECONDS = 1800  # of a process
 DECODING = {"konkani_conformer": "--decoding greedy"}
 GREEDY = "--top_k 1 --top_p 1 --repetition_penalty 1"  # of XTTS
 RELEASED_TOKENS = 51_864  # at least, of Whisper's released vocabularies
-WINDOW = 30 * SAMPLE_RATE  # of Whisper
 SAME_SPEECH = 0.01  # of the loudest sample, that two waveforms may differ by
 QUIET = 0.05  # of the loudest sample, after the end of speech
 WORD = re.compile("Ġ[a-z]{4,}")  # a token that is a whole word
@@ -165,12 +165,8 @@ def faster_whisper(folder: Path, files: list[Path]) -> list[str]:
     suppressed = [-1] if size >= RELEASED_TOKENS else []
     texts = []
     for path in files:
-        samples = samples_of(path)
-        # It fills up a window's features with zeros, not with those of silence, which a model that
-        # has heard little takes for sound.
-        samples = np.pad(samples, (0, WINDOW - len(samples)))
         segments, _ = model.transcribe(
-            samples,
+            samples_of(path),
             language=language_of(folder),
             beam_size=1,
             temperature=0,
@@ -199,7 +195,12 @@ def whisper_cpp(folder: Path, files: list[Path], script: str, source: Path) -> l
             str(folder.parent),
         ]
     )
-    model = Model(str(folder.parent / "ggml-model.bin"), language=language_of(folder))
+    # With flash attention it attends to rows behind the audio (its pull request 3941).
+    model = Model(
+        str(folder.parent / "ggml-model.bin"),
+        language=language_of(folder),
+        context_params={"flash_attn": False},
+    )
     plain = {"no_timestamps": True, "temperature_inc": 0.0}
     texts = []
     for path in files:

@@ -240,7 +240,9 @@ def whisper_step(args, options: tuple[str, ...], clips: list[dict]) -> tuple:
     model = whisper.Whisper(config)
     if "transformers" in options:
         return their_whisper(args, config, model.state_dict(), clips)
-    model.pad_to_longest = "pad" in options
+    if "pad" in options:
+        rest = (0, model.longest)
+        clips = [{**clip, "audio": F.pad(clip["audio"], rest)[: model.longest]} for clip in clips]
     if "freeze" in options:
         model.freeze_encoder()
     parts = Parts(

@@ -55,7 +55,7 @@ from speech.morse.scores import for_scoring
 from speech.morse.synthesis import Choice, Synthetic
 from speech.recogniser import SPEEDS, decode_set, decode_texts
 from speech.whisper import decoding, formats, scratch, start
-from speech.whisper.model import FRAME, LAYERS, Whisper, alignment_loss, ctc_loss, token_loss
+from speech.whisper.model import FRAME, HOP, LAYERS, Whisper, alignment_loss, ctc_loss, token_loss
 from speech.whisper.tokenizer import WhisperTokenizer, train_symbols
 
 RECIPE = Path(__file__).stem
@@ -212,6 +212,13 @@ class Utterances:
             return np.full(len(self), self.args.pad_to_30s)
         return start.draw_padded(self.args.seed, epoch, len(self), self.args.pad_share)
 
+    def filled(self, epoch: int) -> np.ndarray:
+        """(N,) which of the padded utterances have zeros for features after their end, as in
+        faster-whisper and openai-whisper's `transcribe`: half of them. The others have silence, as
+        in transformers and whisper.cpp."""
+        share = 1.0 if self.args.pad_to_30s else self.args.pad_share
+        return start.draw_padded(self.args.seed, epoch, len(self), share / 2)
+
     def item(self, index: int, epoch: int) -> dict:
         """One clip: waveform (T,), decoder input and labels (U,), CTC's targets (S,), masks of
         SpecAugment; if the synthesis knows it, what each encoder frame says (F,)."""
@@ -245,8 +252,12 @@ class Utterances:
         }
         if self.aligned:
             item["alignment"] = self.alignment(tokens, spans, len(waveform))
+        if self.training:
+            item["fill_from"] = limit // HOP
         if self.training and self.padded(epoch)[index]:  # this silence is heard: it is not masked
             item["audio"] = F.pad(waveform, (0, limit - len(waveform)))
+            if self.filled(epoch)[index]:
+                item["fill_from"] = len(waveform) // HOP
         if self.training and args.spec_augment:
             random = np.random.default_rng([args.seed, epoch, index])
             item["frequency_masks"] = random_masks(random, FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH)
@@ -279,6 +290,8 @@ def collate(items: list[dict]) -> dict:
     }
     for key in ("audio", "tokens", "labels", "ctc_tokens"):
         batch[key], batch[f"{key}_lengths"] = pad([item[key] for item in items])
+    if "fill_from" in items[0]:
+        batch["fill_from"] = torch.tensor([item["fill_from"] for item in items])
     if "time_masks" in items[0]:
         batch["frequency_masks"] = torch.stack([item["frequency_masks"] for item in items])
         batch["time_masks"] = torch.stack([item["time_masks"] for item in items])

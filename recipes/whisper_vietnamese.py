@@ -53,7 +53,7 @@ from speech.features import random_masks
 from speech.recogniser import SPEEDS, decode_set, decode_texts
 from speech.text import in_lower_case as for_scoring  # as PhoWhisper's error rates are computed
 from speech.whisper import decoding, formats, kept_times, packs, scratch, start, timed
-from speech.whisper.model import LAYERS, Whisper, ctc_loss, token_loss
+from speech.whisper.model import HOP, LAYERS, Whisper, ctc_loss, token_loss
 from speech.whisper.tokenizer import WhisperTokenizer, train_bpe
 
 RECIPE = Path(__file__).stem
@@ -196,7 +196,7 @@ def read_for(
     share = start.timestamp_share(args.timestamp_share, info, resumes)
     corpora = read(share != 0)
     if share is None:
-        share = start.usual_share(corpora["train"])
+        share = start.usual_share(corpora["train"], args.learning_rate, start.learning_rate(info))
         if not share and args.use_chunking:  # their segments are joined after all
             corpora = read(False)
     return corpora, share
@@ -312,6 +312,13 @@ class Utterances:
             return np.full(len(self), self.args.pad_to_30s)
         return start.draw_padded(self.args.seed, epoch, len(self), self.args.pad_share)
 
+    def filled(self, epoch: int) -> np.ndarray:
+        """(N,) which of the padded utterances have zeros for features after their end, as in
+        faster-whisper and openai-whisper's `transcribe`: half of them. The others have silence, as
+        in transformers and whisper.cpp."""
+        share = 1.0 if self.args.pad_to_30s else self.args.pad_share
+        return start.draw_padded(self.args.seed, epoch, len(self), share / 2)
+
     def waveform(self, index: int, epoch: int) -> torch.Tensor:
         """(T,) one utterance in an epoch, without --wave_augment."""
         limit = round(self.longest * SAMPLE_RATE)
@@ -368,8 +375,12 @@ class Utterances:
         }
         if window:
             item["unscored"] = len(before)
+        if self.training:
+            item["fill_from"] = limit // HOP
         if self.training and self.padded(epoch)[index]:  # this silence is heard: it is not masked
             item["audio"] = F.pad(waveform, (0, limit - len(waveform)))
+            if self.filled(epoch)[index]:
+                item["fill_from"] = len(waveform) // HOP
         if self.training and args.spec_augment:
             random = np.random.default_rng([args.seed, epoch, index])
             item["frequency_masks"] = random_masks(random, FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH)
@@ -441,6 +452,8 @@ def collate(items: list[dict]) -> dict:
     }
     for key in ("audio", "tokens", "labels", "ctc_tokens"):
         batch[key], batch[f"{key}_lengths"] = pad([item[key] for item in items])
+    if "fill_from" in items[0]:
+        batch["fill_from"] = torch.tensor([item["fill_from"] for item in items])
     if "time_masks" in items[0]:
         batch["frequency_masks"] = torch.stack([item["frequency_masks"] for item in items])
         batch["time_masks"] = torch.stack([item["time_masks"] for item in items])
@@ -554,12 +567,16 @@ def report_results(
     recogniser.print_results(rows, title, asked.how, for_scoring, languages)
     measured = "val" if "val" in evaluation else "test"  # as before training
     if times := measure_times(evaluation[measured].dataset.data, model):
-        print(kept_times.report(times, kept_times.from_list(times_before), measured))
+        before = kept_times.from_list(times_before)
+        print(kept_times.report(times, before, measured))
+        if warning := kept_times.warning(times, before):
+            print(warning)
+            recogniser.add_warning(asked.how, warning)
     if args.compare_to:
         baseline, search = baseline_for(model, asked, args.compare_to)
         texts_of = functools.partial(final_texts, baseline, *search)
-        before = decode_texts(baseline, texts_of, eval_batches)
-        recogniser.print_improvement(before, rows, args.compare_to, asked.how, for_scoring)
+        theirs = decode_texts(baseline, texts_of, eval_batches)
+        recogniser.print_improvement(theirs, rows, args.compare_to, asked.how, for_scoring)
 
 
 def report_long(

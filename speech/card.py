@@ -121,6 +121,7 @@ def readme(name: str, about: About, form: Form) -> str:
         "## Use\n\n" + f"```{form.language}\n{form.use.replace('FOLDER', name).strip()}\n```",
         data_table(about),
         error_table(evaluated),
+        (about.results or {}).get("warning"),
         training(about, made, by),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -324,7 +324,7 @@ def write_report(how: Options, name: str, text: str) -> None:
 def write_results(how: Options, results: dict) -> None:
     """Writes results.json: the "title" of the results, the "rates" of `metrics.rates`, those of
     several "languages" (`metrics.rates_by`), and, if a model was "compared_to", its rates as
-    "before"; "watched" sets (`watching.by_step`). Raises `RunError`."""
+    "before"; "watched" sets (`watching.by_step`); a "warning". Raises `RunError`."""
     write_report(how, "results.json", json.dumps(results, ensure_ascii=False, indent=1) + "\n")
 
 
@@ -339,6 +339,11 @@ def add_watched(how: Options, progress: dict) -> None:
     if progress["watched"]:
         found = watching.by_step(progress)
         write_results(how, {**read_results(how.log_dir), "watched": found})
+
+
+def add_warning(how: Options, warning: str) -> None:
+    """Adds a warning to results.json, which the card of an export repeats. Raises `RunError`."""
+    write_results(how, {**read_results(how.log_dir), "warning": warning})
 
 
 def print_improvement(

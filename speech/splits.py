@@ -5,6 +5,7 @@ import argparse
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from speech.loading import (
     sample_order,
 )
 
+BRACKETS = re.compile(r"\[[^\]]+\]")  # [beep], [laughter]: marks of a transcriber
 HELD_OUT = 0.05  # share of the training data to evaluate on if there is no --val_manifest
 MOST_HELD_OUT = 200  # utterances, at most
 WORDS_PER_SECOND = 4  # of `stand_in`: fast speech
@@ -364,14 +366,18 @@ def draw_items(data, seed: int | None) -> Iterator[dict]:
 
 
 def report_checked(sets: dict[str, Corpus]) -> None:
-    """Ends --check_data: notes what the evaluation sets share with the training set, and says what
-    can be used."""
-    evaluation = [name for name in ("val", "test") if "train" in sets and name in sets]
-    for name in evaluation:
-        shared = Rejections()
-        overlap(sets["train"], sets[name], shared)
-        if shared.notes:
-            print(shared.noted(f"{name} set"))
+    """Ends --check_data: notes which texts have brackets and what the evaluation sets share with
+    the training set, and says what can be used."""
+    for name, corpus in sets.items():
+        rows = Rejections()
+        for index, text in enumerate(corpus.texts):
+            if found := BRACKETS.search(text):
+                example = f"{corpus.where(index)}: {found[0][:60]}"
+                rows.note("text in brackets is taken as it is written", example)
+        if name in ("val", "test") and "train" in sets:
+            overlap(sets["train"], corpus, rows)
+        if rows.notes:
+            print(rows.noted(f"{name} set"))
     say_checked(sets)
 
 

@@ -97,7 +97,7 @@ def of_windows(
 
 
 def report(now: Times, before: Times | None, name: str) -> str:
-    """A table of both, and a warning if training has made it worse. `name`: the set's."""
+    """A table of both. `name`: the set's."""
     columns = [now] if before is None else [before, now]
     heads = ["now"] if before is None else ["before", "now"]
     rows = [(f"times, on {now.windows} windows of the {name} set", heads)]
@@ -109,16 +109,22 @@ def report(now: Times, before: Times | None, name: str) -> str:
         rows.append((words, [form.format(getattr(times, field)) for times in columns]))
     width = max(len(words) for words, _ in rows)
     lines = [f"{words:{width}}" + "".join(f"{cell:>9}" for cell in cells) for words, cells in rows]
-    if before is not None:
-        ends = now.end > max(MUCH, WORSE * before.end)
-        if ends or now.loss > before.loss + HIGHER:
-            what = "ends after one utterance more often" if ends else "knows times worse"
-            lines.append(
-                f"warning: the model {what} than before training, so programs that read long"
-                " recordings by its times will lose text: train again with a higher"
-                " --timestamp_share, fewer updates or a lower --learning_rate"
-            )
     return "\n".join(lines)
+
+
+def warning(now: Times, before: Times | None) -> str:
+    """What to say if training has made it worse, else nothing."""
+    if before is None:
+        return ""
+    ends = now.end > max(MUCH, WORSE * before.end)
+    if not ends and now.loss <= before.loss + HIGHER:
+        return ""
+    what = "ends after one utterance more often" if ends else "knows times worse"
+    return (
+        f"warning: the model {what} than before training, so programs that read long recordings by"
+        " its times will lose text: train again with a higher --timestamp_share, fewer updates or a"
+        " lower --learning_rate"
+    )
 
 
 def to_list(times: Times | None) -> list[float]:

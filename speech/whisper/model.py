@@ -361,7 +361,8 @@ class Whisper(nn.Module):
         self.decoder = Decoder(config, dropout)
         self.ctc_head = nn.Linear(config["d_model"], ctc_tokens + 1) if ctc_tokens else None
         self.encoder_frozen = False
-        # Whether `encode` pads to the longest input, as the released models were trained.
+        # Whether `encode` pads to the longest input when it evaluates, as the released models were
+        # trained. (What is padded in training, a data set pads itself.)
         self.pad_to_longest = False
 
     def freeze_encoder(self) -> None:
@@ -382,10 +383,12 @@ class Whisper(nn.Module):
 
     def encode(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The encoder's output (B, T, D) for the batch's waveforms and its attention mask (B, 1, 1,
-        T), None if no utterance is padded or `pad_to_longest` is set, in which case padding is
-        heard as silence."""
+        T), None if no utterance is padded, or in evaluation if `pad_to_longest` is set, in which
+        case padding is heard as silence. `fill_from` (B,), if a batch has it: the features are
+        zeros from these frames on."""
+        pads = self.pad_to_longest and not self.training
         waveforms = batch["audio"]
-        size = self._padded_length(waveforms)
+        size = self.longest if pads else self._padded_length(waveforms)
         mels = self.log_mel(F.pad(waveforms, (0, size - waveforms.shape[1])))  # (B, M, F)
         frames = (batch["audio_lengths"] + HOP - 1) // HOP
         if "time_masks" in batch:
@@ -393,7 +396,10 @@ class Whisper(nn.Module):
                 mels.transpose(1, 2), frames, batch["frequency_masks"], batch["time_masks"]
             )
             mels = augmented.transpose(1, 2)
-        is_padded = not self.pad_to_longest and int(batch["audio_lengths_host"].min()) <= size - HOP
+        if "fill_from" in batch:
+            heard = valid_mask(batch["fill_from"], mels.shape[2])
+            mels = mels.masked_fill(~heard[:, None, :], 0.0)
+        is_padded = not pads and int(batch["audio_lengths_host"].min()) <= size - HOP
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.encoder_frozen):
             encoded = self.encoder(mels, frames if is_padded else None)
         mask = source_mask(frames, encoded.shape[1]) if is_padded else None
@@ -401,8 +407,6 @@ class Whisper(nn.Module):
 
     def _padded_length(self, waveforms: torch.Tensor) -> int:
         length = waveforms.shape[1]
-        if self.pad_to_longest:
-            return self.longest
         if waveforms.is_cuda:
             # A GPU searches for kernels at every new shape, so it gets one of twelve lengths.
             return next(size for size in gpu_lengths(self.longest) if size >= length)

@@ -113,8 +113,9 @@ class ModelInfo:
     """What it takes to rebuild a model. `ctc_tokens`: outputs of the additional layer on the
     encoder without the blank, 0 if there is none. `generation`: a released model's
     generation_config.json, with the tokens that are never generated. `pretrained`: whether it began
-    with released weights. `pad_to_30s`: whether its inputs are padded to the longest one, and the
-    padding is heard as silence. `times`: whether it was trained with times (--timestamp_share)."""
+    with released weights, and so is always evaluated on inputs padded to the longest one, as other
+    programs read it. `pad_to_30s`: whether it was trained on padded inputs alone, and is evaluated
+    on such, too. `times`: whether it was trained with times (--timestamp_share)."""
 
     config: Annotated[dict, formats.CONFIG]
     tokenizer: Annotated[dict, STATE]
@@ -456,7 +457,8 @@ def make_model(
 ) -> Whisper:
     """A model with these weights, or with random ones."""
     model = Whisper(info.config, dropout, label_smoothing, info.ctc_tokens)
-    model.pad_to_longest = info.pad_to_30s
+    # Other programs pad every input of a released model, however it was fine-tuned.
+    model.pad_to_longest = info.pad_to_30s or info.pretrained
     if weights is not None:
         checkpoint.load_weights(model, weights)
     return model
@@ -520,9 +522,10 @@ def describe(info: ModelInfo, model: Whisper, given_rate: float | None) -> None:
     )
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=4)
 def draw_padded(seed: int, epoch: int, count: int, share: float) -> np.ndarray:
-    """(N,) which utterances are padded to the longest input in an epoch."""
+    """(N,) which utterances are padded to the longest input in an epoch. A smaller `share` is of
+    the same utterances."""
     return np.random.default_rng([seed, epoch, 11]).random(count) < share
 
 
@@ -542,14 +545,20 @@ def timestamp_share(given: float | None, info: ModelInfo, resumes: bool) -> floa
     return None
 
 
-def usual_share(corpus: Corpus) -> float:
+def usual_share(corpus: Corpus, rate: float | None, usual_rate: float) -> float:
     """The share for a new run of a model with time tokens: TIMESTAMP_SHARE if utterances of the
-    training set follow each other in their recordings."""
+    training set follow each other in their recordings. `rate`: --learning_rate, if it is given."""
     followed = packs.followed(corpus)
     if followed < FOLLOWED:
+        soon = ""
+        if rate and rate > 2 * usual_rate:
+            soon = (
+                f", soon at --learning_rate {rate:g}, {rate / usual_rate:.0f} times the usual one"
+            )
         print(
-            "--timestamp_share 0: a model trained long on single utterances loses text in long"
-            f" recordings; --timestamp_share {TIMESTAMP_SHARE:g} trains on windows of several"
+            "--timestamp_share 0: training on single utterances makes a model lose text in long"
+            f" recordings{soon}; --timestamp_share {TIMESTAMP_SHARE:g} trains on windows of several"
+            " utterances"
         )
         return 0.0
     print(

@@ -31,7 +31,7 @@ from speech.audio import SAMPLE_RATE, read_audio
 from speech.columns import Codes
 from speech.morse import synthesis
 from speech.whisper import decoding, formats, start
-from speech.whisper.model import LAYERS, Whisper
+from speech.whisper.model import HOP, LAYERS, Whisper
 from speech.whisper.tokenizer import (
     LANGUAGES,
     WhisperTokenizer,
@@ -791,9 +791,12 @@ def test_what_is_trained_on_by_default(
     tokenizer = read_tokenizer(with_times / "listed", "vi")
     info = start.ModelInfo({}, tokenizer.state(), 0, {}, pretrained, pad_to_30s=True)
     found = start.timestamp_share(given, info, resumes=False)
-    assert (start.usual_share(None) if found is None else found) == share
+    assert (start.usual_share(None, None, 1e-5) if found is None else found) == share
     out = capsys.readouterr().out
     assert out.startswith(says) and bool(out) == bool(says)
+    if says and not share:
+        start.usual_share(None, 8e-5, 1e-5)
+        assert "soon at --learning_rate 8e-05, 8 times the usual one" in capsys.readouterr().out
 
 
 def test_segments_are_utterances_only_for_training_with_times(with_times, recorded, tmp_path):
@@ -909,6 +912,27 @@ def test_a_released_model_is_evaluated_before_training(exported_with_times, with
     assert (first, best["made_by"]["base"]) == (0, str(with_times / "unlisted"))
 
 
+def test_half_of_the_padded_windows_end_in_zeros_for_features(spoken, tmp_path):
+    """As in faster-whisper and openai-whisper's `transcribe`; the others end in silence."""
+    data, info = make_utterances(vietnamese, spoken, "--output_dir", tmp_path)
+    items = [data.item(index, epoch) for index in range(len(data)) for epoch in range(9)]
+    padded = [item for item in items if len(item["audio"]) > item["heard"]]
+    filled = [item for item in padded if item["fill_from"] < len(item["audio"]) // HOP]
+    assert 0.3 < len(filled) / len(padded) < 0.7
+    item = filled[0]
+    assert item["fill_from"] == item["heard"] // HOP
+    model = start.make_model(info)
+    heard = []
+    model.encoder.register_forward_pre_hook(lambda module, inputs: heard.append(inputs[0]))
+    (batch,) = to_device([vietnamese.collate([item])], torch.device("cpu"))
+    model.encode(batch)
+    assert heard[0][..., item["fill_from"] :].abs().max() == 0
+    assert heard[0].shape[2] == len(item["audio"]) // HOP
+    assert heard[0][..., item["fill_from"] - 1].abs().max() > 0
+    single = next(each for each in items if len(each["audio"]) == each["heard"])
+    assert single["fill_from"] == len(item["audio"]) // HOP  # nothing is filled
+
+
 def test_transformers_reads_long_recordings_by_an_exports_times(exported_with_times, recorded):
     transformers = pytest.importorskip("transformers")
     text = (exported_with_times / "generation_config.json").read_text(encoding="utf-8")
@@ -1008,6 +1032,25 @@ def test_transformers_decodes_an_export_as_we_do(memorised, tmp_path):
         assert ours[0] in ran(vietnamese, "--transcribe", *paths, flag, path)
     beam = ["--decoding", "beam", "--beam_size", "2"]
     assert ours[1] in ran(vietnamese, "--transcribe", *paths, "--resume", best, *beam)
+
+
+def test_step_0_is_the_released_model_as_other_programs_read_it(memorised, tmp_path):
+    """Padded to its longest input, as by --evaluate --model_dir, whatever is trained on."""
+    folder, _ = memorised
+    two = folder / "two.json"
+    flags = ["--model_dir", folder / "exported", "--max_duration", 3, "--output_dir", tmp_path]
+    data = ["--train_manifest", two, "--val_manifest", two, "--watch_manifest", two]
+    ran(vietnamese, *data, *SHORT, *flags)
+    best = json.loads((tmp_path / "checkpoints" / "best.json").read_text())
+    assert best["evaluations"][0] == [0, 0.0] and best["watched"]["two"][0] == [0, 0.0]
+    ran(vietnamese, "--evaluate", "--test_manifest", two, *flags)
+    results = json.loads((tmp_path / "logs" / "results.json").read_text())
+    assert all(rates["cer"]["rate"] == 0 for rates in results["rates"].values())
+    info = dataclasses.replace(
+        start.ModelInfo(**newest(tmp_path, vietnamese).model_info), pad_to_30s=False
+    )
+    assert start.make_model(info).pad_to_longest  # after fine-tuning, too
+    assert not start.make_model(dataclasses.replace(info, pretrained=False)).pad_to_longest
 
 
 def test_export_alone_and_in_the_end_are_the_same(memorised, tmp_path):

@@ -50,7 +50,9 @@ def weights(folder, made=MADE):
 
 def test_the_hub_reads_the_results(tmp_path):
     results = {"title": "test set", "rates": {LOWER: rates(0.15)}}
+    results["warning"] = "warning: it will lose text"
     about = card.About("a", None, weights(tmp_path), DATA, results)
+    assert "\n\nwarning: it will lose text\n\n" in card.readme("mine", about, whisper.CARD)
     read = ModelCard(card.readme("mine", about, whisper.CARD)).data
     assert [each.metric_value for each in read.eval_results] == [15.0, 7.5]
     assert (read.model_name, read.license) == ("mine", "apache-2.0")

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import DataError
-from speech import checks
+from speech import checks, splits
 from speech.columns import Codes, Corpus, Rejections, Strings, describe_utterances
 
 # --- speech for synthesis -------------------------------------------------------------------------
@@ -104,6 +104,12 @@ def test_overlap_is_noted():
         "text is in the training set, too": ["/data/1.wav at 2.00 s: three"],
     }
     assert noted.total == 0
+
+
+def test_texts_in_brackets_are_noted(capsys):
+    splits.report_checked({"train": make_corpus([("one [beep] two", 1.0, ""), ("three", 1.0, "")])})
+    out = capsys.readouterr().out
+    assert "1  text in brackets is taken as it is written" in out and "0.wav: [beep]" in out
 
 
 def test_utterances_are_counted_by_speaker_language_and_length():

@@ -117,11 +117,13 @@ def test_windows_of_several_utterances_are_taken():
 def test_the_table_and_its_warning():
     before = Times(0.02, 0.36, 2.84, 24)
     light = kept_times.report(Times(0.008, 0.14, 3.46, 24), before, "val")
-    assert "warning" not in light and light.count("\n") == 3 and "2.0%     0.8%" in light
-    heavy = kept_times.report(Times(0.157, 0.48, 4.83, 24), before, "val")
+    assert light.count("\n") == 3 and "2.0%     0.8%" in light
+    assert not kept_times.warning(Times(0.008, 0.14, 3.46, 24), before)
+    heavy = kept_times.warning(Times(0.157, 0.48, 4.83, 24), before)
     assert "ends after one utterance more often" in heavy and "--timestamp_share" in heavy
-    forgotten = kept_times.report(Times(0.01, 0.02, 4.0, 24), before, "val")
+    forgotten = kept_times.warning(Times(0.01, 0.02, 4.0, 24), before)
     assert "knows times worse" in forgotten
     assert "before" not in kept_times.report(before, None, "test")
+    assert not kept_times.warning(before, None)
     assert kept_times.from_list(kept_times.to_list(before)) == before
     assert kept_times.from_list([]) is None and kept_times.to_list(None) == []
