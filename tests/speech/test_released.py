@@ -1,9 +1,12 @@
 """Where a model starts: checkpoint, released or random weights, and the flags that contradict."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclasses
 from pathlib import Path
 
+import asdict
+import dataclass
 import pytest
+import replace
 import torch
 
 from common import checkpoint, lora
@@ -136,3 +139,12 @@ def test_a_model_that_does_not_fit_into_memory_is_not_made():
     origin = make_origin(may_be_random=True, size={"width": 1 << 45})
     with pytest.raises(UsageError, match="too large for this machine"):
         choose(origin)
+
+
+def test_a_missing_model_is_fetched_by_its_own_name():
+    forms = dataclasses.replace(
+        FORMS, fetch="hf download openai/whisper-base --local-dir whisper-base"
+    )
+    asked = released.fetching("models/whisper-small", forms)
+    assert asked.endswith("hf download openai/whisper-small --local-dir whisper-small")
+    assert released.fetching("gone", forms).endswith("openai/whisper-base --local-dir whisper-base")
