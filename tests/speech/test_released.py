@@ -1,12 +1,9 @@
 """Where a model starts: checkpoint, released or random weights, and the flags that contradict."""
 
-from dataclasses import dataclasses
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import asdict
-import dataclass
 import pytest
-import replace
 import torch
 
 from common import checkpoint, lora
@@ -142,9 +139,8 @@ def test_a_model_that_does_not_fit_into_memory_is_not_made():
 
 
 def test_a_missing_model_is_fetched_by_its_own_name():
-    forms = dataclasses.replace(
-        FORMS, fetch="hf download openai/whisper-base --local-dir whisper-base"
-    )
+    usual = "hf download openai/whisper-base --local-dir whisper-base"
+    forms = released.Forms("Whisper", "a folder", "base.pt", "for others", usual)
     asked = released.fetching("models/whisper-small", forms)
     assert asked.endswith("hf download openai/whisper-small --local-dir whisper-small")
     assert released.fetching("gone", forms).endswith("openai/whisper-base --local-dir whisper-base")
