@@ -304,10 +304,11 @@ def refuse_overlap(export: Path, folder: Path) -> None:
 
 def fetching(path: str, forms: Forms) -> str:
     """The command that fetches a model; of the family's models the one that `path` names."""
-    usual = forms.fetch.rpartition(" ")[2]
-    asked = Path(path).name
     fetch = forms.fetch
-    if re.fullmatch(r"[\w.-]+", asked) and asked.split("-")[0] == usual.split("-")[0]:
+    usual = fetch.rpartition(" ")[2]
+    asked = Path(path).name
+    is_family = asked.split("-")[0] == usual.split("-")[0] and f"/{usual} " in fetch
+    if is_family and re.fullmatch(r"[\w.-]+", asked):
         fetch = fetch.replace(usual, asked)
     beside = Path(sys.executable).with_name("hf")  # .venv/bin is not in the shell's PATH
     return fetch.replace("hf ", f"{os.path.relpath(beside)} ", 1) if beside.exists() else fetch

@@ -33,6 +33,7 @@ IRREGULAR_ORDINALS = {"ዘጠኝ": "ዘጠነ", "ሺህ": "ሺ"}  # the others: 
 PREFIXES = ("በ", "ከ", "ለ", "የ", "ስለ", "እንደ", "እየ")  # they stay attached to a number
 SUFFIX = "(?:ዎች|ዎቹ)?[ውዋ]?[ንምናስ]{0,2}"  # these also
 
+CODES = {"etb": "ብር", "usd": "ዶላር", "eur": "ዩሮ", "gbp": "ፓውንድ"}  # before or after an amount
 CURRENCIES = {"$": "ዶላር", "€": "ዩሮ", "£": "ፓውንድ", "¥": "የን"}
 PERCENT = {"%": "በመቶ", "‰": "በሺህ"}
 # Between numbers.
@@ -108,7 +109,12 @@ def _integer(text: str) -> str:
 
 
 def _decimal(text: str) -> str:
-    """The words of "3.5" (digits after the point one by one) and of "1.2.3"."""
+    """The words of "3.5" (digits after the point one by one), of "1.2.3", and of "1.000.000", whose
+    points group thousands. The cents of an amount, 50,000.00, are not said if there are none."""
+    if re.fullmatch(r"[1-9]\d{0,2}(?:[.]\d{3}){2,}", text):
+        return _integer(text.replace(".", ","))
+    if "," in text:
+        text = re.sub(r"[.]00$", "", text)
     whole, *rest = text.split(".")
     rest = [_digits(rest[0])] if len(rest) == 1 else [_integer(part) for part in rest]
     return f" {POINT} ".join([_integer(whole), *rest])
@@ -272,6 +278,11 @@ _CALLED = re.compile(
     rf"((?<!{LETTER})[በከለየ]?ስልክ{LETTER}{{0,3}}[ .:]{{0,3}}(?:ቁጥር{LETTER}{{0,3}}[ .:]{{0,3}})?)"
     r"(\d[\d -]{5,24}\d)(?![\d/:])"
 )
+# A service number is said digit by digit: ስልክ 8282, አጭር ቁጥር 999.
+_SHORT = re.compile(
+    rf"((?<!{LETTER})[በከለየ]?(?:ስልክ{LETTER}{{0,3}}(?: ቁጥር{LETTER}{{0,3}})?|አጭር ቁጥር{LETTER}{{0,3}})"
+    r"[ .:]{1,3})(\d{3,6})(?![\d/:.,-])"
+)
 _MIXED = re.compile(r"(?<![\d./:,⁄-])(\d{1,3}) (\d{1,2})([/⁄])(\d{1,4})(?![\d/⁄]|[.,:-]\d)")
 _SPACED_DASH = re.compile(r"(?<=\d)(?: -{1,3} |-{2,3})(?=\d)")
 _RANGE = re.compile(
@@ -282,6 +293,13 @@ _LONE_PREFIX = re.compile(f"(?<!{LETTER})([በከለየ]) (?=\\d)")
 _CURRENCY = "[" + "".join(CURRENCIES) + "]"
 _CURRENCY_FIRST = re.compile(rf"(?<!\d)({_CURRENCY}) ?({_AMOUNT})")
 _CURRENCY_LAST = re.compile(rf"(?<=\d) ?({_CURRENCY})")
+_CODE = re.compile(
+    rf"(?<![a-z])(?:({'|'.join(CODES)}) ?({_AMOUNT})|(?<=\d) ?({'|'.join(CODES)}))(?![a-z])"
+)
+# *999# is said sign by sign.
+_SERVICE = re.compile(r"(?<![\w*])\*(\d[\d*]*)#")
+_LARGE = re.compile(rf"(?<=\d) ?([ሚቢ])\.(?!{LETTER})")  # 10.5 ሚ.
+_SECONDS = re.compile(r"(\d{1,2})[:፡](\d\d)\.(\d{1,2}) ?ደቂቃ")  # 12:45.3
 _PERCENT = re.compile(f"(?<=\\d) ?([{''.join(PERCENT)}])")
 _UNIT = re.compile(
     "(?<=\\d) ?("
@@ -304,10 +322,15 @@ def say_numbers(text: str) -> str:
     digit."""
     if not _DIGIT.search(text):
         return text
+    text = _SERVICE.sub(lambda m: f"ኮከብ {_digits(m[1])} መሰላል", text)
+    text = _LARGE.sub(lambda m: " ሚሊዮን" if m[1] == "ሚ" else " ቢሊዮን", text)
+    text = _CODE.sub(lambda m: f"{m[2]} {CODES[m[1]]} " if m[1] else f" {CODES[m[3]]} ", text)
+    text = _SECONDS.sub(rf"\1 {MINUTE} {FROM}\2.\3 {SECOND}", text)
     if "0" in text or "+" in text:
         text = _PHONE.sub(_phone, text)
     if "ስልክ" in text:
         text = _CALLED.sub(lambda m: f"{m[1]} {_digits(m[2])}" if _is_phone(m[2]) else m[0], text)
+    text = _SHORT.sub(lambda m: f"{m[1]}{_digits(m[2])}", text)
     if " " in text:
         text = _MIXED.sub(_mixed, _LONE_PREFIX.sub(r"\1", text))
     if _SIGN.search(text):

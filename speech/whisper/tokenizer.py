@@ -22,7 +22,6 @@ LANGUAGES = (
     " pa si km sn yo so af oc ka be tg sd gu am yi lo uz fo ht ps tk nn mt sa lb my bo tl mg as tt"
     " haw ln ha ba jw su yue"
 ).split()
-# Languages without a token of their own, and related ones whose token can be fine-tuned instead.
 # For a language without a token: near relatives first, else the language whose words it borrows or
 # whose spelling it follows. Only what a linguist would name; the others are named by script.
 RELATED = {

@@ -507,3 +507,9 @@ def test_frozen_flags_can_be_read_and_not_changed(tmp_path):
         ):
             setattr(args, name, 1)
     assert vars(args) == before and args.batch_size == 3 and isinstance(args, argparse.Namespace)
+
+
+def test_an_empty_optional_path_is_none():
+    assert options.optional_path("") is None and options.optional_path("a.pth") == "a.pth"
+    with pytest.raises(argparse.ArgumentTypeError):
+        options.optional_path(" ")

@@ -136,3 +136,11 @@ def test_a_model_that_does_not_fit_into_memory_is_not_made():
     origin = make_origin(may_be_random=True, size={"width": 1 << 45})
     with pytest.raises(UsageError, match="too large for this machine"):
         choose(origin)
+
+
+def test_a_missing_model_is_fetched_by_its_own_name():
+    usual = "hf download openai/whisper-base --local-dir whisper-base"
+    forms = released.Forms("Whisper", "a folder", "base.pt", "for others", usual)
+    asked = released.fetching("models/whisper-small", forms)
+    assert asked.endswith("hf download openai/whisper-small --local-dir whisper-small")
+    assert released.fetching("gone", forms).endswith("openai/whisper-base --local-dir whisper-base")
