@@ -19,13 +19,27 @@ CPML = {
     "license_name": "coqui-public-model-license",
     "license_link": "https://coqui.ai/cpml",
 }
+NVIDIA = {
+    "license": "other",
+    "license_name": "nvidia-open-model-license",
+    "license_link": "https://www.nvidia.com/en-us/agreements/enterprise-software/nvidia-open-model-license/",
+}
+OPENMDW = {
+    "license": "other",
+    "license_name": "openmdw-1.1",
+    "license_link": "https://openmdw.ai/license/1-1/",
+}
+PARAKEET = r"(parakeet-(?:tdt|rnnt|ctc)-[\d.]+b(?:-v[23])?|parakeet-tdt_ctc-(?:110m|1\.1b))"
 WHISPER = r"(?:whisper-)?((?:tiny|base|small|medium)(?:\.en)?|large(?:-v2|-v3)?)(?:\.pt)?"
 TURBO = r"(?:whisper-)?(large-v3-turbo)(?:\.pt)?"
 # Released models by the name of their folder or file: the name on the hub, and the licence there.
 RELEASED = (
     (WHISPER, r"openai/whisper-\1", {"license": "apache-2.0"}),
     (TURBO, r"openai/whisper-\1", {"license": "mit"}),
-    (r"(parakeet-tdt[-_][\w.]*?-v[23]|parakeet-tdt_ctc-110m)(?:\.nemo)?", r"nvidia/\1", {"license": "cc-by-4.0"}),
+    (rf"{PARAKEET}(?:\.nemo)?", r"nvidia/\1", {"license": "cc-by-4.0"}),
+    (r"(parakeet-unified-en-0\.6b)(?:\.nemo)?", r"nvidia/\1", {}),  # sources contradict each other
+    (r"(nemotron-speech-streaming-en-0\.6b)(?:\.nemo)?", r"nvidia/\1", NVIDIA),
+    (r"(nemotron-3\.5-asr-streaming-0\.6b)(?:\.nemo)?", r"nvidia/\1", OPENMDW),
     (r"XTTS-v2", "coqui/XTTS-v2", CPML),
 )  # fmt: skip
 CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")  # a folder of the hub's cache
@@ -281,11 +295,14 @@ def origin(about: About, form: Form, base: str | None, licence: dict) -> str:
         text = f"{form.family}, trained from random weights. Its licence is its author's choice."
     else:
         text = f"{form.family}, fine-tuned from {base or 'a released model'}."
-    if licence.get("license_name"):
+    if licence == CPML:
         text += (
             f" The weights are under the [{licence['license_name']}]({licence['license_link']}):"
             " **non-commercial use only**, also of the speech that they make."
         )
+    elif "license_name" in licence:
+        link = f"[{licence['license_name']}]({licence['license_link']})"
+        text += f" The licence of {base} is {link}."
     elif licence:
         text += f" The licence of {base} is {licence['license']}."
     elif not about.is_new:

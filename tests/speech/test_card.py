@@ -177,6 +177,19 @@ def test_released_weights_are_converted_only():
     assert block_of(text)["license"] == "cc-by-4.0" and block_of(text)["library_name"] == "nemo"
 
 
+@pytest.mark.parametrize(
+    ("name", "licence"),
+    [
+        ("nemotron-speech-streaming-en-0.6b", "nvidia-open-model-license"),
+        ("nemotron-3.5-asr-streaming-0.6b", "openmdw-1.1"),
+    ],
+)
+def test_nemotrons_have_licences_of_their_own(name, licence):
+    text = card.readme("m", card.About("parakeet_tdt", f"{name}.nemo"), parakeet.CARDS["nemo"])
+    assert block_of(text)["license_name"] == licence and "non-commercial" not in text
+    assert f"The licence of nvidia/{name} is [{licence}](https://" in text
+
+
 def test_coquis_licence_holds_whatever_the_base_is_called(tmp_path):
     made = {**MADE, "metric": "mel", "mel": 3.5, "evaluations": [[0, 4.25], [400, 3.5]]}
     del made["cer"], made["wer"]
@@ -202,6 +215,11 @@ def test_coquis_licence_holds_whatever_the_base_is_called(tmp_path):
         ("hub/models--vinai--PhoWhisper-base/snapshots/1a", "vinai/PhoWhisper-base", None),
         ("hub/models--somebody--whisper-base/snapshots/1a", "somebody/whisper-base", None),
         ("parakeet-tdt-0.6b-v2", "nvidia/parakeet-tdt-0.6b-v2", "cc-by-4.0"),
+        ("parakeet-tdt-1.1b", "nvidia/parakeet-tdt-1.1b", "cc-by-4.0"),
+        ("parakeet-rnnt-0.6b.nemo", "nvidia/parakeet-rnnt-0.6b", "cc-by-4.0"),
+        ("parakeet-ctc-1.1b", "nvidia/parakeet-ctc-1.1b", "cc-by-4.0"),
+        ("parakeet-tdt_ctc-1.1b.nemo", "nvidia/parakeet-tdt_ctc-1.1b", "cc-by-4.0"),
+        ("parakeet-unified-en-0.6b", "nvidia/parakeet-unified-en-0.6b", None),
         ("parakeet_tdt.nemo", None, None),
         ("XTTS-v2", "coqui/XTTS-v2", "other"),
         ("whisper-mine", None, None),
