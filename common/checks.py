@@ -211,8 +211,8 @@ def try_loss(model: torch.nn.Module, task, items: list[dict], collate: Callable)
     compared, and what fails here fails in training, too. Prints which parameters have no gradient.
     Model, gradients and random state stay as they are.
 
-    Raises `UsageError` or `RunError` for what training would not notice: a term without a gradient
-    or without a count, and what `check_loss` finds."""
+    Raises `UsageError` or `RunError` for what training would not notice: a loss without a gradient,
+    a term without a count, and what `check_loss` finds."""
     if not items or sum(p.numel() for p in model.parameters()) > MOST_PARAMETERS:
         return
     batch = collate(items)
@@ -249,18 +249,19 @@ def check_terms(terms: dict, counts: dict[str, float], loss_weights: dict[str, f
     gradient and a count."""
     for name in loss_weights:
         value = terms.get(name) if isinstance(terms, dict) else None
-        if not isinstance(value, torch.Tensor) or value.dim() or not value.requires_grad:
+        if not isinstance(value, torch.Tensor) or value.dim():
             found = f"tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else value
             raise UsageError(
                 f"compute_loss: {name!r}, a term of loss_weights, is {str(found)[:40]}: it must be"
-                " a tensor without dimensions, the sum over the batch, through which a gradient"
-                " flows (no .item(), .detach() or float())"
+                " a tensor without dimensions, the sum over the batch (no .item() or float())"
             )
         if not counts[name] and float(value.detach()):
             raise UsageError(
                 f"collate: batch['counts'][{name!r}] is 0, so {name!r} would not be trained, and"
                 f" compute_loss returns {float(value.detach()):g}; it must be the number of targets"
             )
+    if not any(terms[name].requires_grad for name in loss_weights):
+        raise UsageError("compute_loss: no term has a gradient: is there a .detach() or no_grad?")
 
 
 def name_unused(model: torch.nn.Module, loss: torch.Tensor) -> None:
