@@ -209,7 +209,7 @@ def resolve(args) -> recogniser.Options:
     needs = (*splits.NEEDS, *recogniser.NEEDS, *NEEDS)
     options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, needs)
     if args.export:
-        released.require_export(args.export, (args.checkpoint_dir, args.log_dir, args.output_dir))
+        released.require_exports(args)
         onnx_files.require_packages("--export")
     return recogniser.resolve(args, is_demo, BEAM_SIZE)
 

@@ -24,18 +24,17 @@ READ = 1 << 20  # bytes that are hashed at once
 def write_folder(folder: Path, fill: Callable[[Path], object], made_from: dict):
     """Calls `fill(temporary_folder)`, renames that folder to `folder` and returns the result of
     `fill`. `made_from` is stored inside, with the size and the hash of each file. Replaces an empty
-    folder, and an earlier one of `write_folder` that nobody has changed. Raises `UsageError` for
-    any other folder, `OSError`, and whatever `fill` raises; then the earlier folder is still
-    there."""
+    folder, and an earlier one of this kind that nobody has changed. Raises `UsageError` for any
+    other folder, `OSError`, and whatever `fill` raises; then the earlier folder is still there."""
     folder = folder.resolve()  # a link to a folder stays
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(folder)
-    require_replaceable(folder)
+    require_replaceable(folder, made_from)
     with _temporary(folder) as aside:
         result = fill(aside)
         content = {"made_from": made_from, "files": {**_hashes(aside)}}
         (aside / MADE_FROM).write_text(json.dumps(content), encoding="utf-8")
-        require_replaceable(folder)  # again, because `fill` may have taken hours
+        require_replaceable(folder, made_from)  # again, because `fill` may have taken hours
         _move(aside, folder)
     return result
 
@@ -113,9 +112,10 @@ def _move(aside: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def require_replaceable(folder: Path) -> None:
+def require_replaceable(folder: Path, made_from: dict) -> None:
     """Raises `UsageError` if `write_folder` may not replace `folder`, because it holds anything
-    else than what `write_folder` left there."""
+    else than what `write_folder` left there: for a `made_from` with some of the same names, so that
+    no data set is replaced by a model."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -126,6 +126,11 @@ def require_replaceable(folder: Path) -> None:
             f"{folder}: it holds files that are not replaced ({', '.join(changed[:3])}); choose a"
             " new folder"
         )
+    stored = _made(folder)[0]
+    is_empty = stored is None
+    is_same_kind = is_empty or stored.get("made_by") == made_from.get("made_by")
+    if not is_empty and not (is_same_kind and stored.keys() & made_from.keys()):
+        raise UsageError(f"{folder}: it holds what another command wrote; choose a new folder")
 
 
 def is_replaceable(folder: Path) -> bool:

@@ -14,7 +14,8 @@ from common import checkpoint, files
 from common.errors import UsageError, cannot_write, first_line
 from speech.folders import require_replaceable, write_folder
 
-EXPORTED = "speech-recipes"  # in made_from.json and config.json of an export
+EXPORTED = "speech-recipes"  # in config.json of an export
+MADE_BY = {"exported_by": EXPORTED}  # in its made_from.json
 POINTER = b"version https://git-lfs"
 OTHER_FORMATS = (".h5", ".msgpack", ".onnx", ".gguf")  # of weights that cannot be read
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -205,7 +206,7 @@ def require_export(folder: str | Path) -> None:
     be written."""
     folder = Path(folder).absolute()
     try:
-        require_replaceable(folder)
+        require_replaceable(folder, MADE_BY)
         parent = next(parent for parent in folder.parents if parent.exists())
         if not parent.is_dir():
             raise NotADirectoryError
@@ -227,7 +228,7 @@ def write_export(folder: Path, fill: Callable[[Path], object], card: str = "") -
             (aside / "README.md").write_text(card, encoding="utf-8")
 
     try:
-        write_folder(folder, fill_with_card, {"exported_by": EXPORTED})
+        write_folder(folder, fill_with_card, MADE_BY)
     except (SafetensorError, RuntimeError) as error:  # safetensors and torch wrap a system's errors
         raise cannot_write(folder, OSError(0, first_line(error)), "--export") from None
     except OSError as error:

@@ -28,6 +28,9 @@ from speech import card, model_files, peft_files
 MODELS = ("model_dir", "model_file")  # flags that name released weights
 GOALS = ("train_manifest", "from_scratch", "max_steps", "num_epochs", "dry_run", "verify_gpu")
 
+EXPORTS = ("export", "export_adapter")  # flags that name a folder which is replaced
+WRITTEN = ("checkpoint_dir", "log_dir", "output_dir", "cache_audio")  # flags of other folders
+
 ADAPTING = ("lora", "lora_targets", "lora_alpha")
 TARGETS = ("linear", "attention", "q,v")  # choices of --lora_targets
 
@@ -239,10 +242,7 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
         raise UsageError(f"--adapter {args.adapter}: name the released model that it is for, too")
     if path:
         require_source(path, flag, forms)
-    folders = (args.checkpoint_dir, args.log_dir, args.output_dir)
-    export_adapter = getattr(args, "export_adapter", None)
-    for export in filter(None, (args.export, export_adapter)):
-        require_export(export, folders)
+    require_exports(args)
     if not path and args.model_size is None:
         args.model_size = next(iter(sizes)) if is_demo else usual_size
     settings = adapter_settings(args.lora, args.lora_alpha, args.lora_targets, args.init_from)
@@ -264,7 +264,7 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
         forms=forms,
         adapters=settings,
         adapter=adapter,
-        export_adapter=export_adapter,
+        export_adapter=getattr(args, "export_adapter", None),
     )
 
 
@@ -285,20 +285,24 @@ def adapter_settings(
     return lora.Settings(rank, alpha or 2.0 * rank, targets or TARGETS[0]) if rank else None
 
 
-def require_export(export: str, folders: Iterable[str | Path]) -> None:
-    """Raises `UsageError` or `RunError` if --export cannot be written: now, not after hours of
-    training. `folders`: where the run writes."""
-    model_files.require_export(export)
-    for folder in folders:
-        refuse_overlap(Path(export), Path(folder))
+def require_exports(args) -> None:
+    """Raises `UsageError` or `RunError` if a folder of EXPORTS cannot be written, or if it is, or
+    holds, another place that the command reads or writes: now, not after hours of training."""
+    places = {name: getattr(args, name, None) for name in (*EXPORTS, *WRITTEN)}
+    for flag in EXPORTS:
+        if not (export := places[flag]):
+            continue
+        model_files.require_export(export)
+        others = [place for name, place in places.items() if place and name != flag]
+        for other in (*others, *options.paths_in(args, *EXPORTS)):
+            refuse_overlap(export, other, f"--{flag}")
 
 
-def refuse_overlap(export: Path, folder: Path) -> None:
-    """Raises `UsageError` if the files of a run in `folder` would lie in the export."""
-    if folder.resolve().is_relative_to(export.resolve()):
+def refuse_overlap(export: str, other: str | Path, flag: str = "--export") -> None:
+    """Raises `UsageError` if `other` would be lost when an export replaces its folder."""
+    if Path(os.path.realpath(other)).is_relative_to(os.path.realpath(export)):
         raise UsageError(
-            f"--export {export}: this run writes in {folder}; name a folder of its own for the"
-            " export"
+            f"{flag} {export}: this command uses {other}; name a folder of its own for the export"
         )
 
 

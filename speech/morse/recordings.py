@@ -389,7 +389,7 @@ def write_dataset(
     }
     settings = json.loads(json.dumps(settings))  # tuples to lists, as they are read back
     try:
-        require_replaceable(folder)
+        require_replaceable(folder, settings)
         if read_made_from(folder) == settings:
             print(f"data set: {count} clips are already in {folder}")
             return

@@ -412,6 +412,8 @@ def frozen_parts(origin: Origin, info: ModelInfo) -> Frozen:
     `UsageError`."""
     require_vocoder(origin, info.config)
     folder = origin.path or info.model_dir
+    if origin.export and folder:
+        released.refuse_overlap(origin.export, folder)
     if info.pretrained:
         if not os.path.isdir(folder):
             raise UsageError(

@@ -60,6 +60,14 @@ def test_a_folder_is_written_aside_and_replaced_as_a_whole(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("kind", [{}, {"rows": 1}, {"seed": 0, "made_by": "another"}], ids=str)
+def test_a_folder_of_another_kind_is_not_replaced(kind, tmp_path):
+    folders.write_folder(tmp_path / "set", fill("1"), MADE)
+    with pytest.raises(UsageError, match="it holds what another command wrote"):
+        folders.write_folder(tmp_path / "set", fill("2"), kind)
+    assert contents(tmp_path / "set")["a"] == "1"
+
+
 def test_a_folders_mode_follows_the_umask(tmp_path, umask):
     folders.write_folder(tmp_path / "export", fill("1"), made_from={})
     assert mode(tmp_path / "export") == 0o777 & ~umask
@@ -235,7 +243,7 @@ from speech import folders
 def fill(aside):
     (aside / "a").write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)
-folders.write_folder(Path({str(folder)!r}), fill, {{}})
+folders.write_folder(Path({str(folder)!r}), fill, {MADE})
 """
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False)
 

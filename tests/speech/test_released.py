@@ -1,5 +1,6 @@
 """Where a model starts: checkpoint, released or random weights, and the flags that contradict."""
 
+import argparse
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import torch
 from common import checkpoint, lora
 from common.checkpoint import Saved
 from common.errors import UsageError
-from speech import released
+from speech import model_files, released
+from speech.folders import write_folder
 
 FORMS = released.Forms("Toy", "a folder", "toy.pt", "for others", "hf download toy")
 SIZES = {"demo": {"width": 3}, "base": {"width": 5}}
@@ -130,6 +132,41 @@ def test_what_is_used_without_training(monkeypatch):
 )
 def test_whether_an_export_is_all_that_is_asked_for(changes, alone):
     assert released.exports_only(make_origin(**changes)) == alone
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"model_dir": "x"},
+        {"model_dir": "link"},
+        {"compare_to": "x"},
+        {"train_manifest": "x/data/train.json"},
+        {"speaker_wav": ["a.wav", "x/data/train.json"]},
+        {"cache_audio": "x/cache"},
+        {"export_adapter": "x"},
+        {"export_adapter": "link/adapter"},
+        {"export": "y/export", "export_adapter": "y"},
+    ],
+    ids=str,
+)
+def test_an_export_replaces_nothing_that_the_command_uses(named, tmp_path, monkeypatch):
+    def fill(aside: Path) -> None:
+        (aside / "data").mkdir()
+        (aside / "data" / "train.json").touch()
+
+    monkeypatch.chdir(tmp_path)
+    write_folder(Path("x"), fill, model_files.MADE_BY)
+    Path("link").symlink_to("x")
+    given = {"export": "x", **named}
+    args = argparse.Namespace(
+        **given, checkpoint_dir="checkpoints", log_dir="logs", output_dir=".", given={*given}
+    )
+    with pytest.raises(UsageError, match="--export.*; name a folder of its own for the export"):
+        released.require_exports(args)
+    for flag in named:
+        setattr(args, flag, None)
+    args.given = {"export"}
+    released.require_exports(args)
 
 
 def test_a_model_that_does_not_fit_into_memory_is_not_made():
