@@ -648,7 +648,12 @@ def train_global_batches(training: Training) -> dict:
         if progress["step"] == 0 and training.length.has_ended(progress):
             raise no_update(progress)
         if evaluation_is_due(training):
-            evaluate_now(training)
+            try:
+                evaluate_now(training)
+            except BaseException:
+                if ranks.size == 1 and progress["step"] > max(0, training.last_saved):
+                    save(training)  # with several, the others save when this one is lost
+                raise
         finished = training.length.has_ended(progress)
         if checkpoint_is_due(training, finished):
             save(training)

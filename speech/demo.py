@@ -2,10 +2,14 @@
 (GPL-3, through the PyPI package espeakng-loader): it shows that training works, not what error
 rates on real speech will be."""
 
+import contextlib
 import ctypes
 import functools
 import json
 import os
+import signal
+import threading
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -71,6 +75,24 @@ class Manner:
 USUAL = Manner()
 
 
+@contextlib.contextmanager
+def signals_afterwards() -> Iterator[None]:
+    """Handles SIGINT, SIGTERM and SIGHUP after what is inside. ctypes drops the exception that a
+    handler raises while the library calls back, and the program would run on."""
+    caught = []
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            before[number] = signal.signal(number, lambda number, frame: caught.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for number in caught:
+        signal.raise_signal(number)
+
+
 class Espeak:
     """espeak-ng's library through ctypes. The library has one global state, so use `espeak()`."""
 
@@ -114,10 +136,12 @@ class Espeak:
         self.library.espeak_SetParameter(self.PITCH, pitch, 0)
         self.pieces.clear()
         data = text.encode() + b"\0"
-        failed = self.library.espeak_Synth(
-            data, len(data), 0, self.CHARACTERS, 0, self.UTF8, None, None
-        )
-        if failed or self.library.espeak_Synchronize() or not self.pieces:
+        with signals_afterwards():
+            failed = self.library.espeak_Synth(
+                data, len(data), 0, self.CHARACTERS, 0, self.UTF8, None, None
+            )
+            failed = failed or self.library.espeak_Synchronize()
+        if failed or not self.pieces:
             raise RunError(f"espeak-ng could not say {text!r} with voice {voice}")
         return np.frombuffer(b"".join(self.pieces), dtype=np.int16)
 

@@ -575,6 +575,16 @@ def test_a_model_that_was_fitted_on_the_gpu_is_offloaded_from_the_host(tmp_path,
     assert places == ["fitted", "host", "offload"]
 
 
+def test_a_failure_in_an_evaluation_loses_no_update(tmp_path):
+    def evaluate(model, eval_batches):
+        raise ValueError("a fault")
+
+    args = small.make_args(tmp_path, "--max_steps", "3", "--save_every", "0")
+    with pytest.raises(ValueError, match="a fault"):
+        small.run(args, evaluate=evaluate)
+    assert checkpoint.list_checkpoints(args.checkpoint_dir)[0].name == "checkpoint_step_2.pt"
+
+
 def test_only_a_new_model_is_fitted(tmp_path):
     fitted = []
 

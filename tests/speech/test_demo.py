@@ -1,6 +1,9 @@
 """The demo corpus: deterministic, with disjoint splits, and unknown voices raise."""
 
+import ctypes
 import json
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -316,3 +319,17 @@ def test_another_manner(recorder, tmp_path, capsys):
 )
 def test_quiet_ends_are_cut(samples, kept):
     assert demo.trim(np.array(samples, dtype=np.int16)).tolist() == kept
+
+
+def test_a_signal_while_a_library_calls_back_is_not_lost():
+    def stop(number: int, frame) -> None:
+        raise KeyError("stopped")
+
+    callback = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: os.kill(os.getpid(), signal.SIGTERM) or 0)
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with pytest.raises(KeyError, match="stopped"), demo.signals_afterwards():
+            callback()
+        assert signal.getsignal(signal.SIGTERM) is stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
