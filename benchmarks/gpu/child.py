@@ -55,6 +55,7 @@ def main(asked: dict, folder: Path, output: Path, threads: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    multiprocessing.set_start_method("fork", force=True)  # of data workers, as in a run
     os.environ["OMP_NUM_THREADS"] = str(threads)  # of its own children
     torch.set_num_threads(threads)
     if "kill_after" in asked:

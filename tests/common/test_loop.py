@@ -582,7 +582,7 @@ def test_a_failure_in_an_evaluation_loses_no_update(tmp_path):
     args = small.make_args(tmp_path, "--max_steps", "3", "--save_every", "0")
     with pytest.raises(ValueError, match="a fault"):
         small.run(args, evaluate=evaluate)
-    assert checkpoint.list_checkpoints(args.checkpoint_dir)[0].name == "checkpoint_step_2.pt"
+    assert checkpoint.list_checkpoints(args.checkpoint_dir)[0].name == "checkpoint_step_00000002.pt"
 
 
 def test_only_a_new_model_is_fitted(tmp_path):
