@@ -34,8 +34,7 @@ EXTRAS = {"tokenizer": TOKENIZER, "source": {}, "loss": settings.TDT.loss}
 
 
 def clip(text: str, seed: int) -> np.ndarray:
-    """A burst of noise in its band for each letter, over noise in all bands. The features of other
-    programs differ a little, which this model does not notice."""
+    """A burst of noise in its band for each letter, over noise in all bands."""
     random = np.random.default_rng(seed)
     samples = 0.02 * random.standard_normal(4000 * (len(text) + 1))
     for number, letter in enumerate(text):
@@ -49,12 +48,16 @@ def clip(text: str, seed: int) -> np.ndarray:
     return samples.astype(np.float32)
 
 
-CLIPS = [clip(text, seed) for seed, text in enumerate(TEXTS)]
+def clips(first: int) -> list[np.ndarray]:
+    return [clip(text, first + number) for number, text in enumerate(TEXTS)]
 
 
-def batch_of(tokenizer) -> dict:
+CLIPS = clips(0)
+
+
+def batch_of(tokenizer, spoken: list[np.ndarray]) -> dict:
     items = []
-    for text, samples in zip(TEXTS, CLIPS, strict=True):
+    for text, samples in zip(TEXTS, spoken, strict=True):
         tokens = torch.tensor(tokenizer.encode(text))
         item = {"audio": torch.from_numpy(samples), "tokens": tokens, "text": text, "name": text}
         item |= {"plain": False, "index": 0}
@@ -64,25 +67,28 @@ def batch_of(tokenizer) -> dict:
 
 @pytest.fixture(scope="module")
 def trained():
-    """A small model that has learned the three texts, so that it is sure of them."""
+    """A small model that has learned the three texts. Every update has other clips: sherpa-onnx
+    computes features in another way, and a model that knows three clips by heart may not know
+    them again there, which depends on how a CPU rounds."""
     torch.manual_seed(0)
     loss = {**settings.TDT.loss, "ctc": 0.0}
     info = start.ModelInfo(CONFIG, TOKENIZER, loss, source={}, pretrained=False)
     model = start.make_model(info, None)
     tokenizer = start.tokenizer_of(info)
-    batch = batch_of(tokenizer)
-    fit_to_data(model, batch)
+    fit_to_data(model, batch_of(tokenizer, CLIPS))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
-    updates = 120
+    updates = 200
     for update in range(updates):
         optimizer.param_groups[0]["lr"] = 2e-2 * min(1, (update + 1) / 20) * (1 - update / updates)
+        batch = batch_of(tokenizer, clips(len(TEXTS) * (update + 1)))
         loss = recipe.compute_loss(model, batch)["tdt"] / batch["counts"]["tdt"]
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     model.eval()
+    known = batch_of(tokenizer, CLIPS)
     with torch.no_grad():
-        texts = [row["text"] for row in decoding.transcripts(model, tokenizer, batch)]
+        texts = [row["text"] for row in decoding.transcripts(model, tokenizer, known)]
     assert texts == TEXTS
     return model
 
