@@ -630,6 +630,14 @@ def resolve(
     refuse(args, all_excludes(args.commands, excludes), needs)
     args.checkpoint_dir = Path(args.checkpoint_dir or Path(args.output_dir) / "checkpoints")
     args.log_dir = Path(args.log_dir or Path(args.output_dir) / "logs")
+    for name in ("checkpoint_dir", "log_dir"):
+        try:
+            str(getattr(args, name)).encode()
+        except UnicodeEncodeError:
+            raise UsageError(
+                f"--{name} {str(getattr(args, name))!a}: safetensors and TensorBoard write only to"
+                " paths in UTF-8; choose another folder"
+            ) from None
     if not (args.num_epochs or args.max_steps):
         args.max_steps = demo_steps if is_demo else usual_steps
     if args.eval_every is None:

@@ -13,7 +13,7 @@ import torch
 from common.errors import DataError, UsageError
 from speech.audio import SAMPLE_RATE, audio_files, read_audio
 from speech.columns import printable
-from speech.headers import THREADS
+from speech.headers import THREADS, file_fault
 
 LONGEST_SILENCE = 0.6  # seconds at an end
 # Share of the ends that get none. With 0.25 a small model from scratch did not learn where words are
@@ -82,6 +82,8 @@ class Noises:
 def _length(path: str) -> float | str:
     """Seconds of a file of noise, or why it cannot be used. It is decoded, because training would
     find what is damaged or silent hours later."""
+    if fault := file_fault(path):
+        return f"{printable(path)} cannot be used: {fault}"
     try:
         rate = soundfile.info(os.fsencode(path)).samplerate
     except (OSError, TypeError, soundfile.LibsndfileError):

@@ -235,8 +235,9 @@ def test_best_weights_are_one_file_that_rebuilds_the_model(tmp_path):
     model, other = small.Network(), small.Network()
     task = small.task(model_info=small.ModelInfo("ह"), run_info=small.RunInfo(("ा", "b")))
     path = tmp_path / "best.safetensors"
-    checkpoint.save_weights(path, model.state_dict(), task, {"cer": 0.5})
-    assert json.loads(path.with_suffix(".json").read_text()) == {"cer": 0.5}
+    summary = {"cer": 0.5, "command": "--train_manifest \udcff.json"}  # a path that is not UTF-8
+    checkpoint.save_weights(path, model.state_dict(), task, summary)
+    assert json.loads(path.with_suffix(".json").read_text()) == summary
     (tmp_path / "plain").touch()
     assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode  # as the umask says
     saved = checkpoint.read_weights(path, small.RECIPE)

@@ -1,5 +1,7 @@
 """Silence, noise and gain: by (seed, epoch, index) alone, at the levels that are drawn."""
 
+import os
+
 import numpy as np
 import pytest
 import soundfile
@@ -144,3 +146,7 @@ def test_what_cannot_be_used_is_named_at_the_start(noise_dir, tmp_path):
     with pytest.raises(DataError, match=r"1 of 2 files .*silent\.wav cannot be read") as error:
         augment.read_noises(folder)
     assert "\n" not in str(error.value)
+    (tmp_path / "silent.wav").unlink()
+    os.mkfifo(tmp_path / "silent.wav")  # which nobody writes to
+    with pytest.raises(DataError, match=r"silent\.wav cannot be used: not a regular file"):
+        augment.read_noises(folder)
