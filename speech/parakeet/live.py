@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from common import checks
 from common.device import Setup
 from common.errors import DataError, Failure, RunError, Stopped, UsageError, reader_has_gone
 from speech import audio, recogniser, subtitles
@@ -352,7 +353,7 @@ def transcribe(
     lines = Lines(tokenizer, frame_seconds, show, written.write)
     pace = Pace()
     end: Failure | KeyboardInterrupt | None = None
-    with setup.autocast(), Signals() as signals:
+    with setup.autocast(), checks.finite_layers(), Signals() as signals:
         stream = Stream(model, lookahead)
         if is_live:
             print("listening; Ctrl-C ends", file=sys.stderr)
