@@ -25,11 +25,19 @@ B = "lora_B"
 LOWERED = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
 MOST_RANK = 4096
 USUAL_RANK = 32
+MOST_ALPHA = 10_000.0
 RATE = 10.0  # of adapters, times that of weights that are trained whole
+
+
+def is_alpha(value) -> bool:
+    """Whether `alpha` may have this value, which is from a file."""
+    return type(value) in (int, float) and 0.0 <= value <= MOST_ALPHA
+
+
 # Of a file with adapters, for `records`.
 SAVED = {
     "rank": range(1, MOST_RANK + 1),
-    "alpha": float,
+    "alpha": is_alpha,
     "targets": str,
     "layers": [str],
     "base": str,

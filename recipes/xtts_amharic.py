@@ -42,6 +42,7 @@ import torch.nn.functional as F
 from common import checkpoint, device, lora, memory, optim, options, resuming
 from common.batches import EvalBatches, GlobalBatches, pad, to_device
 from common.checkpoint import Saved
+from common.checks import finite_layers
 from common.device import upcast
 from common.errors import DataError, UsageError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
@@ -572,7 +573,7 @@ def synthesise(args, asked: start.Options) -> None:
     clips = speaking.read_references(args.speaker_wav, setup.device)
     _, synthesiser, _ = trained(asked, setup)
     lines = [synthesiser.texts.check(line) for line in wanted]
-    with setup.autocast():
+    with setup.autocast(), finite_layers():
         voice = speaking.voice_of(synthesiser, clips)
         spoken = speaking.speak(synthesiser, lines, voice, sampling)
         for path, waveform in zip(outputs, spoken, strict=True):

@@ -32,7 +32,7 @@ PLAIN = {
 CONTENT = {
     "peft_type": {"LORA"},
     "r": range(1, lora.MOST_RANK + 1),
-    "lora_alpha": (float, int),
+    "lora_alpha": lora.is_alpha,
 }
 
 

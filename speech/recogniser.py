@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import batches, files, memory, options, watching
+from common import batches, checks, files, memory, options, watching
 from common.device import Setup
 from common.errors import DataError, RunError, UsageError, cannot_write, reader_has_gone
 from speech import metrics, subtitles
@@ -503,10 +503,11 @@ def transcribe_files(
                 continue
             yield transcript(path, waveform)
 
-    if how.output:
-        done = write_transcripts(Path(how.output), transcripts())
-    else:
-        done = print_transcripts(transcripts(), len(recordings) > 1, how.timestamps)
+    with checks.finite_layers():
+        if how.output:
+            done = write_transcripts(Path(how.output), transcripts())
+        else:
+            done = print_transcripts(transcripts(), len(recordings) > 1, how.timestamps)
     if done < len(recordings):
         raise DataError(
             f"{len(recordings) - done} of {len(recordings)} files could not be transcribed"

@@ -198,7 +198,7 @@ def add_lora_arguments(parser, has_peft: bool) -> None:
     )
     group.add_argument(
         "--lora_alpha",
-        type=options.number(float, 0.0, 10_000.0),
+        type=options.number(float, 0.0, lora.MOST_ALPHA),
         metavar="X",
         help="adapters count X / RANK times (twice RANK)",
     )
@@ -597,7 +597,7 @@ def with_foreign_adapter(origin: Origin, family: Family) -> tuple[Any, dict[str,
     info, base = family.read(origin.path)
     found, layers = foreign_layers(origin, family, info)
     settings = peft_files.read_settings(origin.adapter)
-    return info, lora.merge(base, found, lora.Adapters(settings, layers, "", ""))
+    return info, merge(base, found, lora.Adapters(settings, layers, "", ""), origin.adapter)
 
 
 def foreign_layers(
@@ -674,7 +674,20 @@ def whole_weights(origin: Origin, family: Family, saved: Saved) -> dict[str, tor
     info = records.read(family.model_info, saved.model_info, saved.path)
     adapters = saved_adapters(family, info, saved)
     base = read_base(origin, family, adapters, saved.path)
-    return lora.merge(base, saved.model, adapters)
+    return merge(base, saved.model, adapters, saved.path)
+
+
+def merge(
+    base: dict[str, torch.Tensor],
+    found: dict[str, torch.Tensor],
+    adapters: lora.Adapters,
+    path: str | Path,
+) -> dict[str, torch.Tensor]:
+    """`lora.merge`. Raises `UsageError` if the adapters in the file at `path` overflow."""
+    merged = lora.merge(base, found, adapters)
+    if any(tensor.is_meta for tensor in base.values()):  # as in a planned run
+        return merged
+    return checkpoint.check_tensors(merged, path)
 
 
 def conflicts(origin: Origin, info: Any, sized: Iterable[str]) -> list[str]:

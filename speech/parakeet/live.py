@@ -4,6 +4,7 @@ final."""
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import struct
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from common import checks
 from common.device import Setup
 from common.errors import DataError, Failure, RunError, Stopped, UsageError, reader_has_gone
 from speech import audio, recogniser, subtitles
@@ -29,6 +31,15 @@ from speech.text import SENTENCE_ENDS
 STANDARD_INPUT = "-"
 BYTES = 1 << 16  # of standard input at a time
 LARGEST_HEADER = 1 << 16  # bytes of a wav file before its samples
+BEGINNING = 12  # bytes by which most files are known
+# How files begin that hold encoded samples, or a header that is not read here.
+CODED = re.compile(
+    rb"RI(FF....(?!WAVE)|FX)|RF64|FORM|fLaC|OggS|ID3|caff|riff|\.snd|wvpk|#!AMR|....ftyp|\x1aE\xdf\xa3",
+    re.DOTALL,
+)
+FRAME = re.compile(rb"\xff[\xe2\xe3\xf2\xf3\xfa\xfb]")  # of an MP3
+FRAME_BYTES = range(24, 1442)
+CONVERT = "convert it: ffmpeg -i - -f s16le -ar 16000 -ac 1 - | ..."
 PCM = (1, 0xFFFE)  # wav formats: plain samples; what the rest of the header says
 # Seconds without a token: then a word is printed although the next one has not begun; then the next
 # word begins a line.
@@ -175,7 +186,7 @@ class Lines:
 
 def standard_input() -> Iterator[torch.Tensor]:
     """The samples (T,) of standard input as they come: 16-bit, little-endian, mono, 16 kHz, after
-    the header of a wav file or without one. Raises `DataError` for a header of another form."""
+    the header of a wav file or without one. Raises `DataError` for other files."""
 
     def read() -> bytes:
         try:
@@ -184,6 +195,10 @@ def standard_input() -> Iterator[torch.Tensor]:
             raise DataError(f"standard input: {error.strerror}") from None
 
     data = read()
+    while len(data) < BEGINNING and (more := read()):
+        data += more
+    if CODED.match(data) or _is_mp3(data):
+        raise DataError(f"standard input: it is a file of another form than wav; {CONVERT}")
     if data[:4] == b"RIFF":
         data = _without_header(data, read)
     while data:
@@ -192,6 +207,17 @@ def standard_input() -> Iterator[torch.Tensor]:
         yield torch.from_numpy(samples)
         more = read()
         data = data[whole:] + more if more else b""
+
+
+def _is_mp3(data: bytes) -> bool:
+    """Whether this is an MP3 without a tag, and not samples that begin like one: the first frame
+    describes the others, or the beginnings of three frames are equally far apart."""
+    begin = data[:2]
+    if not FRAME.match(data):
+        return False
+    return any(name in data[:64] for name in (b"Xing", b"Info")) or any(
+        data[n : n + 2] == begin and begin in data[2 * n - 1 : 2 * n + 3] for n in FRAME_BYTES
+    )
 
 
 def _without_header(data: bytes, read: Callable[[], bytes]) -> bytes:
@@ -212,8 +238,7 @@ def _without_header(data: bytes, read: Callable[[], bytes]) -> bytes:
             if form not in PCM or (channels, rate, bits) != (1, SAMPLE_RATE, 16):
                 raise DataError(
                     f"standard input: it has {rate} Hz, {channels} channels and {bits} bits (wav"
-                    f" format {form}); convert it:"
-                    " ffmpeg -i - -f s16le -ar 16000 -ac 1 - | ..."
+                    f" format {form}); {CONVERT}"
                 )
         place += size + size % 2
 
@@ -352,7 +377,7 @@ def transcribe(
     lines = Lines(tokenizer, frame_seconds, show, written.write)
     pace = Pace()
     end: Failure | KeyboardInterrupt | None = None
-    with setup.autocast(), Signals() as signals:
+    with setup.autocast(), checks.finite_layers(), Signals() as signals:
         stream = Stream(model, lookahead)
         if is_live:
             print("listening; Ctrl-C ends", file=sys.stderr)

@@ -1,6 +1,7 @@
 """--lora in the recipes: what is trained, saved, merged and refused."""
 
 import json
+import math
 import shutil
 import warnings
 
@@ -159,6 +160,10 @@ def test_both_exports_of_saved_adapters(released, adapted, spoken, tmp_path):  #
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
         ({"use_dora": True}, "use_dora"),
         ({"r": 0}, "r"),
+        ({"lora_alpha": math.nan}, "lora_alpha"),
+        ({"lora_alpha": math.inf}, "lora_alpha"),
+        ({"lora_alpha": 1e308}, "lora_alpha"),
+        ({"lora_alpha": -1}, "lora_alpha"),
         ({"peft_type": "IA3"}, "peft_type"),
         ({"rank_pattern": {"fc1": 8}}, "rank_pattern"),
     ],
@@ -177,9 +182,14 @@ def test_adapters_of_peft_that_compute_something_else(
 def test_damaged_adapters(released, adapted, tmp_path):  # noqa: F811
     use = ["--model_dir", released / "hf", "--export", tmp_path / "out", "--output_dir", tmp_path]
     folder = shutil.copytree(adapted / "peft", tmp_path / "peft")
-    save_file({}, folder / "adapter_model.safetensors")
-    status, err = refused(vietnamese, *use, "--adapter", folder)
-    assert status == 2 and "no adapters" in err
+    largest = {
+        name: torch.full_like(tensor, 1e30)
+        for name, tensor in load_file(folder / "adapter_model.safetensors").items()
+    }
+    for tensors, words in (({}, "no adapters"), (largest, "values that are not finite")):
+        save_file(tensors, folder / "adapter_model.safetensors")
+        status, err = refused(vietnamese, *use, "--adapter", folder)
+        assert status == 2 and words in err
     best = adapted / "checkpoints" / "best.safetensors"
     with safe_open(best, "pt") as file:
         header = file.metadata()

@@ -1338,6 +1338,17 @@ def test_texts_are_spoken_with_the_vocoder(tuned, places, tmp_path):
     assert {path.name for path in tmp_path.glob("n*.wav")} == {"n_001.wav", "n_002.wav"}
 
 
+def test_weights_that_overflow_speak_nothing(places, tmp_path):
+    model = shutil.copytree(places.model, tmp_path / "model")
+    content = torch.load(model / "model.pth", weights_only=True)
+    content["model"]["gpt.gpt.h.0.mlp.c_fc.weight"].fill_(1e38)
+    torch.save(content, model / "model.pth")
+    output = tmp_path / "o.wav"
+    speak = ["--synthesize", "hello", "--speaker_wav", places.wav, "--output", output]
+    status, err = refused(recipe, *speak, "--model_dir", model)
+    assert status == 2 and "values are not finite" in err and not output.exists()
+
+
 def test_texts_are_spoken_without_a_vocoder(noise, places, tmp_path, monkeypatch):
     monkeypatch.setitem(formats.SIZES, "demo", {**SMALL, "mel_positions": 90})
     flags = [*both(noise), *PLAIN, "--max_steps", "1"]

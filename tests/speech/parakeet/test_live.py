@@ -180,6 +180,31 @@ def test_a_wav_of_another_form_is_refused(piped):
         list(live.standard_input())
 
 
+@pytest.mark.parametrize("form", "AIFF AU CAF FLAC MP3 CBR OGG RF64 W64 AVI ftyp webm".split())
+def test_other_files_are_not_taken_for_samples(form, piped):
+    data = {"AVI": b"RIFF1234AVI ", "ftyp": b"\0\0\0 ftypM4A ", "webm": b"\x1aE\xdf\xa3" * 3}
+    file = io.BytesIO()
+    if form not in data:
+        samples = np.random.default_rng(0).uniform(-0.5, 0.5, 16_000)
+        settings = {"format": form}
+        if form == "CBR":
+            settings = {"format": "MP3", "bitrate_mode": "CONSTANT"}
+        soundfile.write(file, samples, 16_000, **settings)
+    data = data.get(form, file.getvalue())
+    if form == "CBR":
+        data = data[data.index(data[:2], 2) :]  # without the frame that describes the others
+    piped([data[:3], data[3:]])
+    with pytest.raises(
+        DataError, match="it is a file of another form than wav; convert it: ffmpeg"
+    ):
+        next(live.standard_input())
+
+
+def test_samples_that_look_like_an_mp3_are_samples(piped):
+    piped([b"\xff\xfb\x90\x64" + bytes(4000)])
+    assert next(live.standard_input()).shape == (2002,)
+
+
 def test_what_can_be_streamed(tmp_path, wav, piped, monkeypatch):
     path = wav(tmp_path / "a.wav")
     piped([])
