@@ -1,10 +1,8 @@
-"""Checks of a recipe: of its batches, of what its `evaluate` returns, and of its loss. And of the
-values in a network."""
+"""Checks of a recipe: of its batches, of what its `evaluate` returns, and of its loss."""
 
-import contextlib
 import copy
 import numbers
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -14,7 +12,6 @@ from common.device import rng_state, set_rng_state
 from common.errors import DataError, RunError, UsageError
 
 TRIES = 10  # utterances that may be unreadable before a check of batches is left out
-LARGEST = 1e20  # of a layer's values; a spectrum of the loudest audio has 1e15
 LOSS_TOLERANCE = 1e-6  # of a float64 loss, relative to its size; parts of a model may be in fp32
 TRIAL_TOLERANCE = 1e-4  # of a loss in the model's own type
 # Parameters of a model whose loss is tried before training: a larger one would take seconds.
@@ -163,30 +160,6 @@ def check_results(task, results: dict[str, tuple[float, float]]) -> None:
             f"evaluate returns no {task.metric!r}, which is the metric of the Task; it returns"
             f" {', '.join(sorted(names)) or 'nothing'}"
         )
-
-
-@contextlib.contextmanager
-def finite_layers() -> Iterator[None]:
-    """Within it a layer that returns NaN, infinity or more than LARGEST when it is used first is an
-    error: what is decoded of such values looks like text or speech. Raises `UsageError`."""
-    seen = set()
-
-    def check(layer: torch.nn.Module, inputs: tuple, output) -> None:
-        if layer in seen or not isinstance(output, torch.Tensor) or not output.is_floating_point():
-            return
-        seen.add(layer)
-        if output.numel() and not float(output.detach().abs().max()) < LARGEST:
-            raise UsageError(
-                f"the model's values are not finite (in a layer {type(layer).__name__}): its weights"
-                " are damaged or not for this network, or 16 bits are too few: try"
-                " --no_mixed_precision"
-            )
-
-    hook = torch.nn.modules.module.register_module_forward_hook(check)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def check_loss(

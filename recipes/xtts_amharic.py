@@ -42,13 +42,13 @@ import torch.nn.functional as F
 from common import checkpoint, device, lora, memory, optim, options, resuming
 from common.batches import EvalBatches, GlobalBatches, pad, to_device
 from common.checkpoint import Saved
-from common.checks import finite_layers
 from common.device import upcast
 from common.errors import DataError, UsageError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
 from speech import card, checks, demo, released, replay, splits, text
 from speech.audio import read_utterance
 from speech.columns import Corpus
+from speech.layers import finite_layers
 from speech.xtts import cleaners, codec_training, formats, judge, new_tokens, speaking, start, texts
 from speech.xtts.codec import SAMPLE_RATE, SAMPLES_PER_CODE, code_count
 from speech.xtts.decoding import GREEDY, Sampling

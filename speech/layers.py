@@ -3,13 +3,14 @@ backward."""
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from common import lora
+from common.errors import UsageError
 
 SMALL = 1 << 19  # elements of an input for which `lean_chain` recomputes nothing
 # The activations of `lean_chain`, with their gradients.
@@ -17,8 +18,33 @@ ACTIVATIONS = {
     F.gelu: torch.ops.aten.gelu_backward.default,
     F.silu: torch.ops.aten.silu_backward.default,
 }
+LARGEST = 1e20  # of a layer's values; a spectrum of the loudest audio has 1e15
 EACH = 6  # tensors of a layer in `_LeanChain`
 NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
+
+
+@contextlib.contextmanager
+def finite_layers() -> Iterator[None]:
+    """Within it a layer that returns NaN, infinity or more than LARGEST when it is used first is an
+    error: what is decoded of such values looks like text or speech. Raises `UsageError`."""
+    seen = set()
+
+    def check(layer: torch.nn.Module, inputs: tuple, output) -> None:
+        if layer in seen or not isinstance(output, torch.Tensor) or not output.is_floating_point():
+            return
+        seen.add(layer)
+        if output.numel() and not float(output.detach().abs().max()) < LARGEST:
+            raise UsageError(
+                f"the model's values are not finite (in a layer {type(layer).__name__}): its weights"
+                " are damaged or not for this network, or 16 bits are too few: try"
+                " --no_mixed_precision"
+            )
+
+    hook = torch.nn.modules.module.register_module_forward_hook(check)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @contextlib.contextmanager

@@ -16,13 +16,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import batches, checks, files, memory, options, watching
+from common import batches, files, memory, options, watching
 from common.device import Setup
 from common.errors import DataError, RunError, UsageError, cannot_write, reader_has_gone
 from speech import metrics, subtitles
 from speech.audio import SAMPLE_RATE, audio_files, read_audio
 from speech.augment import read_noises
 from speech.columns import Codes
+from speech.layers import finite_layers
 from speech.long import BY_SILENCES, Cutting, Piece, by_length, unless_silent
 from speech.text import NAMES, as_whisper, for_scoring, in_lower_case, mark_share, style
 
@@ -503,7 +504,7 @@ def transcribe_files(
                 continue
             yield transcript(path, waveform)
 
-    with checks.finite_layers():
+    with finite_layers():
         if how.output:
             done = write_transcripts(Path(how.output), transcripts())
         else:

@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import checks
 from common.device import Setup
 from common.errors import DataError, Failure, RunError, Stopped, UsageError, reader_has_gone
 from speech import audio, recogniser, subtitles
 from speech.audio import SAMPLE_RATE
+from speech.layers import finite_layers
 from speech.parakeet import decoding
 from speech.parakeet.decoding import Token
 from speech.parakeet.model import Parakeet
@@ -377,7 +377,7 @@ def transcribe(
     lines = Lines(tokenizer, frame_seconds, show, written.write)
     pace = Pace()
     end: Failure | KeyboardInterrupt | None = None
-    with setup.autocast(), checks.finite_layers(), Signals() as signals:
+    with setup.autocast(), finite_layers(), Signals() as signals:
         stream = Stream(model, lookahead)
         if is_live:
             print("listening; Ctrl-C ends", file=sys.stderr)

@@ -153,16 +153,6 @@ def test_one_utterance_is_not_enough():
         checks.check_loss(small.Network(), small.collate(small.Waveforms(1)), small.compute_loss)
 
 
-def test_a_layer_whose_values_overflow_is_found_when_it_is_used_first():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
-    torch.nn.init.constant_(model[1].weight, 1e38)
-    with pytest.raises(UsageError, match="values are not finite"), checks.finite_layers():
-        model(torch.full((1, 2), 1e3))
-    model(torch.full((1, 2), 1e3))  # outside nobody looks
-    with checks.finite_layers():
-        model[0](torch.zeros(1, 2))
-
-
 # --- what is silent is one line before the first update -------------------------------------------
 
 

@@ -244,3 +244,13 @@ def test_a_compiled_lean_chain_is_one_graph_for_all_lengths(monkeypatch):
         assert_rounded([compiled(x)], [plain_chain(x, *steps)])
     torch._dynamo.reset()
     assert len(graphs) == 1
+
+
+def test_a_layer_whose_values_overflow_is_found_when_it_is_used_first():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    torch.nn.init.constant_(model[1].weight, 1e38)
+    with pytest.raises(UsageError, match="values are not finite"), layers.finite_layers():
+        model(torch.full((1, 2), 1e3))
+    model(torch.full((1, 2), 1e3))  # outside nobody looks
+    with layers.finite_layers():
+        model[0](torch.zeros(1, 2))
