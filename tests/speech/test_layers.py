@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from common import lora
+from common.errors import UsageError
 from speech import layers
 from tests.peers import assert_rounded
 
