@@ -367,10 +367,8 @@ def save_weights(
     if record:
         header["lora"] = json.dumps(record)
     files.save(path, lambda temporary: save_file(tensors, temporary, metadata=header))
-    text = json.dumps(summary, ensure_ascii=False, indent=1) + "\n"
-    # A path in the command that is not UTF-8 becomes escapes, which JSON understands.
-    as_bytes = text.encode("utf-8", "backslashreplace")
-    files.save(path.with_suffix(".json"), lambda temporary: temporary.write_bytes(as_bytes))
+    text = json.dumps(summary, indent=1) + "\n"
+    files.save(path.with_suffix(".json"), lambda temporary: temporary.write_text(text))
 
 
 def recipe_of(path: str | Path, flag: str = "--resume") -> str:

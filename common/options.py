@@ -92,6 +92,14 @@ EXCLUDES = (
 )
 
 
+# Flags of weights and records, which safetensors, torch and TensorBoard read and write only under
+# names in UTF-8.
+IN_UTF8 = (
+    "resume init_from model_dir model_file custom_model adapter compare_to judge tokenizer export"
+    " export_adapter checkpoint_dir log_dir"
+).split()
+
+
 class OnOff(argparse.Action):
     """`--x` / `--no_x` (argparse's own BooleanOptionalAction spells the second with a hyphen)."""
 
@@ -630,18 +638,28 @@ def resolve(
     refuse(args, all_excludes(args.commands, excludes), needs)
     args.checkpoint_dir = Path(args.checkpoint_dir or Path(args.output_dir) / "checkpoints")
     args.log_dir = Path(args.log_dir or Path(args.output_dir) / "logs")
-    for name in ("checkpoint_dir", "log_dir"):
-        try:
-            str(getattr(args, name)).encode()
-        except UnicodeEncodeError:
-            raise UsageError(
-                f"--{name} {str(getattr(args, name))!a}: safetensors and TensorBoard write only to"
-                " paths in UTF-8; choose another folder"
-            ) from None
+    require_utf8(args)
     if not (args.num_epochs or args.max_steps):
         args.max_steps = demo_steps if is_demo else usual_steps
     if args.eval_every is None:
         args.eval_every = demo_steps // 6 if is_demo else usual_eval_every
+
+
+def require_utf8(args: argparse.Namespace) -> None:
+    """Raises `UsageError` for a path in `IN_UTF8` with other bytes, which would end a run at its
+    first evaluation. Commands that do not train write no weights."""
+    is_command = any(is_on(vars(args), name) for name in args.commands)
+    for flag in IN_UTF8[:-2] if is_command else IN_UTF8:
+        place = getattr(args, flag, None)
+        if not place:
+            continue
+        try:
+            os.path.abspath(place).encode()
+        except UnicodeEncodeError:
+            raise UsageError(
+                f"--{flag} {place}: this path is not UTF-8, and libraries read and write weights"
+                " under no other name; rename the folder or file that is not"
+            ) from None
 
 
 def all_excludes(commands: dict[str, bool], excludes=()) -> list[tuple[str, str, str]]:

@@ -225,7 +225,7 @@ def write_export(folder: Path, fill: Callable[[Path], object], card: str = "") -
     def fill_with_card(aside: Path) -> None:
         fill(aside)
         if card:
-            (aside / "README.md").write_text(card, encoding="utf-8", errors="backslashreplace")
+            files.write_text(aside / "README.md", card)
 
     try:
         write_folder(folder, fill_with_card, MADE_BY)

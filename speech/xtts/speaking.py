@@ -508,7 +508,7 @@ def write_corpus(
             write_wav(aside / file, samples, rate)
         for kind, lines in rows.items():
             table = ["|".join(map(_cell, row)) for row in (HEADER, *lines)]
-            (aside / f"{kind}.csv").write_text("\n".join(table) + "\n", encoding="utf-8")
+            files.write_text(aside / f"{kind}.csv", "\n".join(table) + "\n")
 
     try:
         if not is_replaceable(folder):
