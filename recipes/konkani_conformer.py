@@ -209,7 +209,7 @@ def resolve(args) -> recogniser.Options:
     needs = (*splits.NEEDS, *recogniser.NEEDS, *NEEDS)
     options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, needs)
     if args.export:
-        released.require_exports(args)
+        released.require_exports(vars(args), options.paths_in(args, *released.EXPORTS))
         onnx_files.require_packages("--export")
     return recogniser.resolve(args, is_demo, BEAM_SIZE)
 

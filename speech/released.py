@@ -242,7 +242,7 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
         raise UsageError(f"--adapter {args.adapter}: name the released model that it is for, too")
     if path:
         require_source(path, flag, forms)
-    require_exports(args)
+    require_exports(vars(args), options.paths_in(args, *EXPORTS))
     if not path and args.model_size is None:
         args.model_size = next(iter(sizes)) if is_demo else usual_size
     settings = adapter_settings(args.lora, args.lora_alpha, args.lora_targets, args.init_from)
@@ -285,16 +285,17 @@ def adapter_settings(
     return lora.Settings(rank, alpha or 2.0 * rank, targets or TARGETS[0]) if rank else None
 
 
-def require_exports(args) -> None:
+def require_exports(flags: dict, inputs: list[str]) -> None:
     """Raises `UsageError` or `RunError` if a folder of EXPORTS cannot be written, or if it is, or
-    holds, another place that the command reads or writes: now, not after hours of training."""
-    places = {name: getattr(args, name, None) for name in (*EXPORTS, *WRITTEN)}
+    holds, another place that the command writes, or one of its `inputs`: now, not after hours of
+    training. `flags`: the values of the command line, by name."""
+    places = {name: flags.get(name) for name in (*EXPORTS, *WRITTEN)}
     for flag in EXPORTS:
         if not (export := places[flag]):
             continue
         model_files.require_export(export)
         others = [place for name, place in places.items() if place and name != flag]
-        for other in (*others, *options.paths_in(args, *EXPORTS)):
+        for other in (*others, *inputs):
             refuse_overlap(export, other, f"--{flag}")
 
 

@@ -1,6 +1,5 @@
 """Where a model starts: checkpoint, released or random weights, and the flags that contradict."""
 
-import argparse
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -157,16 +156,17 @@ def test_an_export_replaces_nothing_that_the_command_uses(named, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     write_folder(Path("x"), fill, model_files.MADE_BY)
     Path("link").symlink_to("x")
-    given = {"export": "x", **named}
-    args = argparse.Namespace(
-        **given, checkpoint_dir="checkpoints", log_dir="logs", output_dir=".", given={*given}
-    )
+    written = {"checkpoint_dir": "checkpoints", "log_dir": "logs", "output_dir": "."}
+    inputs = [
+        place
+        for name, value in named.items()
+        if name not in released.EXPORTS
+        for place in (value if isinstance(value, list) else [value])
+    ]
+    flags = {**written, "export": "x", **named}
     with pytest.raises(UsageError, match=r"--export.*; name a folder of its own for the export"):
-        released.require_exports(args)
-    for flag in named:
-        setattr(args, flag, None)
-    args.given = {"export"}
-    released.require_exports(args)
+        released.require_exports(flags, inputs)
+    released.require_exports({**written, "export": "x"}, [])
 
 
 def test_a_model_that_does_not_fit_into_memory_is_not_made():

@@ -113,6 +113,7 @@ def test_every_reason_is_read(report):
     }
     advice = {label: row.advice for label, row in rejected(sections).items() if row.advice}
     assert set(advice) == {
+        "longer than 30 s (--max_duration)",
         "file is missing",
         "text is empty",
         "no text field",
