@@ -117,8 +117,15 @@ def are_same(path: str | None, other: str | None) -> bool:
 
 
 def readme(name: str, about: About, form: Form) -> str:
-    """The text of README.md for an export called `name`."""
+    """The text of README.md for an export called `name`. Says it in a line, too, if training has not
+    changed these weights."""
     made = noted(about.weights)
+    unchanged = made.get("step") == 0
+    if unchanged:
+        print(
+            "the best weights are those before training, so the export is what the run began with:"
+            " no evaluation after it was better"
+        )
     by = made.get("made_by") or {}
     base = None if about.is_new else about.base or by.get("base")
     hub_name, licence = released(base)
@@ -131,7 +138,7 @@ def readme(name: str, about: About, form: Form) -> str:
     )
     parts = [
         f"---\n{block}---\n\n# {name}",
-        origin(about, form, base and (hub_name or Path(base).name), licence),
+        origin(about, form, base and (hub_name or Path(base).name), licence, unchanged),
         "## Use\n\n" + f"```{form.language}\n{form.use.replace('FOLDER', name).strip()}\n```",
         data_table(about),
         error_table(evaluated),
@@ -287,14 +294,16 @@ def error_table(evaluated: list[dict]) -> str:
 # --- text -----------------------------------------------------------------------------------------
 
 
-def origin(about: About, form: Form, base: str | None, licence: dict) -> str:
-    """What the model is, and its licence."""
+def origin(about: About, form: Form, base: str | None, licence: dict, unchanged: bool) -> str:
+    """What the model is, whether training has not changed it, and its licence."""
     if about.weights is None:
         text = f"{form.family}: {base or 'released weights'}, converted and not trained."
     elif about.is_new:
         text = f"{form.family}, trained from random weights. Its licence is its author's choice."
     else:
         text = f"{form.family}, fine-tuned from {base or 'a released model'}."
+        if unchanged:
+            text += " Its weights are those before training: no evaluation after it was better."
     if licence == CPML:
         text += (
             f" The weights are under the [{licence['license_name']}]({licence['license_link']}):"

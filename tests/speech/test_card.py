@@ -190,6 +190,16 @@ def test_nemotrons_have_licences_of_their_own(name, licence):
     assert f"The licence of nvidia/{name} is [{licence}](https://" in text
 
 
+@pytest.mark.parametrize(("step", "is_said"), [(0, True), (400, False)])
+def test_weights_that_training_did_not_better_are_called_so(tmp_path, capsys, step, is_said):
+    about = card.About("a", "whisper-base", weights(tmp_path, {**MADE, "step": step}))
+    text = card.readme("mine", about, whisper.CARD)
+    assert ("Its weights are those before training" in text) == is_said
+    said = capsys.readouterr().out
+    assert said.startswith("the best weights are those before training") == is_said
+    assert said.count("\n") == is_said
+
+
 def test_coquis_licence_holds_whatever_the_base_is_called(tmp_path):
     made = {**MADE, "metric": "mel", "mel": 3.5, "evaluations": [[0, 4.25], [400, 3.5]]}
     del made["cer"], made["wer"]
