@@ -210,7 +210,6 @@ def resolve(args) -> recogniser.Options:
     options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, needs)
     if args.export:
         released.require_exports(vars(args), options.paths_in(args, *released.EXPORTS))
-        onnx_files.require_packages("--export")
     return recogniser.resolve(args, is_demo, BEAM_SIZE)
 
 
@@ -248,12 +247,16 @@ def with_warmup(args, config: dict):
 
 
 def check_export(args, config: dict) -> None:
-    """Raises `UsageError` for --export of a model that no other program can use."""
-    if args.export and not has_nemo_features(config):
+    """Raises `UsageError` for --export of a model that no other program can use, and without the
+    packages that write it."""
+    if not args.export:
+        return
+    if not has_nemo_features(config):
         raise UsageError(
             "--export: other programs do not compute this model's features; train a model with"
             " --features nemo"
         )
+    onnx_files.require_packages("--export")
 
 
 def check_heads(config: dict) -> None:

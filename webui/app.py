@@ -32,6 +32,7 @@ GRACE_SECONDS = 2  # for answers that are being sent when the page ends
 END_SECONDS = 5.0  # after which it ends in any case
 KEEP_SECONDS = 6 * 3600  # of gradio's files
 PULSE_SECONDS = 5.0  # between two events of an open page
+QUEUE_SECONDS = 0.05  # between two looks of gradio at its queue; its own 0.001 keep a core busy
 # Nothing is sent anywhere, whatever else is set in the environment.
 ENVIRONMENT = {
     "GRADIO_ANALYTICS_ENABLED": "False",
@@ -43,9 +44,20 @@ TITLE = "Speech recipes"
 STYLE = Path(__file__).with_name("style.css")
 # Gradio 6.31 leaves the list of a dropdown open that is left with the Tab key: it sees the key
 # after the list is closed, and opens it again.
+# A tab from before a restart has the token of that time. Gradio would try to connect for ever.
 HEAD = """<script>addEventListener("keydown", (event) => {
   if (event.key === "Tab" && event.target.role === "combobox") event.stopImmediatePropagation()
-}, true)</script>"""
+}, true)
+const ask = window.fetch
+window.fetch = async (...words) => {
+  const answer = await ask(...words)
+  if (answer.status === 403 && answer.url.endsWith("/app_id") && !window.over) {
+    window.over = document.body.appendChild(document.createElement("dialog"))
+    window.over.textContent = "The page was started again: " + (await answer.text())
+    window.over.showModal()
+  }
+  return answer
+}</script>"""
 
 
 def add_arguments(parser: options.Parser) -> None:
@@ -188,6 +200,8 @@ def make_page(context):
         # Gradio forgets an event that begins in the moment in which the stream of an earlier one's
         # results is closed, until any other event opens the stream anew.
         on(gr.Timer(PULSE_SECONDS).tick, lambda: None, show_progress="hidden")
+    page._queue.sleep_when_free = QUEUE_SECONDS
+    page._queue.progress_update_sleep_when_free = 20 * QUEUE_SECONDS  # no event reports progress
     return page
 
 

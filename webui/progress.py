@@ -4,6 +4,7 @@ folder and of what it has written there."""
 import contextlib
 import re
 import signal
+import time
 from dataclasses import dataclass
 
 from common import files
@@ -32,6 +33,7 @@ NUMBERS = (
     ("data_wait_share", "waiting for data", "{:.0f} %", 100),
     ("gpu_utilisation", "GPU busy", "{:.0f} %", 100),
 )
+QUIET_SECONDS = 120  # without a line, after which the last one does not tell the time that is left
 STOPPED = tuple(128 + number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
@@ -87,7 +89,7 @@ def numbers(run: Run) -> dict[str, str]:
     if "step" in now:
         texts["step"] = f"{now['step']} of {now['total']}" if "total" in now else str(now["step"])
     if "minutes" in now and is_alive(run):
-        texts["time"] = _time_left(now["minutes"])
+        texts["time"] = _time_left(run, now["minutes"])
     for name, label, form, factor in NUMBERS:
         if name in now:
             texts[label] = form.format(factor * now[name])
@@ -109,12 +111,16 @@ def _position(run: Run) -> str:
         if now["step"] >= now["total"]:
             place += ", the best weights are evaluated"
         elif "minutes" in now:
-            place += f", {_time_left(now['minutes'])}"
+            place += f", {_time_left(run, now['minutes'])}"
     stage = outputs.stage(run.folder)
     return f"{stage}: {place}" if stage else place
 
 
-def _time_left(minutes: int) -> str:
+def _time_left(run: Run, minutes: int) -> str:
+    with contextlib.suppress(OSError):
+        quiet = time.time() - (run.folder / outputs.LOG).stat().st_mtime
+        if quiet > QUIET_SECONDS:
+            return f"nothing was printed for {quiet / 60:.0f} minutes"
     if minutes < 1:
         return "less than a minute left"
     if minutes == 1:

@@ -79,6 +79,17 @@ def test_nemo_features_are_normalised_per_utterance_and_older_checkpoints_have_n
         recipe.choose_config(args, saved)
 
 
+def test_an_export_asks_for_packages_only_if_it_is_possible(monkeypatch):
+    def missing(flag: str) -> None:
+        raise UsageError(f"{flag} needs onnx")
+
+    monkeypatch.setattr(recipe.onnx_files, "require_packages", missing)
+    args = mock.Mock(export="x")
+    for features, expected in (("native", "do not compute"), ("nemo", "needs onnx")):
+        with pytest.raises(UsageError, match=expected):
+            recipe.check_export(args, {"features": features})
+
+
 @pytest.mark.parametrize(
     "flags, warmup",
     [

@@ -217,6 +217,10 @@ def page(tmp_path_factory):
     models.close()
 
 
+def test_an_idle_queue_sleeps(page):
+    assert page._queue.sleep_when_free == app.QUEUE_SECONDS
+
+
 def test_no_event_of_the_page_is_public(page):
     """Except those that draw a part of the page anew, for which gradio has no such setting."""
     assert len(page.fns) > 10

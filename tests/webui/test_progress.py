@@ -1,6 +1,7 @@
 """What the page says of a run: how far it is, and how it has ended."""
 
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -99,6 +100,8 @@ def test_progress_is_read_as_the_report_writes_it(tmp_path, capfd):
     with held(run.folder / "checkpoints" / ".lock"):
         assert progress.numbers(run) == {**numbers, "time": "about 6 minutes left"}
         assert progress.state(run).detail == "step 120 of 600, about 6 minutes left"
+        os.utime(run.folder / "run.log", (0, time.time() - 300))
+        assert progress.numbers(run)["time"] == "nothing was printed for 5 minutes"
         (run.folder / "run.log").write_text(f"=== 2026-01-01 10:00:00 === x\n{out}")
         assert progress.numbers(run)["step"] == "110 of 600"
         assert progress.numbers(run)["loss"] == "1.500"

@@ -8,10 +8,12 @@ import gradio as gr
 from common.errors import Failure
 from webui import views
 
+SECONDS = 30  # that a message is shown
+
 
 def on(trigger: Callable, action: Callable, inputs=None, outputs=None, **settings):
     """Calls `action` when `trigger`, such as `button.click`, happens; `settings` are gradio's. A
-    `Failure` becomes a message that stays until it is closed."""
+    `Failure` becomes a message."""
 
     @functools.wraps(action)
     def run(*values):
@@ -20,6 +22,6 @@ def on(trigger: Callable, action: Callable, inputs=None, outputs=None, **setting
         except Failure as failure:
             # Gradio shows messages as HTML, and this one may name a file.
             text = views.text(failure)
-            raise gr.Error(text, duration=None, print_exception=False) from None
+            raise gr.Error(text, duration=SECONDS, print_exception=False) from None
 
     return trigger(run, inputs, outputs, api_visibility="private", **settings)

@@ -8,7 +8,7 @@ import gradio as gr
 
 from common.errors import RunError, UsageError
 from common.files import read_text
-from webui import commands, trials, views
+from webui import commands, outputs, trials, views
 from webui.catalogue import Recipe
 from webui.context import Context
 from webui.places import Places
@@ -26,10 +26,10 @@ ABOUT = (
     "An export is a new folder in the run's folder, with the weights in the form of other programs"
     " and nothing of the training. The run stays as it is."
 )
-NO_FORMS = (
-    "{recipe} has no export: no other program has this network. best.safetensors holds its weights,"
-    " their names and shapes, and all that it takes to rebuild the model here, without anything of"
-    " the training. It is the file to keep and to pass on: the command below uses it."
+NO_FORMS = "{recipe} has no export: no other program has this network."
+BEST = (
+    "best.safetensors holds the best weights and all that it takes to rebuild the model here,"
+    " without anything of the training. It is the file to keep and to pass on:"
 )
 
 
@@ -130,13 +130,16 @@ def _forms(recipe: Recipe) -> gr.Dropdown:
 
 
 def _about(run: Run, recipe: Recipe) -> str:
-    if "export" in _names(recipe):
-        return f"<p>{views.text(ABOUT)}</p>"
-    best = run.folder / "checkpoints" / "best.safetensors"
-    command = f"python recipes/{recipe.name}.py --transcribe recording.wav --resume {best}"
-    text = views.text(NO_FORMS.format(recipe=recipe.name))
+    about = ABOUT if "export" in _names(recipe) else NO_FORMS.format(recipe=recipe.name)
+    best = run.folder / outputs.CHECKPOINTS / "best.safetensors"
+    if not best.is_file():
+        return f"<p>{views.text(about)}</p>"
+    act = "transcribe recording.wav" if "transcribe" in recipe.commands else "evaluate"
+    command = f"python recipes/{recipe.name}.py --{act} --resume {best}"
     return (
-        f"<p>{text}</p><pre><code>{views.text(command)}</code></pre>{_files(best.parent, [best])}"
+        f"<div><p>{views.text(about)}</p><p>{views.text(BEST)}"
+        f" {views.download(str(best))} ({_size(best.stat().st_size)})</p>"
+        f"<pre><code>{views.text(command)}</code></pre></div>"
     )
 
 

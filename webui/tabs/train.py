@@ -87,10 +87,10 @@ def build(context: Context, shared: Shared) -> None:
     with place:
 
         @gr.render(inputs=[drawn])
-        def render(drawn: tuple) -> None:
-            form = _form(context, drawn[0])
+        def render(state: tuple) -> None:
+            form = _form(context, state[0])
             _follow(context, shared, form, parts)
-            _connect(context, shared, form, parts)
+            _connect(context, form, parts, shared, state, drawn)
 
 
 def _parts() -> Parts:
@@ -319,12 +319,19 @@ def _follow(context: Context, shared: Shared, form: Form, parts: Parts) -> None:
     on(shared.tab.select, find, None, shown, show_progress="hidden")
 
 
-def _connect(context: Context, shared: Shared, form: Form, parts: Parts) -> None:
-    """The buttons below the form, which need its values."""
+def _connect(
+    context: Context, form: Form, parts: Parts, shared: Shared, state: tuple, drawn: gr.State
+) -> None:
+    """The buttons of the form, which need its values. `state` is what `drawn` was when it was
+    made."""
     recipe = form.recipe
     folder = context.places.runs
+    now = [shared.settings, parts.typed, drawn]
 
     def command(values: tuple, name: str, card: str | None = None) -> tuple[dict, list[str], list]:
+        wanted, typed, drawn, *values = values
+        if wanted != typed or drawn[1] != state[1]:  # `draw` is on its way, and then `render`
+            raise UsageError("the form does not show what was chosen yet: try again in a second")
         settings = form.read(values)
         run = folder / (name or _new_name(folder, recipe))
         made = commands.command(context.places, recipe, settings, run, card)
@@ -368,15 +375,15 @@ def _connect(context: Context, shared: Shared, form: Form, parts: Parts) -> None
 
     plan_shown = [parts.planned, parts.advice, parts.use, parts.details]
     waiting = on(parts.plan.click, wait, None, plan_shown, show_progress="hidden")
-    planning = on(waiting.then, plan, [parts.card, *form.controls], plan_shown)
+    planning = on(waiting.then, plan, [parts.card, *now, *form.controls], plan_shown)
     on(planning.failure, lambda: "", None, parts.planned)
     use_shown = [*form.controls, parts.planned, parts.use, parts.details]
     on(parts.use.click, use, parts.advice, use_shown, show_progress="hidden")
-    on(parts.show.click, show, [parts.name, *form.controls], parts.command)
+    on(parts.show.click, show, [parts.name, *now, *form.controls], parts.command)
     on(
         parts.start.click,
         start,
-        [parts.name, *form.controls],
+        [parts.name, *now, *form.controls],
         [shared.settings, parts.typed, shared.chosen, shared.tabs, parts.name],
     )
 
@@ -402,4 +409,4 @@ def _details(verdict: plans.Verdict, notes: list[str]) -> str:
     rows = [[views.text(name), views.text(size)] for name, size in verdict.memory]
     table = views.table(["what", "memory"], rows, "Memory of the GPU at the peak")
     lines = "<br>".join(views.text(line) for line in (*notes, *verdict.lines))
-    return f"<div>{table}<p>{lines}</p></div>"
+    return f"<details><summary>Memory and its details</summary>{table}<p>{lines}</p></details>"

@@ -80,7 +80,7 @@ def _look(found: list[Run], name: str | None, second: str) -> tuple:
     the buttons that have an effect."""
     states = {run.name: progress.state(run) for run in found}
     rows = [_row(run, states[run.name]) for run in found]
-    table = views.table(["run", "recipe", "state", "", "began"], rows, "Runs")
+    table = views.table(["run", "state", "began"], rows, "Runs")
     if not found:
         table = "<p>There is no run yet. The Train tab starts one.</p>"
     chosen = next((run for run in found if run.name == name), None)
@@ -103,15 +103,17 @@ def _look(found: list[Run], name: str | None, second: str) -> tuple:
 
 
 def _row(run: Run, state: progress.State) -> list[str]:
-    began = views.moment(run.created)
-    return [views.text(each) for each in (run.name, run.recipe, state.word, state.detail, began)]
+    pairs = (run.name, run.recipe), (state.word, state.detail)
+    cells = [f"<b>{views.text(one)}</b><div>{views.text(two)}</div>" for one, two in pairs]
+    return [*cells, views.text(views.moment(run.created))]
 
 
 def _status(run: Run, state: progress.State) -> str:
     """The state of a run, and its last numbers."""
     numbers = [f"{name}: {value}" for name, value in progress.numbers(run).items()]
     items = "".join(f"<li>{views.text(each)}</li>" for each in numbers)
-    line = f"<p><b>{views.text(state.word)}</b>: {views.text(state.detail)}</p>"
+    name = f"<h3>{views.text(run.name)}</h3>"
+    line = f"{name}<p><b>{views.text(state.word)}</b>: {views.text(state.detail)}</p>"
     return f'<div>{line}<ul class="numbers">{items}</ul></div>'
 
 

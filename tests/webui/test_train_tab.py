@@ -1,0 +1,55 @@
+"""The Train, Runs and Export tabs without a browser."""
+
+import gradio as gr
+import pytest
+
+from common.errors import UsageError
+from webui import catalogue, runs
+from webui.context import Context
+from webui.places import Places
+from webui.tabs import export, train, watch
+from webui.tabs.shared import Shared
+
+KONKANI = "konkani_conformer"
+
+
+@pytest.fixture
+def context(tmp_path):
+    for name in ("data", "runs"):
+        (tmp_path / name).mkdir()
+    recipes = {KONKANI: catalogue.find_recipes()[KONKANI]}
+    return Context(Places(tmp_path / "data", tmp_path / "runs"), recipes, None)
+
+
+def test_start_refuses_until_the_form_shows_what_was_chosen(context, monkeypatch):
+    """What a form of `older` settings would start is not what was chosen since."""
+    actions = {}
+
+    def on(trigger, action, *_, **__):
+        actions[action.__name__] = action
+        return gr.Button().click(lambda: None)
+
+    with gr.Blocks(), gr.Tabs() as tabs, gr.Tab("Train") as tab:
+        shared = Shared(tabs, tab, gr.State({}), gr.State(""))
+        parts = train._parts()
+        form = train._form(context, {})
+        monkeypatch.setattr(train, "on", on)
+        train._connect(context, form, parts, shared, ({}, 3), gr.State())
+    values = [KONKANI, "cpu", "", *[""] * len(form.options)]
+    chosen = {"recipe": KONKANI, "values": {"train_manifest": "a.csv"}}
+    for now in ((chosen, {}, ({}, 3)), (chosen, chosen, (chosen, 4))):
+        with pytest.raises(UsageError, match="does not show what was chosen yet"):
+            actions["start"]("first", *now, *values)
+    assert not runs.list_runs(context.places.runs)
+    assert "recipes/konkani_conformer.py" in actions["show"]("", {}, {}, ({}, 3), *values).value
+
+
+def test_the_panel_names_its_run_and_the_best_weights_can_be_kept(context):
+    run = runs.create(context.places.runs, "first", {"recipe": KONKANI}, [])
+    table, status, *_ = watch._look([run], "first", watch.NONE)
+    assert "<h3>first</h3>" in status and KONKANI in table
+    assert "Download" not in export._about(run, context.recipes[KONKANI])
+    (run.folder / "checkpoints").mkdir()
+    (run.folder / "checkpoints" / "best.safetensors").write_bytes(b"x" * 100)
+    about = export._about(run, context.recipes[KONKANI])
+    assert "Download best.safetensors</a> (100 bytes)" in about and "\n" not in about
