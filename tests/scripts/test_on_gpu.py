@@ -322,12 +322,12 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("only", ["konkani", pytest.param("", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("only", ["t konkani", pytest.param("", marks=pytest.mark.slow)])
 def test_all_pieces_run_at_a_small_size_killed_and_continued(tmp_path, only):
     path = tmp_path / "gpu.json"
     command = [sys.executable, COMMAND, "--device", "cpu", "--minutes", "60", "--only", only]
     first = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    while len(pieces_of(path)) < 3 if path.exists() else first.poll() is None:
+    while len(pieces_of(path)) < 2 if path.exists() else first.poll() is None:
         time.sleep(0.2)
     os.kill(first.pid, signal.SIGKILL)
     before = {name: each for name, each in pieces_of(path).items() if name != "card"}
@@ -337,4 +337,4 @@ def test_all_pieces_run_at_a_small_size_killed_and_continued(tmp_path, only):
     assert {name: found[name] for name in before} == before
     failed = {name: each for name, each in found.items() if each["status"] == "failed"}
     assert not failed
-    assert "### Speed" in ran.stdout and ("### Memory of the rows" in ran.stdout or only)
+    assert only or ("### Speed" in ran.stdout and "### Memory of the rows" in ran.stdout)
