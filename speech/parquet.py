@@ -33,8 +33,9 @@ SUFFIX = ".parquet"
 ROW = " row "  # between the file and the number in the name of a row
 BINARY_NAMES = ("wav", "bytes")  # and all with "audio": of columns that are bytes alone
 OPEN_FILES = 32  # that a thread keeps open
-BATCH = 4096  # rows whose texts are read at once
+BATCH = 256  # rows whose texts are read at once
 GROUP_BYTES = 4 << 30  # of audio in a row group: a reader keeps all of it in memory
+INFLATED = 100  # bytes in a row group for each of the file, unless they are few
 SLOW_BYTES = 64 << 20  # a row group of more audio gets a note
 GOOD_ROWS = 16  # in a row group
 
@@ -80,7 +81,7 @@ class Shard:
     """An open file. `firsts`: the first row of each row group, and at the end the number of rows.
     `content` and `path`: pyarrow's names of the columns of the audio's bytes and of its path, "" if
     there is none. `names`: all columns, by their names in lower case. `leaf`: the number of
-    `content` among the columns of a row group."""
+    `content` among the columns of a row group. `most`: bytes that a row group may have."""
 
     file: object
     firsts: list[int]
@@ -88,6 +89,7 @@ class Shard:
     path: str
     names: dict[str, str]
     leaf: int
+    most: int
 
     def group_of(self, row: int) -> int:
         return bisect.bisect_right(self.firsts, row) - 1
@@ -125,7 +127,7 @@ def _open(path: str) -> tuple[tuple, Shard]:
         key = path, status.st_size, status.st_mtime_ns
         if key not in _opened.shards:
             # Not mapped into memory: a file that becomes shorter would end the process.
-            _opened.shards[key] = _described(path, parquet.ParquetFile(path))
+            _opened.shards[key] = _described(path, parquet.ParquetFile(path), status.st_size)
     except _failures() as error:
         raise DataError(f"{path} is not Parquet that can be read: {_reason(error)}") from None
     _opened.shards.move_to_end(key)
@@ -145,13 +147,18 @@ def _reason(error: Exception) -> str:
     return (getattr(error, "strerror", None) or first_line(error)).rstrip(".")
 
 
-def _described(path: str, file) -> Shard:
+def _described(path: str, file, size: int) -> Shard:
     schema = file.schema_arrow
     names = [name.strip().lower() for name in schema.names]
     for name in names:
         if names.count(name) > 1:
             raise DataError(f"{path}: it has two columns called {name}")
-    sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+    groups = [file.metadata.row_group(group) for group in range(file.num_row_groups)]
+    sizes = [group.num_rows for group in groups]
+    most = max(SLOW_BYTES, INFLATED * size)
+    largest = max((group.total_byte_size for group in groups), default=0)
+    if largest > most:
+        raise DataError(f"{path}: a row group has {largest >> 20} MiB, far more than its file")
     found = {name: _parts(name, column) for name, column in zip(names, schema, strict=True)}
     found = {name: parts for name, parts in found.items() if parts}
     if len(found) > 1 and "audio" not in found:
@@ -160,7 +167,8 @@ def _described(path: str, file) -> Shard:
     firsts = [0, *itertools.accumulate(sizes)]
     leaves = [file.schema.column(number).path for number in range(len(file.schema))]
     leaf = leaves.index(content) if content else -1
-    return Shard(file, firsts, content, inside, dict(zip(names, schema.names, strict=True)), leaf)
+    columns = dict(zip(names, schema.names, strict=True))
+    return Shard(file, firsts, content, inside, columns, leaf, most)
 
 
 def _parts(name: str, column) -> tuple[str, str] | None:
@@ -263,6 +271,8 @@ def _rows(
     columns = [*names.values(), *([shard.path] if shard.path and lacking is not None else [])]
     row = 0
     for batch in shard.file.iter_batches(BATCH, columns=columns, use_threads=False):
+        if batch.nbytes > shard.most:
+            raise DataError(f"{path}: {BATCH} rows have {batch.nbytes >> 20} MiB of text")
         values = {name: _values(batch.column(column)) for name, column in names.items()}
         paths = _paths(batch, shard) if len(columns) > len(names) else [None] * len(batch)
         for place, inside in enumerate(paths):
@@ -365,11 +375,19 @@ def read(name: str) -> bytes:
 
 
 def _read_group(shard: Shard, group: int):
-    """The column of audio of a row group."""
+    """The column of audio of a row group. What repeats itself takes next to nothing in a file, and
+    what the file says of its size need not be true: it is read in parts until it is too much."""
     size = shard.group_bytes(group)
     if size > GROUP_BYTES:
         raise ValueError(f"it has {size >> 30} GiB, more than {GROUP_BYTES >> 30}")
-    return shard.file.read_row_group(group, [shard.content], use_threads=False).column(0)
+    size = 0
+    parts = []
+    for batch in shard.file.iter_batches(GOOD_ROWS, [group], [shard.content], use_threads=False):
+        parts.append(batch.column(0))
+        size += batch.nbytes
+        if size > shard.most:
+            raise ValueError(f"it has more than {size >> 20} MiB, far more than its file")
+    return require("pyarrow", "reading Parquet").chunked_array(parts)
 
 
 def _contents(column) -> list[bytes | None]:

@@ -352,3 +352,23 @@ def test_large_row_groups_get_a_note(tmp_path, monkeypatch, capsys):
     assert "row groups have 4 rows" in capsys.readouterr().out
     load(path, cache_audio=str(tmp_path / "cache"))
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("kind", ["zeros", "one value", "text"])
+def test_a_small_file_that_would_fill_the_memory_is_refused(kind, tmp_path, monkeypatch):
+    """Compressed zeros take nothing in a file, and so does a value that repeats itself."""
+    monkeypatch.setattr(parquet, "SLOW_BYTES", 1 << 20)
+    monkeypatch.setattr(parquet, "INFLATED", 10)
+    path = tmp_path / "a.parquet"
+    large = 1 << (20 if kind == "zeros" else 17)
+    audio = inside(*[bytes(20 if kind == "text" else large)] * 40)
+    texts = ["a" * (large if kind == "text" else 1)] * 40
+    table = pa.table({"audio": pa.array(audio, AUDIO), "sentence": texts})
+    pq.write_table(table, path, use_dictionary=kind != "zeros", compression="zstd")
+    assert path.stat().st_size < 1 << 16
+    if kind == "one value":
+        with pytest.raises(ValueError, match="far more than its file"):
+            parquet.read(parquet.name_of(str(path), 3))
+    else:
+        with pytest.raises(DataError, match="far more than its file|MiB of text"):
+            load(path)
