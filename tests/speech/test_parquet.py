@@ -370,5 +370,5 @@ def test_a_small_file_that_would_fill_the_memory_is_refused(kind, tmp_path, monk
         with pytest.raises(ValueError, match="far more than its file"):
             parquet.read(parquet.name_of(str(path), 3))
     else:
-        with pytest.raises(DataError, match="far more than its file|MiB of text"):
+        with pytest.raises(DataError, match=r"far more than its file|MiB of text"):
             load(path)
