@@ -41,6 +41,30 @@ STATE = {
 }
 INFOS = {"model_info": dict, "run_info": dict, "lora": (lora.SAVED, type(None))}
 CONTENT = {"recipe": str, "model_info": dict, "run_info": dict, "model": dict, **STATE}
+TEXT = (str, type(None))
+
+
+def _is_series(value) -> bool:
+    """Whether these are the values of a metric by update."""
+    return all(type(step) is int and type(each) in (int, float) for step, each in value)
+
+
+# Of best.json and averaged.json, which somebody else may have written.
+NOTES = {
+    "step?": int,
+    "metric?": TEXT,
+    "wer?": (int, float),
+    "cer?": (int, float),
+    "evaluations?": _is_series,
+    "watched?": lambda value: all(map(_is_series, value.values())),
+    "made_by?": (
+        type(None),
+        {
+            **{f"{name}?": TEXT for name in ("command", "base", "tier", "device")},
+            "versions?": lambda value: all(type(each) is str for each in value.values()),
+        },
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -548,9 +572,13 @@ def average(folder: Path, count: int, recipe: str) -> tuple[dict[str, torch.Tens
 def noted(weights: Path) -> dict:
     """What the loop has written beside weights; {} if there is nothing, or it is damaged."""
     try:
-        return files.read_json(weights.with_suffix(".json"))
+        content = files.read_json(weights.with_suffix(".json"))
     except UsageError:
         return {}
+    schema = NOTES
+    if content.get("metric") is not None:
+        schema = {**NOTES, "step": int, str(content["metric"]): (int, float)}
+    return {} if records.mismatch(content, schema, "it") else content
 
 
 def use_best(args, model: torch.nn.Module, task, score: Callable[[], float]) -> str:

@@ -54,9 +54,19 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+# Control characters in names of files, and what changes the direction of text, as escapes: a
+# terminal would obey them.
+ESCAPES = {
+    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+    for code in (*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+    if chr(code) not in "\t\n"
+}
+
+
 class Output:
     """A standard stream that may become a broken pipe or a full disk: a night's training must not
-    end with its terminal. The first failure is kept in `error`, and what follows is dropped."""
+    end with its terminal. The first failure is kept in `error`, and what follows is dropped. Names
+    of files cannot command the terminal."""
 
     def __init__(self, stream):
         self.stream = stream
@@ -65,7 +75,7 @@ class Output:
             stream.reconfigure(errors="backslashreplace")  # for characters that the locale lacks
 
     def write(self, text: str) -> int:
-        self._attempt(self.stream.write, text)
+        self._attempt(self.stream.write, text.translate(ESCAPES))
         return len(text)
 
     def flush(self) -> None:

@@ -1,6 +1,7 @@
 """The model card of an export: README.md, with the block of metadata that Hugging Face's hub
 reads."""
 
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from common import checkpoint
+from speech.columns import printable
 from speech.splits import RunInfo
 from speech.text import NAMES, for_scoring, in_lower_case
 
@@ -136,16 +138,29 @@ def readme(name: str, about: About, form: Form) -> str:
         allow_unicode=True,
         sort_keys=False,
     )
+    quoted = json.dumps(name, ensure_ascii=False)[1:-1]  # it is within a string there
     parts = [
-        f"---\n{block}---\n\n# {name}",
-        origin(about, form, base and (hub_name or Path(base).name), licence, unchanged),
-        "## Use\n\n" + f"```{form.language}\n{form.use.replace('FOLDER', name).strip()}\n```",
+        f"---\n{block}---\n\n# {plain(name)}",
+        origin(about, form, base and plain(hub_name or Path(base).name), licence, unchanged),
+        "## Use\n\n" + fenced(form.language, form.use.replace("FOLDER", quoted).strip()),
         data_table(about),
         error_table(evaluated),
         (about.results or {}).get("warning"),
         training(about, made, by),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def plain(text: str) -> str:
+    """A name as part of a line or a table of Markdown, which it cannot end, and without HTML."""
+    return re.sub(r"[\\`*<>&|\[\]]", r"\\\g<0>", printable(text))
+
+
+def fenced(language: str, text: str) -> str:
+    """A block of code that the text cannot end."""
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{text}\n{fence}"
 
 
 def metadata(
@@ -287,7 +302,7 @@ def error_table(evaluated: list[dict]) -> str:
             ends = " to ".join(f"{100 * end:.2f}" for end in each["interval"])
         before = "-" if each["before"] is None else f"{100 * each['before']:.2f}"
         rates = f"{each['metric'].upper()} | {before} | {100 * each['after']:.2f} | {ends}"
-        lines.append(f"| {each['set']} | {each['reading']} | {rates} |")
+        lines.append(f"| {plain(each['set'])} | {each['reading']} | {rates} |")
     return "\n".join(lines)
 
 
@@ -328,6 +343,8 @@ def data_table(about: About) -> str:
         return ""
     lines = ["## Data", "", "| set | utterances | hours |", "| --- | --- | --- |"]
     for name, numbers in sets.items():
+        if name not in SETS:
+            continue
         hours = numbers["hours"]
         shown = f"{hours:.1f}" if hours >= 10 else f"{hours:.2f}"
         lines.append(f"| {SETS[name]} | {numbers['utterances']:,} | {shown} |")
@@ -338,19 +355,19 @@ def training(about: About, made: dict, by: dict) -> str:
     """Hardware, updates, versions and the command, as far as they were noted."""
     if not by:
         return ""
-    facts = [f"on {by['device']}"] if by.get("device") else []
+    facts = [f"on {plain(by['device'])}"] if by.get("device") else []
     if by.get("tier"):
-        facts.append(f"tier `{by['tier']}`")
+        facts.append(f"tier {plain(by['tier'])}")
     if made.get("step"):
         facts.append(f"weights of update {made['step']}")
-    facts += [f"{name} {version}" for name, version in (by.get("versions") or {}).items()]
+    facts += [plain(f"{name} {version}") for name, version in (by.get("versions") or {}).items()]
     metric = made.get("metric")
     if metric not in (None, "wer", "cer") and metric in made:
         before = first_value(made)
         change = "" if before is None else f", {before:.3f} before training"
-        facts.append(f"{metric} loss of the evaluation set {made[metric]:.3f}{change}")
+        facts.append(f"{plain(metric)} loss of the evaluation set {made[metric]:.3f}{change}")
     text = f"## Training\n\nTrained by `recipes/{about.recipe}.py`"
     text += f" ({', '.join(facts)})." if facts else "."
     if by.get("command"):
-        text += f"\n\n```bash\n{by['command']}\n```"
+        text += "\n\n" + fenced("bash", by["command"])
     return text

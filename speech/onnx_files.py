@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from common.errors import require
+from common.errors import first_line, require
 from speech.features import valid_mask
 
 USE = """
@@ -87,17 +87,23 @@ def export(graph: Graph, metadata: dict[str, object] | None = None):
 
 def save(program, path: Path) -> None:
     """Writes a graph, and beside it the same with weights of 8 bits. Convolutions stay as they
-    are."""
+    are. Raises `OSError`, also for a file in between that a full disk has cut short in silence."""
     quantization = require("onnxruntime.quantization", "an export to ONNX")
     size = sum(each.const_value.nbytes for each in program.model.graph.initializers.values())
     with quiet():
         program.save(path, external_data=size > MOST_BYTES)
-        quantization.quantize_dynamic(
-            path,
-            path.with_suffix(".int8.onnx"),
-            op_types_to_quantize=["MatMul"],
-            weight_type=quantization.QuantType.QUInt8,  # int8 overflows on processors without VNNI
-        )
+        try:
+            quantization.quantize_dynamic(
+                path,
+                path.with_suffix(".int8.onnx"),
+                op_types_to_quantize=["MatMul"],
+                weight_type=quantization.QuantType.QUInt8,  # int8 overflows without VNNI
+            )
+        except OSError:
+            raise
+        except Exception as error:  # of protobuf
+            reason = f"no copy with weights of 8 bits: {first_line(error)} (is a disk full?)"
+            raise OSError(0, reason) from None
 
 
 def token_lines(pieces: list[str]) -> str:

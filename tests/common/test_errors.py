@@ -161,3 +161,9 @@ def test_only_torchrun_is_ended_and_only_by_a_failure_that_stays(monkeypatch):
     assert ended == []
     errors.end_job(1, torchrun)
     assert ended == [torchrun]
+
+
+def test_names_do_not_command_the_terminal():
+    done = program(r"print('a\x1b]0;b\x07\u202ec\r\td'); raise UsageError('\x1b[2Jx')")
+    assert done.stdout == "a\\x1b]0;b\\x07\\u202ec\\x0d\td\n"
+    assert done.stderr == "error: \\x1b[2Jx\n"

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from unittest import mock
 
 import numpy as np
 import onnx_asr
@@ -12,8 +13,9 @@ import yaml
 
 from common import checkpoint
 from common.batches import to_device
+from common.errors import RunError
 from recipes import konkani_conformer as recipe
-from speech import card, onnx_files
+from speech import card, model_files, onnx_files
 from speech.audio import SAMPLE_RATE
 from speech.text import CharTokenizer
 from tests.recipes import runs
@@ -170,6 +172,21 @@ def test_weights_of_a_run_are_exported_without_training(trained, tmp_path, monke
     assert all(torch.equal(w, model.state_dict()[n]) for n, w in trained.state_dict().items())
     status, err = runs.refused(recipe, "--resume", weights, "--export", tmp_path)
     assert status == 2 and "--export" in err
+
+
+def test_a_file_in_between_that_is_cut_short_is_one_line(tmp_path, monkeypatch):
+    """onnx writes it without noticing that the disk is full."""
+
+    def fail(*_, **named):
+        raise ValueError("Wire format was corrupt\nmore")
+
+    monkeypatch.setattr("onnxruntime.quantization.quantize_dynamic", fail)
+    program = mock.MagicMock()
+    with pytest.raises(RunError, match=r"Wire format was corrupt \(is a disk full\?\)") as error:
+        model_files.write_export(
+            tmp_path / "x", lambda aside: onnx_files.save(program, aside / "a")
+        )
+    assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
 
 
 def test_a_missing_package_is_named_before_training(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """The model card of an export: its block of metadata, and only what is known."""
 
 import json
+import re
 
 import pytest
 import yaml
@@ -95,7 +96,7 @@ def test_all_that_is_known(tmp_path):
         f"| test set | {CASED} | CER | 25.00 | 12.50 | 20.00 to 30.00 |",
         f"| evaluation set, in training | {CASED} | CER | 30.00 | 6.10 | - |",
         f"| evaluation set, in training | {CASED} | WER | - | 15.00 | - |",
-        "on Tesla T4, tier `t4`, weights of update 400, python 3.11.9, torch 2.11.0",
+        "on Tesla T4, tier t4, weights of update 400, python 3.11.9, torch 2.11.0",
         MADE["made_by"]["command"],
     ):
         assert part in text
@@ -257,3 +258,44 @@ def test_names_are_quoted_for_yaml(tmp_path):
     files.write_text(tmp_path / "best.json", "{}")
     about = card.About("a", None, tmp_path / "best.safetensors", languages=("no", "vi"))
     assert block_of(card.readme("a: b", about, whisper.CARD))["language"] == ["no", "vi"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": "x"},
+        {"step": None},
+        {"metric": 3},
+        {"metric": "mel"},
+        {"metric": "mel", "mel": "low"},
+        {"evaluations": [[0]]},
+        {"evaluations": {"a": 1}},
+        {"evaluations": [["x", "y"]]},
+        {"watched": [1]},
+        {"watched": {"old": [[1, "x"]]}},
+        {"made_by": ["x"]},
+        {"made_by": {"command": 3}},
+        {"made_by": {"base": ["x"]}},
+        {"made_by": {"versions": ["x"]}},
+        {"made_by": {"versions": {"torch": 2}}},
+    ],
+    ids=str,
+)
+def test_notes_with_wrong_types_are_left_out(change, tmp_path):
+    text = card.readme("x", card.About("a", None, weights(tmp_path, MADE | change)), whisper.CARD)
+    assert "## Use" in text and "## Training" not in text and "Error rates" not in text
+
+
+def test_names_end_no_block_no_table_and_no_line(tmp_path):
+    hostile = '<img src=x>|a`b"\n# c\n````\n'
+    made = MADE["made_by"] | {"command": f"x '{hostile}'", "tier": hostile, "base": f"m/{hostile}"}
+    series = {"watched": {hostile: [[400, 0.1]]}, "made_by": made}
+    text = card.readme(
+        hostile, card.About("a", None, weights(tmp_path, MADE | series)), whisper.CARD
+    )
+    outside = re.sub(r"(?m)^(`{3,})\w+\n.*?^\1$", "", text.split("---\n", 2)[2], flags=re.DOTALL)
+    assert "\n# c" not in outside and not re.search(
+        r"(?<!\\)[<`]", outside.replace("`recipes/a.py`", "")
+    )
+    rows = [line for line in outside.splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in rows} == {7}
