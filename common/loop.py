@@ -650,9 +650,8 @@ def train_global_batches(training: Training) -> dict:
         if evaluation_is_due(training):
             try:
                 evaluate_now(training)
-            except BaseException:
-                if ranks.size == 1 and progress["step"] > max(0, training.last_saved):
-                    save(training)  # with several, the others save when this one is lost
+            except Exception:
+                save_alone(training)
                 raise
         finished = training.length.has_ended(progress)
         if checkpoint_is_due(training, finished):
@@ -738,6 +737,12 @@ def train_global_batch(training: Training, global_batch: GlobalBatch) -> None:
             sums, norm = reduce_gradients(training, device_sums)
         except LostRank:
             before.restore(training)
+            raise
+        except (RunError, Stopped):  # the run is, or will be, saved
+            raise
+        except Exception:  # of a file, or of a copy's own code
+            before.restore(training)
+            save_alone(training)
             raise
         if not is_finite(training, sums, norm):
             training.optimizer.zero_grad()
@@ -1308,13 +1313,16 @@ def save(training: Training) -> None:
 
 
 def save_alone(training: Training) -> None:
-    """Writes a checkpoint without the other ranks, of which one is lost. Their random states are,
-    too. Nothing is written if they have a part of the run's state."""
+    """Writes a checkpoint without the other ranks, after a failure of this one, or if one of them
+    is lost. Their random states are, too. Nothing is written if they have a part of the run's
+    state, and a failure to write is not said, because another one ends the run."""
     ranks = training.setup.ranks
-    has_all = training.placed.sharded is None and training.placed.on_host is None
-    if ranks.first and has_all and training.progress["step"] > training.last_saved:
+    has_parts = training.placed.sharded is not None or training.placed.on_host is not None
+    has_all = ranks.size == 1 or not has_parts
+    if ranks.first and has_all and training.progress["step"] > max(0, training.last_saved):
         training.setup = replace(training.setup, ranks=Ranks())
-        save(training)
+        with contextlib.suppress(Exception):
+            save(training)
 
 
 def write_checkpoint(training: Training, states: list, model: dict, optimizer: dict) -> None:

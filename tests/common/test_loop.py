@@ -1454,6 +1454,29 @@ def test_a_bad_file_stops_the_run_which_is_saved(tmp_path):
     assert 0 <= newest(args).state["progress"]["step"] < 13
 
 
+@pytest.mark.parametrize("error", [DataError("a.wav is gone"), KeyError("key")], ids=repr)
+@pytest.mark.parametrize("place", ["evaluate", "compute_loss"])
+def test_a_failure_in_a_recipe_loses_no_update_before_it(tmp_path, place, error):
+    """In the second evaluation, or in the middle of an update."""
+    flags = (*cut(2, 2), "--num_epochs", "2", "--eval_every", "2", "--dropout", "0.2")
+    reference, _ = small.run(small.make_args(tmp_path / "a", *flags))
+    calls = []
+
+    def failing(*inputs):
+        calls.append(1)
+        if len(calls) == {"evaluate": 2, "compute_loss": 9}[place]:
+            raise error
+        return getattr(small, place)(*inputs)
+
+    args = small.make_args(tmp_path / "b", *flags)
+    with pytest.raises(type(error)):
+        small.run(args, **{"evaluate": small.evaluate, place: failing})
+    assert newest(args).state["progress"]["step"] >= 4
+    args = small.make_args(tmp_path / "b", *flags, "--resume", "auto")
+    model, _ = small.run(args, model=network(0.2, seed=9))
+    assert torch.equal(small.weights(model), small.weights(reference))
+
+
 @pytest.mark.parametrize(
     "flags", [("--num_epochs", "1"), ("--num_epochs", "3", "--max_bad_batches", "1000")]
 )
