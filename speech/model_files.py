@@ -206,13 +206,14 @@ def require_export(folder: str | Path) -> None:
     be written."""
     folder = Path(folder).absolute()
     try:
+        folder.resolve()
         require_replaceable(folder, MADE_BY)
         parent = next(parent for parent in folder.parents if parent.exists())
         if not parent.is_dir():
             raise NotADirectoryError
         if not os.access(parent, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except UsageError as error:
+    except (UsageError, RuntimeError) as error:  # RuntimeError: links in a circle
         raise UsageError(f"--export {error}") from None
     except OSError as error:
         raise cannot_write(folder, error, "--export") from None
