@@ -75,7 +75,8 @@ class Output:
             stream.reconfigure(errors="backslashreplace")  # for characters that the locale lacks
 
     def write(self, text: str) -> int:
-        self._attempt(self.stream.write, text.translate(ESCAPES))
+        drawn = "\r" * text.startswith("\r")  # a progress bar begins its line again
+        self._attempt(self.stream.write, drawn + text[len(drawn) :].translate(ESCAPES))
         return len(text)
 
     def flush(self) -> None:

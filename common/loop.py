@@ -1315,14 +1315,16 @@ def save(training: Training) -> None:
 def save_alone(training: Training) -> None:
     """Writes a checkpoint without the other ranks, after a failure of this one, or if one of them
     is lost. Their random states are, too. Nothing is written if they have a part of the run's
-    state, and a failure to write is not said, because another one ends the run."""
+    state. A failure to write is only said, because another one ends the run."""
     ranks = training.setup.ranks
     has_parts = training.placed.sharded is not None or training.placed.on_host is not None
     has_all = ranks.size == 1 or not has_parts
     if ranks.first and has_all and training.progress["step"] > max(0, training.last_saved):
         training.setup = replace(training.setup, ranks=Ranks())
-        with contextlib.suppress(Exception):
+        try:
             save(training)
+        except Failure as failure:
+            training.report.say(f"the run could not be saved: {failure}")
 
 
 def write_checkpoint(training: Training, states: list, model: dict, optimizer: dict) -> None:

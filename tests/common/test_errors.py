@@ -1,9 +1,13 @@
 """How a program ends: failures are one line and an exit status, bugs keep their traceback."""
 
+import fcntl
 import os
+import pty
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -167,3 +171,18 @@ def test_names_do_not_command_the_terminal():
     done = program(r"print('a\x1b]0;b\x07\u202ec\r\td'); raise UsageError('\x1b[2Jx')")
     assert done.stdout == "a\\x1b]0;b\\x07\\u202ec\\x0d\td\n"
     assert done.stderr == "error: \\x1b[2Jx\n"
+
+
+def test_a_progress_bar_is_drawn_over_itself_in_a_terminal():
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    code = (
+        "from tqdm import tqdm; from common.errors import exit_with_one_line\n"
+        "exit_with_one_line(lambda: [None for _ in tqdm(range(3), mininterval=0)] and None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    drawn = os.read(ours, 1 << 16)
+    os.close(ours)
+    assert done.returncode == 0
+    assert drawn.replace(b"\r\n", b"").count(b"\r") >= 3 and b"x0d" not in drawn
