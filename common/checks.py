@@ -98,13 +98,13 @@ def require_repeatable(item: dict, again: dict) -> None:
             )
 
 
-def check_collate(dataset, loss_weights: dict[str, float]) -> None:
+def check_collate(dataset, loss_weights: dict[str, float]) -> list[dict]:
     """Checks a batch of two utterances: its counts are the sums of theirs, and each padded tensor
-    has its lengths. A tensor is padded if it is shorter for one of the two alone. Raises
-    `UsageError`."""
+    has its lengths. A tensor is padded if it is shorter for one of the two alone. Returns the items
+    of the two; fewer, as `sample_items` does. Raises `UsageError`."""
     items = sample_items(dataset)
     if not items:
-        return
+        return []
     batch = dataset.collate(items)
     check_batch(batch, loss_weights)
     alone = [dataset.collate([item]) for item in items]
@@ -117,6 +117,7 @@ def check_collate(dataset, loss_weights: dict[str, float]) -> None:
                 f"collate: batch[{key!r}] is padded, so the batch must have {key + '_lengths'!r}, a"
                 " tensor of the utterances' own lengths"
             )
+    return items
 
 
 def check_counts(batch: dict, alone: list[dict], loss_weights: dict[str, float]) -> None:

@@ -225,17 +225,17 @@ def train(
     the batches, the records of the task, its loss or its results are not what the loop needs."""
     records.check(task.model_info)
     records.check(task.run_info)
-    checks.check_collate(global_batches.dataset, task.loss_weights)
+    items = checks.check_collate(global_batches.dataset, task.loss_weights)
     if run.planned is not None:
         sys.exit(plan(args, *run.planned, model, task, global_batches, eval_batches))
-    checks.check_collate(eval_batches.dataset, task.loss_weights)
+    eval_items = checks.check_collate(eval_batches.dataset, task.loss_weights)
     preflight.require_disk(args, model)
     agree(args, run, model, task, global_batches, eval_batches)
     if not run.resumed:
-        try_loss(model, task, global_batches.dataset)
+        checks.try_loss(model, task, items, global_batches.dataset.collate)
     placed = prepare_model(args, run, model, task, global_batches.data)
-    if run.resumed or not evaluates_first(task):
-        try_evaluation(run.setup, placed, task, eval_batches)
+    if eval_items and (run.resumed or not evaluates_first(task)):
+        try_evaluation(run.setup, placed, task, eval_batches.dataset.collate(eval_items))
     training = begin_training(args, run, task, placed, global_batches, eval_batches)
     for saved in (run.resumed, run.initial):
         # All is copied. Views of a file would keep its disk space after --keep_last has removed it.
@@ -349,17 +349,11 @@ def prepare_model(args, run: Run, model: torch.nn.Module, task: Task, data) -> P
     return placed
 
 
-def try_loss(model: torch.nn.Module, task: Task, dataset) -> None:
-    """Checks the loss of two short utterances."""
-    checks.try_loss(model, task, checks.sample_items(dataset), dataset.collate)
-
-
-def try_evaluation(setup: Setup, placed: Placed, task: Task, eval_batches: EvalBatches) -> None:
-    """Evaluates two short utterances. What `task.evaluate` returns cannot be known otherwise, and a
+def try_evaluation(setup: Setup, placed: Placed, task: Task, batch: dict) -> None:
+    """Evaluates a batch of two short utterances. What `task.evaluate` returns cannot be known otherwise, and a
     metric that is not among it would be noticed hours later, at the first evaluation."""
-    if items := checks.sample_items(eval_batches.dataset):
-        with placed.evaluated() as model:
-            evaluate(setup, model, task, [eval_batches.dataset.collate(items)])
+    with placed.evaluated() as model:
+        evaluate(setup, model, task, [batch])
 
 
 @dataclass

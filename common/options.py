@@ -96,8 +96,9 @@ EXCLUDES = (
 # names in UTF-8.
 IN_UTF8 = (
     "resume init_from model_dir model_file custom_model adapter compare_to judge tokenizer export"
-    " export_adapter checkpoint_dir log_dir"
+    " export_adapter"
 ).split()
+TRAINED_IN_UTF8 = ("checkpoint_dir", "log_dir")  # where only a training writes
 
 
 class OnOff(argparse.Action):
@@ -646,10 +647,10 @@ def resolve(
 
 
 def require_utf8(args: argparse.Namespace) -> None:
-    """Raises `UsageError` for a path in `IN_UTF8` with other bytes, which would end a run at its
-    first evaluation. Commands that do not train write no weights."""
+    """Raises `UsageError` for a path of these flags with other bytes, which would end a run at its
+    first evaluation."""
     is_command = any(is_on(vars(args), name) for name in args.commands)
-    for flag in IN_UTF8[:-2] if is_command else IN_UTF8:
+    for flag in (*IN_UTF8, *(() if is_command else TRAINED_IN_UTF8)):
         place = getattr(args, flag, None)
         if not place:
             continue

@@ -63,8 +63,8 @@ def _require_plain(value, place: str) -> None:
             _require_plain(each, f"{place}[{number}]")
     elif type(value) not in PLAIN:
         raise UsageError(
-            f"{place} is of type {type(value).__name__}: what is saved with the weights must be numbers"
-            " (int, float), texts, lists and dictionaries; .item(), .tolist() or list() make them"
+            f"{place} is of type {type(value).__name__}: what is saved with the weights must be"
+            " numbers (int, float), texts, lists and dictionaries; .item(), .tolist() or list() make them"
         )
 
 

@@ -119,8 +119,8 @@ def are_same(path: str | None, other: str | None) -> bool:
 
 
 def readme(name: str, about: About, form: Form) -> str:
-    """The text of README.md for an export called `name`. Says it in a line, too, if training has not
-    changed these weights."""
+    """The text of README.md for an export called `name`. Says it in a line, too, if training has
+    not changed these weights."""
     made = noted(about.weights)
     unchanged = made.get("step") == 0
     if unchanged:

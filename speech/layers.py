@@ -35,8 +35,8 @@ def finite_layers() -> Iterator[None]:
         seen.add(layer)
         if output.numel() and not float(output.detach().abs().max()) < LARGEST:
             raise UsageError(
-                f"the model's values are not finite (in a layer {type(layer).__name__}): its weights"
-                " are damaged or not for this network, or 16 bits are too few: try"
+                f"the model's values are not finite (in a layer {type(layer).__name__}): its"
+                " weights are damaged or not for this network, or 16 bits are too few: try"
                 " --no_mixed_precision"
             )
 
@@ -89,9 +89,9 @@ def lean_chain(x: torch.Tensor, *steps: Callable) -> torch.Tensor:
 
     Backward keeps `x` and what the linear layers return, and computes norms and activations again,
     which is cheap. Values and gradients stay the same but for rounding; under autocast norms are in
-    fp32, as on CUDA. The steps run one by one in evaluation, under torch.compile, which chooses itself
-    what to keep, and for small inputs, for which launching the kernels from Python would take
-    longer than the kernels."""
+    fp32, as on CUDA. The steps run one by one in evaluation, under torch.compile, which chooses
+    itself what to keep, and for small inputs, for which launching the kernels from Python would
+    take longer than the kernels."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or x.numel() < SMALL:
         for step in steps:
             x = step(x)

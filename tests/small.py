@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from common import loop, options
+from common import checks, loop, options
 from common.batches import EvalBatches, GlobalBatches, to_device
 from common.loop import Task, begin, finish, train
 from recipes import template
@@ -155,8 +155,8 @@ def run(
     }
     made = task(watched=sets, **changes)
     with contextlib.ExitStack() as patched:
-        for name in () if trial else ("try_evaluation", "try_loss"):
-            patched.enter_context(mock.patch.object(loop, name, lambda *_: None))
+        for where, name in () if trial else ((loop, "try_evaluation"), (checks, "try_loss")):
+            patched.enter_context(mock.patch.object(where, name, lambda *_: None))
         progress = train(args, begun, model, made, global_batches, eval_batches)
     if report_results:
         finish(args, begun, model, made, eval_batches, report_results)

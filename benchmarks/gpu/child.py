@@ -52,7 +52,7 @@ def main(asked: dict, folder: Path, output: Path, threads: int) -> None:
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     multiprocessing.set_start_method("fork", force=True)  # of data workers, as in a run

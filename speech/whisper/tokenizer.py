@@ -74,8 +74,8 @@ RELATED = {
 }
 # For every other one.
 BY_SCRIPT = (
-    "Latin es, Cyrillic ru, Arabic ar, Devanagari hi, Bengali bn, Ethiopic am, Hebrew he, Hangul ko,"
-    " Han zh"
+    "Latin es, Cyrillic ru, Arabic ar, Devanagari hi, Bengali bn, Ethiopic am, Hebrew he,"
+    " Hangul ko, Han zh"
 )
 TASKS = ("translate", "transcribe")
 EOS = "<|endoftext|>"

@@ -319,6 +319,20 @@ def _follow(context: Context, shared: Shared, form: Form, parts: Parts) -> None:
     on(shared.tab.select, find, None, shown, show_progress="hidden")
 
 
+def _with_advice(form: Form, advice: dict) -> list:
+    """The controls with a plan's advice in them, what is said of it, and no more advice."""
+    updates = [gr.skip()] * len(form.controls)
+    if "tier" in advice:
+        updates[1] = gr.Dropdown(value=advice["tier"])
+    for place, option in enumerate(form.options, 3):
+        if option.name in advice:
+            kind = gr.Dropdown if option.choices else gr.Textbox
+            updates[place] = kind(value=advice[option.name])
+    said = ", ".join(f"--{name} {value}" for name, value in advice.items())
+    said = f"<p>In the form now: {views.text(said)}</p>"
+    return [*updates, said, gr.Button(visible=False), ""]
+
+
 def _connect(
     context: Context, form: Form, parts: Parts, shared: Shared, state: tuple, drawn: gr.State
 ) -> None:
@@ -351,16 +365,7 @@ def _connect(
         return said, advice, gr.Button(visible=bool(advice)), details
 
     def use(advice: dict) -> list:
-        updates = [gr.skip()] * len(form.controls)
-        if "tier" in advice:
-            updates[1] = gr.Dropdown(value=advice["tier"])
-        for place, option in enumerate(form.options, 3):
-            if option.name in advice:
-                kind = gr.Dropdown if option.choices else gr.Textbox
-                updates[place] = kind(value=advice[option.name])
-        said = ", ".join(f"--{name} {value}" for name, value in advice.items())
-        said = f"<p>In the form now: {views.text(said)}</p>"
-        return [*updates, said, gr.Button(visible=False), ""]
+        return _with_advice(form, advice)
 
     def show(name: str, *values) -> gr.Textbox:
         _, words, _ = command(values, name)
