@@ -13,5 +13,4 @@ set -eo pipefail
 arguments=("$@")
 if given --help -h; then print_help; fi
 ensure_python requirements.txt requirements-webui.txt
-echo "starting the page: its address appears here in half a minute" >&2
 exec "$PYTHON" "$ROOT/webui/app.py" "$@"

@@ -65,18 +65,22 @@ ESCAPES = {
 
 class Output:
     """A standard stream that may become a broken pipe or a full disk: a night's training must not
-    end with its terminal. The first failure is kept in `error`, and what follows is dropped. Names
-    of files cannot command the terminal."""
+    end with its terminal. The first failure is kept in `error`, and what follows is dropped. With
+    `escapes`, names of files cannot command the terminal."""
 
-    def __init__(self, stream):
+    def __init__(self, stream, escapes: bool):
         self.stream = stream
+        self.escapes = escapes
         self.error = None
         if hasattr(stream, "reconfigure"):  # a notebook's streams have no such method
             stream.reconfigure(errors="backslashreplace")  # for characters that the locale lacks
 
     def write(self, text: str) -> int:
-        drawn = "\r" * text.startswith("\r")  # a progress bar begins its line again
-        self._attempt(self.stream.write, drawn + text[len(drawn) :].translate(ESCAPES))
+        shown = text
+        if self.escapes:
+            drawn = "\r" * text.startswith("\r")  # a progress bar begins its line again
+            shown = drawn + text[len(drawn) :].translate(ESCAPES)
+        self._attempt(self.stream.write, shown)
         return len(text)
 
     def flush(self) -> None:
@@ -106,7 +110,8 @@ def exit_with_one_line(main: Callable, *args) -> None:
     signal; other exceptions are bugs and keep their tracebacks."""
     parent = os.getppid()
     before = sys.stdout, sys.stderr
-    outputs = [Output(stream) for stream in before]
+    # What goes into a file or another program are data, such as transcripts: they stay as they are.
+    outputs = [Output(sys.stdout, sys.stdout.isatty()), Output(sys.stderr, True)]
     sys.stdout, sys.stderr = outputs
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup

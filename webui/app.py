@@ -78,6 +78,7 @@ def main(args) -> None:
     temporary = private_folder(runs)
     try:
         set_environment(temporary)
+        print("starting the page: its address appears here in half a minute", file=sys.stderr)
         serve(args, data, runs, listener, temporary)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -167,22 +167,33 @@ def test_only_torchrun_is_ended_and_only_by_a_failure_that_stays(monkeypatch):
     assert ended == [torchrun]
 
 
-def test_names_do_not_command_the_terminal():
-    done = program(r"print('a\x1b]0;b\x07\u202ec\r\td'); raise UsageError('\x1b[2Jx')")
-    assert done.stdout == "a\\x1b]0;b\\x07\\u202ec\\x0d\td\n"
+def on_a_terminal(code: str) -> tuple[int, bytes]:
+    """The status of a program, and what both of its streams write to a terminal."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    written = os.read(ours, 1 << 16)
+    os.close(ours)
+    return done.returncode, written
+
+
+def test_names_do_not_command_the_terminal_and_piped_data_stay():
+    body = r"print('a\x1b]0;b\x07\u202ec\r\td'); raise UsageError('\x1b[2Jx')"
+    text = f"from common.errors import *\ndef main():\n    {body}\nexit_with_one_line(main)"
+    status, written = on_a_terminal(text)
+    assert status == 2
+    assert b"a\\x1b]0;b\\x07\\u202ec\\x0d\td\r\nerror: \\x1b[2Jx" in written
+    done = program(body)
     assert done.stderr == "error: \\x1b[2Jx\n"
+    assert done.stdout == "a\x1b]0;b\x07\u202ec\n\td\n"  # text mode reads \r as a new line
 
 
 def test_a_progress_bar_is_drawn_over_itself_in_a_terminal():
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     code = (
         "from tqdm import tqdm; from common.errors import exit_with_one_line\n"
         "exit_with_one_line(lambda: [None for _ in tqdm(range(3), mininterval=0)] and None)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    drawn = os.read(ours, 1 << 16)
-    os.close(ours)
-    assert done.returncode == 0
+    status, drawn = on_a_terminal(code)
+    assert status == 0
     assert drawn.replace(b"\r\n", b"").count(b"\r") >= 3 and b"x0d" not in drawn

@@ -22,6 +22,7 @@ from common.errors import UsageError
 from webui import app
 from webui.guard import PROXIES
 
+STARTING = "starting the page: its address appears here in half a minute\n"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -91,7 +92,7 @@ def test_a_page_from_its_start_to_its_end(tmp_path):
                 page.process.send_signal(signal.SIGTERM)
                 assert page.process.wait(20) == 0
                 assert time.monotonic() - begun < app.END_SECONDS + 2
-        assert page.process.communicate() == ("", "")
+        assert page.process.communicate() == ("", STARTING)
         assert not private.exists()
 
 
