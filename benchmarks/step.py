@@ -50,7 +50,7 @@ from benchmarks import plain_conformer
 from benchmarks.plain_conformer import PlainConformer
 from common import memory, optim
 from common.device import Setup
-from common.loop import run_global_batch
+from common.engine import run_global_batch
 from recipes import konkani_conformer as konkani
 from recipes import parakeet_tdt, whisper_vietnamese, xtts_amharic
 from speech.audio import SAMPLE_RATE
@@ -102,7 +102,9 @@ def our_step(args, options: tuple[str, ...], clips: list[dict], parts: Parts) ->
     if "checkpoint" in options:
         memory.checkpoint_layers(model, parts.layers)
     kind = "adamw_8bit" if "8bit" in options else "adamw"
-    optimizer = optim.make_optimizer(model, args.learning_rate, kind=kind, betas=parts.betas)
+    groups = optim.parameter_groups(model, weight_decay=0.01)
+    settings = optim.Settings(parts.betas)
+    optimizer = optim.make_optimizer(groups, model, args.learning_rate, kind, settings)
     in_bf16 = "bf16" in options or (device.type == "cuda" and "fp32" not in options)
     setup = Setup(device, BF16 if in_bf16 else None)
     pieces = [clips]

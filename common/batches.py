@@ -35,7 +35,6 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from common import replay
 from common.errors import DataError, RunError
 
 # Global batches that are sorted by length together: more save padding, fewer mix lengths better.
@@ -46,79 +45,41 @@ MANY_FILES = 65_536  # limit of open files, if the system allows so many
 
 
 def plan_epoch(
-    seconds: np.ndarray,
-    global_batch_size: int,
-    seed: int,
-    epoch: int,
-    done: Iterable = (),
-    old: int = 0,
-    share: float = 0.0,
+    seconds: np.ndarray, global_batch_size: int, seed: int, epoch: int, done: Iterable = ()
 ) -> list[np.ndarray]:
     """The global batches of an epoch, in random order: arrays of `global_batch_size` indices of
-    utterances of similar length (one may be smaller). A pure function of its arguments. In the
-    first epoch the global batch with the longest utterance comes first, so that a run that does not
-    fit into memory fails at once. `done` lists [global batch size, global batches done] of earlier
-    runs of the same epoch with other global batch sizes; their utterances are left out.
+    utterances of similar length (the last one cut may be smaller). A pure function of its
+    arguments. In the first epoch the global batch with the longest utterance comes first, so that a
+    run that does not fit into memory fails at once. `done` lists [global batch size, global batches
+    done] of earlier runs of the same epoch with other global batch sizes; their utterances are left
+    out.
 
-    The last `old` utterances of `seconds` (N,) are old material, of which every global batch has a
-    `share` (see `replay.batch_sizes`): the next ones of an order of their own. An epoch has every
-    other utterance once."""
-    new = len(seconds) - old
-    begin = replay.whole(epoch * new, share)  # utterances before
-    # An old one can come twice: the places of this epoch's utterances are planned.
-    places = np.arange(new)
-    if old:
-        ends = replay.old_among([begin, replay.whole((epoch + 1) * new, share)], share).tolist()
-        places = np.concatenate([places, new + replay.drawn(old, seed, *ends)])
-    seconds = seconds[places]
-    remaining = np.arange(len(places))
+    `seconds`: (N,) lengths of the utterances in this epoch."""
+    remaining = np.arange(len(seconds))
     for part, (size, count) in enumerate([*done, (global_batch_size, None)]):
-        fresh, others = np.split(remaining, [np.searchsorted(remaining, new)])
-        sizes = replay.batch_sizes(len(fresh), size, share, begin)
-        plan = cut_epoch(fresh, others, seconds, sizes, (seed, epoch, part))
+        plan = cut_epoch(remaining, seconds, size, (seed, epoch, part))
         if count is None:
-            return [places[global_batch] for global_batch in plan]
-        begin += sum(map(len, plan[:count]))
+            return plan
         remaining = np.sort(np.concatenate([remaining[:0], *plan[count:]]))
 
 
 def cut_epoch(
-    indices: np.ndarray,
-    old: np.ndarray,
-    seconds: np.ndarray,
-    sizes: np.ndarray,
-    key: tuple[int, int, int],
+    indices: np.ndarray, seconds: np.ndarray, size: int, key: tuple[int, int, int]
 ) -> list[np.ndarray]:
     """Cuts utterances into global batches: shuffles them, sorts pools of them by length, cuts the
-    pools and shuffles what was cut. `sizes` (K, 2): how many of `indices` and of `old`, which come
-    in this order, are in each of them; `key`: seed, epoch, and how many cuts of it came before."""
+    pools and shuffles what was cut. `key`: seed, epoch, and how many cuts of it came before."""
     random = np.random.default_rng(key)
-    streams = random.permutation(indices), old
-    replays = len(old) > 0
-    # The one that is smaller stays the last if there are old utterances: their share would not be
-    # exact otherwise. So it must not get the longest.
-    direction = -1 if replays else 1
-    begins = np.cumsum(sizes, axis=0) - sizes
+    shuffled = random.permutation(indices)
     global_batches = []
-    for first in range(0, len(sizes), POOL_BATCHES):
-        own = sizes[first : first + POOL_BATCHES]
-        parts = []
-        for stream, begin, counts in zip(streams, begins[first], own.T, strict=True):
-            pool = stream[begin : begin + counts.sum()]
-            pool = pool[np.argsort(direction * seconds[pool], kind="stable")]
-            parts.append(np.split(pool, np.cumsum(counts)[:-1]))
-        global_batches += [np.concatenate(pair) for pair in zip(*parts, strict=True)]
-    # With old utterances, only global batches with as many of them change places.
-    kinds = sizes @ (sizes.sum() + 1, 1) if replays else np.zeros(len(sizes))
-    order = np.arange(len(sizes))
-    for kind in np.unique(kinds):
-        places = np.flatnonzero(kinds == kind)
-        order[places] = places[random.permutation(len(places))]
+    for first in range(0, len(shuffled), POOL_BATCHES * size):
+        pool = shuffled[first : first + POOL_BATCHES * size]
+        pool = pool[np.argsort(seconds[pool], kind="stable")]
+        global_batches += np.split(pool, range(size, len(pool), size))
+    order = random.permutation(len(global_batches))
     _, epoch, part = key
     if epoch == 0 and part == 0 and len(order):
         longest = np.array([seconds[global_batches[number]].max() for number in order]).argmax()
-        places = np.flatnonzero(kinds[: longest + 1] == kinds[longest])
-        order[places] = np.roll(order[places], 1)
+        order[: longest + 1] = np.roll(order[: longest + 1], 1)
     return [global_batches[number] for number in order]
 
 
@@ -197,10 +158,40 @@ class _GlobalBatchDataset(torch.utils.data.Dataset):
         return global_batch
 
 
+class Joined:
+    """Several data sets as one: the utterances of the first, then those of the second, ..."""
+
+    def __init__(self, parts: list):
+        self.parts = parts
+        self.ends = np.cumsum([len(part) for part in parts])
+        if all(hasattr(part, "text_length") for part in parts):
+            self.text_length = self._text_length
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def seconds(self, epoch: int) -> np.ndarray:
+        """(N,) lengths in an epoch."""
+        return np.concatenate([part.seconds(epoch) for part in self.parts])
+
+    def item(self, index: int, epoch: int) -> dict:
+        part, row = self._place(index)
+        return part.item(row, epoch)
+
+    def _text_length(self, index: int) -> int:
+        part, row = self._place(index)
+        return part.text_length(row)
+
+    def _place(self, index: int) -> tuple[object, int]:
+        number = int(np.searchsorted(self.ends, index, side="right"))
+        part = self.parts[number]
+        return part, index - int(self.ends[number]) + len(part)
+
+
 def join_sets(datasets: list[_GlobalBatchDataset]) -> _GlobalBatchDataset:
     """One dataset with the utterances of several, which have the same `collate`."""
     first = datasets[0]
-    whole = replay.Joined([each.data for each in datasets])
+    whole = Joined([each.data for each in datasets])
     return _GlobalBatchDataset(whole, first.collate, first.skip_bad)
 
 
@@ -250,30 +241,39 @@ class GlobalBatches:
     `data.fingerprint()` a string that changes if the data change. It may have
     `data.text_length(index)`, by which a dry run finds the utterance with the longest text, and
     `data.hours()` of speech if `seconds` counts something else, too. `collate(items)` returns a
-    batch. With a data set `old`, a share of the utterances of every global batch are its, by
-    --replay_share; an epoch is one of `data`."""
+    batch."""
 
-    def __init__(self, args, data, collate: Callable[[list[dict]], dict], setup, old=None):
+    def __init__(self, args, data, collate: Callable[[list[dict]], dict], setup):
         self.data = data
-        self.old = old
-        self.share = 0.0 if old is None else args.replay_share
         self.setup = setup
         self.batch_size = args.batch_size
         self.max_seconds = args.max_batch_seconds
         self.seed = args.seed
         micro_batches = args.gradient_accumulation_steps * setup.ranks.size
         self.global_batch_size = args.batch_size * micro_batches
-        if old is not None:
-            replay.check_share(self.share, self.global_batch_size)
-        self.per_epoch = self.count(0, 1)
-        whole = data if old is None else replay.Joined([data, old])
-        self.dataset = _GlobalBatchDataset(whole, collate, args.skip_bad_audio)
+        self.dataset = _GlobalBatchDataset(self.whole(), collate, args.skip_bad_audio)
+
+    @property
+    def per_epoch(self) -> int:
+        """The global batches of the first epoch."""
+        return self.count(0, 1)
+
+    def whole(self):
+        """All utterances that the indices of `plan` are of."""
+        return self.data
+
+    def sets(self) -> dict[str, object]:
+        """The data sets of which `whole` consists, by name."""
+        return {"training": self.data}
+
+    def plan(self, epoch: int, done: list) -> list[np.ndarray]:
+        """The global batches of an epoch: see `plan_epoch`."""
+        seconds = self.dataset.data.seconds(epoch)
+        return plan_epoch(seconds, self.global_batch_size, self.seed, epoch, done)
 
     def count(self, first: int, last: int) -> int:
         """The global batches in the epochs from `first` to before `last`."""
-        return replay.count_global_batches(
-            len(self.data), self.global_batch_size, self.share, first, last
-        )
+        return (last - first) * math.ceil(len(self.data) / self.global_batch_size)
 
     def specs(self, epoch: int, start: int, done: list) -> Iterator[tuple]:
         """Yields (epoch, number, last, micro-batches of indices), without end, from global batch
@@ -281,10 +281,7 @@ class GlobalBatches:
         ranks = self.setup.ranks
         while True:
             seconds = self.dataset.data.seconds(epoch)
-            old = 0 if self.old is None else len(self.old)
-            plan = plan_epoch(
-                seconds, self.global_batch_size, self.seed, epoch, done, old, self.share
-            )
+            plan = self.plan(epoch, done)
             for number in range(start, len(plan)):
                 batches = cut_global_batch(
                     plan[number],
@@ -313,10 +310,12 @@ class GlobalBatches:
         return hashlib.sha1(content).hexdigest()[:16]
 
     def fingerprint(self) -> str:
-        """Changes with the utterances, and with the share of old ones."""
-        if self.old is None:
-            return self.data.fingerprint()
-        return f"{self.data.fingerprint()} {self.old.fingerprint()} {self.share:g}"
+        """Changes with the utterances."""
+        return self.data.fingerprint()
+
+    def described(self) -> str:
+        """What the line about the length of a run says besides; here nothing."""
+        return ""
 
     @functools.cached_property
     def hours(self) -> float:

@@ -19,11 +19,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from common import files, lora, records
+from common import files, records
 from common.errors import RunError, UsageError, cannot_write, first_line
+from common.progress import Progress
 from common.report import shown
 
-FORMAT = "speech-recipes checkpoint 2"
+FORMAT = "speech-recipes checkpoint 3"
 CHECKPOINT = re.compile(r"checkpoint_step_(\d{8,12})\.pt")
 WEIGHTS = ("best.safetensors", "best.json", "averaged.safetensors", "averaged.json")
 AVERAGED = "averaged weights (averaged.safetensors)"  # what `use_best` calls them
@@ -33,14 +34,13 @@ LOGS = ("metrics.jsonl", "training.png", "events.out.tfevents.*")
 
 # What a checkpoint holds, as a schema of `records.mismatch`.
 STATE = {
-    "progress": {"step": int},
     "optimizer": dict,
     "scaler": (dict, type(None)),
     "rng": list,
     "args": dict,
 }
-INFOS = {"model_info": dict, "run_info": dict, "lora": (lora.SAVED, type(None))}
-CONTENT = {"recipe": str, "model_info": dict, "run_info": dict, "model": dict, **STATE}
+INFOS = {"model_info": dict, "run_info": dict, "adapters": (dict, type(None))}
+CONTENT = {"recipe": str, "model": dict, "progress": dict, **INFOS, **STATE}
 TEXT = (str, type(None))
 
 
@@ -79,6 +79,30 @@ class Vocabulary:
     saved: Sequence[str]
 
 
+@dataclass(frozen=True)
+class Partial:
+    """What is saved of a model of which another file has the rest, such as adapters beside released
+    weights: the attribute `partial` of such a model. `elsewhere`: the names of the tensors that are
+    not saved; `record`: what identifies that file, in plain values."""
+
+    elsewhere: frozenset[str]
+    record: dict
+
+
+def partial_of(model: torch.nn.Module) -> Partial | None:
+    """The `Partial` of a model; None if all of it is saved."""
+    return getattr(model, "partial", None)
+
+
+def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The state of a model as it is saved."""
+    state = model.state_dict()
+    partial = partial_of(model)
+    if partial is None:
+        return state
+    return {name: tensor for name, tensor in state.items() if name not in partial.elsewhere}
+
+
 class Damaged(UsageError):
     """A truncated, corrupted or altered checkpoint file."""
 
@@ -87,17 +111,18 @@ class Damaged(UsageError):
 class Saved:
     """What a run saved: a checkpoint, or a .safetensors. `model_info` and `run_info` are the
     recipe's records as `asdict` made them; read them with `records.read`. `model` are the weights,
-    which are views of the file. `state` is None for a .safetensors; otherwise it holds "progress",
-    "optimizer", "scaler", "rng" and "args". `lora`: None, or the record (`lora.SAVED`) of adapters;
-    `model` then has them, and what was trained whole."""
+    which are views of the file. `progress` and `state` are None for a .safetensors; `state` holds
+    "optimizer", "scaler", "rng" and "args". `adapters`: the record of a `Partial` whose tensors
+    `model` has, or None."""
 
     path: Path
     recipe: str
     model_info: dict
     run_info: dict
     model: dict[str, torch.Tensor]
+    progress: Progress | None = None
     state: dict | None = None
-    lora: dict | None = None
+    adapters: dict | None = None
 
     def forget_values(self) -> None:
         """Drops the weights and the optimizer's states, when all is copied."""
@@ -254,8 +279,10 @@ def read(path: Path, recipe: str, flag: str = "--resume") -> Saved:
     _check_format(path, content.get("format") if isinstance(content, dict) else None)
     if reason := records.mismatch(content, CONTENT, "it"):
         raise Damaged(f"{path} is damaged: {reason}")
-    if records.mismatch(content.get("lora"), INFOS["lora"], "lora"):
-        raise Damaged(f"{path} is damaged: its lora is not a record")
+    try:
+        progress = records.read(Progress, content["progress"], path)
+    except UsageError as error:
+        raise Damaged(f"{error}: the file is damaged") from None
     check_recipe(path, content["recipe"], recipe)
     check_tensors(content["model"], path)
     for states in content["optimizer"].values():
@@ -266,15 +293,16 @@ def read(path: Path, recipe: str, flag: str = "--resume") -> Saved:
         model_info=content["model_info"],
         run_info=content["run_info"],
         model=content["model"],
+        progress=progress,
         state={name: content[name] for name in STATE},
-        lora=content.get("lora"),
+        adapters=content["adapters"],
     )
 
 
 def _check_format(path: Path, found) -> None:
     if found == FORMAT:
         return
-    if str(found).startswith(FORMAT.removesuffix("2")):
+    if str(found).startswith(FORMAT.removesuffix("3")):
         raise UsageError(
             f"{path} was saved by another version of this project: use that version, or start a"
             " new run with another --output_dir"
@@ -310,7 +338,7 @@ def resume(wanted: str | None, folder: Path, recipe: str) -> Saved | None:
     """`newest`, and says what it is."""
     saved = newest(wanted, folder, recipe)
     if saved:
-        print(f"resuming from {saved.path} (step {saved.state['progress']['step']})")
+        print(f"resuming from {saved.path} (step {saved.progress.step})")
     elif wanted:
         print(f"--resume auto: no checkpoint in {folder}, starting a new run")
     return saved
@@ -379,8 +407,8 @@ def save_weights(
     path: Path, state: dict[str, torch.Tensor], task, summary: dict, record: dict | None = None
 ) -> None:
     """Writes the `state` of a model to `path` (.safetensors), with the records of the loop's `task`
-    as JSON in the header, so that this file is enough to rebuild the model, and the `record` of
-    adapters. Writes `summary` beside it (.json). Raises `RunError`."""
+    as JSON in the header, so that this file is enough to rebuild the model, and the `record` of a
+    `Partial`. Writes `summary` beside it (.json). Raises `RunError`."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     header = {
         "format": FORMAT,
@@ -389,7 +417,7 @@ def save_weights(
         "run_info": json.dumps(asdict(task.run_info)),
     }
     if record:
-        header["lora"] = json.dumps(record)
+        header["adapters"] = json.dumps(record)
     files.save(path, lambda temporary: save_file(tensors, temporary, metadata=header))
     text = json.dumps(summary, indent=1) + "\n"
     files.save(path.with_suffix(".json"), lambda temporary: temporary.write_text(text))
@@ -428,7 +456,7 @@ def read_weights(path: str | Path, recipe: str, flag: str = "--resume") -> Saved
     found = {}
     for name in INFOS:
         try:
-            found[name] = json.loads(header.get(name, "null" if name == "lora" else ""))
+            found[name] = json.loads(header.get(name, "null" if name == "adapters" else ""))
         except (ValueError, RecursionError):
             raise Damaged(f"{path} is damaged: its {name} cannot be read") from None
         if records.mismatch(found[name], INFOS[name], name):
@@ -468,7 +496,7 @@ def shapes_of(make: Callable[[], torch.nn.Module]) -> dict[str, tuple[int, ...]]
     model is made without values: it takes no memory, and no random numbers are drawn."""
     with torch.device("meta"):
         model = make()
-    return {name: tuple(tensor.shape) for name, tensor in lora.saved_state(model).items()}
+    return {name: tuple(tensor.shape) for name, tensor in state_of(model).items()}
 
 
 def check_network(saved: Saved | None, make: Callable[[], torch.nn.Module]) -> None:
@@ -485,10 +513,10 @@ def check_network(saved: Saved | None, make: Callable[[], torch.nn.Module]) -> N
 
 
 def load_weights(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Loads weights that a run saved: all that `lora.saved_state` names. Raises `UsageError` if
+    """Loads weights that a run saved: all that `state_of` names. Raises `UsageError` if
     they do not fit, because the recipe has been changed."""
     own = model.state_dict()
-    frozen = own.keys() - lora.saved_state(model).keys()
+    frozen = own.keys() - state_of(model).keys()
     try:
         model.load_state_dict({**{name: own[name] for name in frozen}, **tensors})
     except RuntimeError as error:
@@ -516,7 +544,7 @@ def initialise(
     if not fits:
         raise UsageError(f"--init_from {path}: none of its {len(tensors)} tensors fits this model")
     model.load_state_dict(fits, strict=False)
-    own = lora.saved_state(model)
+    own = state_of(model)
     new = sorted(set(own) - set(fits))
     text = f"initialised {len(fits)} of {len(own)} tensors from {path}"
     if new:
@@ -610,8 +638,10 @@ def use_best(args, model: torch.nn.Module, task, score: Callable[[], float]) -> 
         return "weights of the best evaluation (the average was worse)"
     made_by = noted(best_path).get("made_by")
     summary = {"steps": steps, task.metric: averaged, "made_by": made_by}
-    state = lora.saved_state(model)
-    save_weights(folder / "averaged.safetensors", state, task, summary, lora.record_of(model))
+    state = state_of(model)
+    partial = partial_of(model)
+    record = partial.record if partial else None
+    save_weights(folder / "averaged.safetensors", state, task, summary, record)
     return AVERAGED
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from common.cuda import cuda_problem
 from common.errors import UsageError
-from common.gpu import cuda_problem
-from common.ranks import Ranks, start_ranks, torchrun
+from common.ranks import Ranks, torchrun
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -139,7 +139,11 @@ def setup(args, quiet: bool = False) -> Setup:
         # Only the first rank prints. Errors still reach stderr.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     device = pick_device(args.device, quiet)
-    ranks = start_ranks(device)
+    ranks = Ranks()
+    if torchrun("WORLD_SIZE", 1) > 1:
+        from common.parts import processes
+
+        ranks = processes.join(device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     dtype, reason = pick_dtype(args.mixed_precision, capability)
     name = f"{torch.get_num_threads()} threads"

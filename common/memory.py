@@ -147,3 +147,8 @@ def peak(device: torch.device) -> str:
         unit = 2**30 if sys.platform == "darwin" else 2**20  # macOS counts bytes
         peaks = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit:.2f} GiB resident"
     return f"memory: peak {peaks}, total {total / 2**30:.2f} GiB"
+
+
+def size(count: float) -> str:
+    """Bytes as text."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 from common.errors import UsageError
-from common.offload import LEVELS
+
+LEVELS = ("states", "gradients", "weights")  # of --use_cpu_offload, from the least to the most
 
 # Names that a flag has elsewhere: in other projects, in earlier versions and in the run_*.sh
 # scripts. A flag here, or a sentence where there is none.

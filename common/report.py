@@ -208,9 +208,9 @@ class Report:
             plot(right, f"eval/{name}", scale, label=label, marker=".")
         scale = 100 if metric in ERROR_RATES else 1
         for key in sorted({key for line in lines for key in line}):
-            if key.startswith("watched/") and key.endswith(f"/{metric}"):
-                label = key.removeprefix("watched/").removesuffix(f"/{metric}")
-                plot(right, key, scale, label=f"watched {label}", marker=".", linestyle="--")
+            if key.count("/") > 1 and key.endswith(f"/{metric}"):  # of a further set
+                label = key.removesuffix(f"/{metric}").replace("/", " ", 1)
+                plot(right, key, scale, label=label, marker=".", linestyle="--")
         right.set(xlabel="updates", ylabel="%" if rates else metric, title="Evaluation set")
         if right.get_ylim()[0] > 0:
             right.set_ylim(bottom=0)

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from common.batches import GlobalBatches
+from common.progress import Progress
 
 # Fine-tuning makes so many updates from an hour of speech on, fewer below, and at least so many
 # epochs. With 300 updates of an hour, AdamW moves no weight far enough for a new language.
@@ -20,24 +21,22 @@ class RunLength:
     """A run ends at `max_steps` updates, at `num_epochs`, or after `patience` evaluations without a
     better result, whichever comes first; None or 0: never. `total`: the updates that it makes if it
     does not stop early. It is evaluated every `eval_every` updates; 0: at the end of each epoch.
-    With a number `most_rise`, it also ends at the first evaluation that finds a watched set worse
-    than this allows."""
+    It also ends if a further set says so (`Progress.stop`)."""
 
     max_steps: int | None
     num_epochs: int | None
     total: int
     eval_every: int
     patience: int
-    most_rise: float | None = None
 
-    def has_ended(self, progress: dict) -> bool:
-        ends = {
-            "step": self.max_steps,
-            "epoch": self.num_epochs,
-            "evaluations_without_gain": self.patience,
-            "sets_above_limit": 1,
-        }
-        return any(end and progress[name] >= end for name, end in ends.items())
+    def has_ended(self, progress: Progress) -> bool:
+        """Whether no update follows."""
+        reached = (
+            (progress.step, self.max_steps),
+            (progress.epoch, self.num_epochs),
+            (progress.evaluations_without_gain, self.patience),
+        )
+        return progress.stop or any(end and value >= end for value, end in reached)
 
 
 def choose(
@@ -66,8 +65,7 @@ def choose(
     patience = args.early_stopping_patience
     if patience is None and fine_tunes:
         patience = max(PATIENCE, math.ceil(total / (every or per_epoch) / 3))
-    most_rise = getattr(args, "stop_when_watched_rises", None)
-    return RunLength(max_steps, num_epochs, total, every, patience or 0, most_rise)
+    return RunLength(max_steps, num_epochs, total, every, patience or 0)
 
 
 def describe(length: RunLength, global_batches: GlobalBatches) -> str:
@@ -77,9 +75,7 @@ def describe(length: RunLength, global_batches: GlobalBatches) -> str:
     epochs = length.total / global_batches.per_epoch
     text = f"length: {length.total} updates of {global_batches.global_batch_size}, {epochs:.1f}"
     text += f" epochs of {data} (--max_steps, --num_epochs)"
-    if global_batches.share:
-        text += f"; {100 * global_batches.share:g} % of each update are old utterances"
-        text += f" out of {len(global_batches.old)} (--replay_share)"
+    text += global_batches.described()
     every = f"every {length.eval_every} updates" if length.eval_every else "after each epoch"
     text += f"; evaluated {every} (--eval_every)"
     if length.patience:

@@ -40,10 +40,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import checkpoint, device, lora, memory, optim, options
-from common.batches import EvalBatches, GlobalBatches, pad, to_device
+from common import checkpoint, device, memory, optim, options
+from common.batches import EvalBatches, pad, to_device
 from common.errors import UsageError, exit_with_one_line
-from common.loop import Run, Task, begin, finish, train
+from common.loop import ForPlans, Run, Task, begin, finish, train
+from common.parts import lora
+from common.parts.new_rows import NewRows
 from common.report import check_folder
 from speech import (
     card,
@@ -524,7 +526,7 @@ def fit_vocabulary(
     asked: start.Options, run: Run, info: ModelInfo, seed: int, model: Parakeet, data: Utterances
 ) -> None:
     """Fits the rows of new pieces to some training utterances."""
-    if run.initial and (run.initial.lora or not asked.origin.path):
+    if run.initial and (run.initial.adapters or not asked.origin.path):
         before, weights = start.saved_model(run.initial)
     else:
         before, weights = start.read(asked.origin.path)
@@ -552,19 +554,32 @@ def about_run(args, info: ModelInfo, corpora: dict[str, Corpus], before: RunInfo
     return dataclasses.replace(run_info, longest=longest)
 
 
-def new_rows(info: ModelInfo, model: Parakeet) -> optim.NewRows | None:
+def new_rows(info: ModelInfo, model: Parakeet) -> NewRows | None:
     """The rows of pieces that the released model does not have."""
     if not (info.pretrained and info.new_pieces):
         return None
     names = [name for name, _ in model.named_parameters() if name in vocabulary.ROWS]
-    return optim.NewRows(dict.fromkeys(names, info.new_pieces), vocabulary.NEW_ROWS_RATE)
+    return NewRows(dict.fromkeys(names, info.new_pieces), vocabulary.NEW_ROWS_RATE)
 
 
-def first_frozen(args, info: ModelInfo) -> optim.Frozen | None:
-    """The encoder stays as it is until the rows of new pieces have learned something."""
-    if info.new_pieces or args.freeze_encoder_steps is not None:
-        return optim.Frozen("encoder.", args.freeze_encoder_steps)
-    return None
+def first_frozen(args, info: ModelInfo) -> Callable[[Parakeet, int, int], None] | None:
+    """`Task.before_update`: the encoder stays as it is until the rows of new pieces have learned
+    something. None if there are none, and no flag asks for it."""
+    if not info.new_pieces and args.freeze_encoder_steps is None:
+        return None
+
+    trained = []
+
+    def freeze(model: Parakeet, step: int, warmup: int) -> None:
+        steps = warmup if args.freeze_encoder_steps is None else args.freeze_encoder_steps
+        if not trained:
+            trained.extend(p for p in model.encoder.parameters() if p.requires_grad)
+            if step < steps:
+                print(f"the first {steps} updates leave the encoder as it is")
+        for p in trained:
+            p.requires_grad_(step >= steps)
+
+    return freeze
 
 
 def make_task(
@@ -606,13 +621,15 @@ def make_task(
         reports=recogniser.REPORTS,
         compiled=COMPILED,
         evaluate_first=info.pretrained,
-        decay_embeddings=False,
+        adamw=optim.Settings(decay_embeddings=False),
         fine_tunes=info.pretrained,
         new_rows=new_rows(info, model),
-        frozen_first=first_frozen(args, info),
+        before_update=first_frozen(args, info),
         vocabulary=start.rows_by_piece(info, run.initial),
-        compares=bool(asked.origin.path),
-        adapters=functools.partial(released.usual_adapters, start.family(asked), info),
+        plans=ForPlans(
+            compares=bool(asked.origin.path),
+            adapters=functools.partial(released.usual_adapters, start.family(asked), info),
+        ),
     )
 
 
@@ -639,15 +656,15 @@ def main(args) -> None:
         data[name] = Utterances(args, corpus, tokenizer, info, training=name in replay.TRAINED)
 
     new, old = data.pop("train"), data.pop(replay.REPLAY, None)
-    global_batches = GlobalBatches(args, new, collate, run.setup, old)
+    global_batches = replay.global_batches(args, new, old, collate, run.setup)
     evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data}
     run_info = about_run(args, info, corpora, before)
     task = make_task(args, asked, run, info, run_info, corpora["train"], model)
-    task = dataclasses.replace(task, watched=replay.watched(evaluation))
+    task = dataclasses.replace(task, further=replay.watched(args, evaluation))
     progress = train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_and_export, asked, info, run_info, model, evaluation)
     if finish(args, run, model, task, evaluation["val"], report):
-        recogniser.add_watched(asked.how, progress)
+        recogniser.add_watched(asked.how, task.further, progress)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ import torch.nn.functional as F
 from common import device, options, run_length
 from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, UsageError, exit_with_one_line
-from common.loop import Run, Task, begin, finish, train
+from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.report import check_folder
 from speech import card, metrics, recogniser, released, replay, splits
 from speech.audio import SAMPLE_RATE, change_speed, speed_factors
@@ -495,8 +495,8 @@ def make_task(
     """What the loop has to know of this recipe."""
     tokenizer, search = start.make_search(asked, info)
     last_steps = decoding.last_steps(search, info.config)
-    watched = replay.watched(evaluation)
-    heard = [train_set, *(each.dataset.data for each in watched.values())]
+    watched = replay.watched(args, evaluation)
+    heard = [train_set, *(each.dataset.data for each in (watched.sets if watched else {}).values())]
     rate = decoding.TokenRate(heard, args.seed)
     terms = loss_weights(args, info)
     fit = None
@@ -514,17 +514,19 @@ def make_task(
         metric="cer",
         higher_is_better=False,
         fit=fit,
-        freeze=freeze,
         learning_rate=start.learning_rate(info),
         checkpointed=LAYERS,
         compiled=LAYERS,
-        last_steps=functools.partial(evaluate, tokenizer, last_steps, rate, terms),
         evaluate_first=info.pretrained,
         fine_tunes=info.pretrained,
         vocabulary=start.vocabulary(info, run.initial),
         reports=(*recogniser.REPORTS, "evaluation.json"),
-        adapters=functools.partial(released.usual_adapters, start.family(asked), info),
-        watched=watched,
+        plans=ForPlans(
+            freeze=freeze,
+            last_steps=functools.partial(evaluate, tokenizer, last_steps, rate, terms),
+            adapters=functools.partial(released.usual_adapters, start.family(asked), info),
+        ),
+        further=watched,
     )
 
 
@@ -550,7 +552,7 @@ def main(args) -> None:
         data[name] = Utterances(args, corpus, tokenizer, info, training=name in replay.TRAINED)
 
     train_set, old = data.pop("train"), data.pop(replay.REPLAY, None)
-    global_batches = GlobalBatches(args, train_set, collate, run.setup, old)
+    global_batches = replay.global_batches(args, train_set, old, collate, run.setup)
     run_info = about_run(args, info, source, corpora, global_batches, before)
     train_set.pad_from = run_info.pad_from
     if old:
@@ -561,7 +563,7 @@ def main(args) -> None:
     report = functools.partial(report_results, args, asked, info, model, evaluation)
     weights = finish(args, run, model, task, evaluation["val"], report)
     if run.setup.ranks.first:
-        recogniser.add_watched(asked.how, progress)
+        recogniser.add_watched(asked.how, task.further, progress)
         results = recogniser.read_results(args.log_dir)
         about = card.About(RECIPE, asked.origin.path, weights, run_info.data, results, **CARD)
         start.export_trained(asked, info, model, about)

@@ -43,7 +43,7 @@ import torch.nn.functional as F
 from common import checkpoint, device, memory, options, run_length
 from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, exit_with_one_line
-from common.loop import Run, Task, begin, finish, train
+from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.report import check_folder
 from speech import card, demo, metrics, recogniser, released, replay, splits, text
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
@@ -749,8 +749,11 @@ def make_task(
     """What the loop has to know of this recipe."""
     tokenizer, search = start.make_search(asked, info)
     last_steps = decoding.last_steps(search, info.config)
-    watched = replay.watched(evaluation)
-    heard = [train_set.alone(), *(each.dataset.data for each in watched.values())]
+    watched = replay.watched(args, evaluation)
+    heard = [
+        train_set.alone(),
+        *(each.dataset.data for each in (watched.sets if watched else {}).values()),
+    ]
     rate = decoding.TokenRate(heard, args.seed)
     terms = loss_weights(args, info)
     evaluate_set = functools.partial(evaluate, tokenizer, search, rate, terms)
@@ -774,18 +777,20 @@ def make_task(
         metric="cer",
         higher_is_better=False,
         fit=fit,
-        freeze=freeze,
         learning_rate=start.learning_rate(info),
         checkpointed=LAYERS,
         compiled=LAYERS,
-        last_steps=functools.partial(evaluate, tokenizer, last_steps, rate, terms),
         evaluate_first=info.pretrained,
         fine_tunes=info.pretrained,
         vocabulary=start.vocabulary(info, run.initial),
-        compares=bool(args.compare_to),
         reports=recogniser.REPORTS,
-        adapters=functools.partial(released.usual_adapters, start.family(asked), info),
-        watched=watched,
+        plans=ForPlans(
+            freeze=freeze,
+            last_steps=functools.partial(evaluate, tokenizer, last_steps, rate, terms),
+            compares=bool(args.compare_to),
+            adapters=functools.partial(released.usual_adapters, start.family(asked), info),
+        ),
+        further=watched,
     )
 
 
@@ -808,7 +813,7 @@ def main(args) -> None:
     trained, data = make_sets(args, corpora, tokenizer, info, share)
 
     train_set, old = trained["train"], trained.get(replay.REPLAY)
-    global_batches = GlobalBatches(args, train_set, collate, run.setup, old)
+    global_batches = replay.global_batches(args, train_set, old, collate, run.setup)
     run_info = about_run(args, info, corpora, global_batches, before)
     for each in trained.values():
         each.pad_from = run_info.pad_from
@@ -819,7 +824,7 @@ def main(args) -> None:
     report = functools.partial(report_results, args, asked, info, model, evaluation, measured)
     weights = finish(args, run, model, task, evaluation["val"], report)
     if run.setup.ranks.first:
-        recogniser.add_watched(asked.how, progress)
+        recogniser.add_watched(asked.how, task.further, progress)
         results = recogniser.read_results(args.log_dir)
         about = card.About(
             RECIPE, asked.origin.path, weights, run_info.data, results, reading=READING

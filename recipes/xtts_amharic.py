@@ -39,12 +39,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import checkpoint, device, lora, memory, optim, options, resuming
+from common import checkpoint, device, memory, optim, options
 from common.batches import EvalBatches, GlobalBatches, pad, to_device
 from common.checkpoint import Saved
 from common.device import upcast
 from common.errors import DataError, UsageError, exit_with_one_line
-from common.loop import Run, Task, begin, finish, train
+from common.loop import ForPlans, Run, Task, begin, finish, train
+from common.parts import lora, machines
+from common.parts.new_rows import NewRows
 from speech import card, checks, demo, released, replay, splits, text
 from speech.audio import read_utterance
 from speech.columns import Corpus
@@ -469,10 +471,10 @@ def first_model(
     return info, synthesiser_of(info, model, frozen, vocabulary), added
 
 
-def new_rows(info: ModelInfo, run: Run) -> optim.NewRows | None:
+def new_rows(info: ModelInfo, run: Run) -> NewRows | None:
     """The rows of new tokens, which have a learning rate of their own."""
     rows = start.new_rows(info, run.initial)
-    return optim.NewRows(rows, start.NEW_ROWS_RATE) if rows else None
+    return NewRows(rows, start.NEW_ROWS_RATE) if rows else None
 
 
 def synthesiser_of(
@@ -518,7 +520,7 @@ def train_dvae(
         stages = codec_training.STEPS
         reports = [str(speaking.folder_of(args.output_dir))]
         checkpoint.make_room(args.checkpoint_dir, args.log_dir, reports, stages)
-        resuming.mark(args.checkpoint_dir)
+        machines.mark(args.checkpoint_dir)
     crops = codec_training.Crops(corpora["train"], args.seed, training=True)
     eval_crops = codec_training.Crops(corpora["val"], args.seed, training=False)
     tensors = None
@@ -543,7 +545,7 @@ def train_dvae(
         eval_batches = EvalBatches(own, eval_crops, codec_training.collate, run.setup)
         train(own, run, model, task, global_batches, eval_batches)
         finish(own, run, model, task, eval_batches, lambda weights: print(f"\nDVAE: {weights}"))
-        resuming.share_best(own.checkpoint_dir, run.setup.ranks)
+        machines.share_best(own.checkpoint_dir, run.setup.ranks)
         best = own.checkpoint_dir / "best.safetensors"
         tensors = checkpoint.read_weights(best, RECIPE).model
         del model, task
@@ -717,9 +719,9 @@ def make_task(
 ) -> Task:
     """What the loop has to know of this recipe. `first_fit`: what a new model takes from the
     training data."""
-    watched = replay.watched(evaluation)
+    watched = replay.watched(args, evaluation)
     languages: set[str] = set()
-    for each in (evaluation["val"], *watched.values()):
+    for each in (evaluation["val"], *(watched.sets if watched else {}).values()):
         languages.update(synthesiser.texts.languages_of(each.dataset.data.corpus))
     return Task(
         RECIPE,
@@ -735,14 +737,15 @@ def make_task(
         checkpointed=CHECKPOINTED,
         compiled=COMPILED,
         evaluate_first=info.pretrained,
-        decay_embeddings=False,
+        adamw=optim.Settings(BETAS, decay_embeddings=False),
         fine_tunes=info.pretrained,
         new_rows=new_rows(info, run),
         vocabulary=start.vocabulary(info, run.initial),
-        betas=BETAS,
         reports=(str(speaking.folder_of(args.output_dir)),),
-        adapters=functools.partial(released.usual_adapters, start.family(asked), info),
-        watched=watched,
+        further=watched,
+        plans=ForPlans(
+            adapters=functools.partial(released.usual_adapters, start.family(asked), info)
+        ),
     )
 
 
@@ -759,7 +762,7 @@ def main(args) -> dict | None:
         is_trained = name in replay.TRAINED
         sets[name] = Utterances(args, corpus, synthesiser.texts, info, training=is_trained)
     new, old = sets.pop("train"), sets.pop(replay.REPLAY, None)
-    global_batches = GlobalBatches(args, new, collate, run.setup, old)
+    global_batches = replay.global_batches(args, new, old, collate, run.setup)
     evaluation = {name: EvalBatches(args, each, collate, run.setup) for name, each in sets.items()}
     languages = {name: synthesiser.texts.languages_of(corpora[name]) for name in evaluation}
     first_fit = functools.partial(fit, info, synthesiser.frozen, added, draw_seed(args, data))

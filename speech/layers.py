@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from common import lora
 from common.errors import UsageError
 
 SMALL = 1 << 19  # elements of an input for which `lean_chain` recomputes nothing
@@ -109,7 +108,7 @@ def lean_chain(x: torch.Tensor, *steps: Callable) -> torch.Tensor:
             tensors.append(None if step.bias is None else downcast(step.bias))
             tensors.append(norm and norm.weight)
             tensors.append(norm and norm.bias)
-            is_adapted = lora.is_adapted(step)
+            is_adapted = hasattr(step, "lora_A")
             tensors += [downcast(step.lora_A), downcast(step.lora_B)] if is_adapted else [None] * 2
             norm = None
             activation = None
@@ -121,7 +120,7 @@ def lean_chain(x: torch.Tensor, *steps: Callable) -> torch.Tensor:
 class _LeanChain(torch.autograd.Function):
     """`parts`: the norm and the activation, or None, before each linear layer, and the scale of its
     adapter. `tensors`: weight and bias of each linear layer, those of the norm before it, and its
-    adapter's (`common.lora`)."""
+    adapter's (`common/parts/lora.py`)."""
 
     @staticmethod
     def forward(ctx, parts, x, *tensors):

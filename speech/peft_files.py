@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from common import files, lora, records
+from common import files, records
 from common.errors import UsageError
+from common.parts import lora
 from speech import model_files
 
 SETTINGS = "adapter_config.json"
@@ -48,7 +49,7 @@ def write(
     prefix: str,
     card: str,
 ) -> list[str]:
-    """Writes the adapters, and what was trained whole, of `trained` (`lora.saved_state`). `prefix`:
+    """Writes the adapters, and what was trained whole, of `trained` (`checkpoint.state_of`). `prefix`:
     what transformers' names begin with in addition. Returns the file names. Raises `UsageError` and
     `RunError`."""
     whole = {

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import batches, files, memory, options, watching
+from common import batches, files, memory, options
 from common.device import Setup
 from common.errors import DataError, RunError, UsageError, cannot_write, reader_has_gone
 from speech import metrics, subtitles
@@ -325,7 +325,7 @@ def write_report(how: Options, name: str, text: str) -> None:
 def write_results(how: Options, results: dict) -> None:
     """Writes results.json: the "title" of the results, the "rates" of `metrics.rates`, those of
     several "languages" (`metrics.rates_by`), and, if a model was "compared_to", its rates as
-    "before"; "watched" sets (`watching.by_step`); a "warning". Raises `RunError`."""
+    "before"; "watched" sets (`Watched.by_step`); a "warning". Raises `RunError`."""
     write_report(how, "results.json", json.dumps(results, ensure_ascii=False, indent=1) + "\n")
 
 
@@ -334,11 +334,11 @@ def read_results(log_dir: Path) -> dict:
     return files.read_json(log_dir / "results.json")
 
 
-def add_watched(how: Options, progress: dict) -> None:
-    """Adds to results.json the evaluations of watched sets that the `progress` of a training has.
-    Raises `RunError`."""
-    if progress["watched"]:
-        found = watching.by_step(progress)
+def add_watched(how: Options, watched, progress) -> None:
+    """Adds to results.json the evaluations of `watched` sets (`parts.watching.Watched`, or None)
+    that the progress of a training has. Raises `RunError`."""
+    if watched:
+        found = watched.by_step(progress)
         write_results(how, {**read_results(how.log_dir), "watched": found})
 
 

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
-from common import checkpoint, lora, options, records
+from common import checkpoint, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
+from common.parts import lora
 from speech import card, model_files, peft_files
 
 MODELS = ("model_dir", "model_file")  # flags that name released weights
@@ -360,7 +361,7 @@ def choose(
     `create()` makes the info of a new model. Raises `UsageError`."""
     if resumed:
         info = read_info(origin, family, resumed)
-        if not resumed.lora:
+        if not resumed.adapters:
             return info, None
         adapters = saved_adapters(family, info, resumed)
         base = read_base(origin, family, adapters, resumed.path)
@@ -396,7 +397,7 @@ def use(
         return info, weights, None
     named = origin.adapter or origin.resume
     saved = checkpoint.weights_to_use(named, origin.checkpoint_dir, recipe)
-    if origin.adapter and not saved.lora:
+    if origin.adapter and not saved.adapters:
         raise UsageError(f"--adapter {origin.adapter}: it has no adapters; name it with --resume")
     return read_info(origin, family, saved), whole_weights(origin, family, saved), saved
 
@@ -441,9 +442,16 @@ def check_saved(family: Family, saved: Saved, name: str):
 # --- adapters -------------------------------------------------------------------------------------
 
 
+def adapter_record(saved: Saved) -> dict:
+    """The record of the adapters that a checkpoint has (`lora.SAVED`). Raises `UsageError`."""
+    if reason := records.mismatch(saved.adapters, lora.SAVED, "its record of adapters"):
+        raise UsageError(f"{saved.path} is damaged: {reason}")
+    return saved.adapters
+
+
 def saved_adapters(family: Family, info: Any, saved: Saved) -> lora.Adapters:
     """The adapters of a checkpoint. Raises `UsageError` if they are for other layers."""
-    record = saved.lora
+    record = adapter_record(saved)
     layers = family.layers(info, TARGETS[0])
     if unknown := set(record["layers"]) - set(layers.adapted):
         raise UsageError(f"{saved.path}: no adapter can be beside {min(unknown)[:80]!r} here")
@@ -468,7 +476,7 @@ def adapt(
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     found = {}
     saved = resumed or (initial if origin.adapters else None)
-    if saved and saved.lora:
+    if saved and saved.adapters:
         adapters = saved_adapters(family, info, saved)
         if saved is initial:
             check_base(origin, adapters, lora.fingerprint(base or {}, adapters.layers), saved.path)
@@ -534,7 +542,7 @@ def usual_adapters(family: Family, info: Any, rank: int) -> lora.Adapters:
 def saved_network(family: Family, info: Any, saved: Saved) -> torch.nn.Module:
     """The network of a checkpoint, with its adapters."""
     network = family.network(info)
-    if saved.lora:
+    if saved.adapters:
         lora.attach(network, saved_adapters(family, info, saved), seed=0)
     return network
 
@@ -544,9 +552,9 @@ def adapter_conflicts(origin: Origin, saved: Saved) -> list[str]:
     asked = origin.adapters
     if asked is None:
         return []
-    if saved.lora is None:
+    if saved.adapters is None:
         return [f"--lora {asked.rank} (the checkpoint has no adapters)"]
-    has = saved.lora
+    has = adapter_record(saved)
     values = {"lora": (asked.rank, has["rank"])}
     values["lora_targets"] = (asked.targets, has["targets"])
     values["lora_alpha"] = (asked.alpha, has["alpha"])
@@ -560,13 +568,13 @@ def adapter_conflicts(origin: Origin, saved: Saved) -> list[str]:
 def match_initial(origin: Origin, family: Family, initial: Saved) -> None:
     """Merges the adapters of --init_from into its weights, if the run has none. Raises
     `UsageError`, also if they are not those that the flags ask for."""
-    if initial.lora:
+    if initial.adapters:
         check_saved(family, initial, origin.forms.family)
-    if initial.lora and not origin.adapters:
+    if initial.adapters and not origin.adapters:
         merged = whole_weights(origin, family, initial)
         initial.model.clear()
         initial.model.update(merged)
-    elif origin.adapters and not initial.lora:
+    elif origin.adapters and not initial.adapters:
         raise UsageError(
             f"--lora and --init_from {initial.path}: all of its weights were trained; export it,"
             " and give the export as the released model"
@@ -643,7 +651,7 @@ def export_adapter(
     if path is None:
         raise UsageError("--export_adapter writes the adapters of a run: name them with --resume")
     saved = checkpoint.read_weights(path, about.recipe)
-    if not saved.lora:
+    if not saved.adapters:
         raise UsageError(
             f"--export_adapter: {path} has no adapters; --export writes the whole model"
         )
@@ -663,14 +671,14 @@ def trained_weights(
     if not adapters:
         return model.state_dict()
     _, base = family.read(origin.path)
-    trained = {name: tensor.cpu() for name, tensor in lora.saved_state(model).items()}
+    trained = {name: tensor.cpu() for name, tensor in checkpoint.state_of(model).items()}
     return lora.merge(base, trained, adapters)
 
 
 def whole_weights(origin: Origin, family: Family, saved: Saved) -> dict[str, torch.Tensor]:
     """The weights of a checkpoint; adapters are merged into the released weights. Raises
     `UsageError`."""
-    if not saved.lora:
+    if not saved.adapters:
         return saved.model
     info = records.read(family.model_info, saved.model_info, saved.path)
     adapters = saved_adapters(family, info, saved)

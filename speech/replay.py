@@ -5,6 +5,7 @@ import itertools
 from pathlib import Path
 
 from common import options
+from common.batches import GlobalBatches
 from common.errors import UsageError
 from speech.checks import overlap
 from speech.columns import Corpus, Rejections, Strings, printable
@@ -94,11 +95,25 @@ def resolve(args) -> dict[str, str]:
     return found
 
 
-def watched(sets: dict) -> dict:
-    """{name: set} of the watched ones of a run's `sets`, without WATCHED."""
-    return {
+def watched(args, sets: dict):
+    """The watched ones of a run's `sets`, for `Task.further`; None if there are none."""
+    found = {
         name.removeprefix(WATCHED): each for name, each in sets.items() if name.startswith(WATCHED)
     }
+    if not found:
+        return None
+    from common.parts.watching import Watched
+
+    return Watched(found, args.stop_when_watched_rises)
+
+
+def global_batches(args, new, old, collate, setup) -> GlobalBatches:
+    """The global batches of a training set `new` and, with --replay_manifest, of a set `old`."""
+    if old is None:
+        return GlobalBatches(args, new, collate, setup)
+    from common.parts.replay import ReplayedBatches
+
+    return ReplayedBatches(args, new, old, collate, setup)
 
 
 def texts(corpora: dict[str, Corpus]) -> Strings:

@@ -11,9 +11,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from common import checks, loop, options
-from common.batches import EvalBatches, GlobalBatches, to_device
+from common import checks, loop, optim, options
+from common.batches import EvalBatches, to_device
+from common.engine import Engine
 from common.loop import Task, begin, finish, train
+from common.parts import offload
+from common.parts.new_rows import NewRows, speed_up
+from common.progress import Progress
 from recipes import template
 from recipes.template import SAMPLE_RATE, Layer
 from speech import replay
@@ -138,7 +142,7 @@ def run(
     old=None,
     watched=(),
     **changes,
-) -> tuple[nn.Module, dict]:
+) -> tuple[nn.Module, Progress]:
     """Trains as a recipe does and returns the model and the progress. `changes` replace parts of
     the task; the data set `old` is replayed, those in `watched` are watched. Without `trial`,
     neither `evaluate` nor the loss is tried before the first update."""
@@ -148,12 +152,13 @@ def run(
         with begun.model_device():
             model = Network(args.dropout).double()
     data = data or Waveforms()
-    global_batches = GlobalBatches(args, data, collate, begun.setup, old)
+    global_batches = replay.global_batches(args, data, old, collate, begun.setup)
     eval_batches = EvalBatches(args, Waveforms(5, seed=1), collate, begun.setup)
     sets = {
-        name: EvalBatches(args, each, collate, begun.setup) for name, each in dict(watched).items()
+        replay.WATCHED + name: EvalBatches(args, each, collate, begun.setup)
+        for name, each in dict(watched).items()
     }
-    made = task(watched=sets, **changes)
+    made = task(further=replay.watched(args, sets), **changes)
     with contextlib.ExitStack() as patched:
         for where, name in () if trial else ((loop, "try_evaluation"), (checks, "try_loss")):
             patched.enter_context(mock.patch.object(where, name, lambda *_: None))
@@ -161,6 +166,29 @@ def run(
     if report_results:
         finish(args, begun, model, made, eval_batches, report_results)
     return model, progress
+
+
+def optimizer_of(
+    model: nn.Module,
+    learning_rate: float = 1e-3,
+    weight_decay: float = 0.01,
+    kind: str = "adamw",
+    on_host: offload.Offload | None = None,
+    settings: optim.Settings | None = None,
+    rows: NewRows | None = None,
+) -> torch.optim.Optimizer:
+    """The optimizer of an engine, without a run. `on_host`: of a level of --use_cpu_offload."""
+    settings = settings or optim.Settings()
+    groups = optim.parameter_groups(model, weight_decay, settings)
+    engine = object.__new__(offload.Offloaded if on_host else Engine)
+    engine.model = model
+    if on_host:
+        engine.optimizer = offload.make_optimizer(groups, model, learning_rate, on_host, settings)
+    else:
+        engine.optimizer = optim.make_optimizer(groups, model, learning_rate, kind, settings)
+    if rows:
+        speed_up(engine, rows)
+    return engine.optimizer
 
 
 def weights(model: nn.Module) -> torch.Tensor:

@@ -18,8 +18,7 @@ SPEECH_MAY_USE = (
     "batches",
     "records",
     "checkpoint",
-    "lora",
-    "watching",
+    "parts",
 )
 
 
@@ -63,14 +62,45 @@ def imported_folders(path: Path) -> set[str]:
 )
 def test_what_a_folder_imports(folder, allowed):
     for path in modules(folder):
-        is_loop = label(path) == "common/loop.py"  # see the next test
-        assert imported_folders(path) <= allowed | ({"dry_run"} if is_loop else set()), label(path)
+        plans = label(path) == "common/parts/planned.py"
+        assert imported_folders(path) <= allowed | ({"dry_run"} if plans else set()), label(path)
 
 
-def test_only_a_planned_run_loads_the_planner():
-    tree = tree_of(ROOT / "common" / "loop.py")
-    loading = [getattr(node, "name", "") for node in tree.body if "dry_run" in imported(node)]
-    assert loading == ["planner"]
+def test_the_core_imports_no_part():
+    """But in the function that reads the flag of a part."""
+    for path in modules("common"):
+        if path.parent.name == "parts":
+            continue
+        for node in tree_of(path).body:
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+                assert not any(name.startswith("common.parts") for name in imported(node)), path
+
+
+def test_a_run_of_the_template_loads_no_part(tmp_path):
+    """Training, resuming, evaluating and transcribing: a part comes in with its flag."""
+    program = """
+import sys
+from pathlib import Path
+from common import options
+from recipes import template
+
+def run(*flags):
+    parser = options.Parser(template.__doc__)
+    template.add_arguments(parser)
+    template.main(parser.parse_args(["--output_dir", sys.argv[1], "--device", "cpu", *flags]))
+
+short = ["--no_tensorboard", "--dataloader_num_workers", "0", "--save_every", "1"]
+run("--max_steps", "1", *short)
+run("--max_steps", "2", "--resume", "auto", *short)
+run("--evaluate", *short[1:3])
+audio = next(Path(sys.argv[1]).rglob("*.wav"))
+run("--transcribe", str(audio), "--resume", sys.argv[1] + "/checkpoints/best.safetensors")
+rooms = ("common.parts.", "models.", "dry_run", "webui")
+sys.exit(" ".join(name for name in sys.modules if name.startswith(rooms)) or 0)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-500:]
 
 
 def test_the_planner_needs_only_torch():
@@ -97,7 +127,7 @@ def test_nobody_asks_whether_a_run_is_only_planned():
         tree = tree_of(path)
         tree.body = [node for node in tree.body if getattr(node, "name", "") != "resolve"]
         asked = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        assert not asked & {"options.plans", "run.planned"}, label(path)
+        assert not asked & {"options.plans", "run.is_planned"}, label(path)
 
 
 def test_train_uses_all_that_it_takes():

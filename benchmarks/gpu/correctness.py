@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.gpu.bench import ROOT, Bench, Piece, Skipped
 from benchmarks.gpu.corpus import write_corpus
-from common.offload import LEVELS
+from common.options import LEVELS
 from speech.demo import AMHARIC_WORDS, KONKANI_WORDS, VIETNAMESE_WORDS
 
 UPDATES = 10

@@ -22,9 +22,11 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from common import loop, memory, options
+from common import device, loop, memory, options, setting_up, update
 from common.batches import GlobalBatch, GlobalBatches, split_batch
+from common.engine import run_global_batch
 from common.errors import DataError, exit_with_one_line
+from common.parts import planned
 from dry_run.planned_run import longest_items
 from speech import splits
 from speech.audio import write_wav
@@ -66,8 +68,8 @@ class Trial:
         if wanted.short_of_memory_at and self.device.type != "cuda":
             task = dataclasses.replace(task, compute_loss=self.fails_once(task.compute_loss))
         run = loop.Run(source.setup)
-        placed = loop.prepare_model(args, run, model, task, source.data)
-        self.training = loop.begin_training(args, run, task, placed, source, None)
+        engine = setting_up.prepare_model(args, run, model, task, source.data)
+        self.training = setting_up.begin_training(args, run, task, engine, source, None)
         self.started = time.monotonic()
         self.update = 0
 
@@ -109,7 +111,7 @@ class Trial:
         training = self.training
         source = self.global_batches()
         wanted = self.wanted.updates
-        while training.progress["step"] < wanted and self.update < wanted + SKIPS:
+        while training.progress.step < wanted and self.update < wanted + SKIPS:
             since = time.monotonic()
             if self.update and since - self.started > self.wanted.most_seconds:
                 break
@@ -117,7 +119,7 @@ class Trial:
             self.found["waited"].append(round(time.monotonic() - since, 4))
             self.update += 1
             with self.short_of_memory():
-                loop.train_global_batch(training, global_batch)
+                update.train_global_batch(training, global_batch)
             self.synchronise()
             self.found["seconds"].append(round(time.monotonic() - since, 4))
             self.note(global_batch)
@@ -149,7 +151,7 @@ class Trial:
         lines = [line for line in map(json.loads, lines.splitlines()) if "train/loss" in line]
         found["losses"] = [line["train/loss"] for line in lines]
         found["utterances"] = sum(len(batch["names"]) for batch in global_batch.micro_batches)
-        found["short_of_memory"] = len(self.training.progress["limits"])
+        found["short_of_memory"] = len(self.training.progress.limits)
         if self.device.type == "cuda":
             found["allocated"].append(torch.cuda.memory_allocated())
             found["peak_allocated"] = torch.cuda.max_memory_allocated()
@@ -171,8 +173,8 @@ class Trial:
         """Whether forward and backward of these micro-batches fit into memory."""
         training = self.training
         terms = training.task.loss_weights
-        outcome = loop.run_global_batch(
-            training.placed.model,
+        outcome = run_global_batch(
+            training.engine.model,
             batches,
             totals,
             training.task.compute_loss,
@@ -180,14 +182,14 @@ class Trial:
             training.setup,
             training.loss_scale,
         )
-        training.optimizer.zero_grad()
+        training.engine.optimizer.zero_grad()
         memory.free_memory(self.device)
         return outcome.failed is None
 
     def count_flops(self, global_batch: GlobalBatch) -> None:
         """Floating-point operations of an utterance, forward and backward, in the middle
         micro-batch, and the fused attention kernels that they were in (none: scores in memory)."""
-        for module in self.training.placed.model.modules():
+        for module in self.training.engine.model.modules():
             vars(module).pop("forward", None)  # what checkpointing repeats does not count
         batch = global_batch.micro_batches[len(global_batch.micro_batches) // 2]
         with FlopCounterMode(display=False) as counter:
@@ -200,7 +202,7 @@ class Trial:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """A copy of the weights, on the host."""
-        state = self.training.placed.model.state_dict()
+        state = self.training.engine.model.state_dict()
         return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
     def find_largest(self) -> None:
@@ -271,11 +273,18 @@ def run(name: str, words: list[str], wanted: Wanted) -> None:
             trial.count_flops(last)
         return 0
 
+    def begin(args, name: str) -> loop.Run:
+        """A run that is planned, but on a real device."""
+        setup = device.setup(args)
+        locks = setting_up.lock_folders(args)
+        options.freeze(args)
+        return loop.Run(setup, locks=locks, is_planned=True)
+
     stand_in = functools.partial(noise, getattr(recipe, "SAMPLE_RATE", 16_000), splits.stand_in)
     with (
-        mock.patch.object(loop, "planner", lambda args: ()),  # planned, but on a real device
+        mock.patch.object(planned, "begin", begin),
         mock.patch.object(loop.Run, "model_device", lambda run: contextlib.nullcontext()),
-        mock.patch.object(loop, "plan", try_it),
+        mock.patch.object(planned, "plan", try_it),
         mock.patch.object(splits, "stand_in", stand_in),
     ):
         exit_with_one_line(lambda: recipe.main(parser.parse_args(words)) and None)

@@ -8,9 +8,10 @@ from typing import Annotated
 
 import torch
 
-from common import checkpoint, lora, options, records
+from common import checkpoint, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
+from common.parts import lora
 from speech import card, onnx_files, recogniser, released
 from speech.layers import quieten_branches
 from speech.parakeet import formats, live, settings, vocabulary
@@ -445,7 +446,7 @@ def given_tokenizer(
     is_own = wanted.is_new
     if wanted.file and not resumed:
         state = None
-    elif origin.path and not resumed and not (initial and initial.lora):
+    elif origin.path and not resumed and not (initial and initial.adapters):
         state = formats.read_tokenizer(origin.path)
     else:
         saved = resumed or initial
@@ -500,7 +501,7 @@ def choose(
         initial,
         lambda: from_scratch(asked, texts),
     )
-    if initial and initial.lora:  # a flag names the model that its adapters are for
+    if initial and initial.adapters:  # a flag names the model that its adapters are for
         info, trained = saved_model(initial)
         weights = {**weights, **_copies(lora.without_adapters(trained))}
     if initial:  # what was new in that run has been trained

@@ -12,9 +12,10 @@ from typing import Annotated
 import numpy as np
 import torch
 
-from common import checkpoint, lora, options, records
+from common import checkpoint, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
+from common.parts import lora
 from speech import card, recogniser, released, splits
 from speech.audio import SAMPLE_RATE
 from speech.columns import Corpus

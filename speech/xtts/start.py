@@ -11,9 +11,10 @@ from typing import Annotated
 import torch
 from torch import nn
 
-from common import checkpoint, lora, options, records
+from common import checkpoint, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
+from common.parts import lora
 from speech import card, released
 from speech.released import Forms, Origin
 from speech.xtts import cleaners, codec_training, formats, frozen, new_tokens, texts

@@ -7,6 +7,7 @@ import pickle
 import shutil
 import subprocess
 import zipfile
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 from common import checkpoint, optim, records
 from common.device import rng_state
 from common.errors import RunError, UsageError
-from common.loop import start_progress
+from common.progress import Progress
 from tests import small
 
 WEIGHTS = {"w": torch.arange(5000.0)}
@@ -30,12 +31,13 @@ def content(step=1, model=WEIGHTS, **progress):
         "recipe": "r",
         "model_info": {"width": 8},
         "run_info": {},
+        "adapters": None,
         "model": dict(model),
         "optimizer": {"w": {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros}},
         "scaler": None,
         "args": {},
         "rng": [rng_state(torch.device("cpu"))],
-        "progress": {**start_progress(), "step": step, **progress},
+        "progress": {**asdict(Progress()), "step": step, **progress},
     }
 
 
@@ -69,7 +71,7 @@ def test_other_names_in_the_folder_are_not_touched(tmp_path):
     checkpoint.lock_folder(tmp_path, "--checkpoint_dir").close()
     for step in (1, 2, 3, 123_456_789):
         save(tmp_path, step)
-    assert checkpoint.resume("auto", tmp_path, "r").state["progress"]["step"] == 123_456_789
+    assert checkpoint.resume("auto", tmp_path, "r").progress.step == 123_456_789
     checkpoint.make_room(tmp_path, tmp_path / "logs")
     assert (
         all((tmp_path / name).read_text() == "mine" for name in names)
@@ -96,7 +98,7 @@ def test_a_damaged_newest_file_is_reported_and_the_one_before_it_is_used(tmp_pat
     for step in (1, 2):
         save(tmp_path, step)
     damage(tmp_path / "checkpoint_step_00000002.pt", how)
-    assert checkpoint.resume("auto", tmp_path, "r").state["progress"]["step"] == 1
+    assert checkpoint.resume("auto", tmp_path, "r").progress.step == 1
     assert "checkpoint_step_00000002.pt is damaged" in capsys.readouterr().err
     with pytest.raises(UsageError, match=r"checkpoint_step_00000002\.pt is damaged.*--resume auto"):
         checkpoint.resume(str(tmp_path / "checkpoint_step_00000002.pt"), tmp_path, "r")
@@ -220,7 +222,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_and_says_what_is_missing(tm
                 tmp_path / "best.safetensors", large.state_dict(), small.task(), {}
             )
         assert [p.name for p in tmp_path.iterdir()] == [good.name]
-        assert checkpoint.resume("auto", tmp_path, "r").state["progress"]["step"] == 1
+        assert checkpoint.resume("auto", tmp_path, "r").progress.step == 1
     finally:
         subprocess.run(["umount", str(tmp_path)])
 
@@ -349,7 +351,7 @@ def test_rows_of_another_width_stay_new(capsys):
 def test_optimizer_states_exist_from_the_start_and_survive_regrouping():
     model = small.Network()
     before = small.weights(model)
-    optimizer = optim.make_optimizer(model, 1e-3)
+    optimizer = small.optimizer_of(model, 1e-3)
     assert torch.equal(small.weights(model), before)
     assert len(optimizer.state) == len(list(model.parameters()))
     assert all(float(state["step"]) == 0 for state in optimizer.state.values())
@@ -361,7 +363,7 @@ def test_optimizer_states_exist_from_the_start_and_survive_regrouping():
         p.grad = torch.randn_like(p)
     optimizer.step()
     saved = optim.optimizer_state(optimizer, model)
-    fresh = optim.make_optimizer(model, 1e-3)
+    fresh = small.optimizer_of(model, 1e-3)
     fresh.param_groups.reverse()
     optim.load_optimizer_state(fresh, model, saved)
     for p in model.parameters():
@@ -424,7 +426,7 @@ def test_an_altered_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path, 
     altered = content(2)
     altered["optimizer"] = {"w": dict(STATE)}
     path = checkpoint.save(tmp_path, 2, altered, keep_last=3)
-    assert checkpoint.resume("auto", tmp_path, "r").state["progress"]["step"] == 2
+    assert checkpoint.resume("auto", tmp_path, "r").progress.step == 2
     alter(altered)
     checkpoint.save(tmp_path, 2, altered, keep_last=3)
     for read in (
@@ -434,7 +436,7 @@ def test_an_altered_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path, 
         with pytest.raises(UsageError, match=r"00000002\.pt( is damaged)?: ") as refused:
             read()
         assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
-    assert checkpoint.resume("auto", tmp_path, "r").state["progress"]["step"] == 1
+    assert checkpoint.resume("auto", tmp_path, "r").progress.step == 1
     assert capsys.readouterr().err.count("\n") == 1
 
 

@@ -7,8 +7,9 @@ import shutil
 import pytest
 import torch
 
-from common import compiling, memory
+from common import memory
 from common.errors import UsageError
+from common.parts import compiling
 from tests import small
 
 CPU = torch.device("cpu")
@@ -179,7 +180,7 @@ def test_a_run_is_compiled_resumed_and_retried_after_out_of_memory(tmp_path, gra
     model, progress = small.run(
         small.make_args(tmp_path / "b", *flags, "--resume", "auto"), model=small.Network().double()
     )
-    assert progress["step"] == 8
+    assert progress.step == 8
     assert small.relative(small.weights(model), small.weights(reference)) < 1e-10
 
 

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from common import device, gpu
+from common import cuda, device
 from common.device import Setup
 from common.errors import UsageError
+from common.parts import processes
 from common.ranks import Ranks
 from tests import small
 
@@ -213,7 +214,7 @@ def test_more_ranks_than_gpus_is_an_error_not_a_wait(machine, monkeypatch):
 def test_a_world_size_that_is_not_torchruns(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match=r"WORLD_SIZE is 2, but .*torchrun"):
-        device.start_ranks(CPU)
+        processes.join(CPU)
 
 
 def test_one_rank():
@@ -228,7 +229,7 @@ def work(rank: int, folder: str) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
     )
-    ranks = device.start_ranks(CPU)
+    ranks = processes.join(CPU)
     assert (ranks.rank, ranks.size, ranks.first) == (rank, 2, rank == 0)
 
     # Exact: counts beyond 2**53, and floats that fp32 would round.
@@ -409,7 +410,7 @@ def set_up_as_second(rank: int, folder: str) -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY), number)
     os.environ.update(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    device.start_ranks = lambda chosen: Ranks(1, 2)
+    processes.join = lambda chosen: Ranks(1, 2)
     device.cuda_problem = lambda index=0: "no GPU"
     print(device.setup(arguments("--dataloader_num_workers", "auto")), flush=True)
     print("kept", file=sys.stderr, flush=True)
@@ -518,14 +519,14 @@ def test_random_states_survive_a_file(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 def test_on_a_gpu():
-    cuda = device.pick_device("cuda")
-    assert gpu.cuda_problem(cuda.index) is None and torch.cuda.current_device() == cuda.index
-    assert f"no cuda:{torch.cuda.device_count()}" in gpu.cuda_problem(torch.cuda.device_count())
-    torch.rand(3, device=cuda)
-    state = device.rng_state(cuda)
-    expected = torch.rand(3, device=cuda)
-    device.set_rng_state(state, cuda)
-    assert torch.equal(torch.rand(3, device=cuda), expected)
+    chosen = device.pick_device("cuda")
+    assert cuda.cuda_problem(chosen.index) is None and torch.cuda.current_device() == chosen.index
+    assert f"no cuda:{torch.cuda.device_count()}" in cuda.cuda_problem(torch.cuda.device_count())
+    torch.rand(3, device=chosen)
+    state = device.rng_state(chosen)
+    expected = torch.rand(3, device=chosen)
+    device.set_rng_state(state, chosen)
+    assert torch.equal(torch.rand(3, device=chosen), expected)
 
 
 def test_the_loss_scale_follows_torchs_rule():

@@ -9,7 +9,8 @@ import types
 import pytest
 import torch
 
-from common import gpu
+from common import cuda, loop
+from common.parts import utilisation
 from tests import small
 
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # torch 2.11 on PyPI
@@ -54,7 +55,7 @@ CUDA = torch.device("cuda", 0)
     ],
 )
 def test_compute_capability_against_the_build(capability, architectures, words):
-    problem = gpu.kernel_problem("GTX", capability, architectures)
+    problem = cuda.kernel_problem("GTX", capability, architectures)
     if words is None:
         assert problem is None
     else:
@@ -90,9 +91,9 @@ def test_other_processes_on_the_gpu_are_named_and_left_alone(
     fake.write_text(f"#!/bin/sh\ncat <<'END'\n{output.format(own=os.getpid())}END\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert gpu.gpu_processes() == processes
+    assert utilisation.gpu_processes() == processes
     monkeypatch.setenv("PATH", "/nowhere")
-    assert gpu.gpu_processes() == ""
+    assert utilisation.gpu_processes() == ""
 
 
 # --- how busy the GPU is --------------------------------------------------------------------------
@@ -143,7 +144,7 @@ def nvml(monkeypatch):
 
 def test_utilisation_is_the_mean_of_the_last_readings_of_the_gpu_in_use(nvml):
     nvml()
-    busy = gpu.GpuUtilisation(CUDA, seconds=0)
+    busy = utilisation.GpuUtilisation(CUDA, seconds=0)
     assert busy.problem == "" and busy.mean() is None
     for _ in range(3):
         busy.sample()
@@ -155,7 +156,7 @@ def test_utilisation_is_the_mean_of_the_last_readings_of_the_gpu_in_use(nvml):
 
 def test_utilisation_is_read_at_most_once_a_second(nvml):
     fake = nvml()
-    busy = gpu.GpuUtilisation(CUDA, seconds=1000)
+    busy = utilisation.GpuUtilisation(CUDA, seconds=1000)
     busy.sample()
     assert fake.asked == 0
     busy.due = 0
@@ -175,7 +176,7 @@ def test_utilisation_is_read_at_most_once_a_second(nvml):
 )
 def test_utilisation_that_cannot_be_read_is_left_out(nvml, options, problem):
     nvml(**options)
-    busy = gpu.GpuUtilisation(CUDA, seconds=0)
+    busy = utilisation.GpuUtilisation(CUDA, seconds=0)
     for _ in range(6):
         busy.sample()
     assert busy.problem == f"NVML of the package nvidia-ml-py: {problem}" and busy.mean() is None
@@ -183,17 +184,24 @@ def test_utilisation_that_cannot_be_read_is_left_out(nvml, options, problem):
 
 def test_utilisation_without_the_library_or_on_a_cpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    busy = gpu.GpuUtilisation(CUDA, seconds=0)
+    busy = utilisation.GpuUtilisation(CUDA, seconds=0)
     busy.sample()
     assert "nvidia-ml-py" in busy.problem and busy.mean() is None
-    assert gpu.GpuUtilisation(torch.device("cpu")).problem == "no NVIDIA GPU"
+    assert utilisation.GpuUtilisation(torch.device("cpu")).problem == "no NVIDIA GPU"
 
 
 def test_utilisation_in_the_reports_of_a_run(tmp_path, nvml, monkeypatch, capsys):
     """The run is on the CPU; it believes that its utilisation can be read. Evaluations are not
     sampled."""
-    fake, real, asked = nvml(), gpu.GpuUtilisation, []
-    monkeypatch.setattr(gpu, "GpuUtilisation", lambda device: real(CUDA, seconds=0))
+    fake, asked = nvml(), []
+    begin_training = loop.begin_training
+
+    def with_readings(*arguments):
+        training = begin_training(*arguments)
+        training.utilisation = utilisation.GpuUtilisation(CUDA, seconds=0)
+        return training
+
+    monkeypatch.setattr(loop, "begin_training", with_readings)
 
     def evaluate(model, eval_batches):
         asked.append(fake.asked)

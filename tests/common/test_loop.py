@@ -18,21 +18,17 @@ import numpy as np
 import pytest
 import torch
 
-from common import checkpoint, files, loop, optim, report
+from common import checkpoint, files, optim, report
 from common.batches import to_device
 from common.device import LossScale, Setup
+from common.engine import run_global_batch
 from common.errors import DataError, RunError, Stopped, UsageError
-from common.loop import (
-    Run,
-    begin,
-    cut_to_fit,
-    finish,
-    length_bucket,
-    made_by,
-    mean_values,
-    run_global_batch,
-)
+from common.evaluation import mean_values
+from common.loop import Run, begin, finish
+from common.parts import offload
 from common.ranks import Ranks
+from common.saving import made_by
+from common.update import cut_to_fit, length_bucket
 from tests import small
 
 DRAW = report.Report.draw  # before conftest.py replaces it
@@ -161,9 +157,7 @@ def test_training_ends_with_the_same_weights_however_global_batches_are_cut(
 ):
     reference, _ = small.run(small.make_args(tmp_path / "a", *cut(2, 4)))
     model, progress = small.run(small.make_args(tmp_path / "b", *cut(batch_size, accumulation)))
-    assert (
-        progress["step"] == 2 and progress["utterances"] == 13
-    )  # 8 and the partial global batch of 5
+    assert progress.step == 2 and progress.utterances == 13  # 8 and the partial global batch of 5
     assert small.relative(small.weights(model), small.weights(reference)) < 1e-10
 
 
@@ -195,8 +189,8 @@ def test_gradient_checkpointing_changes_no_bit(tmp_path):
 def test_a_run_learns(tmp_path):
     flags = ("--num_epochs", "40", "--learning_rate", "1e-2", "--eval_every", "20")
     _, progress = small.run(small.make_args(tmp_path, *flags))
-    results = [result for _, result in progress["evaluations"]]
-    assert progress["step"] == 80 and len(results) == 4 and results[-1] < results[0] / 2
+    results = [result for _, result in progress.evaluations]
+    assert progress.step == 80 and len(results) == 4 and results[-1] < results[0] / 2
 
 
 # --- the beginning and the end --------------------------------------------------------------------
@@ -240,7 +234,7 @@ def test_the_weighted_loss_may_be_the_metric(tmp_path):
     )
     reported = []
     _, progress = small.run(args, metric="loss", report_results=reported.append)
-    assert len(reported) == 1 and 0 < progress["best"] < 10
+    assert len(reported) == 1 and 0 < progress.best < 10
 
 
 def test_best_json_says_how_the_weights_came_about(tmp_path, monkeypatch):
@@ -291,7 +285,7 @@ def test_a_checkpoint_has_the_flags_of_its_run(tmp_path):
     args = small.make_args(tmp_path, "--max_steps", "1", "--bf16")
     small.run(args, setup=Setup())
     saved = newest(args).state["args"]
-    assert saved.keys() == vars(args).keys() - {"given", "commands", "sharded"}
+    assert saved.keys() == vars(args).keys() - {"given", "commands"}
     assert (saved["max_steps"], saved["mixed_precision"], saved["resume"]) == (1, "bf16", None)
     assert saved["log_dir"] == str(args.log_dir)
 
@@ -310,7 +304,7 @@ def test_init_from_starts_a_new_run_from_saved_weights(tmp_path):
     args = small.make_args(tmp_path / "b", "--init_from", str(best))
     _, progress = small.run(args, model=network(seed=5), compute_loss=compute_loss)
     assert all(torch.equal(value, starts[0][name]) for name, value in saved.items())
-    assert progress["step"] == 2 and len(progress["evaluations"]) == 1
+    assert progress.step == 2 and len(progress.evaluations) == 1
 
 
 def test_the_peak_learning_rate_is_the_flags_or_else_the_tasks(tmp_path):
@@ -503,14 +497,14 @@ def test_more_may_be_better(tmp_path, capsys):
     results = iter([0.2, 0.7, 0.5, 0.7, 0.6, 0.7, 0.65])  # then the best again, and the average
     reported = []
     _, progress = small.run(args, evaluate=evaluate, report_results=reported.append, **flags)
-    assert (progress["best"], progress["best_step"]) == (0.7, 2)  # of equal ones the first
-    assert progress["evaluations_without_gain"] == 3
+    assert (progress.best, progress.best_step) == (0.7, 2)  # of equal ones the first
+    assert progress.evaluations_without_gain == 3
     assert reported == ["weights of the best evaluation (the average was worse)"]
     args = small.make_args(tmp_path / "b", *cut(2, 2), "--eval_every", "1", "--num_epochs", "9")
     args.early_stopping_patience = 2
     results = iter([0.2, 0.7, 0.6, 0.5, 0.9])
     _, progress = small.run(args, evaluate=evaluate, **flags)
-    assert progress["step"] == 4 and progress["best"] == 0.7
+    assert progress.step == 4 and progress.best == 0.7
 
 
 def test_a_ratio_is_divided_as_it_is_and_has_no_value_without_a_denominator():
@@ -525,8 +519,8 @@ def test_a_metric_without_a_value_is_worse_than_any(tmp_path):
     results = iter([(0.0, 0), (9.0, 1), (0.0, 0), (5.0, 1)])
     args = small.make_args(tmp_path, *cut(2, 2), "--eval_every", "1")
     _, progress = small.run(args, evaluate=lambda *_: {"ctc": next(results)})
-    assert (progress["best"], progress["best_step"]) == (5.0, 4)
-    assert math.isnan(progress["evaluations"][0][1])
+    assert (progress.best, progress.best_step) == (5.0, 4)
+    assert math.isnan(progress.evaluations[0][1])
 
 
 def test_a_metric_that_is_not_returned_is_one_line_before_the_first_update(tmp_path):
@@ -558,7 +552,7 @@ def test_a_model_that_was_fitted_on_the_gpu_is_offloaded_from_the_host(tmp_path,
     """The fp32 weights of --use_cpu_offload weights would stay on the GPU otherwise."""
     places = []
     moved = torch.nn.Module.cpu
-    begin = loop.offload.begin
+    begin = offload.begin
 
     def host(model):
         places.append("host")
@@ -569,7 +563,7 @@ def test_a_model_that_was_fitted_on_the_gpu_is_offloaded_from_the_host(tmp_path,
         return begin(*arguments)
 
     monkeypatch.setattr(torch.nn.Module, "cpu", host)
-    monkeypatch.setattr(loop.offload, "begin", begin_offload)
+    monkeypatch.setattr(offload, "begin", begin_offload)
     args = small.make_args(tmp_path, "--max_steps", "1", "--use_cpu_offload", "weights")
     small.run(args, fit=lambda model, data: places.append("fitted"))
     assert places == ["fitted", "host", "offload"]
@@ -677,8 +671,8 @@ def test_out_of_memory_at_random_moments_changes_no_weight_and_drops_nothing(tmp
     model, progress = small.run(
         small.make_args(tmp_path / "b", *flags), compute_loss=failing_loss(0.3, seed)
     )
-    assert progress["limits"], "nothing was injected"
-    assert progress["utterances"] == 4 * 13 and progress["step"] == 8
+    assert progress.limits, "nothing was injected"
+    assert progress.utterances == 4 * 13 and progress.step == 8
     assert small.relative(small.weights(model), small.weights(reference)) < 1e-10
 
 
@@ -691,8 +685,8 @@ def test_what_fits_is_learned_saved_and_used_after_resume(tmp_path):
 
     args = small.make_args(tmp_path, *cut(8, 1))
     _, progress = small.run(args, compute_loss=watched)
-    assert min(progress["limits"].values()) == 2
-    assert newest(args).state["progress"]["limits"] == progress["limits"]
+    assert min(progress.limits.values()) == 2
+    assert newest(args).progress.limits == progress.limits
     assert sizes.count(8) == 1
     sizes.clear()
     small.run(
@@ -718,7 +712,7 @@ def test_an_utterance_that_never_fits_is_named_with_its_length(tmp_path):
     with pytest.raises(RunError, match=words):
         small.run(args, data=data, compute_loss=compute_loss)
     # It came first, and the state before it is saved.
-    assert newest(args).state["progress"]["step"] == 0
+    assert newest(args).progress.step == 0
 
 
 def test_dropout_draws_the_same_again_when_a_global_batch_is_repeated(tmp_path):
@@ -762,8 +756,8 @@ def test_buffers_are_as_if_a_failed_attempt_had_never_been(tmp_path, trouble):
     model, progress = small.run(
         small.make_args(tmp_path, *cut(2, 2)), model=counting(network()), compute_loss=compute_loss
     )
-    assert progress["step"] == (4 if trouble == "out of memory" else 3)
-    assert model.seen == progress["utterances"] == (13 if trouble == "out of memory" else 9)
+    assert progress.step == (4 if trouble == "out of memory" else 3)
+    assert model.seen == progress.utterances == (13 if trouble == "out of memory" else 9)
 
 
 def test_other_errors_pass_through(tmp_path):
@@ -811,7 +805,7 @@ def test_a_bad_global_batch_never_reaches_the_weights_and_is_listed(tmp_path, pl
         data[5]["audio"] = data[5]["audio"] * float("nan")
     args = small.make_args(tmp_path, *cut(2, 2))
     model, progress = small.run(args, data=data, compute_loss=poisoned)
-    assert progress["bad_batches"] == 1 and progress["step"] == 2  # of three global batches
+    assert progress.bad_batches == 1 and progress.step == 2  # of three global batches
     assert torch.isfinite(small.weights(model)).all()
     (listed,) = [line["files"] for line in metrics(args) if line.get("event") == "bad_batch"]
     assert "item 5" in listed and len(listed) == 4
@@ -835,11 +829,11 @@ def test_bad_global_batches_in_a_row_stop_the_run_and_leave_what_was_trained(tmp
     )
     with pytest.raises(RunError, match="3 global batches in a row"):
         small.run(args, compute_loss=later_nan)
-    assert newest(args).state["progress"]["step"] == 4
+    assert newest(args).progress.step == 4
     _, progress = small.run(
         small.make_args(tmp_path, *cut(2, 1), "--resume", "auto")
     )  # the cause is mended
-    assert progress["epoch"] == 1 and progress["utterances"] == 13 - 2 * 2
+    assert progress.epoch == 1 and progress.utterances == 13 - 2 * 2
 
 
 def fp16_run(args, compute_loss):
@@ -866,14 +860,14 @@ def test_fp16_overflow_is_skipped_and_the_scale_recovers(tmp_path):
 
     args = small.make_args(tmp_path, *cut(2, 1))
     model, progress = fp16_run(args, overflowing)
-    assert torch.isfinite(small.weights(model)).all() and progress["bad_batches"] == 0
+    assert torch.isfinite(small.weights(model)).all() and progress.bad_batches == 0
     skipped = (
-        6 - progress["step"]
+        6 - progress.step
     )  # of six global batches; fp16 itself may overflow once more at the initial scale
     assert 2 <= skipped <= 4
     assert newest(args).state["scaler"]["scale"] == 65536 / 2**skipped
     assert [line["step"] for line in metrics(args) if "train/loss" in line] == list(
-        range(1, progress["step"] + 1)
+        range(1, progress.step + 1)
     )
 
 
@@ -886,7 +880,7 @@ def test_a_scale_below_one_stops_the_run(tmp_path):
 
     with pytest.raises(RunError, match="loss scale fell below 1"):
         fp16_run(small.make_args(tmp_path, *cut(1, 1), "--num_epochs", "3"), overflowing)
-    assert newest(small.make_args(tmp_path)).state["progress"]["step"] == 0
+    assert newest(small.make_args(tmp_path)).progress.step == 0
 
 
 def test_a_run_continues_from_a_scale_below_one(tmp_path):
@@ -901,7 +895,7 @@ def test_a_run_continues_from_a_scale_below_one(tmp_path):
         fp16_run(small.make_args(tmp_path, *flags), overflowing)
     args = small.make_args(tmp_path, *flags, "--resume", "auto")
     fp16_run(args, small.compute_loss)
-    assert newest(args).state["progress"]["step"] > 10
+    assert newest(args).progress.step > 10
     assert newest(args).state["scaler"]["scale"] == 0.5
 
 
@@ -941,11 +935,11 @@ def test_a_signal_discards_the_global_batch_saves_and_resumes_to_the_same_weight
     with pytest.raises(Stopped, match=r"--resume auto") as stopped:
         small.run(args, compute_loss=interrupted_loss, evaluate=evaluate)
     assert stopped.value.status == status
-    progress = newest(args).state["progress"]
-    assert progress["step"] in (
+    progress = newest(args).progress
+    assert progress.step in (
         (2, 3) if moment == "global_batch" else (2,)
     )  # the partial global batch is shorter
-    assert progress["last_evaluation"] == (2 if moment == "global_batch" else 0)
+    assert progress.last_evaluation == (2 if moment == "global_batch" else 0)
     model, _ = small.run(
         small.make_args(tmp_path / "b", *flags, "--resume", "auto"), model=network(0.2, seed=9)
     )
@@ -961,7 +955,7 @@ def test_nohup_keeps_a_run_alive(tmp_path):
 
     try:
         _, progress = small.run(small.make_args(tmp_path, "--max_steps", "2"), compute_loss=hung_up)
-        assert progress["step"] == 2 and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert progress.step == 2 and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -980,7 +974,7 @@ def test_a_report_that_cannot_be_written_ends_the_run_after_it_was_saved(
             match=r"cannot write in .*logs: No space left on device; choose another --log_dir",
         ) as error:
             small.run(args)
-    assert "\n" not in str(error.value) and newest(args).state["progress"]["step"] == 1
+    assert "\n" not in str(error.value) and newest(args).progress.step == 1
     model, _ = small.run(
         small.make_args(tmp_path / "b", *flags, "--resume", "auto"), model=network(seed=9)
     )
@@ -997,9 +991,9 @@ def test_a_log_folder_that_is_gone_ends_the_run_with_its_best_weights(tmp_path, 
 
     with pytest.raises(RunError, match=r"cannot write in .*logs: No such file"):
         small.run(args, compute_loss=remove)
-    assert (args.checkpoint_dir / "best.safetensors").exists() and newest(args).state["progress"][
-        "epoch"
-    ] == 1
+    assert (args.checkpoint_dir / "best.safetensors").exists() and (
+        newest(args).progress.epoch == 1
+    )
 
 
 def test_evaluation_leaves_generators_and_mode_alone(tmp_path):
@@ -1022,7 +1016,7 @@ def test_early_stopping_counts_evaluations_without_a_better_result(tmp_path):
         tmp_path, *cut(1, 1), "--eval_every", "2", "--early_stopping_patience", "2"
     )
     _, progress = small.run(args, evaluate=scripted(5.0, 4.0, 4.5, 4.2, 3.0, 2.0))
-    assert progress["step"] == 8 and progress["best"] == 4.0 and progress["best_step"] == 4
+    assert progress.step == 8 and progress.best == 4.0 and progress.best_step == 4
 
 
 def test_early_stopping_waits_while_the_loss_falls(tmp_path):
@@ -1034,7 +1028,7 @@ def test_early_stopping_waits_while_the_loss_falls(tmp_path):
     args = small.make_args(tmp_path, *cut(1, 1), *flags)
     results = iter([(0.9, 5.0), (1.5, 4.0), (1.4, 3.0), (1.3, 3.5), (1.2, 3.2), (0.1, 1.0)])
     _, progress = small.run(args, evaluate=evaluate, metric="cer")
-    assert progress["step"] == 5 and (progress["best"], progress["best_step"]) == (0.9, 1)
+    assert progress.step == 5 and (progress.best, progress.best_step) == (0.9, 1)
 
 
 def test_the_model_as_it_came_may_be_the_first_candidate(tmp_path):
@@ -1046,9 +1040,9 @@ def test_the_model_as_it_came_may_be_the_first_candidate(tmp_path):
     start = network(0.2)
     before = {name: value.clone() for name, value in start.state_dict().items()}
     model, progress = small.run(args, start, evaluate=scripted(2.0, 4.0, 3.0), evaluate_first=True)
-    assert usual["evaluations"] == [[2, 4.0], [4, 3.0]]
-    assert progress["evaluations"] == [[0, 2.0], *usual["evaluations"]]
-    assert (progress["best"], progress["best_step"], progress["evaluations_without_gain"]) == (
+    assert usual.evaluations == [[2, 4.0], [4, 3.0]]
+    assert progress.evaluations == [[0, 2.0], *usual.evaluations]
+    assert (progress.best, progress.best_step, progress.evaluations_without_gain) == (
         2.0,
         0,
         2,
@@ -1080,7 +1074,11 @@ def test_a_task_may_leave_embeddings_without_decay(tmp_path):
         model = WithEmbedding().double()
         torch.nn.init.ones_(model.embedding.weight)
         flags = ("--max_steps", "2", "--weight_decay", "0.5")
-        small.run(small.make_args(tmp_path, *flags), model=model, decay_embeddings=decays)
+        small.run(
+            small.make_args(tmp_path, *flags),
+            model=model,
+            adamw=optim.Settings(decay_embeddings=decays),
+        )
         assert bool((model.embedding.weight == 1).all()) is not decays
 
 
@@ -1089,7 +1087,7 @@ def test_the_first_evaluation_counts_for_early_stopping(tmp_path):
         tmp_path, *cut(1, 1), "--eval_every", "2", "--early_stopping_patience", "2"
     )
     _, progress = small.run(args, evaluate=scripted(1.0, 5.0, 4.0, 0.5), evaluate_first=True)
-    assert progress["step"] == 4 and progress["best_step"] == 0
+    assert progress.step == 4 and progress.best_step == 0
 
 
 def test_the_first_evaluation_is_made_once_unless_nothing_was_saved(tmp_path):
@@ -1121,7 +1119,7 @@ def test_the_first_evaluation_is_made_once_unless_nothing_was_saved(tmp_path):
     _, progress = small.run(
         small.make_args(tmp_path, *flags), evaluate=scripted(4.0), evaluate_first=True
     )
-    assert progress["evaluations"] == [[0, 3.0], [2, 4.0]] and progress["best_step"] == 0
+    assert progress.evaluations == [[0, 3.0], [2, 4.0]] and progress.best_step == 0
 
 
 def mapped(folder: Path) -> list[bytes]:
@@ -1196,9 +1194,7 @@ def test_a_signal_during_a_save_lets_it_finish(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "write_file", interrupted)
     with pytest.raises(Stopped):
         small.run(args)
-    assert newest(args).state["progress"]["step"] == 2 and not list(
-        args.checkpoint_dir.glob("*.tmp")
-    )
+    assert newest(args).progress.step == 2 and not list(args.checkpoint_dir.glob("*.tmp"))
 
 
 # --- resuming -------------------------------------------------------------------------------------
@@ -1226,8 +1222,7 @@ def test_another_global_batch_size_continues_the_epoch_with_what_is_left(tmp_pat
         r"an update had 4 utterances .* 3: the rest of epoch 1 is cut anew", capsys.readouterr().out
     )
     assert (
-        sorted(names) == sorted(item["name"] for item in small.Waveforms())
-        and progress["epoch"] == 1
+        sorted(names) == sorted(item["name"] for item in small.Waveforms()) and progress.epoch == 1
     )
 
 
@@ -1252,7 +1247,7 @@ def test_resuming_into_another_folder_leaves_best_weights_there_and_another_run_
     for epochs in ("1", "2"):  # already finished, and continued with no better result than before
         args = small.make_args(tmp_path / "new", "--resume", str(source), "--num_epochs", epochs)
         _, progress = small.run(args, evaluate=scripted(1e9, 1e9))
-        assert progress["best"] == 1e9 and (args.checkpoint_dir / "best.safetensors").exists()
+        assert progress.best == 1e9 and (args.checkpoint_dir / "best.safetensors").exists()
     assert {
         path.name for path in (other.checkpoint_dir / "earlier-1").glob("checkpoint_*")
     } == before
@@ -1277,8 +1272,7 @@ def test_another_order_starts_the_epoch_anew_and_says_so(tmp_path, capsys, chang
         capsys.readouterr().out,
     )
     assert (
-        sorted(names) == sorted(item["name"] for item in small.Waveforms())
-        and progress["epoch"] == 1
+        sorted(names) == sorted(item["name"] for item in small.Waveforms()) and progress.epoch == 1
     )
 
 
@@ -1348,8 +1342,8 @@ def test_resuming_an_older_checkpoint_is_a_branch_that_auto_follows(tmp_path, ca
     assert sorted(map(checkpoint.step_of, aside.glob("checkpoint*"))) == [4, 6, 90000]
     assert (
         (aside / "best.safetensors").read_bytes() == best
-        and progress["best"] == 7.0
-        and progress["best_step"] == 2
+        and progress.best == 7.0
+        and progress.best_step == 2
     )
     assert [
         checkpoint.step_of(path) for path in checkpoint.list_checkpoints(args.checkpoint_dir)
@@ -1359,10 +1353,7 @@ def test_resuming_an_older_checkpoint_is_a_branch_that_auto_follows(tmp_path, ca
             small.make_args(tmp_path, *flags, "--max_steps", "6", "--resume", "auto"),
             compute_loss=interrupted,
         )
-    assert (
-        newest(args).state["progress"]["step"] == 3
-        and not (args.checkpoint_dir / "abandoned-2").exists()
-    )
+    assert newest(args).progress.step == 3 and not (args.checkpoint_dir / "abandoned-2").exists()
 
 
 @pytest.mark.parametrize(
@@ -1375,7 +1366,7 @@ def test_best_weights_that_are_gone_are_found_again(tmp_path, damage):
     damage(args.checkpoint_dir / "best.json")
     args = small.make_args(tmp_path, "--max_steps", "3", "--eval_every", "9", "--resume", "auto")
     _, progress = small.run(args, evaluate=scripted(9.0, 10.0))
-    assert progress["best"] == 9.0 and checkpoint.best_step(args.checkpoint_dir) == 2
+    assert progress.best == 9.0 and checkpoint.best_step(args.checkpoint_dir) == 2
 
 
 def test_an_evaluation_just_before_a_kill_is_not_a_branch(tmp_path, capsys):
@@ -1451,7 +1442,7 @@ def test_a_bad_file_stops_the_run_which_is_saved(tmp_path):
         DataError, match=r"three\.wav is truncated; fix or remove it, .* --skip_bad_audio"
     ):
         small.run(args, data=WithBadFile())
-    assert 0 <= newest(args).state["progress"]["step"] < 13
+    assert 0 <= newest(args).progress.step < 13
 
 
 @pytest.mark.parametrize("error", [DataError("a.wav is gone"), KeyError("key")], ids=repr)
@@ -1471,7 +1462,7 @@ def test_a_failure_in_a_recipe_loses_no_update_before_it(tmp_path, place, error)
     args = small.make_args(tmp_path / "b", *flags)
     with pytest.raises(type(error)):
         small.run(args, **{"evaluate": small.evaluate, place: failing})
-    assert newest(args).state["progress"]["step"] >= 4
+    assert newest(args).progress.step >= 4
     args = small.make_args(tmp_path / "b", *flags, "--resume", "auto")
     model, _ = small.run(args, model=network(0.2, seed=9))
     assert torch.equal(small.weights(model), small.weights(reference))
@@ -1496,7 +1487,7 @@ def test_a_run_without_any_update_says_so(tmp_path, flags):
 def test_bad_files_are_skipped_counted_and_listed_once(tmp_path, capsys):
     args = small.make_args(tmp_path, *cut(1, 1), "--skip_bad_audio", "--num_epochs", "2")
     _, progress = small.run(args, data=WithBadFile())
-    assert progress["skipped_files"] == 2 and progress["step"] == progress["utterances"] == 24
+    assert progress.skipped_files == 2 and progress.step == progress.utterances == 24
     assert capsys.readouterr().out.count("skipped: three.wav is truncated") == 1
     (listed,) = [line for line in metrics(args) if line.get("event") == "skipped"]
     assert (listed["file"], listed["reason"]) == ("three.wav", "three.wav is truncated")

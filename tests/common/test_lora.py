@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from common import lora
+from common import checkpoint
+from common.parts import lora
 from speech.xtts.model import Conv1D
 
 SETTINGS = lora.Settings(3, 6.0, "linear")
@@ -104,14 +105,14 @@ def test_merged_weights_compute_the_same():
     nn.init.normal_(model.head.weight)
     torch.manual_seed(0)
     released = Network().state_dict()
-    trained = lora.saved_state(model)
+    trained = checkpoint.state_of(model)
     assert sorted(trained) == [
         "first.lora_A", "first.lora_B", "head.weight", "second.lora_A", "second.lora_B",
     ]  # fmt: skip
     merged = Network()
     merged.load_state_dict(lora.merge(released, trained, WHOLE))
     assert torch.allclose(merged(TOKENS), model(TOKENS), atol=1e-5)
-    assert lora.saved_state(merged).keys() == merged.state_dict().keys()
+    assert checkpoint.state_of(merged).keys() == merged.state_dict().keys()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -12,8 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from common import checkpoint, offload, optim, report
+from common import checkpoint, report
 from common.device import Setup
+from common.options import LEVELS
+from common.parts import offload
+from common.parts.new_rows import NewRows
 from tests import small
 
 CUT = "--batch_size 2 --gradient_accumulation_steps 2 --num_epochs 2 --learning_rate 0.01".split()
@@ -33,7 +36,7 @@ def trained(folder, level: str | None, dtype: torch.dtype | None, *flags, **task
 
 
 def assert_same_run(a: checkpoint.Saved, b: checkpoint.Saved) -> None:
-    assert a.state["progress"]["step"] == b.state["progress"]["step"] > 4
+    assert a.progress.step == b.progress.step > 4
     for name, weight in a.model.items():
         assert weight.dtype == b.model[name].dtype != torch.bfloat16
         assert torch.equal(weight, b.model[name]), name
@@ -42,12 +45,12 @@ def assert_same_run(a: checkpoint.Saved, b: checkpoint.Saved) -> None:
             assert torch.equal(value, b.state["optimizer"][name][key]), (name, key)
 
 
-@pytest.mark.parametrize("level", offload.LEVELS)
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 def test_a_level_changes_no_bit(tmp_path, level, dtype):
     """Gradients are clipped at every update, and convolutions have new rows with their own rate."""
     rows = {"layers.0.convolution.weight": [0, 3], "output.weight": [1]}
-    changes = {"new_rows": optim.NewRows(rows, 0.1)}
+    changes = {"new_rows": NewRows(rows, 0.1)}
     flags = ["--max_grad_norm", "0.5"]
     plain = trained(tmp_path / "plain", None, dtype, *flags, **changes)
     assert_same_run(plain, trained(tmp_path / level, level, dtype, *flags, **changes))
@@ -96,15 +99,15 @@ def test_gradients_leave_as_soon_as_backward_has_them():
 
     for p in parameters:
         p.register_post_accumulate_grad_hook(count)  # before the optimizer's
-    optimizer = optim.make_optimizer(model, 1e-3, offload=offload.Offload("gradients"))
+    optimizer = small.optimizer_of(model, 1e-3, on_host=offload.Offload("gradients"))
     for _ in range(2):
         model(torch.randn(4, 8)).sum().backward()
     assert alive == [1] * 24 and all(p.grad is None for p in parameters)
-    assert list(optim.gradients(optimizer)) == [
+    assert list(optimizer.gradients()) == [
         p for group in optimizer.param_groups for p in group["params"]
     ]
     optimizer.zero_grad()
-    assert not optim.gradients(optimizer)
+    assert not optimizer.gradients()
 
 
 def test_the_host_memory_is_free_after_training(tmp_path):
@@ -160,7 +163,6 @@ def test_a_state_dict_has_the_fp32_values_and_loading_sets_them():
     convolution = model.layers[0].convolution.weight
     assert torch.equal(convolution, kept.masters[convolution].bfloat16())
     assert offload.begin("weights", Shared(), (small.Layer,), None).masters == {}
-    assert offload.begin(None, model, (), None) is None
 
 
 def test_16_bit_copies_keep_the_order_in_memory_that_a_convolution_chose():
@@ -172,7 +174,7 @@ def test_16_bit_copies_keep_the_order_in_memory_that_a_convolution_chose():
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3))
         model.to(memory_format=torch.channels_last)
         kept = offload.begin(level, model, (nn.Conv2d,), torch.bfloat16)
-        optimizer = optim.make_optimizer(model, 0.1, offload=kept)
+        optimizer = small.optimizer_of(model, 0.1, on_host=kept)
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16):
                 model(torch.randn(2, 3, 8, 8)).sum().backward()
@@ -186,7 +188,7 @@ def test_16_bit_copies_keep_the_order_in_memory_that_a_convolution_chose():
 
 
 def test_without_16_bit_types_the_user_is_told_what_the_level_is(capsys):
-    for level in offload.LEVELS:
+    for level in LEVELS:
         assert offload.begin(level, network(), (small.Layer,), None).masters == {}
     said = capsys.readouterr().out
     assert said.startswith("--use_cpu_offload weights: without mixed precision")
@@ -220,7 +222,7 @@ ONE = "--batch_size 4 --gradient_accumulation_steps 2 --num_epochs 2 --max_grad_
 ONE += ["--lr_schedule", "constant"]  # so that a run may be resumed with another length
 TWO = ["--batch_size", "2", *ONE[2:]]  # the same global batch
 BF16 = ["--use_cpu_offload", "weights", "--bf16"]
-RUNS = {level: [*TWO, "--use_cpu_offload", level] for level in offload.LEVELS}
+RUNS = {level: [*TWO, "--use_cpu_offload", level] for level in LEVELS}
 # Two utterances an update, each alone: sums of two, which have no order.
 RUNS["16 bits"] = [*BF16, "--batch_size", "1", "--gradient_accumulation_steps", "1"]
 BEGUN = [*TWO, "--use_cpu_offload", "--max_steps", "1"]
@@ -240,7 +242,7 @@ def run_unusual(folder: Path, flags: list[str], **task) -> nn.Module:
     """Nine utterances: at the end of an epoch there is nothing for the second rank. Without 16-bit
     types the model has float64."""
     model = unusual() if "--bf16" in flags else unusual().double()
-    rows = optim.NewRows({"layers.1.convolution.weight": [0, 3], "output.weight": [1]}, 0.1)
+    rows = NewRows({"layers.1.convolution.weight": [0, 3], "output.weight": [1]}, 0.1)
     args = small.make_args(folder, *flags, "--learning_rate", "0.01")
     small.run(args, model, small.Waveforms(9), new_rows=rows, **task)
     return model
@@ -257,21 +259,21 @@ def work(rank: int, folder: Path, runs: dict[str, list[str]]) -> None:
     report.Report.draw = lambda self, metric: None
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     optimizers = []
-    make = optim.make_optimizer
+    make = offload.Offloaded.make_optimizer
 
     def compute_loss(model, batch):
         handle = model.layers[0].register_forward_hook(lambda *given: FailsOnce.apply(given[2]))
         with handle:
             return small.compute_loss(model, batch)
 
-    def keep(*arguments):
-        optimizers.append(make(*arguments))
-        return optimizers[-1]
+    def keep(engine):
+        make(engine)
+        optimizers.append(engine.optimizer)
 
     left = {}
     for name, flags in runs.items():
         FailsOnce.left = rank if flags in (RUNS["states"], RUNS["gradients"]) else 0
-        with mock.patch.object(optim, "make_optimizer", keep):
+        with mock.patch.object(offload.Offloaded, "make_optimizer", keep):
             model = run_unusual(folder / name, flags, compute_loss=compute_loss)
         names = {p: name for name, p in model.named_parameters()}
         sizes = {names[p]: p.numel() for p in optimizers.pop().state}
@@ -291,7 +293,7 @@ def newest(folder: Path) -> checkpoint.Saved:
 
 def assert_near(a: checkpoint.Saved, b: checkpoint.Saved, tolerance: float) -> None:
     """The same run up to rounding: position, weights, states of the optimizer."""
-    assert a.state["progress"]["step"] == b.state["progress"]["step"]
+    assert a.progress.step == b.progress.step
     assert list(a.state["optimizer"]) == list(b.state["optimizer"])
     pairs = [(a.model, b.model)]
     pairs += [(a.state["optimizer"][name], other) for name, other in b.state["optimizer"].items()]
@@ -339,8 +341,8 @@ def test_two_ranks_divide_the_update_and_give_what_one_process_gives(tmp_path, i
         assert is_cast == (name == "16 bits")
         reference = newest(tmp_path / ("one in 16 bits" if is_cast else "one"))
         assert_near(saved, reference, 1e-7 if is_cast else 1e-12)
-        assert saved.state["progress"]["step"] > 3
-        assert bool(saved.state["progress"]["limits"]) == (name in ("states", "gradients"))
+        assert saved.progress.step > 3
+        assert bool(saved.progress.limits) == (name in ("states", "gradients"))
     # The run that has begun is resumed on one rank, and then on two again.
     run_unusual(tmp_path / "begun", [*ONE, "--resume", "auto", "--max_steps", "3"])
     on_two_ranks(in_processes, tmp_path, {"begun": RESUMED})

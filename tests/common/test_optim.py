@@ -10,17 +10,19 @@ import pytest
 import torch
 from torch import nn
 
-from common import checkpoint, offload, optim
+from common import checkpoint, optim
 from common.device import Setup
 from common.errors import RunError, UsageError
+from common.parts import eight_bit, offload
+from common.parts.new_rows import NewRows
 from common.ranks import Ranks
 from tests import small
 
 KINDS = {
     "adamw": {},
     "8bit": {"kind": "adamw_8bit"},
-    "offload": {"offload": offload.Offload("states")},
-    "gradients": {"offload": offload.Offload("gradients")},
+    "offload": {"on_host": offload.Offload("states")},
+    "gradients": {"on_host": offload.Offload("gradients")},
 }
 FLAGS = {
     "adamw": (),
@@ -34,7 +36,7 @@ EXACT = ({"adamw"}, {"offload"}, {"8bit"}, {"adamw", "offload"}, {"gradients"})
 def make(
     model: nn.Module, kind: str = "adamw", learning_rate: float = 1e-3, weight_decay: float = 0.01
 ):
-    return optim.make_optimizer(model, learning_rate, weight_decay, **KINDS[kind])
+    return small.optimizer_of(model, learning_rate, weight_decay, **KINDS[kind])
 
 
 class Model(nn.Module):
@@ -132,7 +134,9 @@ def test_embeddings_may_have_no_weight_decay(kind):
     names = {p: name for name, p in model.named_parameters()}
     groups = {}
     for decays in (True, False):
-        optimizer = optim.make_optimizer(model, 1e-3, 0.5, **KINDS[kind], decay_embeddings=decays)
+        optimizer = small.optimizer_of(
+            model, 1e-3, 0.5, **KINDS[kind], settings=optim.Settings(decay_embeddings=decays)
+        )
         groups[decays] = [
             ({names[p] for p in group["params"]}, group["weight_decay"])
             for group in optimizer.param_groups
@@ -149,7 +153,10 @@ def test_embeddings_may_have_no_weight_decay(kind):
     ]
     only = nn.Embedding(2, 3)
     assert [
-        group["weight_decay"] for group in optim.parameter_groups(only, 0.5, decay_embeddings=False)
+        group["weight_decay"]
+        for group in optim.parameter_groups(
+            only, 0.5, settings=optim.Settings(decay_embeddings=False)
+        )
     ] == [0.0]
 
 
@@ -257,13 +264,14 @@ def test_values_of_another_rank_arrive_in_16_bits(monkeypatch, slot):
     for p in masters:
         p.data = p.data.bfloat16()
     placed = offload.Offload("weights", masters, Second())
-    optimizer = optim.make_optimizer(model, 1e-2, offload=placed)
+    optimizer = small.optimizer_of(model, 1e-2, on_host=placed)
     before = {name: value.clone() for name, value in model.named_parameters()}
     stream = LazyStream(monkeypatch)
     for p in model.parameters():
         if p.requires_grad:
             p.grad = torch.ones_like(p)
     optimizer.step()
+    optimizer.share()
     stream.run(len(stream.waiting))
     monkeypatch.undo()
     owned = 0
@@ -354,13 +362,13 @@ def largest_steps(epsilons: list[float], rounded: bool, steps: int = 200) -> lis
     tables = functional.create_dynamic_map(signed=True), functional.create_dynamic_map(signed=False)
 
     def hold(average, table):
-        codes, scales = optim.quantize(average, table)
+        codes, scales = eight_bit.quantize(average, table)
         if table[0] < 0:  # the kernel keeps the first moment's sign
             wrong = table[codes.long()].signbit() != average.signbit()
             codes = torch.where(wrong, codes.int() + torch.where(average > 0, 1, -1), codes).to(
                 torch.uint8
             )
-        return optim.dequantize(codes, scales, table)
+        return eight_bit.dequantize(codes, scales, table)
 
     generator = torch.Generator().manual_seed(0)
     sizes = 1e-3 * 10 ** (-6 * torch.rand(256, generator=generator))
@@ -381,7 +389,7 @@ def test_largest_step():
     (usual,) = largest_steps([optim.EPSILON], rounded=False)
     assert 1 < usual < 2
     same, of_bitsandbytes, ours = largest_steps(
-        [optim.EPSILON, 1e-8, optim.EPSILON_8BIT], rounded=True
+        [optim.EPSILON, 1e-8, eight_bit.EPSILON], rounded=True
     )
     assert same > 100 * usual and of_bitsandbytes > 10 * usual and ours < 1.5 * usual
 
@@ -390,14 +398,14 @@ def test_largest_step():
 def test_quantize_takes_the_nearest_value(shape):
     table = pytest.importorskip("bitsandbytes").functional.create_dynamic_map(signed=True)
     values = torch.randn(shape) * 10 ** (-6 * torch.rand(shape))
-    codes, scales = optim.quantize(values, table)
+    codes, scales = eight_bit.quantize(values, table)
     assert codes.shape == values.shape and len(scales) == -(-values.numel() // 256)
     flat, spread = values.reshape(-1), scales.repeat_interleave(256)[: values.numel()]
     nearest = (flat[:, None] / spread[:, None] - table).abs().min(1).values
-    error = (optim.dequantize(codes, scales, table).reshape(-1) - flat).abs() / spread
+    error = (eight_bit.dequantize(codes, scales, table).reshape(-1) - flat).abs() / spread
     torch.testing.assert_close(error, nearest, rtol=1e-3, atol=1e-7)
-    zeros, scales = optim.quantize(torch.zeros(shape), table)
-    assert not optim.dequantize(zeros, scales, table).any()
+    zeros, scales = eight_bit.quantize(torch.zeros(shape), table)
+    assert not eight_bit.dequantize(zeros, scales, table).any()
 
 
 def test_dequantize_agrees_with_bitsandbytes():
@@ -409,7 +417,7 @@ def test_dequantize_agrees_with_bitsandbytes():
         codes = torch.randint(0, 256, (7, 333), dtype=torch.uint8)
         scales = torch.rand(-(-codes.numel() // 256)) + 0.1
         theirs = functional.dequantize_blockwise(codes, absmax=scales, code=table, blocksize=256)
-        assert torch.equal(optim.dequantize(codes, scales, table), theirs)
+        assert torch.equal(eight_bit.dequantize(codes, scales, table), theirs)
 
 
 # --- states ---------------------------------------------------------------------------------------
@@ -573,7 +581,7 @@ def test_a_rank_loads_its_own_states_and_counts_all_that_a_checkpoint_lacks(caps
         state["step"] = torch.tensor(7.0)
     placed = offload.Offload("states", ranks=Second())
     for lacking in (0, 2):
-        optimizer = optim.make_optimizer(model, 1e-3, offload=placed)
+        optimizer = small.optimizer_of(model, 1e-3, on_host=placed)
         own = optim.optimizer_state(optimizer, model)
         assert 0 < len(own) < 9
         for names in (own.keys(), saved.keys() - own.keys()):
@@ -718,8 +726,8 @@ def test_new_rows_learn_as_parameters_of_their_own(kind, dtype, tolerance):
     model = Rows(dtype)
     apart = Apart(model)
     names = [name for name, _ in model.named_parameters()]
-    new_rows = optim.NewRows(dict.fromkeys(names, NEW_NUMBERS), 1e-2)
-    optimizer = optim.make_optimizer(model, 1e-4, 0.1, **KINDS[kind], new_rows=new_rows)
+    new_rows = NewRows(dict.fromkeys(names, NEW_NUMBERS), 1e-2)
+    optimizer = small.optimizer_of(model, 1e-4, 0.1, **KINDS[kind], rows=new_rows)
     groups = []
     for name, p in apart.named_parameters():
         decay = 0.1 if p.dim() > 1 else 0.0
@@ -754,9 +762,9 @@ def test_new_rows_in_8_bits_move_by_their_own_rate():
         torch.manual_seed(0)
         model = nn.ModuleDict({"embedding": nn.Embedding(90, 64), "head": nn.Linear(64, 90)})
         start = copy.deepcopy(model)
-        new_rows = optim.NewRows({"embedding.weight": [89], "head.weight": [0, 5]}, rate or 0.0)
-        optimizer = optim.make_optimizer(
-            model, 1e-5, 0.0, "adamw_8bit", new_rows=new_rows if rate else None
+        new_rows = NewRows({"embedding.weight": [89], "head.weight": [0, 5]}, rate or 0.0)
+        optimizer = small.optimizer_of(
+            model, 1e-5, 0.0, "adamw_8bit", rows=new_rows if rate else None
         )
         assert optimizer.state[model["head"].weight]["state1"].dtype == torch.uint8
         for step in range(5):
@@ -779,9 +787,7 @@ def test_new_rows_never_learn_more_slowly_than_the_others():
     for rate in (1e-3, 1e-2):
         model = Rows(torch.float32)
         before = model.head.weight.detach().clone()
-        optimizer = optim.make_optimizer(
-            model, 1e-2, 0.0, new_rows=optim.NewRows({"head.weight": [1]}, rate)
-        )
+        optimizer = small.optimizer_of(model, 1e-2, 0.0, rows=NewRows({"head.weight": [1]}, rate))
         set_gradients(model, 0)
         optimizer.step()
         moved.append(model.head.weight.detach() - before)
@@ -857,7 +863,7 @@ def test_a_resumed_run_of_another_length_warms_up_again_without_a_jump(kind, war
     rates, state, warmups = [], None, []
     ends = [begin for begin, _ in parts[1:]] + [parts[-1][1]]
     for (begin, total), end in zip(parts, ends, strict=True):
-        optimizer = optim.make_optimizer(nn.Linear(3, 2), 0.1)
+        optimizer = small.optimizer_of(nn.Linear(3, 2), 0.1)
         schedule = optim.Schedule(optimizer, kind, total, warmup)
         is_longer = schedule.resume(state, begin)
         assert is_longer == (state is not None and total > state["total"])
@@ -875,7 +881,7 @@ def test_a_resumed_run_of_another_length_warms_up_again_without_a_jump(kind, war
 
 
 def schedule_of(kind: str, total: int, warmup: int | None) -> optim.Schedule:
-    return optim.Schedule(optim.make_optimizer(nn.Linear(3, 2), 0.1), kind, total, warmup)
+    return optim.Schedule(small.optimizer_of(nn.Linear(3, 2), 0.1), kind, total, warmup)
 
 
 @pytest.mark.parametrize("kind", ["inverse_sqrt", "cosine", "constant"])
@@ -921,17 +927,17 @@ def run(folder, kind, *flags, **task):
 
 def newest(args) -> dict:
     saved = checkpoint.resume("auto", args.checkpoint_dir, small.RECIPE)
-    return {**saved.state, "model": saved.model}
+    return {**saved.state, "model": saved.model, "step": saved.progress.step}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [None, optim.NewRows({"output.weight": [0, 3]}, 1e-2)])
+@pytest.mark.parametrize("rows", [None, NewRows({"output.weight": [0, 3]}, 1e-2)])
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path, kind, rows):
     whole = run(tmp_path / "a", kind, "--max_steps", "4", new_rows=rows)
     run(tmp_path / "b", kind, "--max_steps", "2", new_rows=rows)
     # (The checkpoint knows the rows.)
     parts = run(tmp_path / "b", kind, "--max_steps", "4", "--resume", "auto")
-    assert whole["progress"]["step"] == parts["progress"]["step"] == 4
+    assert whole["step"] == parts["step"] == 4
     for name, value in whole["model"].items():
         assert torch.equal(value, parts["model"][name]), name
     in_8_bits = 0
@@ -946,24 +952,32 @@ def test_a_run_that_began_without_new_rows_has_none_when_it_is_resumed(tmp_path)
     """As with --init_from, which only the first command has."""
     whole = run(tmp_path / "a", "adamw", "--max_steps", "4")
     run(tmp_path / "b", "adamw", "--max_steps", "2")
-    rows = optim.NewRows({"output.weight": [0, 3]}, 1e-2)
+    rows = NewRows({"output.weight": [0, 3]}, 1e-2)
     parts = run(tmp_path / "b", "adamw", "--max_steps", "4", "--resume", "auto", new_rows=rows)
     for name, value in whole["model"].items():
         assert torch.equal(value, parts["model"][name]), name
 
 
-AT_FIRST = optim.Frozen("layers.", 2)
+def frozen_first(prefix: str, steps: int):
+    """A `Task.before_update` that leaves a part of the model as it is for so many updates."""
+
+    def freeze(model: nn.Module, step: int, warmup: int) -> None:
+        for name, p in model.named_parameters():
+            if name.startswith(prefix):
+                p.requires_grad_(step >= steps)
+
+    return freeze
+
+
+AT_FIRST = frozen_first("layers.", 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_first_updates_leave_a_part_of_the_model_as_it_is(tmp_path, kind, capsys):
+def test_the_first_updates_may_leave_a_part_of_the_model_as_it_is(tmp_path, kind):
     before = network(0.1).state_dict()
     for steps in (1, 2, 3):
         flags = ["--max_steps", str(steps), "--weight_decay", "0.1"]
-        saved = run(tmp_path / str(steps), kind, *flags, frozen_first=AT_FIRST)
-        assert (
-            "the first 2 updates leave the weights layers.* as they are" in capsys.readouterr().out
-        )
+        saved = run(tmp_path / str(steps), kind, *flags, before_update=AT_FIRST)
         for name in saved["optimizer"]:
             is_frozen = steps < 3 and name.startswith("layers.")
             assert torch.equal(saved["model"][name], before[name]) == is_frozen, (name, steps)
@@ -977,10 +991,10 @@ def test_the_first_updates_leave_a_part_of_the_model_as_it_is(tmp_path, kind, ca
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_a_run_is_resumed_to_the_bit_in_its_frozen_updates_and_after_them(tmp_path, kind, stop):
-    whole = run(tmp_path / "a", kind, "--max_steps", "4", frozen_first=AT_FIRST)
-    run(tmp_path / "b", kind, "--max_steps", str(stop), frozen_first=AT_FIRST)
+    whole = run(tmp_path / "a", kind, "--max_steps", "4", before_update=AT_FIRST)
+    run(tmp_path / "b", kind, "--max_steps", str(stop), before_update=AT_FIRST)
     flags = ["--max_steps", "4", "--resume", "auto"]
-    parts = run(tmp_path / "b", kind, *flags)  # the checkpoint knows how many
+    parts = run(tmp_path / "b", kind, *flags, before_update=AT_FIRST)
     for name, value in whole["model"].items():
         assert torch.equal(value, parts["model"][name]), name
     for name, state in whole["optimizer"].items():
@@ -988,21 +1002,14 @@ def test_a_run_is_resumed_to_the_bit_in_its_frozen_updates_and_after_them(tmp_pa
             assert torch.equal(value, parts["optimizer"][name][key]), (name, key)
 
 
-@pytest.mark.parametrize(
-    ("first", "then", "moved"),
-    [
-        (optim.Frozen("layers."), None, False),  # as long as the warm-up
-        (optim.Frozen("layers."), optim.Frozen("layers.", 1), True),
-        (None, optim.Frozen("layers."), True),  # the default does not freeze what has moved
-        (None, optim.Frozen("layers.", 9), False),
-    ],
-)
-def test_how_many_updates_are_frozen_is_kept_unless_it_is_said(tmp_path, first, then, moved):
-    flags = ["--warmup_steps", "3", "--max_steps"]
-    before = run(tmp_path, "adamw", *flags, "1", frozen_first=first)["model"]
-    after = run(tmp_path, "adamw", *flags, "2", "--resume", "auto", frozen_first=then)["model"]
-    name = "layers.0.convolution.weight"
-    assert torch.equal(before[name], after[name]) != moved
+def test_what_is_done_before_an_update_knows_the_warm_up(tmp_path):
+    seen = []
+
+    def note(model, step, warmup):
+        seen.append((step, warmup))
+
+    run(tmp_path, "adamw", "--max_steps", "3", "--warmup_steps", "2", before_update=note)
+    assert seen == [(0, 2), (1, 2), (2, 2)]
 
 
 def test_frozen_updates_keep_nothing_for_the_backward_pass_of_their_part(tmp_path):
@@ -1015,16 +1022,11 @@ def test_frozen_updates_keep_nothing_for_the_backward_pass_of_their_part(tmp_pat
             return small.compute_loss(model, batch)
 
     counts = []
-    for frozen in (None, optim.Frozen("input.", 2)):
+    for steps in (0, 2):
         kept.clear()
-        run(
-            tmp_path / str(frozen),
-            "adamw",
-            "--max_steps",
-            "1",
-            compute_loss=compute_loss,
-            frozen_first=frozen,
-        )
+        freeze = frozen_first("input.", steps)
+        task = {"compute_loss": compute_loss, "before_update": freeze}
+        run(tmp_path / str(steps), "adamw", "--max_steps", "1", **task)
         counts.append(len(kept))
     assert counts[1] < counts[0]
 
@@ -1088,6 +1090,9 @@ def test_frozen_parameters_are_neither_clipped_nor_reduced(tmp_path):
 
         def gather(self, value):
             return [value]
+
+        def agree(self, values):
+            pass
 
         def sum_tensors(self, tensors):
             reduced.extend(tensors)

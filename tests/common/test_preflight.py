@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common import checkpoint, compiling, device, preflight
-from common import gpu as gpus
+from common import checkpoint, device, saving
 from common.device import Setup
 from common.errors import RunError
+from common.parts import compiling, offload, preflight, utilisation
 from common.ranks import Ranks
 from tests import small
 
@@ -141,7 +141,7 @@ def gpu(monkeypatch):
                 "autocast",
                 lambda self: torch.autocast("cpu", self.dtype, enabled=self.dtype is not None),
             ),
-            (gpus, "gpu_processes", lambda: ""),
+            (utilisation, "gpu_processes", lambda: ""),
             (preflight, "sdpa_kernel", sdpa_kernel),
             (F, "scaled_dot_product_attention", attention),
             (
@@ -196,14 +196,14 @@ def test_what_a_gpu_may_lack(tmp_path, capsys, gpu, monkeypatch):
         verified(capsys, arguments(tmp_path))[1]["torch.compile"][0] == "skip"
     )  # it was not asked for
     gpu(kernels=("MATH",))
-    assert "math alone" in verified(capsys, arguments(tmp_path))[1]["attention"][1]
-    monkeypatch.setattr(gpus, "gpu_processes", lambda: "game (pid 12) 1.0 GiB")
+    assert "math alone" in verified(capsys, arguments(tmp_path))[1].attention[1]
+    monkeypatch.setattr(utilisation, "gpu_processes", lambda: "game (pid 12) 1.0 GiB")
     assert (
         "also on this GPU: game (pid 12) 1.0 GiB"
-        in verified(capsys, arguments(tmp_path))[1]["memory"][1]
+        in verified(capsys, arguments(tmp_path))[1].memory[1]
     )
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert "driver unknown" in verified(capsys, arguments(tmp_path))[1]["GPU"][1]
+    assert "driver unknown" in verified(capsys, arguments(tmp_path))[1].GPU[1]
 
 
 @pytest.mark.parametrize(
@@ -217,15 +217,13 @@ def test_what_a_gpu_may_lack(tmp_path, capsys, gpu, monkeypatch):
 )
 def test_the_plan_decides_about_the_memory(tmp_path, capsys, gpu, needed, word, status):
     gpu()  # 7.5 of 8 GiB are free
-    assert (
-        verified(capsys, arguments(tmp_path), (int(needed * 2**30), word))[1]["memory"][0] == status
-    )
+    assert verified(capsys, arguments(tmp_path), (int(needed * 2**30), word))[1].memory[0] == status
 
 
 @pytest.mark.parametrize("kind", [(), ("--optimizer", "adamw_8bit"), ("--use_cpu_offload",)])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_size_of_a_checkpoint_is_predicted(tmp_path, monkeypatch, kind, frozen):
-    monkeypatch.setattr(preflight, "size", lambda count: f"{count:.0f} bytes")
+    monkeypatch.setattr(saving, "size", lambda count: f"{count:.0f} bytes")
     args = small.make_args(tmp_path, "--max_steps", "1", "--eval_every", "9", *kind)
     model = small.Network(width=128)
     if frozen:
@@ -285,7 +283,7 @@ def test_a_run_may_require_the_disk_space(tmp_path, monkeypatch):
     args = arguments(tmp_path, "--keep_last", "2")
     free = types.SimpleNamespace(free=3 * 12 * MILLION + 2 * 4 * MILLION)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
-    preflight.require_disk(args, with_parameters(MILLION))
+    saving.require_disk(args, with_parameters(MILLION))
     for problem, reason in (
         (
             lambda: free,
@@ -305,7 +303,7 @@ def test_a_run_may_require_the_disk_space(tmp_path, monkeypatch):
     ):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, problem=problem: problem())
         with pytest.raises(RunError) as error:
-            preflight.require_disk(args, with_parameters(MILLION + 1))
+            saving.require_disk(args, with_parameters(MILLION + 1))
         assert str(error.value) == reason
 
 
@@ -347,19 +345,19 @@ def test_too_little_host_memory_is_one_line_before_the_run(monkeypatch):
     ):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks.size))
         model.requires_grad_(True)
-        monkeypatch.setattr(preflight, "free_host_memory", lambda needed=needed: needed)
+        monkeypatch.setattr(offload, "free_host_memory", lambda needed=needed: needed)
         for level in (None, "states", "gradients", "weights"):
-            preflight.require_host_memory(model, level, ranks)
-        monkeypatch.setattr(preflight, "free_host_memory", lambda needed=needed: needed - 1)
-        preflight.require_host_memory(model, "states", ranks)
+            offload.require_host_memory(model, level, ranks)
+        monkeypatch.setattr(offload, "free_host_memory", lambda needed=needed: needed - 1)
+        offload.require_host_memory(model, "states", ranks)
         for level in ("gradients", "weights"):
             with pytest.raises(RunError, match=f"--use_cpu_offload {level} takes {text} more"):
-                preflight.require_host_memory(model, level, ranks)
+                offload.require_host_memory(model, level, ranks)
         model.requires_grad_(False)
-        preflight.require_host_memory(model, "weights", ranks)
+        offload.require_host_memory(model, "weights", ranks)
 
 
 def test_free_host_memory_is_what_the_system_says():
-    free = preflight.free_host_memory()
+    free = offload.free_host_memory()
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert free > 0 and free < 10 * total

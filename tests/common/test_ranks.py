@@ -4,12 +4,13 @@ import gc
 import os
 import socket
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
-from common import checkpoint, checks, optim, report
+from common import checkpoint, checks, report
 from common.errors import Failure
 from tests import small
 
@@ -66,7 +67,7 @@ def work(
         own = folder / f"machine{rank}" if machines and rank else folder
         args = small.make_args(own, *flags)
         model, progress = trained(args, compute_loss, dtype, is_frozen=trouble == "frozen")
-        torch.save((small.weights(model), progress), folder / f"rank{rank}.pt")
+        torch.save((small.weights(model), asdict(progress)), folder / f"rank{rank}.pt")
     except Failure as error:
         (folder / f"error{rank}.txt").write_text(f"{error.status} {error}")
     os._exit(0)  # as errors.exit_with_one_line does, and why
@@ -76,6 +77,11 @@ def without_targets(items: list[dict], collate=small.collate) -> dict:
     """A batch of one utterance counts nothing."""
     batch = collate(items)
     return {**batch, "counts": dict.fromkeys(batch["counts"], 0)} if len(items) == 1 else batch
+
+
+def freeze_layers(model: torch.nn.Module, step: int, warmup: int) -> None:
+    """Leaves the layers as they are in the first two updates."""
+    model.layers.requires_grad_(step >= 2)
 
 
 def trained(
@@ -92,7 +98,7 @@ def trained(
         # A set of one, of which the second rank has nothing.
         task |= {"old": small.Waveforms(7, seed=3), "watched": {"old": small.Waveforms(1, seed=4)}}
     if is_frozen:
-        task["frozen_first"] = optim.Frozen("layers.", 2)
+        task["before_update"] = freeze_layers
     return small.run(args, model, small.Waveforms(DATA), trial=True, **task)
 
 
@@ -133,7 +139,7 @@ def assert_close(
         pairs += [(state[key], others[name][key]) for key in state]
     for one, other in pairs:
         torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
-    assert a.state["progress"]["step"] == b.state["progress"]["step"]
+    assert a.progress.step == b.progress.step
 
 
 @pytest.mark.parametrize("trouble", ["", "out of memory"])
@@ -143,7 +149,7 @@ def test_two_ranks_give_what_one_process_gives(tmp_path, on_ranks, trouble, leve
     (first, reached), (second, _) = on_ranks(tmp_path / "two", *TWO, *level, trouble=trouble)
     assert torch.equal(first, second)
     assert small.relative(first, reference) < 1e-12
-    assert reached["utterances"] == progress["utterances"] == 18 and reached["step"] == 4
+    assert reached["utterances"] == progress.utterances == 18 and reached["step"] == 4
     assert bool(reached["limits"]) == bool(trouble)
 
 
@@ -152,18 +158,18 @@ def test_two_ranks_replay_and_watch_what_one_process_does(tmp_path, on_ranks):
     weights, progress = on_one(tmp_path / "one", *ONE, *more)
     (first, reached), (second, other) = on_ranks(tmp_path / "two", *TWO, *more)
     assert torch.equal(first, second) and small.relative(first, weights) < 1e-9
-    assert progress["utterances"] == reached["utterances"] == other["utterances"] > 2 * DATA
-    steps, values = zip(*progress["watched"]["old"], strict=True)
+    assert progress.utterances == reached["utterances"] == other["utterances"] > 2 * DATA
+    steps, values = zip(*progress.parts["watched"]["old"], strict=True)
     for each in (reached, other):
-        own_steps, own = zip(*each["watched"]["old"], strict=True)
+        own_steps, own = zip(*each["parts"]["watched"]["old"], strict=True)
         assert own_steps == steps and own == pytest.approx(values, rel=1e-9)
 
 
 def test_resume_with_another_number_of_ranks_continues_at_the_same_global_batch(tmp_path, on_ranks):
     on_ranks(tmp_path / "two", *TWO, "--max_steps", "3")
     saved = newest(tmp_path / "two")
-    progress = saved.state["progress"]
-    assert (progress["epoch"], progress["global_batch"], len(saved.state["rng"])) == (1, 1, 2)
+    progress = saved.progress
+    assert (progress.epoch, progress.global_batch, len(saved.state["rng"])) == (1, 1, 2)
     weights, _ = on_one(tmp_path / "two", *ONE, "--resume", "auto")
     # The same with one process throughout.
     on_one(tmp_path / "one", *ONE, "--max_steps", "3")
@@ -183,7 +189,7 @@ def test_a_job_that_torchrun_starts_anew_continues_and_forgets_earlier_jobs(tmp_
     for steps in "12":
         on_ranks(several, *TWO, *start, "--max_steps", steps, trouble="torchrun")
     assert_close(newest(several), newest(one))
-    assert newest(several).state["progress"]["limits"] == {} and not stale.exists()
+    assert newest(several).progress.limits == {} and not stale.exists()
 
 
 @pytest.mark.parametrize("flags", [[], ["--sharded", "--batch_size", "1"]])
@@ -257,7 +263,7 @@ def test_a_run_that_goes_from_one_process_to_shards_to_two_machines_and_back(tmp
     on_one(changing, *ONE, *whole)
     on_ranks(changing, *TWO, "--sharded", *divided)
     on_ranks(changing, *TWO, *machines, trouble="machines")
-    assert newest(changing / "machine1").state["progress"]["step"] == 2  # what it was sent
+    assert newest(changing / "machine1").progress.step == 2  # what it was sent
     on_one(changing, *ONE, *whole_again)
     assert_close(newest(changing), newest(one))
 

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import batches, replay
+from common import batches
 from common.device import Setup
 from common.errors import UsageError
+from common.parts import replay
 from common.ranks import Ranks
 from tests import small
 from tests.common.test_loop import cut, newest, watched
@@ -22,9 +23,7 @@ seeds = st.integers(0, 10**6)
 def plans(new: int, old: int, size: int, share: float, seed: int, epochs: int) -> list[list]:
     """The global batches of each epoch; lengths from 1 to 30 s."""
     seconds = np.random.default_rng(seed).uniform(1, 30, new + old)
-    return [
-        batches.plan_epoch(seconds, size, seed, epoch, (), old, share) for epoch in range(epochs)
-    ]
+    return [replay.plan_epoch(seconds, old, share, size, (seed, epoch)) for epoch in range(epochs)]
 
 
 @given(
@@ -103,7 +102,7 @@ def test_another_size_of_global_batches_goes_on_where_the_last_one_stopped(
     seconds = np.random.default_rng(seed).uniform(1, 30, new + old)
     seen, done = [], []
     for size, count in [*parts, (7, 10**6)]:
-        plan = batches.plan_epoch(seconds, size, seed, epoch, done, old, share)[:count]
+        plan = replay.plan_epoch(seconds, old, share, size, (seed, epoch), done)[:count]
         seen += [i for each in plan for i in each.tolist()]
         done.append([size, len(plan)])
     assert sorted(i for i in seen if i < new) == list(range(new))
@@ -117,13 +116,13 @@ def test_another_size_of_global_batches_goes_on_where_the_last_one_stopped(
 def test_old_utterances_are_about_as_long_as_those_that_they_join():
     random = np.random.default_rng(0)
     seconds = np.concatenate([random.uniform(1, 20, 6400), random.uniform(3, 12, 3000)])
-    plan = batches.plan_epoch(seconds, 10, 1, 1, (), 3000, 0.2)
+    plan = replay.plan_epoch(seconds, 3000, 0.2, 10, (1, 1))
     padding = 1 - seconds[np.concatenate(plan)].sum() / sum(
         seconds[each].max() * len(each) for each in plan
     )
     assert padding < 0.2
     alike = np.concatenate([seconds[:6400], random.uniform(1, 20, 3000)])
-    plan = batches.plan_epoch(alike, 10, 1, 1, (), 3000, 0.2)
+    plan = replay.plan_epoch(alike, 3000, 0.2, 10, (1, 1))
     padding = 1 - alike[np.concatenate(plan)].sum() / sum(
         alike[each].max() * len(each) for each in plan
     )
@@ -133,7 +132,7 @@ def test_old_utterances_are_about_as_long_as_those_that_they_join():
 @given(new=st.integers(20, 300), old=st.integers(1, 90), seed=seeds, share=st.floats(0.01, 0.5))
 def test_the_longest_comes_early(new, old, seed, share):
     seconds = np.random.default_rng(seed).uniform(1, 30, new + old)
-    plan = batches.plan_epoch(seconds, 8, seed, 0, (), old, share)
+    plan = replay.plan_epoch(seconds, old, share, 8, (seed, 0))
     longest = max(float(seconds[each].max()) for each in plan)
     first = next(i for i, each in enumerate(plan) if seconds[each].max() == longest)
     kinds = [int((each >= new).sum()) for each in plan]
@@ -176,9 +175,9 @@ class Old(small.Waveforms):
 def make(tmp_path, *flags, rank: int = 0, ranks: int = 1, old=True) -> batches.GlobalBatches:
     args = small.make_args(tmp_path, "--replay_share", "0.25", *flags)
     setup = Setup(ranks=Ranks(rank, ranks))
-    return batches.GlobalBatches(
-        args, small.Waveforms(), small.collate, setup, Old() if old else None
-    )
+    if not old:
+        return batches.GlobalBatches(args, small.Waveforms(), small.collate, setup)
+    return replay.ReplayedBatches(args, small.Waveforms(), Old(), small.collate, setup)
 
 
 def test_cuts_and_ranks_do_not_change_a_global_batch(tmp_path):
@@ -201,11 +200,11 @@ def test_the_length_of_a_run_is_that_of_its_epochs(tmp_path, capsys):
     args = small.make_args(tmp_path, *cut(2, 2), "--replay_share", "0.4", "--num_epochs", "3")
     _, progress = small.run(args, old=Old(), compute_loss=watched(names))
     assert "40 % of each update are old utterances out of 9" in capsys.readouterr().out
-    assert progress["epoch"] == 3 and progress["step"] == progress["last_evaluation"]
+    assert progress.epoch == 3 and progress.step == progress.last_evaluation
     assert sum(not name.startswith("old") for name in names) == 3 * 13
     assert sum(name.startswith("old") for name in names) == round(0.4 * len(names))
     total = replay.count_global_batches(13, 4, 0.4, 0, 3)
-    assert progress["step"] == total
+    assert progress.step == total
 
 
 def test_a_run_that_goes_on_in_the_middle_of_an_epoch_ends_with_the_same_bits(tmp_path):
@@ -222,13 +221,13 @@ def test_a_run_that_goes_on_in_the_middle_of_an_epoch_ends_with_the_same_bits(tm
             "constant",
         )
         small.run(args, old=Old())
-    assert newest(args).state["progress"]["step"] == 7
+    assert newest(args).progress.step == 7
     one = small.make_args(tmp_path / "c", *flags, "--lr_schedule", "constant")
     other, progress = small.run(one, old=Old())
     args = small.make_args(tmp_path / "b", *flags, "--resume", "auto", "--lr_schedule", "constant")
     model, again = small.run(args, old=Old())
     assert torch.equal(small.weights(model), small.weights(other))
-    assert again["utterances"] == progress["utterances"]
+    assert again.utterances == progress.utterances
 
 
 @pytest.mark.parametrize("change", ["share", "set"])

@@ -100,7 +100,7 @@ def test_a_run_has_the_length_that_it_says(tmp_path, capsys, monkeypatch, fine_t
         args = small.make_args(tmp_path, *flags)
         args.num_epochs = args.eval_every = None
         args.max_steps = 2 if not flags else None
-        assert small.run(args, fine_tunes=fine_tunes)[1]["step"] == (args.max_steps or total)
+        assert small.run(args, fine_tunes=fine_tunes)[1].step == (args.max_steps or total)
         text = capsys.readouterr().out
         ends = "; ends after 9 evaluations" in text
         assert ends == fine_tunes
@@ -116,7 +116,7 @@ def test_a_run_that_is_resumed_for_longer_warms_up_again(tmp_path):
         args = small.make_args(tmp_path, "--max_steps", str(steps), *flags)
         args.num_epochs = args.warmup_steps = None
         _, progress = small.run(args)
-    assert progress["step"] == 60 and progress["schedule"]["total"] == 60
+    assert progress.step == 60 and progress.schedule["total"] == 60
     lines = map(json.loads, (args.log_dir / "metrics.jsonl").open())
     rates = [
         line["train/learning_rate"] / args.learning_rate for line in lines if "train/loss" in line

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from common import watching
+from common.parts import watching
 from tests import small
 from tests.common.test_loop import cut, metrics
 
@@ -31,7 +31,7 @@ def test_a_line_for_each_set_at_every_evaluation_and_a_table(tmp_path, capsys):
     args, progress = run(tmp_path, values, names=("old", "digits"))
     out = capsys.readouterr().out
     assert out.count("\n  watched old: ctc ") == out.count("\n  watched digits: ctc ") == 5
-    assert progress["watched"] == {
+    assert progress.parts["watched"] == {
         "old": [[0, 1.0], [2, 1.5], [4, 2.5], [6, 2.0], [8, 1.6]],
         "digits": [[0, 2.0], [2, 2.0], [4, 1.7], [6, 2.2], [8, 2.1]],
     }
@@ -52,7 +52,7 @@ def test_a_line_for_each_set_at_every_evaluation_and_a_table(tmp_path, capsys):
 
 def test_training_ends_at_the_first_evaluation_above_the_limit(tmp_path, capsys):
     _, progress = run(tmp_path, (3.0, 1.0, 2.0, 1.19, 1.0, 1.21), *LIMIT)
-    assert progress["step"] == 4 and (progress["best"], progress["best_step"]) == (2.0, 2)
+    assert progress.step == 4 and (progress.best, progress.best_step) == (2.0, 2)
     out = capsys.readouterr().out
     assert "watched old: ctc 1.210 at step 4, from 1.000 at step 0" in out
     assert "the best weights are those of step 2" in out
@@ -60,39 +60,43 @@ def test_training_ends_at_the_first_evaluation_above_the_limit(tmp_path, capsys)
 
 def test_without_the_flag_nothing_ends(tmp_path):
     _, progress = run(tmp_path, (3.0, 1.0, 2.0, 9.0, 1.0, 9.0, 0.5, 9.0, 0.4, 9.0))
-    assert progress["step"] == 8 and progress["best_step"] == 8
+    assert progress.step == 8 and progress.best_step == 8
 
 
 @pytest.mark.parametrize(("value", "ends"), [(0.009, False), (0.012, True), (math.nan, True)])
 def test_a_value_near_zero_may_rise_by_one_point(tmp_path, value, ends):
     values = (3.0, 0.001, 2.0, value, 1.0, value, 1.0, value, 1.0, value)
     _, progress = run(tmp_path, values, *LIMIT)
-    assert (progress["step"] == 2) is ends
+    assert (progress.step == 2) is ends
 
 
 def test_more_may_be_better(tmp_path):
     values = (0.3, 1.0, 0.4, 1.5, 0.5, 0.79, 0.6)
     _, progress = run(tmp_path, values, *LIMIT, higher_is_better=True)
-    assert progress["step"] == 4 and progress["best_step"] == 2
+    assert progress.step == 4 and progress.best_step == 2
 
 
 def test_a_resumed_run_keeps_the_values_before_training_and_may_have_another_limit(tmp_path):
     first = (3.0, 1.0, 2.0, 1.15)
     run(tmp_path, first, *LIMIT, "--max_steps", "2")
     _, progress = run(tmp_path, (1.0, 1.25), *LIMIT, "--resume", "auto")
-    assert progress["step"] == 4 and progress["watched"]["old"] == [[0, 1.0], [2, 1.15], [4, 1.25]]
+    assert progress.step == 4 and progress.parts["watched"]["old"] == [
+        [0, 1.0],
+        [2, 1.15],
+        [4, 1.25],
+    ]
     _, progress = run(tmp_path, (), *LIMIT, "--resume", "auto")  # it has ended
-    assert progress["step"] == 4
+    assert progress.step == 4
     more = ("--stop_when_watched_rises", "0.5", "--resume", "auto")
     _, progress = run(tmp_path, (1.0, 1.4, 0.9, 1.6), *more)
-    assert progress["step"] == 8 and progress["best_step"] == 6
+    assert progress.step == 8 and progress.best_step == 6
 
 
 def test_a_set_that_is_watched_later_has_no_value_before_training(tmp_path, capsys):
     run(tmp_path, (3.0, 1.0, 2.0, 1.0), "--max_steps", "2")
     values = (1.0, 1.0, 5.0, 1.0, 1.0, 6.1)
     _, progress = run(tmp_path, values, *LIMIT, "--resume", "auto", names=("old", "new"))
-    assert progress["step"] == 6 and progress["watched"]["new"] == [[4, 5.0], [6, 6.1]]
-    table = watching.by_step(progress)
+    assert progress.step == 6 and progress.parts["watched"]["new"] == [[4, 5.0], [6, 6.1]]
+    table = watching.Watched({}).by_step(progress)
     assert table["watched new"]["before"] is None and table["watched new"]["best"] == [4, 5.0]
     assert capsys.readouterr().out.splitlines()[-1].split()[-3:] == ["-", "5.000", "6.100"]

@@ -13,9 +13,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common import memory, offload, optim
+from common import memory, optim
 from common.device import Setup
-from common.loop import run_global_batch
+from common.engine import run_global_batch
+from common.parts import offload
 from dry_run import fake_tensors, plan
 from recipes import konkani_conformer, parakeet_tdt, whisper_morse, whisper_vietnamese, xtts_amharic
 from speech import layers
@@ -26,6 +27,7 @@ from speech.whisper.model import LAYERS, Whisper
 from speech.xtts import codec
 from speech.xtts import formats as xtts
 from speech.xtts import frozen as xtts_frozen
+from tests import small
 
 CLIPS, TOKENS, VOCABULARY = 2, 24, 40
 TOLERANCE = 0.005
@@ -317,9 +319,9 @@ def test_states(kind):
     on_host = kind == "states"
     if on_host:
         model.to("meta")  # a device that is not the host
-    placed = offload.begin(kind if on_host else None, model, (), None)
-    settings = {"kind": "adamw" if on_host else kind, "offload": placed}
-    states = optim.make_optimizer(model, 1e-3, **settings).state.values()
+    placed = offload.begin(kind, model, (), None) if on_host else None
+    settings = {"kind": "adamw" if on_host else kind, "on_host": placed}
+    states = small.optimizer_of(model, 1e-3, **settings).state.values()
     sizes = [
         value.nbytes
         for state in states

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from common import lora, memory
+from common import memory
+from common.parts import lora
 from speech import layers
 from tests.peers import assert_rounded
 from tests.recipes.runs import newest, ran, refused
@@ -33,7 +34,11 @@ def check(
     exported = whole / "exported"
     out = ran(recipe, *flags, "--max_steps", "4", "--output_dir", whole, "--export", exported)
     state = newest(whole, recipe)
-    assert state.lora["rank"] == 3 and state.lora["alpha"] == 6.0 and len(state.lora["base"]) == 64
+    assert (
+        state.adapters["rank"] == 3
+        and state.adapters["alpha"] == 6.0
+        and len(state.adapters["base"]) == 64
+    )
     check_resumed(recipe, flags, folder, state)
     best = whole / "checkpoints" / "best.safetensors"
     check_merged(load_file(best), read(Path(base[-1])), read(exported), transposed)
@@ -49,7 +54,7 @@ def check(
         on = ["--init_from", adapter, "--max_steps", "1", "--output_dir", folder / "on"]
         ran(recipe, *data, *base, *STEPS, *on)
         after = newest(folder / "on", recipe)
-        assert after.lora["rank"] == 3
+        assert after.adapters["rank"] == 3
         assert all((after.model[n] - w).abs().max() < 0.05 for n, w in state.model.items())
     status, err = refused(recipe, *last, "--export", folder / "third")
     assert status == 2 and "--model_dir" in err and Path(base[-1]).name in err

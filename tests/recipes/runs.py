@@ -18,8 +18,9 @@ from unittest import mock
 import torch
 import torch._dynamo  # the first update of an optimizer would import it, which takes two seconds
 
-from common import checkpoint, loop, options, report
+from common import checkpoint, options, report
 from common.errors import exit_with_one_line
+from common.parts import planned as planned_runs
 from speech import splits
 from speech.whisper import decoding
 from tests import processes
@@ -107,7 +108,7 @@ def planned(recipe, *flags) -> SimpleNamespace:
         return 0
 
     with (
-        mock.patch.object(loop, "plan", plan),
+        mock.patch.object(planned_runs, "plan", plan),
         mock.patch.object(splits, "STAND_INS", 64),  # each of their texts once
     ):
         ran(recipe, *flags, "--dry_run", "8GB")
@@ -208,7 +209,7 @@ def newest(folder: Path, recipe) -> checkpoint.Saved:
 
 def assert_same_state(a: checkpoint.Saved, b: checkpoint.Saved) -> None:
     """That two checkpoints are equal to the bit: position, evaluations, weights, optimizer."""
-    assert a.state["progress"] == b.state["progress"]
+    assert a.progress == b.progress
     assert a.model.keys() == b.model.keys()
     for name, weight in a.model.items():
         assert torch.equal(weight, b.model[name]), name
@@ -240,7 +241,7 @@ def check_replay(recipe, folder: Path, old: str | Path, watched: str | Path, *fl
     assert "(step 3)" in ran(recipe, *flags, folder / "again", "--resume", "auto")
     whole, again = (newest(folder / each, recipe) for each in ("whole", "again"))
     assert_same_state(whole, again)
-    assert len(whole.state["progress"]["watched"][name]) == 3
+    assert len(whole.progress.watched[name]) == 3
     assert set(whole.run_info.get("data", whole.run_info)["sets"]) == {"train", "val", "replay"}
     return out
 

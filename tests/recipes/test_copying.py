@@ -85,7 +85,7 @@ def assert_resumed(folder: Path, out: str) -> None:
     assert "resuming from checkpoints/checkpoint_step_00000002.pt (step 2)" in out
     newest = checkpoint.list_checkpoints(folder / "checkpoints")[0]
     saved = checkpoint.read(newest, "my_model")
-    assert saved.recipe == "my_model" and saved.state["progress"]["step"] == 4
+    assert saved.recipe == "my_model" and saved.progress.step == 4
     assert checkpoint.read_weights(folder / "checkpoints" / "best.safetensors", "my_model")
 
 

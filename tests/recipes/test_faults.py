@@ -206,9 +206,7 @@ def test_a_disk_for_the_logs_that_fills_up_ends_the_run_with_what_was_trained(tr
         f"error: cannot write in {logs}: No space left on device; choose another --log_dir"
     ]
     assert (
-        status == 1
-        and "Traceback" not in err
-        and 0 < newest(tmp_path, recipe).state["progress"]["step"] < 100
+        status == 1 and "Traceback" not in err and 0 < newest(tmp_path, recipe).progress.step < 100
     )
 
 
@@ -265,7 +263,7 @@ def test_files_of_the_user_in_the_folder_of_a_run_stay(copied, training):
         "--output_dir",
         copied,
     )
-    assert newest(copied, recipe).state["progress"]["step"] == 3
+    assert newest(copied, recipe).progress.step == 3
     names = {"notes.tmp", "checkpoint_step_keepthis.pt", "x.tmp", "checkpoint_step_00000003.pt"}
     assert names < {path.name for path in folder.iterdir()}
     assert {
@@ -297,7 +295,7 @@ FULL = "error: standard output could not be written: No space left on device"
 def test_training_with_a_full_stdout_saves_and_fails(training, tmp_path):
     status, _, err = ended(start(tmp_path, *training, streams={1: "/dev/full"}))
     assert status == 1 and err.splitlines()[-1] == FULL
-    assert newest(tmp_path, recipe).state["progress"]["step"] == 2
+    assert newest(tmp_path, recipe).progress.step == 2
 
 
 def broken_pipe():
@@ -311,7 +309,7 @@ def test_training_whose_reader_has_gone_saves(training, tmp_path):
     """`... | head -n 1` must not end a night's work."""
     status, _, err = ended(start(tmp_path, *training, streams={1: broken_pipe()}))
     assert status == 141 and "error" not in err
-    assert newest(tmp_path, recipe).state["progress"]["step"] == 2
+    assert newest(tmp_path, recipe).progress.step == 2
 
 
 @pytest.mark.parametrize("stream", ["/dev/full", "broken pipe"])
@@ -321,7 +319,7 @@ def test_training_without_a_stderr_saves(stream, training, tmp_path):
     assert (
         status == 0
         and "evaluation at step 1" in out
-        and newest(tmp_path, recipe).state["progress"]["step"] == 1
+        and newest(tmp_path, recipe).progress.step == 1
     )
 
 
@@ -357,13 +355,13 @@ def test_a_closed_terminal_saves_the_run(training, tmp_path):
         "stopped by SIGHUP: step 1 is saved in checkpoints; --resume auto continues from there\n"
     )
     assert ended(process)[::2] == (129, message)
-    assert newest(tmp_path, recipe).state["progress"]["step"] == 1
+    assert newest(tmp_path, recipe).progress.step == 1
 
 
 def test_nohup_ignores_a_closed_terminal(training, tmp_path):
     hangup = runs.signal_after(1, signal.SIGHUP)
     status, _, err = ended(start(tmp_path, *training, prelude=hangup, ignored=(signal.SIGHUP,)))
-    assert status == 0 and newest(tmp_path, recipe).state["progress"]["step"] == 2, err
+    assert status == 0 and newest(tmp_path, recipe).progress.step == 2, err
 
 
 # --- ranks ----------------------------------------------------------------------------------------
@@ -373,7 +371,7 @@ def test_an_empty_world_size_is_one_rank(training, tmp_path):
     status, _, err = ended(
         start(tmp_path, *training, "--max_steps", "1", environment={"WORLD_SIZE": ""})
     )
-    assert status == 0 and newest(tmp_path, recipe).state["progress"]["step"] == 1, err
+    assert status == 0 and newest(tmp_path, recipe).progress.step == 1, err
 
 
 @pytest.mark.parametrize("value", ["abc", "-1", "2"])
@@ -523,7 +521,7 @@ def test_the_best_weights_are_lost_in_the_last_moment(how, training, tmp_path):
     )
     if how == "missing":
         assert "--evaluate --resume" in lines[0]
-    assert newest(tmp_path, recipe).state["progress"]["step"] == 2
+    assert newest(tmp_path, recipe).progress.step == 2
 
 
 GONE = [  # name, flag, message
@@ -652,8 +650,8 @@ def test_another_order_in_mid_epoch_starts_the_epoch_anew_and_says_so(
     assert sorted(used) == [
         (1, index) for index in range(14)
     ]  # each once, though some had been used before
-    progress = newest(tmp_path / "run", recipe).state["progress"]
-    assert (progress["step"], progress["epoch"], progress["global_batch"]) == (9, 2, 0)
+    progress = newest(tmp_path / "run", recipe).progress
+    assert (progress.step, progress.epoch, progress.global_batch) == (9, 2, 0)
 
 
 def test_what_was_held_out_is_held_out_again_whatever_the_seed(konkani, tmp_path):

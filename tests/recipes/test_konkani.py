@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common import batches, compiling, memory
+from common import batches, memory
 from common.device import Setup
+from common.engine import run_global_batch
 from common.errors import UsageError
-from common.loop import run_global_batch
+from common.parts import compiling
 from recipes import konkani_conformer as recipe
 from speech import layers, onnx_files
 from speech.audio import SAMPLE_RATE

@@ -216,7 +216,7 @@ def test_killed_and_terminated_in_one_epoch_and_resumed_it_ends_with_the_same_bi
 ):
     checkpoints = killed / "checkpoints"
     assert len(list(checkpoints.glob(".checkpoint_step_00000002.pt.*.tmp"))) == 1
-    assert newest(killed, recipe).state["progress"]["step"] == 1
+    assert newest(killed, recipe).progress.step == 1
     show = report.Report.progress
 
     def progress(self, step, *values):
@@ -227,9 +227,7 @@ def test_killed_and_terminated_in_one_epoch_and_resumed_it_ends_with_the_same_bi
     with mock.patch.object(report.Report, "progress", progress):
         status, _, err = run(recipe, *again, "--output_dir", killed)
     assert status == 143 and "stopped by SIGTERM" in err and "--resume auto" in err, err
-    assert newest(killed, recipe).state["progress"]["step"] == 3 and not list(
-        checkpoints.glob(".*.tmp")
-    )
+    assert newest(killed, recipe).progress.step == 3 and not list(checkpoints.glob(".*.tmp"))
     ran(recipe, *again, "--output_dir", killed)
     assert_same_end(killed, reference)
 

@@ -99,7 +99,7 @@ def test_a_machine_is_lost_and_comes_back(flags, reference, way, tmp_path):
             machine.end()
     found = [path for each in (first, machines[2]) for path in each.checkpoints.glob("*40.pt")]
     last = checkpoint.read(found[0], recipe.RECIPE)
-    assert last.state["progress"]["step"] == reference.state["progress"]["step"] == 40
+    assert last.progress.step == reference.progress.step == 40
     ours, others = [
         torch.cat([w.flatten() for w in each.model.values()]) for each in (last, reference)
     ]

@@ -14,7 +14,7 @@ import transformers
 from common import memory, records
 from common.batches import to_device
 from common.device import Setup
-from common.loop import run_global_batch
+from common.engine import run_global_batch
 from recipes import parakeet_tdt as recipe
 from speech.audio import SAMPLE_RATE
 from speech.parakeet import formats, start

@@ -26,10 +26,11 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from common import checkpoint, compiling, memory, optim, records
+from common import checkpoint, memory, optim, records
 from common.batches import to_device
 from common.device import Setup
-from common.loop import run_global_batch
+from common.engine import run_global_batch
+from common.parts import compiling
 from recipes import parakeet_tdt as recipe
 from speech import layers
 from speech.audio import SAMPLE_RATE, read_audio
@@ -41,6 +42,7 @@ from speech.parakeet import model as network
 from speech.parakeet.model import Parakeet
 from speech.parakeet.tokenizer import pad_pieces
 from speech.text import train_tokenizer
+from tests import small
 from tests.recipes import adapters, runs
 from tests.recipes.runs import SHORT, error_lines, newest, planned, ran, refused, run
 
@@ -433,7 +435,9 @@ def test_training_changes_neither_the_blank_row_nor_the_statistics(noise):
     embedding = model.decoder.embedding.weight
     before = embedding.detach().clone()
     assert not before[model.blank].any()
-    optimizer = optim.make_optimizer(model, 1e-2, weight_decay=0.1, decay_embeddings=False)
+    optimizer = small.optimizer_of(
+        model, 1e-2, weight_decay=0.1, settings=optim.Settings(decay_embeddings=False)
+    )
     for _ in range(3):
         global_batch_gradient(model, items, [4, 4], {"tdt": 0.7, "ctc": 0.3})
         optimizer.step()
@@ -810,7 +814,7 @@ def test_resume_auto_continues_and_measures_nothing(scratch, manifests, tmp_path
     longer = ["--max_steps", "3", "--resume", "auto", "--output_dir", folder]
     out = ran(recipe, *manifests, *DEMO, *SHORT, *longer)
     assert "resuming from" in out and "(step 2)" in out
-    assert newest(folder, recipe).state["progress"]["step"] == 3
+    assert newest(folder, recipe).progress.step == 3
     before, after = (newest(place, recipe).model for place in (scratch[0], folder))
     for name, value in statistics_of(after).items():
         assert torch.equal(value, before[name]), name
@@ -950,7 +954,7 @@ os.replace = killed
 """
     process = runs.start(runs.command(recipe, *tuning), tmp_path, killing)
     assert process.wait() == -signal.SIGKILL
-    assert newest(tmp_path, recipe).state["progress"]["step"] == 1
+    assert newest(tmp_path, recipe).progress.step == 1
     assert "(step 1)" in ran(recipe, *tuning, "--output_dir", tmp_path)
     assert_same_end(tmp_path, reference)
 
@@ -1007,10 +1011,7 @@ def test_two_ranks_train_as_one_does(released, manifests, tmp_path):
     assert [process.returncode for process in ranks] == [0, 0], err + other_err
     assert other == "" and out.count("evaluation at step") == 2 and out.count("compared to ") == 1
     one, two = (newest(tmp_path / name, recipe) for name in ("one", "two"))
-    assert (
-        two.state["progress"]["utterances"] == one.state["progress"]["utterances"] == 6
-        and len(two.state["rng"]) == 2
-    )
+    assert two.progress.utterances == one.progress.utterances == 6 and len(two.state["rng"]) == 2
     released_weights = formats.read_model(released / "hf")[0]
     moved, apart = (
         torch.cat(
@@ -1530,7 +1531,7 @@ def test_the_encoder_stays_until_the_warm_up_ends(grown, released):
     _, weights = start.read(released / "hf")
     for path in checkpoint.list_checkpoints(grown / "checkpoints"):
         saved = checkpoint.read(path, recipe.RECIPE)
-        step = saved.state["progress"]["step"]
+        step = saved.progress.step
         for name, state in saved.state["optimizer"].items():
             is_frozen = name.startswith("encoder.") and step < 3
             assert (state["step"] == 0) == is_frozen, (name, step)

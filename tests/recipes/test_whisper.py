@@ -20,10 +20,11 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from common import checkpoint, compiling, memory
+from common import checkpoint, memory
 from common.batches import to_device
 from common.device import Setup
-from common.loop import run_global_batch
+from common.engine import run_global_batch
+from common.parts import compiling
 from recipes import whisper_morse as morse
 from recipes import whisper_vietnamese as vietnamese
 from speech import splits
@@ -162,7 +163,7 @@ def test_a_longer_run_continues_the_demo_and_exports_over_its_own(morse_copy):
     assert (
         "resuming from" in out
         and "exported to" in out
-        and newest(morse_copy, morse).state["progress"]["step"] == 3
+        and newest(morse_copy, morse).progress.step == 3
     )
 
 
@@ -226,7 +227,7 @@ def stopped(recipe, long, tmp_path) -> Path:
     process = runs.start(command, tmp_path, runs.signal_after(3, signal.SIGTERM))
     _, err = process.communicate()
     assert process.returncode == 143 and "--resume auto" in err, err
-    assert newest(folder, recipe).state["progress"]["step"] == 3
+    assert newest(folder, recipe).progress.step == 3
     return folder
 
 
@@ -237,7 +238,7 @@ def test_stopped_by_a_signal_and_resumed_it_ends_with_the_same_bits(
     monkeypatch.setattr(runs, "MAX_NEW_TOKENS", 4)  # weights are compared, not texts
     ran(recipe, *long, "--output_dir", tmp_path / "whole")
     assert "(step 3)" in ran(recipe, *long, "--resume", "auto", "--output_dir", stopped)
-    assert newest(stopped, recipe).state["progress"]["step"] == 4
+    assert newest(stopped, recipe).progress.step == 4
     runs.assert_same_state(newest(tmp_path / "whole", recipe), newest(stopped, recipe))
 
 

@@ -23,8 +23,9 @@ from safetensors.torch import load_file
 from common import checkpoint, memory, optim, records
 from common.batches import split_batch, to_device
 from common.device import LossScale, Setup
+from common.engine import run_global_batch
 from common.errors import DataError
-from common.loop import Run, run_global_batch
+from common.loop import Run
 from recipes import xtts_amharic as recipe
 from speech import splits
 from speech.columns import Corpus, Strings
@@ -48,6 +49,7 @@ from speech.xtts.model import GPT
 from speech.xtts.start import ModelInfo
 from speech.xtts.tokenizer import Vocabulary, new_vocabulary
 from speech.xtts.vocoder import HifiDecoder
+from tests import small
 from tests.recipes import adapters, runs
 from tests.recipes.runs import check_levels, newest, planned, ran, refused
 from tests.speech.xtts.infos import make_info
@@ -724,7 +726,9 @@ def test_frozen_layers_have_no_gradient_and_do_not_change(
     expected = {name for name, _ in model.named_parameters() if name.startswith(tuple(parts))}
     assert frozen_names == expected and len(expected) == 12 * layers + 38 * (not with_encoder)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = optim.make_optimizer(model, 1e-2, weight_decay=0.1, decay_embeddings=False)
+    optimizer = small.optimizer_of(
+        model, 1e-2, weight_decay=0.1, settings=optim.Settings(decay_embeddings=False)
+    )
     memory.checkpoint_layers(model, xtts.CHECKPOINTED)
     terms = recipe.compute_loss(
         model, moved(make_items(noise, torch.float32)[:2]), make_frozen(torch.float32)
@@ -1166,7 +1170,7 @@ def test_another_dvae_on_resume_is_refused(tuned, places, tmp_path):
     assert status == 2 and "the DVAE is not the one that this GPT learned the codes of" in err
     assert (
         "(step 2)" in ran(recipe, *flags, "--max_steps", "3")
-        and newest(folder, recipe).state["progress"]["step"] == 3
+        and newest(folder, recipe).progress.step == 3
     )
 
 
@@ -1216,10 +1220,8 @@ def test_a_window_that_overflows_is_skipped_and_training_recovers(
     ]
     ran(recipe, *tuning(places, *PLAIN, *flags))
     state = newest(tmp_path, recipe)
-    assert state.state["progress"]["step"] == 5 and all(
-        bool(w.isfinite().all()) for w in state.model.values()
-    )
-    assert state.state["progress"]["bad_batches"] == (2 if precision == "fp16" else 0)
+    assert state.progress.step == 5 and all(bool(w.isfinite().all()) for w in state.model.values())
+    assert state.progress.bad_batches == (2 if precision == "fp16" else 0)
     assert all(
         math.isfinite(line["eval/mel"]) for line in read_metrics(tmp_path) if "eval/mel" in line
     )
@@ -1794,7 +1796,7 @@ def assert_same_stages(one: Path, other: Path) -> None:
     for stage in STAGES:
         (state, best), (again, best_again) = states_of(one, stage), states_of(other, stage)
         runs.assert_same_state(state, again)
-        assert state.state["progress"]["step"] == 3 and best.keys() == best_again.keys()
+        assert state.progress.step == 3 and best.keys() == best_again.keys()
         assert all(torch.equal(w, best_again[name]) for name, w in best.items()), stage
 
 
@@ -2035,7 +2037,7 @@ def test_amharic_is_trained_exported_spoken_and_resumed(places, short_slices, tm
     assert status == 2 and "conflicts with the checkpoint" in err
     assert "(step 2)" in ran(recipe, *data, "--resume", "auto", "--max_steps", "3")
     resumed = newest(tmp_path, recipe)
-    assert resumed.state["progress"]["step"] == 3 and info_of(resumed) == info
+    assert resumed.progress.step == 3 and info_of(resumed) == info
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common import lora
 from common.errors import UsageError
+from common.parts import lora
 from speech import layers
 from tests.peers import assert_rounded
 

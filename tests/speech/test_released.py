@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import checkpoint, lora
+from common import checkpoint
 from common.checkpoint import Saved
 from common.errors import UsageError
+from common.parts import lora
 from speech import model_files, released
 from speech.folders import write_folder
 

@@ -12,7 +12,7 @@ import transformers
 
 from common import batches, memory
 from common.device import Setup
-from common.loop import run_global_batch
+from common.engine import run_global_batch
 from speech import layers
 from speech.whisper import model as whisper
 from speech.whisper import scratch

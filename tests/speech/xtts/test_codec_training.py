@@ -10,7 +10,7 @@ import soundfile
 import torch
 
 from common.device import Setup
-from common.loop import run_global_batch
+from common.engine import run_global_batch
 from speech.columns import Corpus
 from speech.splits import Checks, load_corpus, some_items
 from speech.text import normalise

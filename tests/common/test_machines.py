@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch.multiprocessing import ProcessExitedException
 
-from common import checkpoint, device, ranks, resuming
+from common import checkpoint, ranks
 from common.errors import RunError
+from common.parts import machines, processes
 from tests import small
 
 
@@ -22,7 +23,7 @@ def join(rank: int, port: int) -> ranks.Ranks:
     environment = {**one, "RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.set_num_threads(1)
-    return device.start_ranks(torch.device("cpu"))
+    return processes.join(torch.device("cpu"))
 
 
 @pytest.fixture
@@ -37,13 +38,13 @@ def resume_and_talk(rank: int, port: int, folder: Path) -> None:
     assert job.machines == 2 and job.leader
 
     def resume(wanted: str | None, where: Path) -> checkpoint.Saved | None:
-        restarted = resuming.is_restarted(where, job)
-        return resuming.resume(wanted, where, small.RECIPE, job, restarted)
+        restarted = machines.is_restarted(where, job)
+        return machines.resume(wanted, where, small.RECIPE, job, restarted)
 
     shared = folder / "shared"
     own = folder / f"machine{rank}"
-    assert resuming.keeps_folder(shared, job) == (rank == 0)
-    assert resuming.keeps_folder(own, job)
+    assert machines.keeps_folder(shared, job) == (rank == 0)
+    assert machines.keeps_folder(own, job)
 
     # Nobody has anything; machine 1 has two updates; machine 0 has three, and then both have them.
     assert resume("auto", own) is None
@@ -52,7 +53,7 @@ def resume_and_talk(rank: int, port: int, folder: Path) -> None:
             for path in (folder / f"made{step}" / "checkpoints").glob("[bc]*"):
                 path.rename(own / path.name)
         saved = resume("auto", own)
-        assert saved.state["progress"]["step"] == step
+        assert saved.progress.step == step
         assert saved.path == own / f"checkpoint_step_{step:08d}.pt"
         assert len(set(job.gather(saved.path.read_bytes()))) == 1
         # The first machine is where a run ends, so it needs the best weights.
@@ -61,18 +62,18 @@ def resume_and_talk(rank: int, port: int, folder: Path) -> None:
 
     # Only the torchrun that has started a run resumes it without being asked.
     os.environ["TORCHELASTIC_RUN_ID"] = "none"
-    assert not resuming.is_restarted(own, job) and resume(None, own) is None
+    assert not machines.is_restarted(own, job) and resume(None, own) is None
     if rank == 1:
-        resuming.mark(own)
+        machines.mark(own)
     job.gather(None)
-    assert resuming.is_restarted(own, job)
+    assert machines.is_restarted(own, job)
     assert resume(None, own).path.name == "checkpoint_step_00000003.pt"
     # Before it has a checkpoint, it begins again where it began.
     empty = folder / f"empty{rank}"
-    assert resuming.keeps_folder(empty, job)
-    resuming.mark(empty)
+    assert machines.keeps_folder(empty, job)
+    machines.mark(empty)
     wanted = own / "checkpoint_step_00000002.pt"
-    assert resume(str(wanted), empty).state["progress"]["step"] == 2
+    assert resume(str(wanted), empty).progress.step == 2
     assert resume(None, folder / f"nothing{rank}") is None
 
     job.agree({"the seed": 1})
@@ -85,13 +86,13 @@ def resume_and_talk(rank: int, port: int, folder: Path) -> None:
     best = folder / f"best{rank}"
     best.mkdir()
     if job.first:
-        for name in resuming.BEST:
+        for name in machines.BEST:
             (best / name).write_text(name)
-    resuming.share_best(best, job)
-    assert [(best / name).read_text() for name in resuming.BEST] == [*resuming.BEST]
+    machines.share_best(best, job)
+    assert [(best / name).read_text() for name in machines.BEST] == [*machines.BEST]
 
     job.note_update(3.0)
-    assert job.limit == ranks.MARGIN + 3
+    assert job.limit == processes.MARGIN + 3
     job.limit = 0.5
     ended = folder / "ended"
     if rank == 0:
@@ -116,7 +117,7 @@ def wait_for_a_stopped_rank(rank: int, port: int) -> None:
     job = join(rank, port)
     if rank == 1:
         time.sleep(60)
-    ranks.AFTER_SIGNAL = 0.5
+    processes.AFTER_SIGNAL = 0.5
     signal.signal(signal.SIGTERM, lambda *_: None)
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
     job.reduce([1])

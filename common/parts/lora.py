@@ -4,7 +4,7 @@ y = W x + b + (alpha / rank) B A x.
 
     attach(model, adapters, seed)              # freezes the model and adds A and B
     lower(model, torch.bfloat16)               # the frozen weights in 16 bits
-    trained = saved_state(model)               # what a checkpoint holds
+    trained = checkpoint.state_of(model)       # what a checkpoint holds
     weights = merge(weights, trained, adapters)    # W + (alpha / rank) B A, in fp32
 
 An adapted layer keeps its type and the names of its weights; `lora_A` (rank, inputs) and `lora_B`
@@ -18,6 +18,9 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from common import checkpoint
+from common.engine import Engine
 
 A = "lora_A"
 B = "lora_B"
@@ -82,6 +85,28 @@ class Adapters:
     name: str
 
 
+class Adapted(Engine):
+    """The engine of a model with adapters."""
+
+    def place(self) -> None:
+        lower(self.model, self.setup.dtype)
+        super().place()
+
+    def learning_rate(self) -> float:
+        return self.args.learning_rate or rate(self.model, self.task.learning_rate)
+
+    def groups(self) -> list[dict]:
+        """What is trained whole beside adapters has the rate of full fine-tuning."""
+        adapters = weights_of(self.model)
+        parts = []
+        for group in super().groups():
+            beside = [p for p in group["params"] if p in adapters]
+            whole = [p for p in group["params"] if p not in adapters]
+            parts.append({**group, "params": beside})
+            parts.append({**group, "params": whole, "lr": self.learning_rate() / RATE})
+        return [part for part in parts if part["params"]]
+
+
 # --- layers ---------------------------------------------------------------------------------------
 
 
@@ -94,13 +119,9 @@ def adapters_of(model: nn.Module) -> Adapters | None:
     return getattr(model, "adapters", None)
 
 
-def record_of(model: nn.Module) -> dict | None:
-    """What is saved of that with a model: a `SAVED`."""
-    adapters = adapters_of(model)
-    if adapters is None:
-        return None
-    layers = adapters.layers.adapted
-    about = {"layers": layers, "base": adapters.base, "name": adapters.name}
+def record_of(adapters: Adapters) -> dict:
+    """What is saved of adapters beside their weights: a `SAVED`."""
+    about = {"layers": adapters.layers.adapted, "base": adapters.base, "name": adapters.name}
     return {**asdict(adapters.settings), **about}
 
 
@@ -118,9 +139,11 @@ def attach(model: nn.Module, adapters: Adapters, seed: int) -> None:
     """Freezes `model` but for the parameters that are trained whole, and adds adapters to its
     layers. A is random and B zero, so the model computes what it did."""
     settings = adapters.settings
-    model.adapters = adapters
     for name, parameter in model.named_parameters():
         parameter.requires_grad = name.startswith(adapters.layers.whole)
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    model.adapters = adapters
+    model.partial = checkpoint.Partial(frozenset(frozen), record_of(adapters))
     generator = torch.Generator("cpu").manual_seed(seed)
     for name in sorted(adapters.layers.adapted):
         layer = model.get_submodule(name)
@@ -191,16 +214,6 @@ def lower(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 # --- weights --------------------------------------------------------------------------------------
-
-
-def saved_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state of a model as it is saved: of one with adapters what training changes, its trained
-    parameters and its buffers."""
-    state = model.state_dict()
-    if not adapters_of(model):
-        return state
-    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    return {name: tensor for name, tensor in state.items() if name not in frozen}
 
 
 def merge(

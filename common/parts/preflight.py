@@ -3,20 +3,18 @@ or skip."""
 
 import argparse
 import contextlib
-import os
-import shutil
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import checkpoint, compiling, device, gpu, lora, offload, optim
+from common import device, saving
 from common.device import Setup
-from common.errors import RunError, UsageError, cannot_write, first_line
-from common.ranks import Ranks, torchrun
+from common.errors import UsageError, first_line
+from common.memory import size
+from common.parts import compiling, utilisation
 
 PASS, FAIL, SKIP = "pass", "FAIL", "skip"
 BACKENDS = {  # torch's names
@@ -82,7 +80,7 @@ def check_memory(setup: Setup, needed: int, verdict: str) -> tuple[str, str]:
         f"{size(free)} of {size(total)} free; the run is predicted to take {size(needed)}:"
         f" {verdict}"
     )
-    if others := gpu.gpu_processes():
+    if others := utilisation.gpu_processes():
         text += f"; also on this GPU: {others}"
     if verdict == "does not fit" or free < needed:
         return FAIL, f"{text}: --dry_run says what it is made of, and what helps"
@@ -135,66 +133,5 @@ def check_compile(args, setup: Setup) -> tuple[str, str]:
 
 
 def check_disk(args, model: torch.nn.Module) -> tuple[str, str]:
-    """Whether `--keep_last` + 1 checkpoints, and the best weights twice, fit on the disk. What they
-    replace counts as free."""
-    folder = args.checkpoint_dir
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        return FAIL, f"cannot write in {existing}; choose another --checkpoint_dir"
-    weights = 4 * sum(tensor.numel() for tensor in lora.saved_state(model).values())
-    # With the states, also if they are in host memory.
-    each = weights + optim.state_bytes(model, args.optimizer)
-    needed = (args.keep_last + 1) * each + 2 * weights
-    replaced = [*checkpoint.list_checkpoints(folder), *folder.glob("best.safetensors")]
-    own = replaced if checkpoint.continues(args.resume, folder) else []
-    free = shutil.disk_usage(existing).free + sum(path.stat().st_size for path in own)
-    need = f"{args.keep_last} + 1 checkpoints of {size(each)} and the best weights, {size(needed)}"
-    if free < needed:
-        advice = "lower --keep_last, or choose another --checkpoint_dir"
-        return FAIL, f"{size(free)} free for {need}; {advice}"
-    return PASS, f"{size(free)} free for {need}"
-
-
-def require_disk(args, model: torch.nn.Module) -> None:
-    """Raises `RunError` if `check_disk` fails: a disk must not be full after hours of training."""
-    try:
-        status, reason = check_disk(args, model)
-    except OSError as error:
-        raise cannot_write(args.checkpoint_dir, error, "--checkpoint_dir") from None
-    if status == FAIL:
-        raise RunError(f"checkpoints in {args.checkpoint_dir}: {reason}")
-
-
-def require_host_memory(model: torch.nn.Module, level: str | None, ranks: Ranks) -> None:
-    """Raises `RunError`, on all ranks, if a level of --use_cpu_offload takes more host memory than
-    is free for all processes of this machine: the system would end the run without a message. Call
-    it when the model has left the host, or with "weights" its fp32 values are there."""
-    missing = "gradients" if level == "weights" else level
-    needed = offload.host_bytes(model, missing, ranks.size) * torchrun("LOCAL_WORLD_SIZE", 1)
-    if level and ranks.first:  # it has the states of all ranks while it writes a checkpoint
-        needed += offload.host_bytes(model, "states")
-        needed -= offload.host_bytes(model, "states", ranks.size)
-    free = free_host_memory() if needed else None
-    is_short = free is not None and needed > free
-    (any_is_short,) = ranks.reduce([int(is_short)], "max")
-    if any_is_short:
-        is_free = f"{size(free)} are free" if is_short else "the machine of another rank has less"
-        raise RunError(
-            f"--use_cpu_offload {level} takes {size(needed)} more of host memory, and {is_free}:"
-            " end other programs, or take a lower level or --optimizer adamw_8bit"
-        )
-
-
-def free_host_memory() -> int | None:
-    """Bytes that programs can still take, with the swap space; None where the system does not say.
-    A container's limit is not known."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    kib = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
-    return 1024 * (kib["MemAvailable"] + kib["SwapFree"]) if "MemAvailable" in kib else None
-
-
-def size(count: float) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+    fits, reason = saving.disk_space(args, model)
+    return PASS if fits else FAIL, reason

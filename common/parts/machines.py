@@ -1,6 +1,6 @@
-"""The checkpoint that the ranks of a job resume: the newest that any of its machines has, which is
-sent to the machines that lack it. torchrun by itself numbers its machines anew when it restarts
-them, so the first rank may be on another one than before."""
+"""The beginning of a job of several ranks, also on several machines. It resumes the newest checkpoint
+that any of its machines has, which is sent to the machines that lack it: torchrun by itself numbers
+its machines anew when it restarts them, so the first rank may be on another one than before."""
 
 import hashlib
 import os
@@ -9,15 +9,30 @@ from pathlib import Path
 
 import torch
 
-from common import checkpoint, files
+from common import checkpoint, files, options, setting_up
 from common.checkpoint import Saved
+from common.device import Setup
 from common.errors import UsageError, cannot_write
 from common.ranks import Ranks, torchrun
+from common.task import Run
 
 PIECE = 2**26  # bytes that are sent at a time
 BEST = ("best.safetensors", "best.json")
 JOB = ".job"  # in a checkpoint folder: the job that uses it
 AGENT = ".torchrun"  # in a checkpoint folder: the process that has started the run in it
+
+
+def begin(args, name: str, setup: Setup) -> Run:
+    """`setting_up.begin` of several ranks. Raises `UsageError` and `RunError`."""
+    ranks = setup.ranks
+    folder = args.checkpoint_dir
+    keeps = keeps_folder(folder, ranks)
+    locks = setting_up.lock_folders(args) if keeps else []
+    restarted = is_restarted(folder, ranks)
+    resumed = resume(args.resume, folder, name, ranks, restarted)
+    initial = setting_up.read_initial(args, name, resumed)
+    options.freeze(args)
+    return Run(setup, resumed, initial, locks, keeps_folder=keeps, restarted=restarted)
 
 
 def keeps_folder(folder: Path, ranks: Ranks) -> bool:
@@ -43,8 +58,8 @@ def keeps_folder(folder: Path, ranks: Ranks) -> bool:
 
 def is_restarted(folder: Path, ranks: Ranks) -> bool:
     """Whether what is in the folder of one of the machines is of this job: torchrun has started its
-    processes anew. Not for a single process, which its caller starts."""
-    is_own = ranks.size > 1 and _text(folder / AGENT) == agent() != ""
+    processes anew."""
+    is_own = _text(folder / AGENT) == agent() != ""
     return ranks.reduce([int(is_own)], "max") == [1]
 
 
@@ -53,15 +68,13 @@ def resume(
 ) -> Saved | None:
     """`checkpoint.resume`, agreed on by all ranks; None for a new run. A `restarted` job continues
     at its own newest checkpoint, if it has one. Raises `UsageError`."""
-    if ranks.size == 1:
-        return checkpoint.resume(wanted, folder, recipe)
     step, path, problem = -1, "", ""
     if ranks.leader:
         try:
             saved = checkpoint.newest("auto", folder, recipe) if restarted else None
             saved = saved or checkpoint.newest(wanted, folder, recipe)
             if saved:
-                step, path = saved.state["progress"]["step"], str(saved.path)
+                step, path = saved.progress.step, str(saved.path)
         except UsageError as error:
             problem = str(error)
     every = ranks.gather((step, path, problem))

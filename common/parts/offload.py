@@ -17,13 +17,17 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch.optim.adamw import adamw
 
-from common.ranks import Ranks
+from common import optim
+from common.engine import Engine
+from common.errors import RunError
+from common.memory import size
+from common.ranks import Ranks, torchrun
 
-LEVELS = ("states", "gradients", "weights")
 BYTES = {"states": 8, "gradients": 12, "weights": 16}  # on the host for a trained weight
 SLOT = 2**24  # bytes of weights, and as many of gradients, that are copied at a time
 
@@ -73,18 +77,16 @@ class Offload:
 
 
 def begin(
-    level: str | None,
+    level: str,
     model: torch.nn.Module,
     layers: tuple[type, ...],
     dtype: torch.dtype | None,
     ranks: Ranks | None = None,
-) -> Offload | None:
+) -> Offload:
     """Prepares a model, while it is on the host, for a level of --use_cpu_offload. With "weights"
     and autocast's `dtype`, its castable parameters get 16 bits; without autocast that level is like
     "gradients". The model's `state_dict` still has the fp32 values, and `load_state_dict` sets
     them. `ranks` divide the update (None: this process is the only one)."""
-    if level is None:
-        return None
     masters = {}
     if level == "weights" and dtype is None:
         print("--use_cpu_offload weights: without mixed precision it is the same as gradients")
@@ -109,6 +111,118 @@ def begin(
             share = sum(p.numel() for p in masters) / sum(p.numel() for p in model.parameters())
             print(f"{share:.0%} of the weights are on the device in 16 bits")
     return Offload(level, masters, ranks or Ranks())
+
+
+class Offloaded(Engine):
+    """The engine of --use_cpu_offload. Several ranks divide the update."""
+
+    is_divided = True
+
+    def place(self) -> None:
+        level = self.args.use_cpu_offload
+        ranks = self.setup.ranks
+        self.on_host = begin(level, self.model, self.task.checkpointed, self.setup.dtype, ranks)
+        super().place()
+        require_host_memory(self.model, level, ranks)
+
+    def make_optimizer(self) -> None:
+        self.optimizer = make_optimizer(
+            self.groups(), self.trained, self.learning_rate(), self.on_host, self.task.adamw
+        )
+
+    def gradients(self) -> dict[torch.nn.Parameter, torch.Tensor]:
+        return self.optimizer.gradients()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        if self.setup.ranks.size > 1:
+            self.optimizer.share()
+
+    def values(self, p: torch.nn.Parameter) -> torch.Tensor:
+        return self.optimizer.full(p)
+
+    def optimizer_state(self) -> dict:
+        return whole_state(self.optimizer, self.trained, self.setup.ranks)
+
+
+def make_optimizer(
+    groups: list[dict],
+    model: torch.nn.Module,
+    learning_rate: float,
+    offload: Offload,
+    settings: optim.Settings,
+) -> "OffloadedAdamW":
+    """AdamW with its update on the host, as `optim.make_optimizer` makes others. A rank has the
+    states of the parameters that it updates."""
+    optimizer = OffloadedAdamW(
+        groups, offload, lr=learning_rate, betas=settings.betas, eps=optim.EPSILON
+    )
+    optim.note_rates(optimizer)
+    for p in optimizer.owners:
+        if optimizer.owns(p):
+            optimizer.state[p] = optimizer.zero_state(p)
+    return optimizer
+
+
+def whole_state(optimizer: "OffloadedAdamW", model: torch.nn.Module, ranks: Ranks) -> dict:
+    """`optim.optimizer_state`, on the first rank with the states that the others have. All ranks
+    call it."""
+    saved = optim.optimizer_state(optimizer, model)
+    if ranks.size == 1:
+        return saved
+    whole = {}
+    for name, p in model.named_parameters():
+        state = collect(optimizer, p, ranks) if p in optimizer.owners else None
+        if state is not None:
+            whole[name] = state
+    return whole
+
+
+def collect(optimizer: "OffloadedAdamW", p: torch.nn.Parameter, ranks: Ranks) -> dict | None:
+    """On the first rank the state of a parameter, which the rank that owns it sends; on the others
+    None."""
+    owner = optimizer.owners[p]
+    if owner == 0:
+        return optimizer.state.get(p)
+    if ranks.first:
+        state = optimizer.zero_state(p)
+        for tensor in state.values():
+            ranks.receive(tensor, owner)
+        return state
+    if owner == ranks.rank:
+        for tensor in optimizer.state[p].values():
+            ranks.send(tensor, 0)
+    return None
+
+
+def require_host_memory(model: torch.nn.Module, level: str, ranks: Ranks) -> None:
+    """Raises `RunError`, on all ranks, if a level takes more host memory than is free for all
+    processes of this machine: the system would end the run without a message. Call it when the
+    model has left the host, or with "weights" its fp32 values are there."""
+    missing = "gradients" if level == "weights" else level
+    needed = host_bytes(model, missing, ranks.size) * torchrun("LOCAL_WORLD_SIZE", 1)
+    if ranks.first:  # it has the states of all ranks while it writes a checkpoint
+        needed += host_bytes(model, "states") - host_bytes(model, "states", ranks.size)
+    free = free_host_memory()
+    is_short = free is not None and needed > free
+    (any_is_short,) = ranks.reduce([int(is_short)], "max")
+    if any_is_short:
+        is_free = f"{size(free)} are free" if is_short else "the machine of another rank has less"
+        raise RunError(
+            f"--use_cpu_offload {level} takes {size(needed)} more of host memory, and {is_free}:"
+            " end other programs, or take a lower level or --optimizer adamw_8bit"
+        )
+
+
+def free_host_memory() -> int | None:
+    """Bytes that programs can still take, with the swap space; None where the system does not say.
+    A container's limit is not known."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    kib = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
+    return 1024 * (kib["MemAvailable"] + kib["SwapFree"]) if "MemAvailable" in kib else None
 
 
 def divide(parameters: list[torch.nn.Parameter], count: int) -> dict[torch.nn.Parameter, int]:
@@ -195,6 +309,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
         host."""
         return self.masters.get(p, p.detach())
 
+    def zero_state(self, p: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """The first state of a parameter."""
+        on_host = {"device": "cpu", "memory_format": torch.contiguous_format}
+        return optim.zero_state(self.full(p), **on_host)
+
     def owns(self, p: torch.nn.Parameter) -> bool:
         """Whether this rank has the states of a parameter and updates it."""
         return self.owners[p] == self.ranks.rank
@@ -255,9 +374,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
             slot.finish()
 
     @torch.no_grad()
-    def share(self, *arguments) -> None:
-        """Sets every parameter on every rank to the values that its owner has. All ranks call it
-        together: `step` does it at its end."""
+    def share(self) -> None:
+        """Sets every parameter on every rank to the values that its owner has, after a step. All
+        ranks call it together."""
         values = [self.full(p) for p in self.owners]
         self.ranks.share_tensors(values, list(self.owners.values()))
         for p in self.owners:

@@ -1,0 +1,134 @@
+"""A run that is only planned, for --dry_run and --verify_gpu: the peak of GPU memory of its step and of
+its evaluation, on tensors without values."""
+
+import contextlib
+import functools
+import io
+import math
+import os
+import tempfile
+from dataclasses import replace
+
+import torch
+
+import dry_run
+from common import checkpoint, device, memory, optim, options, run_length, setting_up
+from common.batches import EvalBatches, GlobalBatches, join_sets
+from common.device import Setup
+from common.engine import run_global_batch
+from common.errors import DataError, RunError, UsageError
+from common.evaluation import evaluate
+from common.parts import offload
+from common.ranks import Ranks, torchrun
+from common.task import Run, Task
+
+
+def begin(args, name: str) -> Run:
+    """`setting_up.begin` of a planned run, with the card or cards that are planned for: None if
+    --verify_gpu finds none. Raises `UsageError`."""
+    if torchrun("WORLD_SIZE", 1) > 1:
+        raise UsageError(
+            "--dry_run and --verify_gpu are one process: start them without torchrun; --dry_run"
+            " 2x16gb plans for two GPUs"
+        )
+    if not args.verify_gpu:  # a plan compiles nothing, but torch would make a folder for it
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
+    card = dry_run.choose_card(args.dry_run, args.device, UsageError)
+    if args.sharded and (card is None or card.count == 1):
+        raise UsageError("--sharded needs several GPUs: plan for two with --dry_run 2x16gb")
+    setup = Setup(torch.device("meta"), ranks=Ranks(size=card.count if card else 1))
+    resumed = checkpoint.resume(args.resume, args.checkpoint_dir, name)
+    initial = setting_up.read_initial(args, name, resumed)
+    options.freeze(args)
+    return Run(setup, resumed, initial, is_planned=True, card=card)
+
+
+def lower(model: torch.nn.Module, dtype: torch.dtype | None) -> None:
+    """`lora.lower`, which only models with adapters need."""
+    from common.parts import lora
+
+    lora.lower(model, dtype)
+
+
+def verify(args, model: torch.nn.Module, needs=None) -> int:
+    """`preflight.verify`, which only --verify_gpu needs."""
+    from common.parts import preflight
+
+    return preflight.verify(args, model, needs)
+
+
+def plan(
+    args,
+    run: Run,
+    model: torch.nn.Module,
+    task: Task,
+    global_batches: GlobalBatches,
+    eval_batches: EvalBatches,
+) -> int:
+    """--dry_run and --verify_gpu: predicts the peak of GPU memory by `run_global_batch` and
+    `evaluate` on tensors without values. Prints the answer and returns the exit status. Raises
+    `DataError` and `RunError`."""
+    card = run.card
+    if card is None:
+        return verify(args, model)
+    ranks = card.count
+    setup = Setup(dtype=device.pick_dtype(args.mixed_precision, card.capability)[0])
+    has_adapters = checkpoint.partial_of(model) is not None
+    if has_adapters:
+        lower(model, setup.dtype)
+    length = run_length.choose(args, global_batches, task.fine_tunes)
+    epochs = math.ceil(length.total / global_batches.per_epoch)
+
+    def step(batches: list[dict]) -> None:
+        outcome = run_global_batch(
+            model, batches, batches[0]["counts"], task.compute_loss, task.loss_weights, setup
+        )
+        if outcome.failed:
+            raise dry_run.CannotPlan(outcome.reason)
+
+    def evaluate_planned(batches: list[dict], level: str) -> None:
+        on_device = replace(setup, keeps_copies=not level)
+        with contextlib.redirect_stdout(io.StringIO()):  # the texts are not the model's
+            evaluate(on_device, model, short_task, batches)
+
+    def adapt() -> str:
+        from common.parts import lora
+
+        lora.attach(model, task.plans.adapters(lora.USUAL_RANK), args.seed)
+        lower(model, setup.dtype)
+        return f"--lora {lora.USUAL_RANK}"
+
+    datasets = [eval_batches.dataset]
+    if task.further:
+        datasets += [each.dataset for each in task.further.sets.values()]
+    evaluated = join_sets(datasets)
+    short_task = replace(task, evaluate=task.plans.last_steps or task.evaluate)
+    checkpoint_layers = functools.partial(memory.checkpoint_layers, model, task.checkpointed)
+    freeze = functools.partial(task.plans.freeze, model) if task.plans.freeze else None
+    planned = dry_run.PlannedRun(
+        model=model,
+        step=step,
+        items=dry_run.longest_items(global_batches.dataset, epochs, DataError),
+        count=math.ceil(len(global_batches.dataset.data) / ranks),
+        states=functools.partial(optim.state_bytes, model),
+        host=lambda optimizer: ranks * offload.host_bytes(model, optimizer, ranks),
+        checkpoint=checkpoint_layers if task.checkpointed else None,
+        freeze=freeze,
+        collate=global_batches.dataset.collate,
+        parts=(task.compute_loss, task.evaluate),
+        evaluation=dry_run.Evaluation(
+            evaluate_planned,
+            dry_run.longest_items(evaluated, 1, DataError),
+            len(evaluated.data),
+            evaluated.collate,
+        ),
+        castable=functools.partial(offload.castable, model, task.checkpointed),
+        halves=setup.dtype,
+        compares=task.plans.compares,
+        ranks=ranks,
+        layers=task.checkpointed,
+        adapt=adapt if task.plans.adapters and not has_adapters else None,
+    )
+    if args.verify_gpu:
+        return verify(args, model, lambda: planned.needs(args, card))
+    return planned.answer(args, card, str(setup.dtype or torch.float32), RunError)

@@ -1,0 +1,171 @@
+"""Old utterances among the new ones of every update, so that a model does not forget: how many a
+global batch has, and which. Several data sets as one."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from common.batches import POOL_BATCHES, GlobalBatches, Joined
+from common.errors import UsageError
+
+DRAW = 3  # joins the seed of the order in which old utterances come
+
+
+def old_among(total, share: float):
+    """How many of the first `total` utterances of a run are old: the whole number that is nearest
+    to the `share` of them. `total`: a number, or an array of them."""
+    return np.floor(share * np.asarray(total) + 0.5).astype(np.int64)
+
+
+def whole(new: int, share: float) -> int:
+    """The utterances of a run, new and old ones, when it has seen `new` new ones."""
+    total = max(0, math.floor((new - 1) / (1 - share)) - 1)
+    while total - old_among(total, share) < new:
+        total += 1
+    return total
+
+
+def count_global_batches(new: int, size: int, share: float, first: int, last: int) -> int:
+    """The global batches of `size` in the epochs from `first` to before `last`, each of which has
+    `new` new utterances."""
+    if not share:
+        return (last - first) * math.ceil(new / size)
+    ends = [whole(epoch * new, share) for epoch in range(first, last + 1)]
+    return sum(math.ceil((end - begin) / size) for begin, end in itertools.pairwise(ends))
+
+
+def batch_sizes(new: int, size: int, share: float, begin: int) -> np.ndarray:
+    """(K, 2) new and old utterances of each global batch of `size`, from position `begin` until
+    `new` more new ones are used. Only the last one can be smaller. However many global batches are taken together, their old utterances
+    are the `share` of all, rounded."""
+    end = whole(begin - int(old_among(begin, share)) + new, share)
+    ends = np.minimum(np.arange(begin, end + size, size), end) if new else np.array([begin])
+    olds = np.diff(old_among(ends, share))
+    return np.stack([np.diff(ends) - olds, olds], axis=1)
+
+
+def drawn(count: int, seed: int, begin: int, end: int) -> np.ndarray:
+    """(end - begin,) old utterances out of `count`: these places of an endless order by the seed
+    alone, in which all come once before any comes again."""
+    first = begin // count
+    rounds = range(first, end // count + 1)
+    orders = [np.random.default_rng([seed, each, 0, DRAW]).permutation(count) for each in rounds]
+    return np.concatenate(orders)[begin - first * count : end - first * count]
+
+
+def check_share(share: float, size: int) -> None:
+    """Raises `UsageError` if a global batch of `size` with this share of old utterances could lack
+    new ones."""
+    if size == 1:
+        raise UsageError(
+            "--replay_manifest: an update of one utterance cannot have old and new ones; raise"
+            " --batch_size or --gradient_accumulation_steps"
+        )
+    if share * size > size - 1:
+        raise UsageError(
+            f"--replay_share {share:g} leaves no new utterance in an update of {size}: it can be at"
+            f" most {math.floor(1000 * (size - 1) / size) / 1000:g} there"
+        )
+
+
+class ReplayedBatches(GlobalBatches):
+    """Global batches of which a share are utterances of the data set `old`, by --replay_share. An
+    epoch is one of `data`."""
+
+    def __init__(self, args, data, old, collate: Callable[[list[dict]], dict], setup):
+        self.old = old
+        self.share = args.replay_share
+        super().__init__(args, data, collate, setup)
+        check_share(self.share, self.global_batch_size)
+
+    def whole(self) -> Joined:
+        return Joined([self.data, self.old])
+
+    def sets(self) -> dict[str, object]:
+        return {**super().sets(), "old": self.old}
+
+    def count(self, first: int, last: int) -> int:
+        return count_global_batches(len(self.data), self.global_batch_size, self.share, first, last)
+
+    def plan(self, epoch: int, done: list) -> list[np.ndarray]:
+        seconds = self.dataset.data.seconds(epoch)
+        size = self.global_batch_size
+        return plan_epoch(seconds, len(self.old), self.share, size, (self.seed, epoch), done)
+
+    def fingerprint(self) -> str:
+        return f"{super().fingerprint()} {self.old.fingerprint()} {self.share:g}"
+
+    def described(self) -> str:
+        return (
+            f"; {100 * self.share:g} % of each update are old utterances out of"
+            f" {len(self.old)} (--replay_share)"
+        )
+
+
+def plan_epoch(
+    seconds: np.ndarray,
+    old: int,
+    share: float,
+    global_batch_size: int,
+    key: tuple[int, int],
+    done: Iterable = (),
+) -> list[np.ndarray]:
+    """`batches.plan_epoch` with replay. The last `old` utterances of `seconds` (N,) are old
+    material, of which every global batch has a `share` (see `batch_sizes`): the next ones of an
+    order of their own. An epoch has every other utterance once. `key`: seed and epoch."""
+    seed, epoch = key
+    new = len(seconds) - old
+    begin = whole(epoch * new, share)  # utterances before
+    # An old one can come twice: the places of this epoch's utterances are planned.
+    ends = old_among([begin, whole((epoch + 1) * new, share)], share).tolist()
+    places = np.concatenate([np.arange(new), new + drawn(old, seed, *ends)])
+    seconds = seconds[places]
+    remaining = np.arange(len(places))
+    for part, (size, count) in enumerate([*done, (global_batch_size, None)]):
+        fresh, others = np.split(remaining, [np.searchsorted(remaining, new)])
+        sizes = batch_sizes(len(fresh), size, share, begin)
+        plan = cut_epoch(fresh, others, seconds, sizes, (seed, epoch, part))
+        if count is None:
+            return [places[global_batch] for global_batch in plan]
+        begin += sum(map(len, plan[:count]))
+        remaining = np.sort(np.concatenate([remaining[:0], *plan[count:]]))
+
+
+def cut_epoch(
+    indices: np.ndarray,
+    old: np.ndarray,
+    seconds: np.ndarray,
+    sizes: np.ndarray,
+    key: tuple[int, int, int],
+) -> list[np.ndarray]:
+    """`batches.cut_epoch` with replay. `sizes` (K, 2): how many of `indices` and of `old`, which
+    come in this order, are in each global batch; `key`: seed, epoch, and how many cuts of it came
+    before."""
+    random = np.random.default_rng(key)
+    streams = random.permutation(indices), old
+    begins = np.cumsum(sizes, axis=0) - sizes
+    global_batches = []
+    for first in range(0, len(sizes), POOL_BATCHES):
+        parts = []
+        own = sizes[first : first + POOL_BATCHES]
+        for stream, begin, counts in zip(streams, begins[first], own.T, strict=True):
+            pool = stream[begin : begin + counts.sum()]
+            # Longest first: the one that is smaller stays the last, because the share of old
+            # utterances would not be exact otherwise, and so it must not get the longest.
+            pool = pool[np.argsort(-seconds[pool], kind="stable")]
+            parts.append(np.split(pool, np.cumsum(counts)[:-1]))
+        global_batches += [np.concatenate(pair) for pair in zip(*parts, strict=True)]
+    # Only global batches with as many new and as many old utterances change places.
+    kinds = np.unique(sizes, axis=0, return_inverse=True)[1].reshape(-1)
+    order = np.arange(len(sizes))
+    for kind in range(kinds.max(initial=-1) + 1):
+        places = np.flatnonzero(kinds == kind)
+        order[places] = places[random.permutation(len(places))]
+    _, epoch, part = key
+    if epoch == 0 and part == 0 and len(order):
+        longest = np.array([seconds[global_batches[number]].max() for number in order]).argmax()
+        places = np.flatnonzero(kinds[: longest + 1] == kinds[longest])
+        order[places] = np.roll(order[places], 1)
+    return [global_batches[number] for number in order]

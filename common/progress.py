@@ -1,0 +1,40 @@
+"""How far a run is: what a checkpoint says of it besides weights, optimizer and random numbers."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Progress:
+    """The progress of a run, in plain numbers, lists and dictionaries.
+
+    The position in the data is `epoch`, `global_batch` (the next one of the epoch) and `done`, which
+    lists [size, count] of the global batches of other sizes that an earlier run has made of this
+    epoch. `data` and `order` identify the data and their order, `origin` is the update and the epoch
+    at which the run got these data. `evaluations` lists [update, value of the metric]. `limits` are
+    the sizes of micro-batches that fit, by length bucket. `stop`: a set that is evaluated besides
+    ends the run. `base` is the path of the released weights at the root of this run. `parts` has
+    what parts of `common/parts` keep, by their names."""
+
+    step: int = 0
+    epoch: int = 0
+    global_batch: int = 0
+    done: list[list[int]] = field(default_factory=list)
+    global_batch_size: int = 0
+    data: str = ""
+    order: str = ""
+    origin: list[int] = field(default_factory=lambda: [0, 0])
+    utterances: int = 0
+    best: float | None = None
+    best_step: int = 0
+    last_evaluation: int = 0
+    evaluations: list[list] = field(default_factory=list)
+    evaluations_without_gain: int = 0
+    lowest_loss: float | None = None
+    stop: bool = False
+    bad_batches: int = 0
+    bad_in_a_row: int = 0
+    skipped_files: int = 0
+    limits: dict = field(default_factory=dict)
+    schedule: dict | None = None
+    base: str | None = None
+    parts: dict = field(default_factory=dict)

@@ -1,0 +1,211 @@
+"""The beginning of a run: device, locks, the checkpoint to resume, the model where it is trained, the
+optimizer, the position in the data, the folders."""
+
+import os
+
+import torch
+
+from common import checkpoint, device, errors, files, optim, options, run_length
+from common.batches import EvalBatches, GlobalBatches
+from common.device import Setup, set_rng_state
+from common.engine import Engine, engine_for
+from common.errors import UsageError
+from common.progress import Progress
+from common.report import Report, check_folder
+from common.saving import base_of
+from common.task import Run, Task
+from common.training import Training
+
+
+def begin(args, name: str) -> Run:
+    """Starts a run: device and ranks, the locks on its folders, the checkpoint to resume from. From
+    here on `args` is read-only. Raises `UsageError` and `RunError`."""
+    if options.plans(args):
+        from common.parts import planned
+
+        return planned.begin(args, name)
+    setup = device.setup(args)
+    ranks = setup.ranks
+    if args.sharded and ranks.size == 1:
+        raise UsageError(
+            "--sharded divides a model between several GPUs: GPUS=2 in front of the script, or"
+            " torchrun --nproc_per_node 2, starts a process for each"
+        )
+    if ranks.size > 1:
+        from common.parts import machines
+
+        return machines.begin(args, name, setup)
+    locks = lock_folders(args)
+    resumed = checkpoint.resume(args.resume, args.checkpoint_dir, name)
+    initial = read_initial(args, name, resumed)
+    options.freeze(args)
+    return Run(setup, resumed, initial, locks)
+
+
+def lock_folders(args) -> list:
+    """The locks on the folders of a run. Raises `RunError` if another run has one of them, or if
+    they cannot be written."""
+    check_folder(args.log_dir)
+    folders = {args.checkpoint_dir: "--checkpoint_dir", args.log_dir: "--log_dir"}
+    return [checkpoint.lock_folder(folder, flag) for folder, flag in folders.items()]
+
+
+def read_initial(args, name: str, resumed: checkpoint.Saved | None) -> checkpoint.Saved | None:
+    """The weights of --init_from, with which a run begins that does not resume another one."""
+    if not args.init_from or resumed:
+        return None
+    return checkpoint.read_weights(args.init_from, name, "--init_from")
+
+
+def prepare_model(args, run: Run, model: torch.nn.Module, task: Task, data) -> Engine:
+    """Fits the model to the training set `data` or loads saved weights, and moves it to where it is
+    trained."""
+    if run.resumed:
+        checkpoint.load_weights(model, run.resumed.model)
+    elif task.fit:
+        task.fit(model, data)
+        model.cpu()  # a recipe may have fitted it on the GPU; an engine takes it from the host
+    if run.initial:
+        checkpoint.initialise(model, run.initial.model, args.init_from, task.vocabulary)
+    if run.setup.ranks.machines > 1:  # whose processors may have other random numbers
+        values = [t for t in model.state_dict().values() if t.is_floating_point()]
+        run.setup.ranks.share_tensors(values, [0] * len(values))
+    return engine_for(args, model, task, run.setup)
+
+
+def begin_training(
+    args,
+    run: Run,
+    task: Task,
+    engine: Engine,
+    global_batches: GlobalBatches,
+    eval_batches: EvalBatches,
+) -> Training:
+    """The state of a new run, or of the one that is resumed. Moves an earlier run aside."""
+    setup = run.setup
+    ranks = setup.ranks
+    saved = run.resumed.state if run.resumed else None
+    progress = run.resumed.progress if run.resumed else Progress()
+    make_optimizer(engine, progress, saved)
+    loss_scale = setup.loss_scale()
+    if saved and loss_scale and saved["scaler"]:
+        loss_scale.load_state_dict(saved["scaler"])
+    place_in_data(progress, global_batches)
+    if ranks.size > 1 and (saved or run.restarted):
+        from common.parts import processes
+
+        processes.share_limits(args.checkpoint_dir, ranks, progress.limits)
+    length = run_length.choose(args, global_batches, task.fine_tunes, progress.origin)
+    print(run_length.describe(length, global_batches))
+    progress.stop = task.further is not None and bool(task.further.above_limit(task, progress))
+    schedule = optim.Schedule(engine.optimizer, args.lr_schedule, length.total, args.warmup_steps)
+    if schedule.resume(progress.schedule, progress.step):
+        progress.evaluations_without_gain = 0
+    schedule.set(progress.step)
+    place_in_random_numbers(args.seed, setup, saved, progress.step)
+    progress.base = progress.base or base_of(args, run)
+    prepare_folders(args, run, progress, task)
+    report = Report(
+        args.log_dir, progress.step, length.total, args.tensorboard, enabled=ranks.first
+    )
+    utilisation = None
+    if setup.device.type == "cuda":
+        from common.parts.utilisation import GpuUtilisation
+
+        utilisation = GpuUtilisation(setup.device)
+    engine.trained.train()
+    return Training(
+        args=args,
+        setup=setup,
+        task=task,
+        length=length,
+        engine=engine,
+        schedule=schedule,
+        loss_scale=loss_scale,
+        global_batches=global_batches,
+        eval_batches=eval_batches,
+        progress=progress,
+        report=report,
+        utilisation=utilisation,
+        last_saved=progress.step if saved else -1,
+    )
+
+
+def make_optimizer(engine: Engine, progress: Progress, saved: dict | None) -> None:
+    """Makes the optimizer of a new run, or of the one that is resumed with the state `saved`. The
+    new rows of a run are noted in its progress: a task cannot know those of the run that it
+    resumes, which depend on --init_from."""
+    engine.make_optimizer()
+    if engine.task.new_rows and not saved:
+        progress.parts["new_rows"] = engine.task.new_rows.record()
+    if record := progress.parts.get("new_rows"):
+        from common.parts import new_rows
+
+        new_rows.speed_up(engine, new_rows.NewRows(**record))
+    if saved:
+        engine.load_optimizer_state(saved["optimizer"])
+
+
+def place_in_random_numbers(seed: int, setup: Setup, saved: dict | None, step: int) -> None:
+    """Sets the random state of this rank to that of the `state` of a checkpoint, if it has one."""
+    ranks = setup.ranks
+    if saved and len(saved["rng"]) > ranks.rank:
+        set_rng_state(saved["rng"][ranks.rank], setup.device)
+    elif ranks.size > 1:  # each rank has its own dropout
+        torch.manual_seed(seed + 1000 * ranks.rank + step)
+
+
+def place_in_data(progress: Progress, global_batches: GlobalBatches) -> None:
+    """Sets the position for this run's data and global batch size. If the data or their order have
+    changed, the epoch restarts, with a message. If the global batch size has changed, the rest of
+    the epoch is cut into new global batches."""
+    epoch = f"epoch {progress.epoch + 1}"
+    data = global_batches.fingerprint()
+    size = global_batches.global_batch_size
+    changed = ""
+    # Another machine may have saved the checkpoint, and have its data in another folder.
+    if progress.data not in ("", *global_batches.setup.ranks.gather(data)):
+        changed = "the training data have"
+    elif progress.order not in ("", global_batches.order(progress.epoch)):
+        changed = "the seed, or the length of the utterances (speed, padding), has"
+    if changed:
+        if progress.global_batch or progress.done:
+            print(f"{changed} changed since the checkpoint: {epoch} starts from its beginning")
+        progress.global_batch = 0
+        progress.done = []
+        progress.origin = [progress.step, progress.epoch]
+    elif progress.global_batch and progress.global_batch_size != size:
+        before = progress.global_batch_size
+        print(
+            f"an update had {before} utterances and now has {size}: the rest of {epoch} is cut anew"
+        )
+        progress.done = [*progress.done, [before, progress.global_batch]]
+        progress.global_batch = 0
+    progress.data = data
+    progress.global_batch_size = size
+
+
+def prepare_folders(args, run: Run, progress: Progress, task: Task) -> None:
+    """Moves an earlier run in the folders aside or, if the run continues from an older checkpoint,
+    what is newer. A resumed run without best weights in its folder, and a new run with
+    `Task.evaluates_first`, evaluate before the first update."""
+    has_best = False
+    if run.keeps_folder:
+        in_log_dir = [name for name in task.reports if not os.path.isabs(name)]
+        files.remove_stale(args.log_dir, "|".join(in_log_dir))
+        try:
+            if run.resumed and run.resumed.path.resolve().parent == args.checkpoint_dir.resolve():
+                checkpoint.branch(args.checkpoint_dir, args.log_dir, progress.step)
+                has_best = checkpoint.best_step(args.checkpoint_dir) >= progress.best_step
+            else:
+                checkpoint.make_room(args.checkpoint_dir, args.log_dir, task.reports)
+            if run.setup.ranks.size > 1:
+                from common.parts import machines
+
+                machines.mark(args.checkpoint_dir)
+        except OSError as error:
+            raise errors.cannot_write(args.checkpoint_dir, error, "--checkpoint_dir") from None
+    has_best = run.setup.ranks.gather(has_best)[0]
+    if not has_best:
+        progress.best = None
+        progress.last_evaluation = -1 if run.resumed or task.evaluates_first else 0

@@ -1,0 +1,42 @@
+"""The state of a run in training, which update, evaluation and saving act on."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from common import optim
+from common.batches import EvalBatches, GlobalBatches
+from common.device import LossScale, Setup
+from common.engine import Engine
+from common.progress import Progress
+from common.report import Report
+from common.run_length import RunLength
+from common.task import Task
+
+
+@dataclass
+class Training:
+    """A run in training. `utilisation`: readings of the GPU (`parts.utilisation`), None on a CPU;
+    `last_saved`: the update after which the last checkpoint was saved; `caught`: the number of a
+    signal, or 0; `skipped`: files that were reported."""
+
+    args: object
+    setup: Setup
+    task: Task
+    length: RunLength
+    engine: Engine
+    schedule: optim.Schedule
+    loss_scale: LossScale | None
+    global_batches: GlobalBatches
+    eval_batches: EvalBatches
+    progress: Progress
+    report: Report
+    utilisation: Any = None
+    last_saved: int = -1
+    caught: int = 0
+    skipped: set[str] = field(default_factory=set)
+    # The time of the last report and, since then, seconds spent waiting for data and utterances.
+    since: float = field(default_factory=time.monotonic)
+    waited: float = 0.0
+    utterances: int = 0
+    micro_batches: int = 0  # since the last call of torch.cuda.empty_cache()
