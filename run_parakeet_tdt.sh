@@ -25,10 +25,6 @@ usual=0.6b # the size with one of these flags, which bring a model or data; else
 brings='--model_dir --model_file --train_manifest --from_scratch --init_from'
 light='110m 1000' # the size for a model whose file has less than 1,000 MB
 always='--output_dir runs/parakeet_tdt' # a folder of its own for each recipe
-recorded=--train_manifest # names the training data
-uses='--transcribe --evaluate' # with one of these the recipe trains nothing
-# With --export and a model it trains nothing either, unless one of these is given.
-trains='--train_manifest --from_scratch --max_steps --num_epochs --dry_run --verify_gpu'
 
 # R: --gradient_checkpointing, 8: --optimizer adamw_8bit, G: --use_cpu_offload gradients,
 # W: --use_cpu_offload weights. S: counts with --sharded only, L with --lora only

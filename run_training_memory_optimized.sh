@@ -16,9 +16,6 @@ set -eo pipefail
 . "$(dirname "$0")/common/env.sh"
 
 usual=optimized                 # the size
-uses='--transcribe --evaluate' # with one of these the recipe trains nothing
-# With --export and --resume it trains nothing either, unless one of these is given.
-trains='--train_manifest --max_steps --num_epochs --dry_run --verify_gpu'
 
 rows='
 #tier size      batch accumulation, or flags

@@ -23,10 +23,6 @@ set -eo pipefail
 usual=base # the size with one of these flags, which bring a model or data; else it is demo
 brings='--model_dir --model_file --train_manifest'
 always='--output_dir runs/whisper_vietnamese' # a folder of its own for each recipe
-recorded=--train_manifest # names the training data
-uses='--transcribe --evaluate' # with one of these the recipe trains nothing
-# With --export and a model it trains nothing either, unless one of these is given.
-trains='--train_manifest --from_scratch --max_steps --num_epochs --dry_run --verify_gpu'
 
 # R: --gradient_checkpointing, F: --freeze_encoder, 8: --optimizer adamw_8bit, H: --use_cpu_offload,
 # G: --use_cpu_offload gradients, W: --use_cpu_offload weights. S: counts with --sharded only, L with

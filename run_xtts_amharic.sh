@@ -23,10 +23,6 @@ set -eo pipefail
 usual=full # the size with one of these flags, which bring a model or data; else it is demo
 brings='--model_dir --train_manifest --train_csv --from_scratch --init_from'
 always='--output_dir runs/xtts_amharic' # a folder of its own for each recipe
-recorded='--train_csv --train_manifest' # name the training data
-uses='--synthesize --evaluate' # with one of these the recipe trains nothing
-# With --export and a model it trains nothing either, unless one of these is given.
-trains='--train_csv --train_manifest --from_scratch --max_steps --num_epochs --dry_run --verify_gpu'
 
 # R: --gradient_checkpointing, 8: --optimizer adamw_8bit, G: --use_cpu_offload gradients,
 # W: --use_cpu_offload weights. S: counts with --sharded only, L with --lora only

@@ -147,7 +147,7 @@ export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-$PYTORCH_CUDA_ALLOC_CONF}
 # --- the start ---
 
 # What a script may set, as `Script` in preset.py describes it.
-rows='' adds='' usual='' brings='' light='' always='' recorded='' uses='' trains=''
+rows='' adds='' usual='' brings='' light='' always=''
 
 # run RECIPE WORD...: runs a recipe with the preset for a user's words, and does not return.
 run() {
@@ -161,8 +161,7 @@ run() {
     find_base "$active" "$PYTHON" $OTHERS
   fi
   exec "$base" -I "$ROOT/common/preset.py" recipe="$recipe" rows="$rows" adds="$adds" \
-    usual="$usual" brings="$brings" light="$light" always="$always" recorded="$recorded" \
-    uses="$uses" trains="$trains" python="$python" -- "$@"
+    usual="$usual" brings="$brings" light="$light" always="$always" python="$python" -- "$@"
 }
 
 # bash common/env.sh ensure_python FILE...: prints the interpreter, for preset.py.

@@ -63,14 +63,21 @@ DATA = {"small_data": 16, "medium_data": 48, "large_data": 0}
 RESTARTS = "5"
 
 
+# Flags that name the training data.
+RECORDED = ("--train_csv", "--train_manifest", "--data_dir")
+# With one of these a recipe trains nothing.
+USES = ("--transcribe", "--synthesize", "--evaluate", "--write_dataset")
+# With --export and a model it trains nothing either, unless one of these is given.
+TRAINS = (*RECORDED, "--conditions", "--from_scratch", "--max_steps", "--num_epochs")
+TRAINS += ("--dry_run", "--verify_gpu")
+
+
 @dataclass(frozen=True)
 class Script:
-    """What a preset script says of its recipe: texts of words, empty where it has nothing to say.
-    `usual` is the size with one of the flags `brings`, which bring a model or data; without them it
-    is demo, if the table has that. `light`: the size for a model whose file has less than so many
-    MB, and this number. `always`: flags of every command. `recorded`: flags that name the training
-    data. With a flag of `uses` the recipe trains nothing. With --export and a model it trains
-    nothing either, without one of `trains`. `python` has the packages, if one has them."""
+    """What a preset script says of its recipe, empty where it has nothing to say. The size is `usual`
+    with one of the flags `brings`, which bring a model or data; without them it is demo, if the
+    table has that. `light`: the size for a model whose file has less than so many MB, and this
+    number. `always`: flags of every command. `python` is an interpreter that has the packages."""
 
     recipe: str
     rows: str
@@ -79,10 +86,11 @@ class Script:
     brings: str = ""
     light: str = ""
     always: str = ""
-    recorded: str = ""
-    uses: str = ""
-    trains: str = ""
     python: str = ""
+
+    def recorded(self) -> list[str]:
+        """The flags that name the training data, by whose hours an update is cut."""
+        return [flag for flag in RECORDED if flag in self.brings.split()]
 
 
 @dataclass(frozen=True)
@@ -218,7 +226,7 @@ def read_user(script: Script, words: list[str]) -> User:
     data = ""
     while words and not words[0].startswith("-"):
         word = words.pop(0)
-        if script.recorded and word in DATA:
+        if script.recorded() and word in DATA:
             data = word
         elif len(picked) == 2:
             fail(f"the word '{word}' is too much: first come TIER and SIZE, then flags")
@@ -264,7 +272,7 @@ def read_number(name: str, what: str) -> int:
     return int(text)
 
 
-def read_machines(script: Script, user: User) -> tuple[Machines, list[str]]:
+def read_machines(user: User) -> tuple[Machines, list[str]]:
     """The processes by GPUS, NODES, NODE and HEAD, and words for the end of the command: one process
     plans for all of them."""
     gpus = read_number("GPUS", "GPUs to train on")
@@ -282,7 +290,7 @@ def read_machines(script: Script, user: User) -> tuple[Machines, list[str]]:
             return Machines(), []
         say(f"{several}: one process plans for {ranks}x{card}")
         return Machines(ranks=ranks, several=several), ["--dry_run", f"{ranks}x{card}"]
-    if ranks > 1 and (only_uses_a_model(script, user) or user.gave("--verify_gpu")):
+    if ranks > 1 and (only_uses_a_model(user) or user.gave("--verify_gpu")):
         say(f"{several} is ignored: this command runs in one process")
         return Machines(), []
     if nodes > 1:
@@ -296,16 +304,16 @@ def read_machines(script: Script, user: User) -> tuple[Machines, list[str]]:
     return Machines(gpus, nodes, node, head, ranks, several), []
 
 
-def only_uses_a_model(script: Script, user: User) -> bool:
+def only_uses_a_model(user: User) -> bool:
     """Whether the recipe trains nothing, so that it needs no row. An export without training writes
     the weights of --resume or of a released model."""
-    if user.gave(*script.uses.split()):
+    if user.gave(*USES):
         return True
     if not user.gave("--export", "--export_adapter"):
         return False
     if not user.gave("--resume", "--model_dir", "--model_file"):
         return False
-    return user.value("--resume") != "auto" and not user.gave(*script.trains.split())
+    return user.value("--resume") != "auto" and not user.gave(*TRAINS)
 
 
 def pick_size(script: Script, user: User, sizes: list[str]) -> str:
@@ -334,7 +342,7 @@ def pick_data(script: Script, user: User) -> str:
     """The word for the hours of speech in the training data, unless the user gave one."""
     if user.data:
         return user.data
-    manifest = user.value(*script.recorded.split())
+    manifest = user.value(*script.recorded())
     if not os.path.exists(manifest) and not glob.glob(manifest):
         return "large_data"
     if user.gave("--print") and not script.python:
@@ -384,10 +392,10 @@ def row_flags(script: Script, user: User, machines: Machines, rows: list[list[st
     size = pick_size(script, user, names(rows, 1))
     row, more = find_row(rows, user, size)
     data = user.data
-    if script.recorded and size != "demo":
+    if script.recorded() and size != "demo":
         data = pick_data(script, user)
     elif data:
-        flags = " or ".join(script.recorded.split())
+        flags = " or ".join(script.recorded())
         fail(f"{data} is for your own recordings: add {flags} or a model")
     batch, accumulation = cut_update(row, data, user, machines)
     letters = list(itertools.takewhile(lambda word: not word.startswith("--"), row[2:]))
@@ -425,12 +433,12 @@ def choose(script: Script, user: User) -> tuple[User, Machines, list[str]]:
         fail(f"no tier '{user.tier}': it is one of {known}; a size comes after it")
     if user.size and user.size not in sizes:
         fail(f"no size '{user.size}': it is one of {', '.join(sizes)}")
-    machines, planned = read_machines(script, user)
+    machines, planned = read_machines(user)
     flags = ["--mixed_precision"]
     if user.tier == "cpu":
         flags += ["--device", device]
     flags += script.always.split()
-    if not only_uses_a_model(script, user):
+    if not only_uses_a_model(user):
         flags += row_flags(script, user, machines, rows)
     return user, machines, [*flags, *(word for word in user.flags if word != "--print"), *planned]
 
@@ -527,7 +535,7 @@ def main() -> None:
     words += [str(ROOT / "recipes" / f"{script.recipe}.py"), *flags]
     if user.gave("--print"):
         # As bash quotes it.
-        os.execvp("bash", ["bash", "-c", "printf %s \"$0\"; printf ' %q' \"$@\"; echo", *words])
+        os.execvp("bash", ["bash", "-c", 'printf %s "$0"; printf \' %q\' "$@"; echo', *words])
     os.environ["PRESET_TIER"] = user.tier  # for best.json
     start(words, script, machines)
 
