@@ -18,6 +18,7 @@ They are added if all words before `unless` hold and none after it. A flag holds
 it, a tier, a size or a data word if it was picked, and `new` if a model from scratch has the size
 of the row. SIZE among the flags stands for the size."""
 
+import functools
 import glob
 import itertools
 import os
@@ -28,6 +29,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).absolute().parents[1]
 
@@ -61,7 +63,6 @@ DATA = {"small_data": 16, "medium_data": 48, "large_data": 0}
 # How often the processes are started anew after one of them has ended: out of memory with --sharded,
 # a machine that is lost.
 RESTARTS = "5"
-
 
 # Flags that name the training data.
 RECORDED = ("--train_csv", "--train_manifest", "--data_dir")
@@ -140,7 +141,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def fail(message: str, status: int = 2) -> None:
+def fail(message: str, status: int = 2) -> NoReturn:
     """Ends the program, by default as a usage error."""
     say(f"error: {message}")
     sys.exit(status)
@@ -345,10 +346,9 @@ def pick_data(script: Script, user: User) -> str:
     manifest = user.value(*script.recorded())
     if not os.path.exists(manifest) and not glob.glob(manifest):
         return "large_data"
+    unknown = "data: large_data (auto: the hours of speech are not known"
     if user.gave("--print") and not script.python:
-        say(
-            "data: large_data (auto: the hours of speech are not known before the packages are installed)"
-        )
+        say(f"{unknown} before the packages are installed)")
         return "large_data"
     command = [script.python or install(), str(ROOT / "speech/hours.py"), manifest]
     for flag in ("--audio_root", "--max_samples"):
@@ -356,7 +356,7 @@ def pick_data(script: Script, user: User) -> str:
             command += [flag, user.value(flag)]
     told = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     if told.returncode:
-        say("data: large_data (auto: the hours of speech are not known)")
+        say(f"{unknown})")
         return "large_data"
     word, hours = told.stdout.strip().split(" ", 1)
     say(f"data: {word} (auto: {hours} h of speech)")
@@ -405,11 +405,10 @@ def row_flags(script: Script, user: User, machines: Machines, rows: list[list[st
 
     facts = {user.tier, size, data}
     facts |= {word.partition("=")[0] for word in user.flags if word.startswith("-")}
-    # A released model has its own size, and so does, if the user gave none, a resumed one.
-    has_own_size = user.gave("--model_dir", "--model_file") or (
-        user.gave("--resume") and not user.size
-    )
-    if size != "demo" and not has_own_size:
+    # A released model has its own size. So has a resumed one, unless the user gave SIZE.
+    is_given = user.gave("--model_dir", "--model_file")
+    is_resumed = user.gave("--resume") and not user.size
+    if size != "demo" and not is_given and not is_resumed:
         facts.add("new")
     flags += added_flags(script.adds, facts, size)
     if not user.gave("--resume", "--init_from"):
@@ -418,8 +417,8 @@ def row_flags(script: Script, user: User, machines: Machines, rows: list[list[st
 
 
 def choose(script: Script, user: User) -> tuple[User, Machines, list[str]]:
-    """The user's words with a real tier, the processes, and the flags of the recipe: the preset's,
-    then the user's, which win."""
+    """The user's words with a real tier, the processes, and the command as --print shows it: the
+    preset's flags, then the user's, which win."""
     rows = read_rows(script.rows)
     tiers = names(rows, 0)
     sizes = names(rows, 1)
@@ -440,7 +439,9 @@ def choose(script: Script, user: User) -> tuple[User, Machines, list[str]]:
     flags += script.always.split()
     if not only_uses_a_model(user):
         flags += row_flags(script, user, machines, rows)
-    return user, machines, [*flags, *(word for word in user.flags if word != "--print"), *planned]
+    flags += [word for word in user.flags if word != "--print"]
+    recipe = str(ROOT / "recipes" / f"{script.recipe}.py")
+    return user, machines, [*launcher_words(script, user, machines), recipe, *flags, *planned]
 
 
 # --- the start ------------------------------------------------------------------------------------
@@ -495,6 +496,7 @@ def interface_to(host: str) -> str:
     return ""
 
 
+@functools.cache
 def install() -> str:
     """The interpreter that has the packages, after env.sh has installed what is missing."""
     command = ["bash", str(ROOT / "common/env.sh"), "ensure_python", "requirements.txt"]
@@ -504,9 +506,8 @@ def install() -> str:
     return made.stdout.strip()
 
 
-def start(words: list[str], script: Script, machines: Machines) -> None:
+def start(words: list[str], machines: Machines, python: str) -> NoReturn:
     """Replaces this program by the recipe, or by torchrun."""
-    python = script.python or install()
     if "=" in words[0]:
         name, _, value = words.pop(0).partition("=")
         os.environ[name] = value
@@ -530,14 +531,12 @@ def main() -> None:
     if user.gave("--rows"):
         print(script.rows)
         return
-    user, machines, flags = choose(script, user)
-    words = launcher_words(script, user, machines)
-    words += [str(ROOT / "recipes" / f"{script.recipe}.py"), *flags]
+    user, machines, words = choose(script, user)
     if user.gave("--print"):
         # As bash quotes it.
         os.execvp("bash", ["bash", "-c", 'printf %s "$0"; printf \' %q\' "$@"; echo', *words])
     os.environ["PRESET_TIER"] = user.tier  # for best.json
-    start(words, script, machines)
+    start(words, machines, script.python or install())
 
 
 if __name__ == "__main__":
