@@ -21,7 +21,7 @@ set -eo pipefail
 # shellcheck source=common/env.sh
 . "$(dirname "$0")/common/env.sh"
 
-usual=0.6b # the size with one of these flags, which bring a model or data; else it is demo
+usual=0.6b # the size with one of the next flags, which bring a model or data; else it is demo
 brings='--model_dir --model_file --train_manifest --from_scratch --init_from'
 light='110m 1000' # the size for a model whose file has less than 1,000 MB
 always='--output_dir runs/parakeet_tdt' # a folder of its own for each recipe
@@ -64,8 +64,8 @@ a100  0.6b 60 2 --eval_batch_size 10
 a100  nemotron 60 2 --eval_batch_size 10
 cpu   *    4 30 R
 '
-# Added if all words before the colon hold and none after `unless`: a flag that was given, a size or
-# DATA that was chosen, `new`: a model from scratch. SIZE is the size.
+# What is added if all words before the colon hold and none after `unless`: a flag that was given, a
+# size or DATA that was chosen, `new`: a model from scratch. SIZE is the size.
 adds='
 new unless --init_from: --from_scratch --model_size SIZE
 '

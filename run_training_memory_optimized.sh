@@ -15,7 +15,7 @@ set -eo pipefail
 # shellcheck source=common/env.sh
 . "$(dirname "$0")/common/env.sh"
 
-usual=optimized                 # the size
+usual=optimized # the size, where the user gives none
 
 rows='
 #tier size      batch accumulation, or flags

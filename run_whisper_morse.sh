@@ -21,7 +21,7 @@ set -eo pipefail
 # shellcheck source=common/env.sh
 . "$(dirname "$0")/common/env.sh"
 
-usual=small # the size with one of these flags, which bring a model or data; else it is demo
+usual=small # the size with one of the next flags, which bring a model or data; else it is demo
 brings='--model_dir --model_file --data_dir --train_manifest --conditions --from_scratch'
 always='--output_dir runs/whisper_morse' # a folder of its own for each recipe
 
@@ -96,12 +96,12 @@ cpu   small  4 24
 cpu   many   4 64
 cpu   *      2 48 R
 '
-# Added if all words before the colon hold and none after `unless`: a flag that was given, a size or
-# DATA that was chosen, `new`: a model from scratch. SIZE is the size.
+# What is added if all words before the colon hold and none after `unless`: a flag that was given, a
+# size or DATA that was chosen, `new`: a model from scratch. SIZE is the size.
 adds='
 new unless large many: --from_scratch --model_size SIZE
 new large: --from_scratch --model_size large-v3
 new many: --from_scratch --model_size small
-many --data_dir unless --max_steps: --num_epochs 3 # the run of the guide
+many --data_dir unless --max_steps: --num_epochs 3 # as in the guide
 '
 run whisper_morse "$@"

@@ -20,7 +20,7 @@ set -eo pipefail
 # shellcheck source=common/env.sh
 . "$(dirname "$0")/common/env.sh"
 
-usual=base # the size with one of these flags, which bring a model or data; else it is demo
+usual=base # the size with one of the next flags, which bring a model or data; else it is demo
 brings='--model_dir --model_file --train_manifest'
 always='--output_dir runs/whisper_vietnamese' # a folder of its own for each recipe
 
@@ -91,9 +91,9 @@ cpu   base   8 3
 cpu   small  4 6
 cpu   *      2 12 R
 '
-# Added if all words before the colon hold and none after `unless`: a flag that was given, a size or
-# DATA that was chosen, `new`: a model from scratch. SIZE is the size.
-# The learning rate of a new model is the guide's, not the recipe's. With large_data it is the guide's run.
+# What is added if all words before the colon hold and none after `unless`: a flag that was given, a
+# size or DATA that was chosen, `new`: a model from scratch. SIZE is the size.
+# The learning rate is the guide's, not the recipe's; with large_data all of the run is.
 adds='
 new unless large: --from_scratch --model_size SIZE --learning_rate 1e-4
 new large: --from_scratch --model_size large-v3 --learning_rate 1e-4

@@ -20,7 +20,7 @@ set -eo pipefail
 # shellcheck source=common/env.sh
 . "$(dirname "$0")/common/env.sh"
 
-usual=full # the size with one of these flags, which bring a model or data; else it is demo
+usual=full # the size with one of the next flags, which bring a model or data; else it is demo
 brings='--model_dir --train_manifest --train_csv --from_scratch --init_from'
 always='--output_dir runs/xtts_amharic' # a folder of its own for each recipe
 
@@ -44,8 +44,8 @@ t4    full 8 30
 a100  full 80 3
 cpu   full 4 60 R
 '
-# Added if all words before the colon hold and none after `unless`: a flag that was given, a size or
-# DATA that was chosen, `new`: a model from scratch. SIZE is the size.
+# What is added if all words before the colon hold and none after `unless`: a flag that was given, a
+# size or DATA that was chosen, `new`: a model from scratch. SIZE is the size.
 adds='
 demo unless --resume: --from_scratch --model_size demo --dropout 0.05
 new --from_scratch: --from_scratch --model_size full

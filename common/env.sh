@@ -25,7 +25,7 @@ help_if_asked() {
 
 # --- the Python environment ---
 
-OTHERS='python3.12 python3.11 python3.13 python3.10' # where the active one is too old
+OTHERS=(python3.12 python3.11 python3.13 python3.10) # where the active one is too old
 
 # is_supported PYTHON: whether this interpreter runs, and torch has wheels for its version.
 is_supported() { "$1" -c 'import sys; assert (3, 10) <= sys.version_info < (3, 15)' 2>/dev/null; }
@@ -112,7 +112,7 @@ install() {
   if [ ! -s "$lock" ] && meets "$PYTHON" "$needed"; then return; fi
 
   if [ -s "$lock" ] || ! "$PYTHON" -c '' 2>/dev/null; then
-    find_base "$active" $OTHERS
+    find_base "$active" "${OTHERS[@]}"
     # Colab and conda bring torch: a .venv on top of them only needs the missing packages. A venv
     # cannot be such a base, because one that is made from it does not see its packages.
     if "$base" -c 'import sys; assert sys.prefix == sys.base_prefix' 2>/dev/null &&
@@ -158,7 +158,7 @@ run() {
     python=$PYTHON
     base=$PYTHON
   else
-    find_base "$active" "$PYTHON" $OTHERS
+    find_base "$active" "$PYTHON" "${OTHERS[@]}"
   fi
   exec "$base" -I "$ROOT/common/preset.py" recipe="$recipe" rows="$rows" adds="$adds" \
     usual="$usual" brings="$brings" light="$light" always="$always" python="$python" -- "$@"

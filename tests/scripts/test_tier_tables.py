@@ -1,7 +1,6 @@
 """The tables in the recipes' pages are those of the preset scripts."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import pytest
 
 from benchmarks import tier_tables as tables
 from common.preset import LETTERS, names
+from tests import presets
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "benchmarks/tier_tables.py"
@@ -68,22 +68,15 @@ def table_of(page: str) -> tuple[list[str], dict[str, list[str]]]:
 
 def printed(script: str, *words: str) -> list[str] | None:
     """The command of a preset, or None if it is refused."""
-    result = subprocess.run(
-        [ROOT / script, *words, "--print"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "GPUS": ""},
-        timeout=60,
-    )
-    if "does not fit" in result.stderr:
+    found = presets.answer(script, *words)
+    if "does not fit" in found.said:
         return None
-    assert result.returncode == 0
-    return result.stdout.split()
+    assert found.status == 0
+    return found.command
 
 
 def cut_of(words: list[str]) -> str:
-    batch = words[words.index("--batch_size") + 1]
-    accumulation = words[words.index("--gradient_accumulation_steps") + 1]
+    batch, accumulation = presets.cut_of(words)
     return f"{batch} x {accumulation}"
 
 
