@@ -361,35 +361,17 @@ def test_only_from_scratch_asks_for_an_xtts_with_random_weights():
     assert update_of(words) == 240 and not resolved(XTTS, words).from_scratch
 
 
-@pytest.mark.parametrize(
-    ("script", "tier", "size", "other"),
-    [
-        (VIETNAMESE, "16gb", "turbo", "tiny"),
-        (MORSE, "16gb", "turbo", "tiny"),
-        (PARAKEET, "8gb", "0.6b", "110m"),
-    ],
-)
-def test_a_users_flags_win_over_the_rows(script, tier, size, other):
-    args = args_of(script, tier, size, *MODEL, "--batch_size", "1", "--no_gradient_checkpointing")
+def test_a_users_flags_win_over_the_rows():
+    mine = ["--batch_size", "1", "--no_gradient_checkpointing"]
+    args = args_of(PARAKEET, "8gb", "0.6b", *MODEL, *mine)
     assert args.batch_size == 1 and not args.gradient_checkpointing
     assert args.optimizer == "adamw_8bit"
     # A user's option takes the place of the row's that it excludes.
-    args = args_of(script, tier, size, *MODEL, "--use_cpu_offload")
+    args = args_of(PARAKEET, "8gb", "0.6b", *MODEL, "--use_cpu_offload")
     assert args.optimizer == "adamw" and args.use_cpu_offload
-    mine = [f"--model_size={other}", "--learning_rate=1e-3", "--output_dir", "elsewhere"]
-    args = args_of(script, "cpu", *DATA, *mine)
-    assert (args.model_size, args.learning_rate, args.output_dir) == (other, 1e-3, "elsewhere")
-
-
-def test_xttss_flags_of_the_replaced_project_win_over_the_rows():
-    mine = (
-        "--train_csv t.csv --output_path there --grad_acumm 2 --batch_size 8 --num_epochs 10"
-        " --enable_grad_checkpoint --enable_sdpa --enable_mixed_precision"
-    )
-    args = args_of(XTTS, "16gb", "small_data", *MODEL, *mine.split())
-    assert (args.output_dir, args.gradient_accumulation_steps, args.batch_size) == ("there", 2, 8)
-    assert (args.num_epochs, args.warmup_steps, args.mixed_precision) == (10, None, "auto")
-    assert args.gradient_checkpointing and args.sdpa
+    mine = ["--model_size=tiny", "--learning_rate=1e-3", "--output_dir", "elsewhere"]
+    args = args_of(VIETNAMESE, "cpu", *DATA, *mine)
+    assert (args.model_size, args.learning_rate, args.output_dir) == ("tiny", 1e-3, "elsewhere")
 
 
 # --- how much speech there is ---------------------------------------------------------------------
@@ -679,44 +661,36 @@ print(*memory, sep="\\n")
     return tmp_path / "memory"
 
 
-@pytest.mark.parametrize(
-    ("cards", "visible", "tier"),
-    [
-        ("81559", None, "a100"),
-        ("40960", None, "24gb"),
-        ("24564", None, "24gb"),
-        ("23028", None, "24gb"),
-        ("16376", None, "16gb"),
-        ("15360", None, "t4"),
-        ("15109", None, "t4"),
-        ("12288", None, "8gb"),  # this table has no 12gb
-        ("8192", None, "8gb"),
-        ("7900", None, "8gb"),
-        ("6144", None, "6gb"),
-        ("5900", None, "6gb"),
-        ("4096", None, "4gb"),
-        ("2048", None, "4gb"),
-        ("[N/A]", None, "4gb"),
-        ("", None, "cpu"),
-        ("81559 6144", "1", "6gb"),
-        ("81559 6144", "1,0", "6gb"),
-        ("81559 6144", "GPU-1", "6gb"),
-        ("6144 81559", "0", "6gb"),
-        ("81559", "", "cpu"),
-        ("81559", "-1", "cpu"),
-        ("81559", "MIG-2f1a", "4gb"),
-        ("", "MIG-2f1a", "cpu"),
-    ],
-)
-def test_the_tier_follows_the_first_visible_gpu(gpus, cards, visible, tier):
-    gpus.write_text("\n".join(cards.split()))
-    extra = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    found = answer(KONKANI, **extra)
-    assert found.said == f"tier: {tier} (auto)\n"
-    if tier == "cpu":  # torch has the last word on the GPU
-        assert value(found.command, "--device") == "auto"
-    else:
-        assert "--device" not in found.command
+SEEN = """
+81559 a100
+40960 24gb
+23028 24gb
+16376 16gb
+15109 t4
+12288 8gb  # this table has no 12gb
+7900 8gb
+5900 6gb
+2048 4gb
+[N/A] 4gb
+none cpu
+"""
+CHOSEN = [("1", "6gb"), ("1,0", "6gb"), ("GPU-1", "6gb"), ("0", "a100"), ("", "cpu"), ("-1", "cpu")]
+
+
+def test_the_tier_follows_the_memory(gpus):
+    for memory, tier in preset.read_rows(SEEN):
+        gpus.write_text(memory.replace("none", ""))
+        found = answer(KONKANI)
+        assert found.said == f"tier: {tier} (auto)\n"
+        # Torch has the last word on the GPU.
+        device = ["--device", "auto"] if tier == "cpu" else []
+        assert found.command[3 : 3 + len(device)] == device
+
+
+@pytest.mark.parametrize(("visible", "tier"), [*CHOSEN, ("MIG-2f1a", "4gb")])
+def test_the_tier_is_that_of_the_first_visible_gpu(gpus, visible, tier):
+    gpus.write_text("81559\n6144")
+    assert answer(KONKANI, CUDA_VISIBLE_DEVICES=visible).said == f"tier: {tier} (auto)\n"
 
 
 def test_every_script_picks_from_the_tiers_of_its_table(gpus):
