@@ -93,6 +93,8 @@ TABLE = """
 #tier size  batch accumulation what
 *     small + --keep_last 3
 big   small 4 2 R H --eval_batch_size 8 # a comment; 8 is a number here
+big   huge  S 1 8 R
+big   huge  L 1 9 R
 big   huge  ! small or tiny
 *     *     2 4
 """
@@ -106,7 +108,9 @@ def test_a_table_alone_is_a_script():
     for words in (["big"], ["big", "small"]):
         expected = f"--mixed_precision {cut} --use_cpu_offload states {more}".split()
         assert flags_of(script, *words) == expected
-    assert error_of(script, "big", "huge").endswith("tier big: take small or tiny")
+    assert error_of(script, "big", "huge").endswith("big: take small or tiny, or add --lora 32")
+    assert cut_of(flags_of(script, "big", "huge", "--sharded")) == (1, 8)
+    assert cut_of(flags_of(script, "big", "huge", "--lora", "32")) == (1, 9)
     message = error_of(replace(script, rows=TABLE.replace("R H", "R X")), "big", status=1)
     assert message.endswith("size small has an unknown letter, X")
     rows = TABLE.replace("*     *     2 4", "tiny  small 2 4")
@@ -377,22 +381,24 @@ def test_a_users_flags_win_over_the_rows():
 # --- how much speech there is ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", WITH_DEMO)
-def test_little_speech_has_smaller_updates_in_every_row(script):
-    for tier, size in places(script):
-        if size == "demo":
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_little_speech_and_several_gpus_cut_the_update_of_every_row(script):
+    """Into the largest micro-batches of the row that divide a GPU's share. All else stays."""
+    cuts = [("large_data", 256, 1), ("small_data", 16, 1), ("medium_data", 48, 1)]
+    cuts += [("", 256, 2), ("", 256, 8)]
+    for (tier, size), (data, most, gpus) in itertools.product(places(script), cuts):
+        if data and (script == KONKANI or size == "demo"):
             continue
-        batch = row_of(script, tier, size)[0]
-        whole = flags_of(script, tier, size, "large_data", *MODEL)
-        assert whole == flags_of(script, tier, size, *MODEL)
-        for word, update in {"small_data": 16, "medium_data": 48}.items():
-            words = flags_of(script, tier, size, word, *MODEL)
-            update = min(update, update_of(whole))
-            assert update_of(words) == update
-            assert cut_of(words)[0] == max(n for n in range(1, batch + 1) if update % n == 0)
-            for flag in ("--batch_size", "--gradient_accumulation_steps"):
-                words[words.index(flag) + 1] = value(whole, flag)
-            assert words == whole
+        given = [tier, size, *model_for(script, size)]
+        one = flags_of(script, *given)
+        words = flags_of(script, *data.split(), *given, GPUS=str(gpus))
+        share = min(most, update_of(one)) // gpus
+        batch = cut_of(one)[0]
+        batch = max(number for number in range(1, batch + 1) if share % number == 0)
+        assert cut_of(words) == (batch, share // batch), (tier, size, data, gpus)
+        for flag in ("--batch_size", "--gradient_accumulation_steps"):
+            words[words.index(flag) + 1] = value(one, flag)
+        assert words == one
 
 
 def test_the_word_for_the_data_stands_beside_tier_and_size():
@@ -463,37 +469,6 @@ ONE_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"  # for every start of the pro
 def machine(number: str, gpus: str = "1") -> dict[str, str]:
     """What a user sets on one of two machines."""
     return {"NODES": "2", "NODE": number, "HEAD": "a.b:29500", "GPUS": gpus}
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_several_gpus_share_the_update_of_every_row(script):
-    for tier, size in places(script):
-        one = flags_of(script, tier, size, *model_for(script, size))
-        for gpus in (2, 8):
-            words = flags_of(script, tier, size, *model_for(script, size), GPUS=str(gpus))
-            assert update_of(words) * gpus == update_of(one), (tier, size)
-            assert cut_of(words)[0] <= cut_of(one)[0]
-            for flag in ("--batch_size", "--gradient_accumulation_steps"):
-                words[words.index(flag) + 1] = value(one, flag)
-            assert words == one
-
-
-@pytest.mark.parametrize(
-    ("script", "words", "gpus", "cut"),
-    [
-        (KONKANI, "16gb", "2", (4, 1)),
-        (KONKANI, "t4", "8", (1, 1)),
-        (VIETNAMESE, "16gb small", "3", (8, 1)),
-        (MORSE, "24gb medium", "3", (4, 8)),
-        (PARAKEET, "8gb 0.6b", "2", (6, 10)),
-        (XTTS, "a100 --from_scratch", "2", (60, 2)),
-    ],
-)
-def test_a_gpus_share_is_in_the_largest_micro_batches_that_divide_it(script, words, gpus, cut):
-    found = answer(script, *words.split(), GPUS=gpus)
-    launcher = ["torchrun", "--standalone", "--nproc_per_node", gpus]
-    assert found.command[:4] == launcher and not found.said
-    assert cut_of(found.command) == cut
 
 
 def test_an_update_that_gpus_does_not_divide_is_a_usage_error_unless_the_user_cuts_it():
@@ -601,16 +576,6 @@ def test_sharded_excludes_nothing_of_a_row(script):
             args = args_of(script, tier, size, *MODEL, "--sharded")
             assert (args.optimizer, args.use_cpu_offload) == ("adamw", None)
             assert args.gradient_checkpointing == ("R" in row[2])
-
-
-@pytest.mark.parametrize("script", WHISPERS)
-def test_a_whole_large_model_is_sharded_where_one_card_holds_a_part(script):
-    for tier in ("t4", "16gb"):
-        words = flags_of(script, tier, "large", "--sharded", "--from_scratch", GPUS="2")
-        args = resolved(script, words)
-        assert not args.freeze_encoder and args.gradient_checkpointing
-        assert 2 * update_of(words) == UPDATES[script]["large"]
-        assert row_of(script, tier, "large")[2] in ("RF8", "RG")  # without --sharded
 
 
 @pytest.mark.parametrize(
