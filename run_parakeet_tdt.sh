@@ -21,10 +21,10 @@ set -eo pipefail
 # shellcheck source=common/env.sh
 . "$(dirname "$0")/common/env.sh"
 
-uses=(--transcribe --evaluate) # with one of these the recipe trains nothing
-recorded=(--train_manifest)    # names the training data
-# With --export and a model it trains nothing either, unless one of these is given.
-trains=(--train_manifest --from_scratch --max_steps --num_epochs --dry_run --verify_gpu)
+usual=0.6b # the size with one of the next flags, which bring a model or data; else it is demo
+brings='--model_dir --model_file --train_manifest --from_scratch --init_from'
+light='110m 1000' # the size for a model whose file has less than 1,000 MB
+always='--output_dir runs/parakeet_tdt' # a folder of its own for each recipe
 
 # R: --gradient_checkpointing, 8: --optimizer adamw_8bit, G: --use_cpu_offload gradients,
 # W: --use_cpu_offload weights. S: counts with --sharded only, L with --lora only
@@ -64,18 +64,9 @@ a100  0.6b 60 2 --eval_batch_size 10
 a100  nemotron 60 2 --eval_batch_size 10
 cpu   *    4 30 R
 '
-read_arguments "$@"
-flags+=(--output_dir runs/parakeet_tdt) # a folder of its own for each recipe
-if only_uses_a_model; then run parakeet_tdt; fi
-usual=0.6b
-released=$(value_of --model_file --model_dir)
-for file in "$released" "$released"/model.safetensors "$released"/*.nemo; do
-  if [ -f "$file" ] && [ "$(du -Lm "$file" | cut -f 1)" -lt 1000 ]; then usual=110m; fi
-done
-size_or_demo "$usual" --model_dir --model_file --train_manifest --from_scratch --init_from
-pick_row
-if is_new_model && ! given --init_from; then
-  flags+=(--from_scratch --model_size "$size")
-fi
-resume_unless_given
-run parakeet_tdt
+# What is added if all words before the colon hold and none after `unless`: a flag that was given, a
+# size or DATA that was chosen, `new`: a model from scratch. SIZE is the size.
+adds='
+new unless --init_from: --from_scratch --model_size SIZE
+'
+run parakeet_tdt "$@"

@@ -15,15 +15,14 @@ set -eo pipefail
 # shellcheck source=common/env.sh
 . "$(dirname "$0")/common/env.sh"
 
-uses=(--transcribe --evaluate) # with one of these the recipe trains nothing
-# With --export and --resume it trains nothing either, unless one of these is given.
-trains=(--train_manifest --max_steps --num_epochs --dry_run --verify_gpu)
+usual=optimized # the size, where the user gives none
 
 rows='
 #tier size      batch accumulation, or flags
 *     minimal   + --d_model 128 --encoder_layers 6 --decoder_layers 3
 *     optimized + --d_model 192 --encoder_layers 8 --decoder_layers 4
 *     original  + --d_model 256 --encoder_layers 12 --decoder_layers 6
+*     *         + --empty_cache_every 50
 4gb   *         8 1
 6gb   *         8 1
 8gb   *         8 1
@@ -33,10 +32,4 @@ t4    *         2 4
 a100  *         8 1
 cpu   *         8 1
 '
-read_arguments "$@"
-if only_uses_a_model; then run konkani_conformer; fi
-size=${size_given:-optimized}
-pick_row
-flags+=(--empty_cache_every 50)
-resume_unless_given
-run konkani_conformer
+run konkani_conformer "$@"

@@ -10,7 +10,6 @@
 set -eo pipefail
 # shellcheck source=common/env.sh
 . "$(dirname "$0")/common/env.sh"
-arguments=("$@")
-if given --help -h; then print_help; fi
+help_if_asked "$@"
 ensure_python requirements.txt requirements-webui.txt
 exec "$PYTHON" "$ROOT/webui/app.py" "$@"

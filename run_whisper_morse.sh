@@ -21,11 +21,9 @@ set -eo pipefail
 # shellcheck source=common/env.sh
 . "$(dirname "$0")/common/env.sh"
 
-uses=(--transcribe --evaluate --write_dataset) # with one of these the recipe trains nothing
-recorded=(--train_manifest --data_dir) # name the training data
-# With --export and a model it trains nothing either, unless one of these is given.
-trains=(--train_manifest --data_dir --conditions --from_scratch --max_steps --num_epochs)
-trains+=(--dry_run --verify_gpu)
+usual=small # the size with one of the next flags, which bring a model or data; else it is demo
+brings='--model_dir --model_file --data_dir --train_manifest --conditions --from_scratch'
+always='--output_dir runs/whisper_morse' # a folder of its own for each recipe
 
 # R: --gradient_checkpointing, F: --freeze_encoder, 8: --optimizer adamw_8bit, H: --use_cpu_offload,
 # G: --use_cpu_offload gradients, W: --use_cpu_offload weights. S: counts with --sharded only.
@@ -98,17 +96,12 @@ cpu   small  4 24
 cpu   many   4 64
 cpu   *      2 48 R
 '
-read_arguments "$@"
-flags+=(--output_dir runs/whisper_morse) # a folder of its own for each recipe
-if only_uses_a_model; then run whisper_morse; fi
-size_or_demo small --model_dir --model_file --data_dir --train_manifest --conditions --from_scratch
-pick_row
-if is_new_model; then
-  model_size=${size/#large/large-v3}
-  flags+=(--from_scratch --model_size "${model_size/#many/small}")
-fi
-if [ "$size" = many ] && given --data_dir; then # the guide's run
-  given --max_steps || flags+=(--num_epochs 3)
-fi
-resume_unless_given
-run whisper_morse
+# What is added if all words before the colon hold and none after `unless`: a flag that was given, a
+# size or DATA that was chosen, `new`: a model from scratch. SIZE is the size.
+adds='
+new unless large many: --from_scratch --model_size SIZE
+new large: --from_scratch --model_size large-v3
+new many: --from_scratch --model_size small
+many --data_dir unless --max_steps: --num_epochs 3 # as in the guide
+'
+run whisper_morse "$@"

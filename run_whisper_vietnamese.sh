@@ -20,10 +20,9 @@ set -eo pipefail
 # shellcheck source=common/env.sh
 . "$(dirname "$0")/common/env.sh"
 
-uses=(--transcribe --evaluate) # with one of these the recipe trains nothing
-recorded=(--train_manifest)    # names the training data
-# With --export and a model it trains nothing either, unless one of these is given.
-trains=(--train_manifest --from_scratch --max_steps --num_epochs --dry_run --verify_gpu)
+usual=base # the size with one of the next flags, which bring a model or data; else it is demo
+brings='--model_dir --model_file --train_manifest'
+always='--output_dir runs/whisper_vietnamese' # a folder of its own for each recipe
 
 # R: --gradient_checkpointing, F: --freeze_encoder, 8: --optimizer adamw_8bit, H: --use_cpu_offload,
 # G: --use_cpu_offload gradients, W: --use_cpu_offload weights. S: counts with --sharded only, L with
@@ -92,20 +91,15 @@ cpu   base   8 3
 cpu   small  4 6
 cpu   *      2 12 R
 '
-read_arguments "$@"
-flags+=(--output_dir runs/whisper_vietnamese) # a folder of its own for each recipe
-if only_uses_a_model; then run whisper_vietnamese; fi
-size_or_demo base --model_dir --model_file --train_manifest
-pick_row
-if is_new_model; then
-  # The guide's learning rate, not the recipe's.
-  flags+=(--from_scratch --model_size "${size/#large/large-v3}" --learning_rate 1e-4)
-fi
-if given --train_manifest; then flags+=(--max_target_tokens 256); fi
-if given --train_manifest && [ "$data" = large_data ]; then # the guide's run
-  given --num_epochs || flags+=(--max_steps 50000)
-  flags+=(--warmup_steps 1000 --lr_schedule cosine --eval_every 1000 --save_every 1000)
-  flags+=(--keep_last 5)
-fi
-resume_unless_given
-run whisper_vietnamese
+# What is added if all words before the colon hold and none after `unless`: a flag that was given, a
+# size or DATA that was chosen, `new`: a model from scratch. SIZE is the size.
+# The learning rate is the guide's, not the recipe's; with large_data all of the run is.
+adds='
+new unless large: --from_scratch --model_size SIZE --learning_rate 1e-4
+new large: --from_scratch --model_size large-v3 --learning_rate 1e-4
+--train_manifest: --max_target_tokens 256
+--train_manifest large_data unless --num_epochs: --max_steps 50000
+--train_manifest large_data: --warmup_steps 1000 --lr_schedule cosine
+--train_manifest large_data: --eval_every 1000 --save_every 1000 --keep_last 5
+'
+run whisper_vietnamese "$@"

@@ -20,10 +20,9 @@ set -eo pipefail
 # shellcheck source=common/env.sh
 . "$(dirname "$0")/common/env.sh"
 
-uses=(--synthesize --evaluate) # with one of these the recipe trains nothing
-recorded=(--train_csv --train_manifest) # name the training data
-# With --export and a model it trains nothing either, unless one of these is given.
-trains=(--train_csv --train_manifest --from_scratch --max_steps --num_epochs --dry_run --verify_gpu)
+usual=full # the size with one of the next flags, which bring a model or data; else it is demo
+brings='--model_dir --train_manifest --train_csv --from_scratch --init_from'
+always='--output_dir runs/xtts_amharic' # a folder of its own for each recipe
 
 # R: --gradient_checkpointing, 8: --optimizer adamw_8bit, G: --use_cpu_offload gradients,
 # W: --use_cpu_offload weights. S: counts with --sharded only, L with --lora only
@@ -45,15 +44,11 @@ t4    full 8 30
 a100  full 80 3
 cpu   full 4 60 R
 '
-read_arguments "$@"
-flags+=(--output_dir runs/xtts_amharic) # a folder of its own for each recipe
-if only_uses_a_model; then run xtts_amharic; fi
-size_or_demo full --model_dir --train_manifest --train_csv --from_scratch --init_from
-pick_row
-if [ "$size" = demo ] && ! given --resume; then
-  flags+=(--from_scratch --model_size demo --dropout 0.05)
-elif is_new_model && { given --from_scratch || ! given "${recorded[@]}" --init_from; }; then
-  flags+=(--from_scratch --model_size full)
-fi
-resume_unless_given
-run xtts_amharic
+# What is added if all words before the colon hold and none after `unless`: a flag that was given, a
+# size or DATA that was chosen, `new`: a model from scratch. SIZE is the size.
+adds='
+demo unless --resume: --from_scratch --model_size demo --dropout 0.05
+new --from_scratch: --from_scratch --model_size full
+new unless --from_scratch --train_csv --train_manifest --init_from: --from_scratch --model_size full
+'
+run xtts_amharic "$@"

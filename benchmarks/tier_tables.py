@@ -2,7 +2,7 @@
 
     python benchmarks/tier_tables.py [--check]
 
-The rows are what each script prints with --rows; common/env.sh describes their form. Their memory
+The rows are what each script prints with --rows; common/preset.py describes their form. Their memory
 is in tiers.json, which benchmarks/tiers.py writes, and what was measured of it in measured.json,
 which `benchmarks/on_gpu.py --write_measured` writes. --check writes nothing and fails if a page is
 not up to date."""
@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from common import preset
+
 BEGIN = "<!-- tiers: begin -->"
 END = "<!-- tiers: end -->"
 CARDS = {"16gb": "RTX 4080", "a100": "80 GB"}
@@ -78,8 +81,7 @@ class Outdated(Exception):
 def read_rows(script: str) -> list[list[str]]:
     """The words of each row of a script's table, without comments."""
     result = subprocess.run([ROOT / script, "--rows"], check=True, capture_output=True, text=True)
-    lines = [line.split("#")[0].split() for line in result.stdout.splitlines()]
-    return [words for words in lines if words]
+    return preset.read_rows(result.stdout)
 
 
 def predictions_file() -> Path:
@@ -113,18 +115,13 @@ def measurements(script: str, rows: list[list[str]]) -> dict[tuple[str, str], di
     return found
 
 
-def names(rows: list[list[str]], column: int) -> list[str]:
-    """The words in a column, each once."""
-    return list(dict.fromkeys(row[column] for row in rows if row[column] != "*"))
-
-
 def sizes_of(rows: list[list[str]]) -> list[str]:
     """The sizes of a table, without the demo, whose row is the same in every tier."""
-    return [size for size in names(rows, 1) if size != "demo"]
+    return [size for size in preset.names(rows, 1) if size != "demo"]
 
 
 def row_of(rows: list[list[str]], tier: str, size: str) -> list[str]:
-    """The row that counts without --sharded and --lora, as `pick_row` in common/env.sh chooses it."""
+    """The row that counts without --sharded and --lora, as `find_row` in common/preset.py chooses it."""
     for row in rows:
         if row[0] in (tier, "*") and row[1] in (size, "*") and row[2] not in ("+", "S", "L"):
             return row
@@ -142,7 +139,7 @@ def cell(row: list[str]) -> str:
 def planned_rows(rows: list[list[str]]) -> list[tuple[str, str, str]]:
     """Tier, size and cell of each row that needs a GPU."""
     found = []
-    for tier, size in itertools.product(names(rows, 0), sizes_of(rows)):
+    for tier, size in itertools.product(preset.names(rows, 0), sizes_of(rows)):
         text = cell(row_of(rows, tier, size))
         if tier != "cpu" and text != "-":
             found.append((tier, size, text))
@@ -190,7 +187,7 @@ def table_of_rows(rows: list[list[str]], gib: dict[tuple[str, str], str]) -> str
     for size in sizes_of(rows):
         header.append("`many` (small)" if size == "many" else f"`{size}`")
     lines = []
-    for tier in names(rows, 0):
+    for tier in preset.names(rows, 0):
         line = [label(tier)]
         for size in sizes_of(rows):
             text = cell(row_of(rows, tier, size))
@@ -204,11 +201,14 @@ def table_of_rows(rows: list[list[str]], gib: dict[tuple[str, str], str]) -> str
 def table_of_sizes(rows: list[list[str]], gib: dict[tuple[str, str], str]) -> str:
     """Each tier's row, which all sizes share, and the GiB of each size, whose shape is in the
     table's rows of the form "* SIZE + --d_model D --encoder_layers E --decoder_layers D"."""
-    shapes = {row[1]: f"({row[4]}, {row[6]}+{row[8]})" for row in rows if row[2] == "+"}
+    shapes = {}
+    for _, size, mark, *flags in rows:
+        if mark == "+" and size != "*":
+            shapes[size] = f"({flags[1]}, {flags[3]}+{flags[5]})"
     header = ["tier", "micro-batch x accumulation"]
     header += [f"`{size}` {shape}" for size, shape in shapes.items()]
     lines = []
-    for tier in names(rows, 0):
+    for tier in preset.names(rows, 0):
         texts = {cell(row_of(rows, tier, size)) for size in shapes}
         assert len(texts) == 1, f"tier {tier}: the sizes have different rows"
         line = [label(tier), *texts]
@@ -232,7 +232,7 @@ def note(rows: list[list[str]], cells: str, longest: str, measured: dict) -> str
     some were `measured`."""
     cells_of_table = [
         cell(row_of(rows, tier, size))
-        for tier, size in itertools.product(names(rows, 0), sizes_of(rows))
+        for tier, size in itertools.product(preset.names(rows, 0), sizes_of(rows))
     ]
     letters = {letter for text in cells_of_table for letter in text.split()[3:]}
     torch = ".".join(predictions()["torch"].split(".")[:2])

@@ -28,17 +28,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import tier_tables
+from common.preset import LETTERS
 from dry_run.cards import split_count
 
-FLAGS = {
-    "R": ["--gradient_checkpointing"],
-    "F": ["--freeze_encoder"],
-    "8": ["--optimizer", "adamw_8bit"],
-    "H": ["--use_cpu_offload"],
-    "G": ["--use_cpu_offload", "gradients"],
-    "W": ["--use_cpu_offload", "weights"],
-    "S": ["--sharded"],
-}
+FLAGS = {**LETTERS, "S": ["--sharded"]}
 USUAL = ("-", "R", "8", "R8", "H", "RH", "G", "RG", "W", "RW")
 FROZEN = ("F", "RF", "F8", "RF8", "FH", "RFH")
 GIB = {"MiB": 1 / 1024, "GiB": 1.0}

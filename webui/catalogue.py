@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common import options
+from common import options, preset
 from common.errors import RunError, UsageError, first_line
 from speech.columns import printable
 
@@ -150,10 +150,8 @@ def _first_sentence(text: str) -> str:
 def _rows(script: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The tiers and sizes in the table of a script, the smallest tier first."""
     _, table, _ = run_script(script, "--rows")
-    rows = [line.split() for line in table.splitlines()]
-    rows = [row for row in rows if len(row) > 1 and not row[0].startswith("#")]
-    columns = [dict.fromkeys(row[i] for row in rows if row[i] != "*") for i in range(2)]
-    return tuple(columns[0]), tuple(columns[1])
+    rows = [row for row in preset.read_rows(table) if len(row) > 1]
+    return tuple(preset.names(rows, 0)), tuple(preset.names(rows, 1))
 
 
 def run_script(script: Path, *words: str) -> tuple[int, str, str]:

@@ -1,7 +1,6 @@
 """The tables in the recipes' pages are those of the preset scripts."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -10,20 +9,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks import tier_tables as tables
+from common.preset import LETTERS, names
+from tests import presets
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "benchmarks/tier_tables.py"
 PREDICTIONS = "benchmarks/tiers.json"
 SCRIPTS = {Path(known.page).stem: script for script, known in tables.SCRIPTS.items()}
 PAGE = "# Title\n\n<!-- tiers: begin -->\nold\n<!-- tiers: end -->\n\nThe end.\n"
-LETTERS = {
-    "R": ["--gradient_checkpointing"],
-    "F": ["--freeze_encoder"],
-    "8": ["--optimizer", "adamw_8bit"],
-    "H": ["--use_cpu_offload", "states"],
-    "G": ["--use_cpu_offload", "gradients"],
-    "W": ["--use_cpu_offload", "weights"],
-}
 
 
 def tier_tables(root: Path, *arguments: str) -> subprocess.CompletedProcess:
@@ -35,7 +28,7 @@ def tier_tables(root: Path, *arguments: str) -> subprocess.CompletedProcess:
 def written(tmp_path_factory) -> Path:
     """A copy of the scripts, made-up pages and predictions, with their tables written."""
     root = tmp_path_factory.mktemp("project")
-    for name in [COMMAND, "common/env.sh", *SCRIPTS.values()]:
+    for name in [COMMAND, "common/env.sh", "common/preset.py", *SCRIPTS.values()]:
         (root / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     (root / "recipes").mkdir()
@@ -75,22 +68,15 @@ def table_of(page: str) -> tuple[list[str], dict[str, list[str]]]:
 
 def printed(script: str, *words: str) -> list[str] | None:
     """The command of a preset, or None if it is refused."""
-    result = subprocess.run(
-        [ROOT / script, *words, "--print"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "GPUS": ""},
-        timeout=60,
-    )
-    if "does not fit" in result.stderr:
+    found = presets.answer(script, *words)
+    if "does not fit" in found.said:
         return None
-    assert result.returncode == 0
-    return result.stdout.split()
+    assert found.status == 0
+    return found.command
 
 
 def cut_of(words: list[str]) -> str:
-    batch = words[words.index("--batch_size") + 1]
-    accumulation = words[words.index("--gradient_accumulation_steps") + 1]
+    batch, accumulation = presets.cut_of(words)
     return f"{batch} x {accumulation}"
 
 
@@ -102,7 +88,7 @@ def test_every_cell_is_what_the_script_prints(written, recipe):
     table = tables.read_rows(script)
     header, rows = table_of(page_of(written, recipe))
     sizes = [cell.split("`")[1] for cell in header[1:]]
-    assert sizes == tables.sizes_of(table) and list(rows) == tables.names(table, 0)
+    assert sizes == tables.sizes_of(table) and list(rows) == names(table, 0)
     for tier, cells in rows.items():
         for size, cell in zip(sizes, cells, strict=True):
             words = printed(script, tier, size, "--model_dir", "model")
@@ -126,7 +112,7 @@ def test_konkanis_table_has_cuts_and_predictions(written):
     header, tiers = table_of(page_of(written, "konkani_conformer"))
     shapes = {"minimal": "128, 6+3", "optimized": "192, 8+4", "original": "256, 12+6"}
     assert header[2:] == [f"`{size}` ({shape})" for size, shape in shapes.items()]
-    assert list(tiers) == tables.names(tables.read_rows(script), 0)
+    assert list(tiers) == names(tables.read_rows(script), 0)
     for tier, (cut, *cells) in tiers.items():
         assert cut == cut_of(printed(script, tier))
         if tier == "cpu":

@@ -61,7 +61,7 @@ cpu   little 4 2 R
 @pytest.fixture
 def project(tmp_path, monkeypatch) -> Path:
     """A copy of the scripts with a stub for XTTS's recipe; `benchmarks` writes there."""
-    for name in ["common/env.sh", SCRIPT, PAGE]:
+    for name in ["common/env.sh", "common/preset.py", SCRIPT, PAGE]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     text = (tmp_path / SCRIPT).read_text(encoding="utf-8")

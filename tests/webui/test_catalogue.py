@@ -80,7 +80,8 @@ def copied(tmp_path: Path, script: bool) -> catalogue.Recipe:
         text = text.replace("konkani_conformer", "mine")
         (tmp_path / "run_mine.sh").write_text(text)
         (tmp_path / "common").mkdir()
-        shutil.copy(catalogue.ROOT / "common" / "env.sh", tmp_path / "common")
+        for name in ("env.sh", "preset.py"):
+            shutil.copy(catalogue.ROOT / "common" / name, tmp_path / "common")
     return catalogue.find_recipes(tmp_path / "recipes")["mine"]
 
 
