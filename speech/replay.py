@@ -80,8 +80,6 @@ def resolve(args) -> dict[str, str]:
     paths = getattr(args, "watch_manifest", None) or []
     for number, path in enumerate(paths):
         place = Path(path)
-        if "*" in place.name:  # many files of one folder
-            place = place.parent
         name = WATCHED + printable(place.stem)
         if name in found:
             name = WATCHED + printable(f"{place.absolute().parent.name}/{place.stem}")

@@ -25,7 +25,7 @@ def resolved(*flags):
 def test_sets_are_called_after_their_files():
     args = parse(
         *("--replay_manifest", "old.json", "--watch_manifest", "a/dev.json"),
-        *("--watch_manifest", "b/dev.json", "--watch_manifest", "shards/*.parquet"),
+        *("--watch_manifest", "b/dev.json"),
     )
     assert args.replay_share == 0.1 and args.stop_when_watched_rises is None
     assert splits.resolve(args).manifests == {
@@ -33,7 +33,6 @@ def test_sets_are_called_after_their_files():
         "replay": "old.json",
         "watched dev": "a/dev.json",
         "watched b/dev": "b/dev.json",
-        "watched shards": "shards/*.parquet",
     }
     sets = replay.watched({"val": 1, "replay": 2, "watched dev": 3})
     assert sets == {"dev": 3}
