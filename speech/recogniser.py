@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ import torch
 
 from common import batches, files, memory, options, watching
 from common.device import Setup
-from common.errors import DataError, RunError, UsageError, cannot_write, reader_has_gone
+from common.errors import DataError, RunError, UsageError, cannot_write
 from speech import metrics, subtitles
 from speech.audio import SAMPLE_RATE, audio_files, read_audio
 from speech.augment import read_noises
@@ -537,7 +536,7 @@ def decoder(
 
 def print_transcripts(rows: Iterable[dict], with_names: bool, with_times: bool) -> int:
     """Prints the texts of `rows`, or their segments after their times, and returns the number of
-    rows. Ends the command if nobody reads them any more."""
+    rows."""
     count = 0
     for row in rows:
         lines = [row["text"]]
@@ -549,8 +548,6 @@ def print_transcripts(rows: Iterable[dict], with_names: bool, with_times: bool) 
             ]
         for line in lines:
             print(f"{row['file']}\t{line}" if with_names else line, flush=True)
-        if reader_has_gone():
-            sys.exit(128 + signal.SIGPIPE)
         count += 1
     return count
 

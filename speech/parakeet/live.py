@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from common.device import Setup
-from common.errors import DataError, Failure, RunError, Stopped, UsageError, reader_has_gone
+from common.errors import DataError, Failure, RunError, Stopped, UsageError
 from speech import audio, recogniser, subtitles
 from speech.audio import SAMPLE_RATE
 from speech.layers import finite_layers
@@ -330,10 +330,8 @@ class Written:
 
 
 def show(text: str) -> None:
-    """Prints text at once. Ends the command if nobody reads it any more."""
+    """Prints text at once."""
     print(text, end="", flush=True)
-    if reader_has_gone():
-        sys.exit(128 + signal.SIGPIPE)
 
 
 # --- the command ----------------------------------------------------------------------------------
