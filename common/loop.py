@@ -7,7 +7,7 @@ errors, and a checkpoint on SIGINT or SIGTERM.
     task = Task(RECIPE, compute_loss, loss_weights, evaluate, model_info, run_info,
                 metric="cer", higher_is_better=False, fit=fit)
     train(args, run, model, task, global_batches, eval_batches)
-    finish(args, run, model, task, eval_batches, report_results)
+    finish(args, run, model, task, report_results)
 
 The utterances of an update are a global batch: batch_size x gradient_accumulation_steps x ranks of
 them, in micro-batches. Every loss term is divided by its count in the whole global batch, so the
@@ -73,6 +73,7 @@ DONE, AGAIN, STOP, CANNOT_FIT = range(4)
 # Utterances whose lengths differ by less than 20 % share a limit of the micro-batch size.
 BUCKET_RATIO = 1.2
 # For an utterance alone in its micro-batch: another process may have taken the memory for a moment.
+MAX_BAD_BATCHES = 10  # in a row, whose loss is not finite
 TRIES_OF_ONE = 3
 
 
@@ -177,8 +178,7 @@ def begin(args, name: str) -> Run:
     locks = []
     if keeps_folder and not planned:
         check_folder(args.log_dir)
-        folders = {args.checkpoint_dir: "--checkpoint_dir", args.log_dir: "--log_dir"}
-        locks = [checkpoint.lock_folder(folder, flag) for folder, flag in folders.items()]
+        locks = [checkpoint.lock_folder(args.checkpoint_dir)]
     restarted = resuming.is_restarted(args.checkpoint_dir, ranks)
     resumed = resuming.resume(args.resume, args.checkpoint_dir, name, ranks, restarted)
     initial = None
@@ -436,9 +436,7 @@ def begin_training(
     place_in_random_numbers(args.seed, setup, saved, progress["step"])
     progress["base"] = progress["base"] or base_of(args, run)
     prepare_folders(args, run, progress, task)
-    report = Report(
-        args.log_dir, progress["step"], length.total, args.tensorboard, enabled=ranks.first
-    )
+    report = Report(args.log_dir, progress["step"], length.total, enabled=ranks.first)
     placed.trained.train()
     return Training(
         args=args,
@@ -591,7 +589,7 @@ def prepare_folders(args, run: Run, progress: dict, task: Task) -> None:
     has_best = False
     if run.keeps_folder:
         in_log_dir = [name for name in task.reports if not os.path.isabs(name)]
-        files.remove_stale(args.log_dir, "|".join(in_log_dir))
+        files.remove_stale(args.log_dir, "|".join((*checkpoint.LOGS, *in_log_dir)))
         try:
             if run.resumed and run.resumed.path.resolve().parent == args.checkpoint_dir.resolve():
                 checkpoint.branch(args.checkpoint_dir, args.log_dir, progress["step"])
@@ -600,7 +598,7 @@ def prepare_folders(args, run: Run, progress: dict, task: Task) -> None:
                 checkpoint.make_room(args.checkpoint_dir, args.log_dir, task.reports)
             resuming.mark(args.checkpoint_dir)
         except OSError as error:
-            raise errors.cannot_write(args.checkpoint_dir, error, "--checkpoint_dir") from None
+            raise errors.cannot_write(args.checkpoint_dir, error, "--output_dir") from None
     has_best = run.setup.ranks.gather(has_best)[0]
     if not has_best:
         progress["best"] = None
@@ -1116,7 +1114,7 @@ def note_bad_batch(training: Training, names: list[str], terms: list[float], nor
     terms = [str(value) for value in terms]
     training.report.write(progress["step"], event="bad_batch", files=names, terms=terms)
     count = progress["bad_in_a_row"]
-    if count >= training.args.max_bad_batches:
+    if count >= MAX_BAD_BATCHES:
         progress["bad_in_a_row"] = 0
         raise RunError(
             f"{count} global batches in a row had a non-finite loss, and the weights from before"
@@ -1360,31 +1358,23 @@ def finish(
     run: Run,
     model: torch.nn.Module,
     task: Task,
-    eval_batches: EvalBatches,
     report_results: Callable[[str], None],
 ) -> Path | None:
-    """On the first rank: loads the best weights, or the average of checkpoints if that is not
-    worse, calls `report_results(which weights these are)`, and prints where the results are and how
-    much memory the run took. Returns the file of the weights."""
+    """On the first rank: loads the best weights, calls `report_results(which weights these are)`,
+    and prints where the results are and how much memory the run took. Returns the file of the
+    weights."""
     if not run.setup.ranks.first:
         return None
-
-    def score() -> float:
-        with run.setup.autocast():  # whose 16-bit copies of the weights are kept until it ends
-            values = mean_values(task, task.evaluate(model, eval_batches.whole()))
-        return values.get(task.metric, math.nan)
-
     memory.free_memory(run.setup.device)  # the optimizer may be part of a reference cycle
     if args.sharded:
         model.to(run.setup.device)  # from the host
     with torch.no_grad():
-        weights = checkpoint.use_best(args, model, task, score)
+        best = checkpoint.use_best(args.checkpoint_dir, model, task.name)
         with run.setup.autocast():
-            report_results(weights)
-    best = args.checkpoint_dir / "best.safetensors"
+            report_results("weights of the best evaluation")
     print(f"weights: {best}; curves and all results: {args.log_dir}")
     print(memory.peak(run.setup.device))
-    return checkpoint.file_of(args.checkpoint_dir, weights)
+    return best
 
 
 # --- a run that is only planned -------------------------------------------------------------------

@@ -140,7 +140,7 @@ def check_disk(args, model: torch.nn.Module) -> tuple[str, str]:
     folder = args.checkpoint_dir
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        return FAIL, f"cannot write in {existing}; choose another --checkpoint_dir"
+        return FAIL, f"cannot write in {existing}; choose another --output_dir"
     weights = 4 * sum(tensor.numel() for tensor in lora.saved_state(model).values())
     # With the states, also if they are in host memory.
     each = weights + optim.state_bytes(model, args.optimizer)
@@ -150,7 +150,7 @@ def check_disk(args, model: torch.nn.Module) -> tuple[str, str]:
     free = shutil.disk_usage(existing).free + sum(path.stat().st_size for path in own)
     need = f"{args.keep_last} + 1 checkpoints of {size(each)} and the best weights, {size(needed)}"
     if free < needed:
-        advice = "lower --keep_last, or choose another --checkpoint_dir"
+        advice = "lower --keep_last, or choose another --output_dir"
         return FAIL, f"{size(free)} free for {need}; {advice}"
     return PASS, f"{size(free)} free for {need}"
 
@@ -160,7 +160,7 @@ def require_disk(args, model: torch.nn.Module) -> None:
     try:
         status, reason = check_disk(args, model)
     except OSError as error:
-        raise cannot_write(args.checkpoint_dir, error, "--checkpoint_dir") from None
+        raise cannot_write(args.checkpoint_dir, error, "--output_dir") from None
     if status == FAIL:
         raise RunError(f"checkpoints in {args.checkpoint_dir}: {reason}")
 

@@ -318,7 +318,7 @@ def write_report(how: Options, name: str, text: str) -> None:
     try:
         files.write_text(how.log_dir / name, text)
     except OSError as error:
-        raise cannot_write(how.log_dir, error, "--log_dir") from None
+        raise cannot_write(how.log_dir, error, "--output_dir") from None
 
 
 def write_results(how: Options, results: dict) -> None:

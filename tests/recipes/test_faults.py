@@ -198,12 +198,12 @@ def test_a_disk_for_the_logs_that_fills_up_ends_the_run_with_what_was_trained(tr
             tmp_path,
         ]
         with mock.patch.object(report.Report, "progress", progress):
-            status, _, err = run(recipe, *flags, "--log_dir", logs)
+            status, _, err = run(recipe, *flags)
     finally:
         subprocess.run(["umount", "-l", str(logs)])
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
     assert lines == [
-        f"error: cannot write in {logs}: No space left on device; choose another --log_dir"
+        f"error: cannot write in {logs}: No space left on device; choose another --output_dir"
     ]
     assert (
         status == 1

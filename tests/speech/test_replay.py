@@ -56,11 +56,6 @@ def test_the_same_file_twice_is_refused():
         ("--watch_manifest r", "watch_manifest goes with --train_manifest"),
         ("--evaluate --test_manifest t --watch_manifest w", "the first is for training"),
         ("--transcribe a.wav --replay_manifest w", "the first is for training"),
-        (
-            "--train_manifest t --watch_manifest w --stop_when_watched_rises 1"
-            " --average_checkpoints 3",
-            "an average may be above the limit",
-        ),
     ],
 )
 def test_flags_that_make_no_sense(flags, message):
