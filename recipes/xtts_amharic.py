@@ -138,10 +138,10 @@ def resolve(args) -> start.Options:
         args.min_duration = DEMO_MIN_SECONDS
     # What is wrong with these files is reported before the training.
     if args.judge:
-        judge.recipe_of(args.judge)
+        checkpoint.recipe_of(args.judge, "--judge")
     if args.export and args.speaker_wav:
         speaking.named_clips(args.speaker_wav)
-    asked = start.resolve(args, is_demo)
+    asked = start.resolve(args, is_demo, RECIPE)
     if (args.judge or args.speak_held_out) and released.exports_only(asked.origin):
         flag = "--judge" if args.judge else "--speak_held_out"
         raise UsageError(

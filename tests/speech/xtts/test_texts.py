@@ -39,7 +39,7 @@ def resolved(*flags) -> start.Options:
     args = parse(*flags)
     needs = (*start.NEEDS, *speaking.NEEDS)
     options.resolve(args, False, 1, start.EXCLUDES, needs)
-    return start.resolve(args, is_demo=False)
+    return start.resolve(args, is_demo=False, recipe="xtts_amharic")
 
 
 # --- reading --------------------------------------------------------------------------------------
