@@ -18,7 +18,7 @@ import torch
 
 from common.device import Setup
 from common.errors import DataError, Failure, RunError, Stopped, UsageError
-from speech import audio, recogniser, subtitles
+from speech import audio, recogniser, subtitles, transcripts
 from speech.audio import SAMPLE_RATE
 from speech.layers import finite_layers
 from speech.parakeet import decoding
@@ -298,8 +298,8 @@ class Written:
         self.form = subtitles.FORMATS.get(self.path.suffix.lower())
         self.count = 0
         with self._named():
-            if not recogniser.is_stream(self.path):
-                recogniser.keep_earlier(self.path)
+            if not transcripts.is_stream(self.path):
+                transcripts.keep_earlier(self.path)
             errors = "backslashreplace"
             self.file = open(self.path, "w", encoding="utf-8", errors=errors)  # noqa: SIM115
             self.file.write(self.form.head if self.form else "")
