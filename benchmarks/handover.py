@@ -374,7 +374,7 @@ def made(args, name: str, folder: Path, runs: dict[str, Path]) -> list:
         return words
     if name not in runs:
         runs[name] = folder / "run"
-        words += ["--output_dir", runs[name], "--no_tensorboard", *model.training.split()]
+        words += ["--output_dir", runs[name], *model.training.split()]
         if args.updates:
             words += ["--max_steps", args.updates]
         recipe_of(model.recipe, *words)

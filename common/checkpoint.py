@@ -1,5 +1,5 @@
 """Checkpoints: saving under another name first, reading without executing code, the newest and the
-best, averaging, the lock of a folder."""
+best, the lock of a folder."""
 
 import contextlib
 import fcntl
@@ -22,14 +22,12 @@ from safetensors.torch import save_file
 from common import files, records
 from common.errors import RunError, UsageError, cannot_write, first_line
 from common.progress import Progress
-from common.report import shown
 
 FORMAT = "speech-recipes checkpoint 3"
 CHECKPOINT = re.compile(r"checkpoint_step_(\d{8,12})\.pt")
-WEIGHTS = ("best.safetensors", "best.json", "averaged.safetensors", "averaged.json")
-AVERAGED = "averaged weights (averaged.safetensors)"  # what `use_best` calls them
+WEIGHTS = ("best.safetensors", "best.json")
 LIMITS = "limits_{}.json"  # sizes of micro-batches that fit, by a rank that was out of memory
-LOGS = ("metrics.jsonl", "training.png", "events.out.tfevents.*")
+LOGS = ("metrics.jsonl", "training.png")
 
 
 # What a checkpoint holds, as a schema of `records.mismatch`.
@@ -49,7 +47,7 @@ def _is_series(value) -> bool:
     return all(type(step) is int and type(each) in (int, float) for step, each in value)
 
 
-# Of best.json and averaged.json, which somebody else may have written.
+# Of best.json, which somebody else may have written.
 NOTES = {
     "step?": int,
     "metric?": TEXT,
@@ -200,15 +198,14 @@ def _is_sound_zip(path: Path) -> bool:
     return False
 
 
-def lock_folder(folder: Path, flag: str):
+def lock_folder(folder: Path):
     """Locks the folder for this process, so that two runs cannot delete each other's files. The
-    lock holds as long as the returned object exists. `flag` is the one that chooses the folder.
-    Raises `RunError` if another run has it."""
+    lock holds as long as the returned object exists. Raises `RunError` if another run has it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "a+")  # noqa: SIM115  it stays open
     except OSError as error:
-        raise cannot_write(folder, error, flag) from None
+        raise cannot_write(folder, error, "--output_dir") from None
     try:
         # Data workers do not inherit a record lock, so it ends together with a killed run and not
         # seconds later.
@@ -217,7 +214,7 @@ def lock_folder(folder: Path, flag: str):
         lock.seek(0)
         user = f"another run (process {lock.read(20).strip() or 'unknown'})"
         raise RunError(
-            f"{folder} is in use by {user}: wait for it, or choose another {flag}"
+            f"{folder} is in use by {user}: wait for it, or choose another --output_dir"
         ) from None
     except OSError:  # the file system has no locks
         return lock
@@ -226,7 +223,7 @@ def lock_folder(folder: Path, flag: str):
         lock.write(str(os.getpid()))
         lock.flush()
     # Temporary files that a killed run has left.
-    files.remove_stale(folder, "|".join((CHECKPOINT.pattern, *WEIGHTS, *LOGS[:2])))
+    files.remove_stale(folder, "|".join((CHECKPOINT.pattern, *WEIGHTS)))
     return lock
 
 
@@ -363,7 +360,7 @@ def make_room(
     try:
         name = files.move_aside([*earlier, *logs], (folder, log_dir))
     except OSError as error:
-        raise cannot_write(folder, error, "--checkpoint_dir") from None
+        raise cannot_write(folder, error, "--output_dir") from None
     if earlier:
         print(
             f"{folder}: an earlier run was moved to {name}/ (--resume auto would have continued it)"
@@ -377,8 +374,7 @@ def branch(folder: Path, log_dir: Path, step: int) -> None:
     if not newer:
         return
     if best_step(folder) > step:
-        newer += _existing(folder, WEIGHTS[:2])
-    newer += _existing(folder, WEIGHTS[2:])
+        newer += _existing(folder, WEIGHTS)
     name = files.move_aside(newer, (folder, log_dir), "abandoned")
     for path in filter(Path.is_file, _existing(log_dir, LOGS[:1])):
         (log_dir / name).mkdir(exist_ok=True)
@@ -575,28 +571,6 @@ def copy_rows(
     return moved, text
 
 
-def average(folder: Path, count: int, recipe: str) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """The mean weights of the newest `count` checkpoints, and their updates. Integers are the
-    newest checkpoint's. Raises `UsageError` if there is none."""
-    paths = {step_of(path): path for path in list_checkpoints(folder)[:count]}
-    steps = list(paths)
-    if not steps:
-        raise UsageError(f"--average_checkpoints: {folder} has no checkpoint")
-    total: dict[str, torch.Tensor] = {}
-    for step in steps:
-        weights = read(paths[step], recipe).model
-        for name, tensor in weights.items():
-            if name not in total:
-                kind = torch.double if tensor.is_floating_point() else tensor.dtype
-                total[name] = tensor.to(kind, copy=True)
-            elif tensor.is_floating_point():
-                total[name] += tensor
-    for name, tensor in weights.items():
-        if tensor.is_floating_point():
-            total[name] = (total[name] / len(steps)).to(tensor.dtype)
-    return total, steps
-
-
 def noted(weights: Path) -> dict:
     """What the loop has written beside weights; {} if there is nothing, or it is damaged."""
     try:
@@ -609,43 +583,14 @@ def noted(weights: Path) -> dict:
     return {} if records.mismatch(content, schema, "it") else content
 
 
-def use_best(args, model: torch.nn.Module, task, score: Callable[[], float]) -> str:
-    """Loads the weights of the best evaluation or, with --average_checkpoints and unless `score()`,
-    the metric, is worse for it, the average, which is saved as averaged.safetensors. `task` is the
-    loop's. Puts the model into evaluation mode and returns a description of the weights. Call it
-    under `torch.no_grad`."""
-    folder = args.checkpoint_dir
-    best_path = folder / "best.safetensors"
+def use_best(folder: Path, model: torch.nn.Module, recipe: str) -> Path:
+    """Loads the weights of the best evaluation, and puts the model into evaluation mode. Returns
+    their file."""
+    path = folder / "best.safetensors"
     checkpoints = list_checkpoints(folder)
-    if not best_path.exists() and checkpoints:
+    if not path.exists() and checkpoints:
         advice = f"the last weights can be evaluated with --evaluate --resume {checkpoints[0]}"
-        raise RunError(f"{best_path} is gone: {advice}")
-    weights = read_weights(best_path, task.name).model
-    load_weights(model, weights)
+        raise RunError(f"{path} is gone: {advice}")
+    load_weights(model, read_weights(path, recipe).model)
     model.eval()
-    if not args.average_checkpoints:
-        return "weights of the best evaluation"
-    best = score()
-    mean, steps = average(folder, args.average_checkpoints, task.name)
-    load_weights(model, mean)
-    averaged = score()
-    print(
-        f"average of the checkpoints of steps {', '.join(map(str, steps))}:"
-        f" {shown(task.metric, averaged)}, best evaluation: {shown(task.metric, best)}"
-    )
-    if task.is_better(best, averaged):
-        load_weights(model, weights)
-        return "weights of the best evaluation (the average was worse)"
-    made_by = noted(best_path).get("made_by")
-    summary = {"steps": steps, task.metric: averaged, "made_by": made_by}
-    state = state_of(model)
-    partial = partial_of(model)
-    record = partial.record if partial else None
-    save_weights(folder / "averaged.safetensors", state, task, summary, record)
-    return AVERAGED
-
-
-def file_of(folder: Path, description: str) -> Path:
-    """The file of the weights that `use_best` describes so."""
-    name = "averaged.safetensors" if description == AVERAGED else "best.safetensors"
-    return folder / name
+    return path

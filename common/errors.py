@@ -1,6 +1,7 @@
 """Failures that end a command with one line on stderr and an exit status instead of a traceback."""
 
 import contextlib
+import errno
 import importlib
 import os
 import signal
@@ -63,15 +64,16 @@ ESCAPES = {
 }
 
 
+GONE = (errno.EIO, errno.EPIPE)  # a closed terminal; in `... | tee log`, Ctrl-C ends tee first
+
+
 class Output:
-    """A standard stream that may become a broken pipe or a full disk: a night's training must not
-    end with its terminal. The first failure is kept in `error`, and what follows is dropped. With
-    `escapes`, names of files cannot command the terminal."""
+    """A standard stream that lasts until the run has saved itself: what nobody can read any more is
+    dropped. With `escapes`, names of files cannot command the terminal."""
 
     def __init__(self, stream, escapes: bool):
         self.stream = stream
         self.escapes = escapes
-        self.error = None
         if hasattr(stream, "reconfigure"):  # a notebook's streams have no such method
             stream.reconfigure(errors="backslashreplace")  # for characters that the locale lacks
 
@@ -80,29 +82,25 @@ class Output:
         if self.escapes:
             drawn = "\r" * text.startswith("\r")  # a progress bar begins its line again
             shown = drawn + text[len(drawn) :].translate(ESCAPES)
-        self._attempt(self.stream.write, shown)
+        with self._may_be_gone():
+            self.stream.write(shown)
         return len(text)
 
     def flush(self) -> None:
-        self._attempt(self.stream.flush)
+        with self._may_be_gone():
+            self.stream.flush()
 
-    def _attempt(self, action: Callable, *values) -> None:
-        if self.error is not None:
-            return
+    @contextlib.contextmanager
+    def _may_be_gone(self):
         try:
-            action(*values)
+            yield
         except OSError as error:
-            self.error = error
-            with contextlib.suppress(OSError):  # Python would flush the rest at exit and fail again
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            if error.errno not in GONE:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
     def __getattr__(self, name: str):
         return getattr(self.stream, name)
-
-
-def reader_has_gone() -> bool:
-    """Whether the reader of standard output has ended: `... | head`."""
-    return isinstance(getattr(sys.stdout, "error", None), BrokenPipeError)
 
 
 def exit_with_one_line(main: Callable, *args) -> None:
@@ -145,27 +143,18 @@ def _stop(number: int, frame) -> None:
 
 
 def _run(main: Callable, *args) -> int | str:
-    stdout = sys.stdout
-    status = 0
     try:
         main(*args)
     except SystemExit as leaving:
-        status = leaving.code or 0
+        return leaving.code or 0
     except Failure as failure:
-        stdout.flush()  # a log file has both streams
+        sys.stdout.flush()  # a log file has both streams
         print(failure if isinstance(failure, Stopped) else f"error: {failure}", file=sys.stderr)
         return failure.status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    stdout.flush()
-    if reader_has_gone():
-        return 128 + signal.SIGPIPE
-    if stdout.error:
-        reason = stdout.error.strerror
-        print(f"error: standard output could not be written: {reason}", file=sys.stderr)
-        return 1
-    return status
+    return 0
 
 
 def require(module: str, purpose: str, packages: str = ""):

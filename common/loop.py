@@ -7,13 +7,12 @@ errors, and a checkpoint on SIGINT or SIGTERM.
     task = Task(RECIPE, compute_loss, loss_weights, evaluate, model_info, run_info,
                 metric="cer", higher_is_better=False, fit=fit)
     train(args, run, model, task, global_batches, eval_batches)
-    finish(args, run, model, task, eval_batches, report_results)
+    finish(args, run, model, task, report_results)
 
 `task.py` has the contract, `setting_up.py` the beginning, `update.py` one update, `evaluation.py`
 and `saving.py` what comes between updates."""
 
 import contextlib
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ import torch
 from common import checkpoint, checks, memory, records
 from common.batches import EvalBatches, GlobalBatches
 from common.errors import Failure, RunError
-from common.evaluation import evaluate_now, mean_values, try_evaluation
+from common.evaluation import evaluate_now, try_evaluation
 from common.progress import Progress
 from common.ranks import CannotSave, LostRank
 from common.saving import require_disk, save, save_alone, saved_and_stopped, watch_signals
@@ -167,27 +166,19 @@ def finish(
     run: Run,
     model: torch.nn.Module,
     task: Task,
-    eval_batches: EvalBatches,
     report_results: Callable[[str], None],
 ) -> Path | None:
-    """On the first rank: loads the best weights, or the average of checkpoints if that is not
-    worse, calls `report_results(which weights these are)`, and prints where the results are and how
-    much memory the run took. Returns the file of the weights."""
+    """On the first rank: loads the best weights, calls `report_results(which weights these are)`,
+    and prints where the results are and how much memory the run took. Returns the file of the
+    weights."""
     if not run.setup.ranks.first:
         return None
-
-    def score() -> float:
-        with run.setup.autocast():  # whose 16-bit copies of the weights are kept until it ends
-            values = mean_values(task, task.evaluate(model, eval_batches.whole()))
-        return values.get(task.metric, math.nan)
-
     memory.free_memory(run.setup.device)  # the optimizer may be part of a reference cycle
     model.to(run.setup.device)
     with torch.no_grad():
-        weights = checkpoint.use_best(args, model, task, score)
+        best = checkpoint.use_best(args.checkpoint_dir, model, task.name)
         with run.setup.autocast():
-            report_results(weights)
-    best = args.checkpoint_dir / "best.safetensors"
+            report_results("weights of the best evaluation")
     print(f"weights: {best}; curves and all results: {args.log_dir}")
     print(memory.peak(run.setup.device))
-    return checkpoint.file_of(args.checkpoint_dir, weights)
+    return best

@@ -19,7 +19,6 @@ LEVELS = ("states", "gradients", "weights")  # of --use_cpu_offload, from the le
 # scripts. A flag here, or a sentence where there is none.
 OTHER_NAMES = {
     "--lr": "--learning_rate",
-    "--max_bad_windows": "--max_bad_batches",
     "--fp16": "--mixed_precision fp16",
     "--fp32": "--no_mixed_precision",
     "--grad_acumm": "--gradient_accumulation_steps",
@@ -37,7 +36,7 @@ OTHER_NAMES = {
     "--logging_steps": "--log_every",
     "--num_gpus": "GPUS=2 in front of a run_*.sh script trains on two GPUs",
     "--deepspeed": "here --use_cpu_offload or, on several GPUs, --sharded saves the memory",
-    "--report_to": "metrics are in the folder of --log_dir, also for TensorBoard",
+    "--report_to": "metrics are in OUTPUT_DIR/logs/metrics.jsonl and training.png",
     "--config": "there are no configuration files; every setting is a flag",
     "--print": "it belongs to the run_*.sh script",
 }
@@ -49,9 +48,9 @@ OFF = {"false", "0", "no", "off"}  # the value of an on/off flag in other projec
 # Flags that have no effect without training.
 TRAINING = (
     "batch_size gradient_accumulation_steps num_epochs max_steps learning_rate weight_decay"
-    " warmup_steps lr_schedule max_grad_norm max_bad_batches early_stopping_patience"
+    " warmup_steps lr_schedule max_grad_norm early_stopping_patience"
     " gradient_checkpointing torch_compile optimizer use_cpu_offload sharded max_batch_seconds"
-    " eval_every save_every keep_last average_checkpoints log_every init_from"
+    " eval_every save_every keep_last log_every init_from"
 ).split()
 TRAINS = "the first is for training; leave it out"
 # In a row of a table, in place of the other flag: every command that takes no training flags.
@@ -93,13 +92,12 @@ EXCLUDES = (
 )
 
 
-# Flags of weights and records, which safetensors, torch and TensorBoard read and write only under
-# names in UTF-8.
+# Flags of weights and records, which safetensors and torch read and write only under names in UTF-8.
 IN_UTF8 = (
     "resume init_from model_dir model_file custom_model adapter compare_to judge tokenizer export"
     " export_adapter"
 ).split()
-TRAINED_IN_UTF8 = ("checkpoint_dir", "log_dir")  # where only a training writes
+TRAINED_IN_UTF8 = ("output_dir",)  # where only a training writes
 
 
 class OnOff(argparse.Action):
@@ -372,13 +370,6 @@ def _add_limits(group) -> None:
         help="clip the gradient norm to this; 0 = do not clip (1.0)",
     )
     add(
-        "--max_bad_batches",
-        type=POSITIVE,
-        default=10,
-        metavar="N",
-        help="stop after so many non-finite losses in a row (10)",
-    )
-    add(
         "--early_stopping_patience",
         type=COUNT,
         metavar="N",
@@ -560,7 +551,7 @@ def _add_evaluation(parser: Parser, group) -> None:
         "--evaluate",
         action=OnOff,
         default=False,
-        help="only evaluate the weights of --resume (CHECKPOINT_DIR/best.safetensors)"
+        help="only evaluate the weights of --resume (OUTPUT_DIR/checkpoints/best.safetensors)"
         " on the test set",
     )
     add(
@@ -571,12 +562,6 @@ def _add_evaluation(parser: Parser, group) -> None:
         help="updates between checkpoints; 0 = only at the end and on signals (500)",
     )
     add("--keep_last", type=POSITIVE, default=5, metavar="N", help="checkpoints to keep (5)")
-    add(
-        "--average_checkpoints",
-        type=POSITIVE,
-        metavar="N",
-        help="average the weights of N checkpoints at the end; used if they are not worse",
-    )
     add(
         "--log_every",
         type=POSITIVE,
@@ -593,21 +578,8 @@ def _add_places(group) -> None:
         type=path,
         default=".",
         metavar="DIR",
-        help="folder for checkpoints/ and logs/ unless --checkpoint_dir or --log_dir is given (.)",
+        help="folder for checkpoints/ and logs/ (.)",
     )
-    add(
-        "--checkpoint_dir",
-        type=path,
-        metavar="DIR",
-        help="checkpoints and the best weights (OUTPUT_DIR/checkpoints)",
-    )
-    add(
-        "--log_dir",
-        type=path,
-        metavar="DIR",
-        help="metrics.jsonl, TensorBoard events, training.png (OUTPUT_DIR/logs)",
-    )
-    add("--tensorboard", action=OnOff, default=True, help="write TensorBoard events (on)")
     add(
         "--resume",
         type=path,
@@ -638,8 +610,8 @@ def resolve(
     run `usual_steps`; if they are None, its length is chosen by `run_length` when it begins, and so
     are its evaluations."""
     refuse(args, all_excludes(args.commands, excludes), needs)
-    args.checkpoint_dir = Path(args.checkpoint_dir or Path(args.output_dir) / "checkpoints")
-    args.log_dir = Path(args.log_dir or Path(args.output_dir) / "logs")
+    args.checkpoint_dir = Path(args.output_dir) / "checkpoints"
+    args.log_dir = Path(args.output_dir) / "logs"
     require_utf8(args)
     if not (args.num_epochs or args.max_steps):
         args.max_steps = demo_steps if is_demo else usual_steps

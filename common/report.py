@@ -1,13 +1,11 @@
-"""Reports of a run: progress bar, metrics.jsonl, TensorBoard, training.png. They read numbers on
+"""Reports of a run: progress bar, metrics.jsonl, training.png. They read numbers on
 the host only."""
 
 import contextlib
 import json
-import os
 import shutil
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -31,14 +29,7 @@ def check_folder(log_dir: Path) -> None:
         log_dir.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=log_dir).close()
     except OSError as error:
-        raise cannot_write(log_dir, error, "--log_dir") from None
-
-
-def _unless_kept(failure) -> None:
-    """In place of `threading.excepthook`: prints a traceback, but not for TensorBoard's writer,
-    which keeps its exception and raises it when it is used again."""
-    if getattr(failure.thread, "exception", None) is not failure.exc_value:
-        threading.__excepthook__(failure)
+        raise cannot_write(log_dir, error, "--output_dir") from None
 
 
 class Report:
@@ -51,7 +42,6 @@ class Report:
         log_dir: Path,
         step: int,
         total_steps: int,
-        tensorboard: bool = True,
         enabled: bool = True,
     ):
         self.log_dir = log_dir
@@ -59,7 +49,6 @@ class Report:
         self.total = total_steps
         self.enabled = enabled
         self.bar = None
-        self.events = None
         self.metrics = None
         self.problem = None
         self.started = time.monotonic()
@@ -72,13 +61,6 @@ class Report:
             self.metrics = open(  # noqa: SIM115
                 log_dir / "metrics.jsonl", "a", encoding="utf-8", errors="backslashreplace"
             )
-            if tensorboard:
-                os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-                writer = require(
-                    "torch.utils.tensorboard", "--tensorboard (on by default)"
-                ).SummaryWriter
-                threading.excepthook = _unless_kept
-                self.events = writer(str(log_dir), purge_step=step + 1 if step else None)
         if sys.stderr.isatty():
             width = min(80, shutil.get_terminal_size().columns)
             form = "{n_fmt}/{total_fmt} |{bar}| {desc} {elapsed}<{remaining}"
@@ -91,7 +73,7 @@ class Report:
         try:
             yield
         except OSError as error:
-            self.problem = self.problem or cannot_write(self.log_dir, error, "--log_dir")
+            self.problem = self.problem or cannot_write(self.log_dir, error, "--output_dir")
 
     def _drop_lines_after(self, step: int) -> None:
         path = self.log_dir / "metrics.jsonl"
@@ -116,16 +98,12 @@ class Report:
             self.bar.refresh()
 
     def write(self, step: int, **values) -> None:
-        """Writes a line of metrics.jsonl, and its numbers to TensorBoard."""
+        """Writes a line of metrics.jsonl."""
         if not self.enabled or self.problem:
             return
         with self._caught():
             self.metrics.write(json.dumps({"step": step, **values}, ensure_ascii=False) + "\n")
             self.metrics.flush()
-            if self.events is not None:
-                for name, value in values.items():
-                    if isinstance(value, int | float):
-                        self.events.add_scalar(name, value, step)
 
     def progress(
         self,
@@ -166,7 +144,7 @@ class Report:
             print("  ".join(parts), file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        for output in (self.bar, self.events, self.metrics):
+        for output in (self.bar, self.metrics):
             with self._caught():
                 if output is not None:
                     output.close()

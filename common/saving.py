@@ -173,7 +173,7 @@ def disk_space(args, model: torch.nn.Module) -> tuple[bool, str]:
     folder = args.checkpoint_dir
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        return False, f"cannot write in {existing}; choose another --checkpoint_dir"
+        return False, f"cannot write in {existing}; choose another --output_dir"
     weights = 4 * sum(tensor.numel() for tensor in checkpoint.state_of(model).values())
     # With the states, also if they are in host memory.
     each = weights + optim.state_bytes(model, args.optimizer)
@@ -183,7 +183,7 @@ def disk_space(args, model: torch.nn.Module) -> tuple[bool, str]:
     free = shutil.disk_usage(existing).free + sum(path.stat().st_size for path in own)
     need = f"{args.keep_last} + 1 checkpoints of {size(each)} and the best weights, {size(needed)}"
     if free < needed:
-        advice = "lower --keep_last, or choose another --checkpoint_dir"
+        advice = "lower --keep_last, or choose another --output_dir"
         return False, f"{size(free)} free for {need}; {advice}"
     return True, f"{size(free)} free for {need}"
 
@@ -193,6 +193,6 @@ def require_disk(args, model: torch.nn.Module) -> None:
     try:
         fits, reason = disk_space(args, model)
     except OSError as error:
-        raise cannot_write(args.checkpoint_dir, error, "--checkpoint_dir") from None
+        raise cannot_write(args.checkpoint_dir, error, "--output_dir") from None
     if not fits:
         raise RunError(f"checkpoints in {args.checkpoint_dir}: {reason}")

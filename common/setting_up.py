@@ -43,11 +43,10 @@ def begin(args, name: str) -> Run:
 
 
 def lock_folders(args) -> list:
-    """The locks on the folders of a run. Raises `RunError` if another run has one of them, or if
-    they cannot be written."""
+    """The lock on the folder of a run. Raises `RunError` if another run has it, or if it cannot be
+    written."""
     check_folder(args.log_dir)
-    folders = {args.checkpoint_dir: "--checkpoint_dir", args.log_dir: "--log_dir"}
-    return [checkpoint.lock_folder(folder, flag) for folder, flag in folders.items()]
+    return [checkpoint.lock_folder(args.checkpoint_dir)]
 
 
 def read_initial(args, name: str, resumed: checkpoint.Saved | None) -> checkpoint.Saved | None:
@@ -105,9 +104,7 @@ def begin_training(
     place_in_random_numbers(args.seed, setup, saved, progress.step)
     progress.base = progress.base or base_of(args, run)
     prepare_folders(args, run, progress, task)
-    report = Report(
-        args.log_dir, progress.step, length.total, args.tensorboard, enabled=ranks.first
-    )
+    report = Report(args.log_dir, progress.step, length.total, enabled=ranks.first)
     utilisation = None
     if setup.device.type == "cuda":
         from common.parts.utilisation import GpuUtilisation
@@ -192,7 +189,7 @@ def prepare_folders(args, run: Run, progress: Progress, task: Task) -> None:
     has_best = False
     if run.keeps_folder:
         in_log_dir = [name for name in task.reports if not os.path.isabs(name)]
-        files.remove_stale(args.log_dir, "|".join(in_log_dir))
+        files.remove_stale(args.log_dir, "|".join((*checkpoint.LOGS, *in_log_dir)))
         try:
             if run.resumed and run.resumed.path.resolve().parent == args.checkpoint_dir.resolve():
                 checkpoint.branch(args.checkpoint_dir, args.log_dir, progress.step)
@@ -204,7 +201,7 @@ def prepare_folders(args, run: Run, progress: Progress, task: Task) -> None:
 
                 machines.mark(args.checkpoint_dir)
         except OSError as error:
-            raise errors.cannot_write(args.checkpoint_dir, error, "--checkpoint_dir") from None
+            raise errors.cannot_write(args.checkpoint_dir, error, "--output_dir") from None
     has_best = run.setup.ranks.gather(has_best)[0]
     if not has_best:
         progress.best = None

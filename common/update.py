@@ -28,6 +28,7 @@ DONE, AGAIN, STOP, CANNOT_FIT = range(4)
 BUCKET_RATIO = 1.2
 # For an utterance alone in its micro-batch: another process may have taken the memory for a moment.
 TRIES_OF_ONE = 3
+MAX_BAD_BATCHES = 10  # in a row, whose loss is not finite
 
 
 def train_global_batch(training: Training, global_batch: GlobalBatch) -> None:
@@ -323,7 +324,7 @@ def note_bad_batch(training: Training, names: list[str], terms: list[float], nor
     terms = [str(value) for value in terms]
     training.report.write(progress.step, event="bad_batch", files=names, terms=terms)
     count = progress.bad_in_a_row
-    if count >= training.args.max_bad_batches:
+    if count >= MAX_BAD_BATCHES:
         progress.bad_in_a_row = 0
         raise RunError(
             f"{count} global batches in a row had a non-finite loss, and the weights from before"

@@ -901,7 +901,7 @@ def report_and_export(
     name = "test" if "test" in eval_batches else "val"
     report_results(how, tokenizer, model, eval_batches[name], name, weights)
     if args.export:
-        path = checkpoint.file_of(args.checkpoint_dir, weights)
+        path = args.checkpoint_dir / "best.safetensors"
         results = recogniser.read_results(args.log_dir)
         about = card.About(RECIPE, None, path, run_info, results, is_new=True)
         export(args, tokenizer, model, about)
@@ -996,7 +996,7 @@ def main(args) -> None:
     train(with_warmup(args, config), run, model, task, global_batches, eval_batches["val"])
     given = (args, how, tokenizer, model, eval_batches, task.run_info)
     report = functools.partial(report_and_export, *given)
-    finish(args, run, model, task, eval_batches["val"], report)
+    finish(args, run, model, task, report)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import checkpoint, device, memory, optim, options
+from common import device, memory, optim, options
 from common.batches import EvalBatches, pad, to_device
 from common.errors import UsageError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
@@ -438,7 +438,7 @@ def report_and_export(
     try:
         compare(asked, info, model, evaluation, rows)
     finally:  # the released model may be gone by now
-        path = checkpoint.file_of(asked.origin.checkpoint_dir, weights)
+        path = asked.origin.checkpoint_dir / "best.safetensors"
         results = recogniser.read_results(asked.how.log_dir)
         about = card.About(RECIPE, asked.origin.path, path, run_info, results)
         start.export_trained(asked, info, model, about)
@@ -663,7 +663,7 @@ def main(args) -> None:
     task = dataclasses.replace(task, further=replay.watched(args, evaluation))
     progress = train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_and_export, asked, info, run_info, model, evaluation)
-    if finish(args, run, model, task, evaluation["val"], report):
+    if finish(args, run, model, task, report):
         recogniser.add_watched(asked.how, task.further, progress)
 
 

@@ -323,7 +323,7 @@ def main(args) -> None:
     train(args, run, model, task, global_batches, eval_batches["val"])
     name = "test" if "test" in eval_batches else "val"
     report = functools.partial(report_results, how, model, eval_batches[name], f"{name} set")
-    finish(args, run, model, task, eval_batches["val"], report)
+    finish(args, run, model, task, report)
 
 
 if __name__ == "__main__":

@@ -561,7 +561,7 @@ def main(args) -> None:
     task = make_task(args, asked, run, info, run_info, train_set, evaluation)
     progress = train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, args, asked, info, model, evaluation)
-    weights = finish(args, run, model, task, evaluation["val"], report)
+    weights = finish(args, run, model, task, report)
     if run.setup.ranks.first:
         recogniser.add_watched(asked.how, task.further, progress)
         results = recogniser.read_results(args.log_dir)

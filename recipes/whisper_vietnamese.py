@@ -822,7 +822,7 @@ def main(args) -> None:
     progress = train(args, run, model, task, global_batches, evaluation["val"])
     measured = run_info.times_before
     report = functools.partial(report_results, args, asked, info, model, evaluation, measured)
-    weights = finish(args, run, model, task, evaluation["val"], report)
+    weights = finish(args, run, model, task, report)
     if run.setup.ranks.first:
         recogniser.add_watched(asked.how, task.further, progress)
         results = recogniser.read_results(args.log_dir)

@@ -140,10 +140,10 @@ def resolve(args) -> start.Options:
         args.min_duration = DEMO_MIN_SECONDS
     # What is wrong with these files is reported before the training.
     if args.judge:
-        judge.recipe_of(args.judge)
+        checkpoint.recipe_of(args.judge, "--judge")
     if args.export and args.speaker_wav:
         speaking.named_clips(args.speaker_wav)
-    asked = start.resolve(args, is_demo)
+    asked = start.resolve(args, is_demo, RECIPE)
     if (args.judge or args.speak_held_out) and released.exports_only(asked.origin):
         flag = "--judge" if args.judge else "--speak_held_out"
         raise UsageError(
@@ -544,7 +544,7 @@ def train_dvae(
         global_batches = GlobalBatches(own, crops, codec_training.collate, run.setup)
         eval_batches = EvalBatches(own, eval_crops, codec_training.collate, run.setup)
         train(own, run, model, task, global_batches, eval_batches)
-        finish(own, run, model, task, eval_batches, lambda weights: print(f"\nDVAE: {weights}"))
+        finish(own, run, model, task, lambda weights: print(f"\nDVAE: {weights}"))
         machines.share_best(own.checkpoint_dir, run.setup.ranks)
         best = own.checkpoint_dir / "best.safetensors"
         tensors = checkpoint.read_weights(best, RECIPE).model
@@ -770,7 +770,7 @@ def main(args) -> dict | None:
     task = make_task(args, asked, run, info, run_info, synthesiser, first_fit, evaluation)
     train(args, run, synthesiser.model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, synthesiser, evaluation, languages)
-    used = finish(args, run, synthesiser.model, task, evaluation["val"], report)
+    used = finish(args, run, synthesiser.model, task, report)
     about = card.About(RECIPE, args.model_dir, used, task.run_info)
     export_and_speak(args, asked, run, info, synthesiser, corpora, about)
     return {"weights": used, "logs": args.log_dir, "export": args.export}

@@ -23,7 +23,7 @@ import torch
 
 from common.errors import DataError, RunError, UsageError
 from common.files import write_file
-from speech import parquet, spectra
+from speech import spectra
 from speech.columns import printable
 from speech.headers import END_TOLERANCE, FFMPEG_FORMATS, UNKNOWN_LENGTH, file_fault, format_fault
 
@@ -118,11 +118,7 @@ def _open(path: str) -> tuple[soundfile.SoundFile | None, Exception | None]:
     if fault:
         raise BadAudio(path, f"cannot be used: {fault}")
     try:
-        source = parquet.source(path)
-    except ValueError as error:
-        raise BadAudio(path, f"cannot be read: {error}") from None
-    try:
-        file = soundfile.SoundFile(source)
+        file = soundfile.SoundFile(os.fsencode(path))  # not every name is UTF-8
         if file.frames >= UNKNOWN_LENGTH:
             file.close()
             raise OSError("its header states no length")
@@ -231,9 +227,8 @@ def _read_with_ffmpeg(
     length = ["-t", f"{duration:f}"] if duration is not None else []
     output = _samples_to_pipe(sample_rate)
     try:
-        with parquet.as_file(path) as file:
-            command += ["-ss", f"{offset:f}", "-i", f"file:{file}", *length, *output]
-            result = subprocess.run(command, capture_output=True, timeout=FFMPEG_SECONDS)
+        command += ["-ss", f"{offset:f}", "-i", f"file:{path}", *length, *output]
+        result = subprocess.run(command, capture_output=True, timeout=FFMPEG_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as failure:
         raise _ffmpeg_failed(path, failure) from None
     _check_ffmpeg(path, result.returncode, result.stderr, error)
@@ -243,8 +238,8 @@ def _read_with_ffmpeg(
 def _pieces_by_ffmpeg(path: str, sample_rate: int, error: Exception) -> Iterator[torch.Tensor]:
     """The samples that ffmpeg decodes, about a second at a time."""
     command = _ffmpeg(path, error)
-    with parquet.as_file(path) as file, tempfile.TemporaryFile() as complaints:
-        command += ["-i", f"file:{file}", *_samples_to_pipe(sample_rate)]
+    with tempfile.TemporaryFile() as complaints:
+        command += ["-i", f"file:{path}", *_samples_to_pipe(sample_rate)]
         try:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints)
         except OSError as failure:
@@ -275,7 +270,7 @@ def read_cached(
     if not folder:
         return read_audio(path, sample_rate, offset, duration)
     try:
-        status = os.stat(parquet.file_of(path))
+        status = os.stat(path)
     except OSError as error:
         raise BadAudio(path, f"cannot be read: {_reason(error)}") from None
     key = repr(

@@ -46,6 +46,7 @@ RELEASED = (
 )  # fmt: skip
 CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")  # a folder of the hub's cache
 SETS = {"train": "training", "replay": "replayed", "val": "evaluation", "test": "test"}
+METRICS = ("wer", "cer")
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,20 @@ class About:
     is_new: bool = False
     licence: dict | None = None
     reading: str = NAMES[for_scoring]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """An error rate, a share. `reading`: how texts were compared; `before`: the rate of the weights
+    at the start; `ends`: of the 95 % interval; `is_public`: others on the hub can compare it."""
+
+    set: str
+    reading: str
+    metric: str
+    after: float
+    before: float | None = None
+    ends: tuple[float, float] | None = None
+    is_public: bool = False
 
 
 def noted(weights: Path | None) -> dict:
@@ -129,22 +144,17 @@ def readme(name: str, about: About, form: Form) -> str:
             " no evaluation after it was better"
         )
     by = made.get("made_by") or {}
-    base = None if about.is_new else about.base or by.get("base")
-    hub_name, licence = released(base)
+    path = None if about.is_new else about.base or by.get("base")
+    base, licence = released(path)
     licence = about.licence or licence
-    evaluated = evaluations(about, made)
-    block = yaml.safe_dump(
-        metadata(name, about, form, hub_name, licence, evaluated),
-        allow_unicode=True,
-        sort_keys=False,
-    )
+    rates = measured(about, by.get("base")) + in_training(about, made)
     quoted = json.dumps(name, ensure_ascii=False)[1:-1]  # it is within a string there
     parts = [
-        f"---\n{block}---\n\n# {plain(name)}",
-        origin(about, form, base and plain(hub_name or Path(base).name), licence, unchanged),
+        f"---\n{metadata(name, about, form, (base, licence), rates)}---\n\n# {plain(name)}",
+        origin(about, form, path and plain(base or Path(path).name), licence, unchanged),
         "## Use\n\n" + fenced(form.language, form.use.replace("FOLDER", quoted).strip()),
         data_table(about),
-        error_table(evaluated),
+        error_table(rates),
         (about.results or {}).get("warning"),
         training(about, made, by),
     ]
@@ -164,118 +174,77 @@ def fenced(language: str, text: str) -> str:
 
 
 def metadata(
-    name: str,
-    about: About,
-    form: Form,
-    base: str | None,
-    licence: dict,
-    evaluated: list[dict],
-) -> dict:
-    """The hub's metadata, without what is not known."""
-    block: dict = {}
-    if languages := about.languages or languages_of(about.data):
-        block["language"] = list(languages)
-    block |= licence
-    if base:
-        block["base_model"] = base
-    block |= {"library_name": form.library, "pipeline_tag": form.task}
-    block["tags"] = [form.family.lower(), "speech"]
-    measured = [each for each in evaluated if each["comparable"]]
-    if not measured:
-        return block
-    block["metrics"] = list(dict.fromkeys(each["metric"] for each in measured))
-    results = []
-    for each in measured:
-        results.append(
-            {
-                "task": {"type": form.task},
-                "dataset": {"name": each["set"], "type": "own"},
-                "metrics": [
-                    {
-                        "type": each["metric"],
-                        "value": round(100 * each["after"], 2),
-                        "name": f"{each['metric'].upper()} in %, {each['reading']}",
-                    }
-                ],
-            }
-        )
-    block["model-index"] = [{"name": name, "results": results}]
-    return block
+    name: str, about: About, form: Form, base: tuple[str | None, dict], rates: list[Rate]
+) -> str:
+    """The hub's metadata in YAML, without what is not known. `base`: as `released` returns it."""
+    of_training = about.data.sets.get("train", {}) if about.data else {}
+    public = [rate for rate in rates if rate.is_public]
+    results = [
+        {
+            "task": {"type": form.task},
+            "dataset": {"name": rate.set, "type": "own"},
+            "metrics": [
+                {
+                    "type": rate.metric,
+                    "value": round(100 * rate.after, 2),
+                    "name": f"{rate.metric.upper()} in %, {rate.reading}",
+                }
+            ],
+        }
+        for rate in public
+    ]
+    block = {
+        "language": list(about.languages or of_training.get("languages", [])),
+        **base[1],
+        "base_model": base[0],
+        "library_name": form.library,
+        "pipeline_tag": form.task,
+        "tags": [form.family.lower(), "speech"],
+        "metrics": list(dict.fromkeys(rate.metric for rate in public)),
+        "model-index": results and [{"name": name, "results": results}],
+    }
+    known = {key: value for key, value in block.items() if value}
+    return yaml.safe_dump(known, allow_unicode=True, sort_keys=False)
 
 
-def languages_of(data: RunInfo | None) -> list[str]:
-    """The languages of the training set, as far as its manifest had them."""
-    return data.sets.get("train", {}).get("languages", []) if data else []
-
-
-# --- error rates ----------------------------------------------------------------------------------
-
-
-def evaluations(about: About, made: dict) -> list[dict]:
-    """What is known of error rates: {"set", "reading", "metric", "after", "interval", "before",
-    "comparable"}, from the results of these weights, and from the evaluations of the training.
-    Shares, and None for what is not known; "comparable": for other readers of the hub."""
-    found = []
+def measured(about: About, base: str | None) -> list[Rate]:
+    """The error rates of an evaluation of these weights, if there was one. `base`: the path of the
+    weights with which the run began."""
     results = about.results or {}
-    bases = about.base, (made.get("made_by") or {}).get("base")
-    is_base = any(are_same(results.get("compared_to"), base) for base in bases)
+    rates = results.get("rates", {})
+    is_base = any(are_same(results.get("compared_to"), path) for path in (about.base, base))
     before = results.get("before", {}) if is_base else {}
     lower = NAMES[in_lower_case]
-    rates_of = results.get("rates", {})
-    for reading, rates in rates_of.items():
-        if reading != lower and rates == rates_of.get(lower):
+    found = []
+    for reading, values in rates.items():
+        if reading != lower and values == rates.get(lower):
             continue
-        for metric, values in rates.items():
-            ends = values["low"], values["high"]
-            found.append(
-                {
-                    "set": results["title"].partition(",")[0],
-                    "reading": reading,
-                    "metric": metric,
-                    "after": values["rate"],
-                    "interval": None if None in ends else ends,
-                    "before": before.get(reading, {}).get(metric, {}).get("rate"),
-                    "comparable": reading == lower or len(rates_of) == 1,
-                }
-            )
-    metric = made.get("metric")
-    if metric in ("wer", "cer"):
-        for name, (first, last) in watched(made).items():
-            found.append(
-                {
-                    "set": f"{name}, watched in training",
-                    "reading": about.reading,
-                    "metric": metric,
-                    "after": last,
-                    "interval": None,
-                    "before": first,
-                    "comparable": False,
-                }
-            )
-    for metric in ("wer", "cer"):
-        if isinstance(made.get(metric), float | int):
-            found.append(
-                {
-                    "set": "evaluation set, in training",
-                    "reading": about.reading,
-                    "metric": metric,
-                    "after": made[metric],
-                    "interval": None,
-                    "before": first_value(made) if metric == made.get("metric") else None,
-                    "comparable": False,
-                }
-            )
+        for metric, rate in values.items():
+            first = before.get(reading, {}).get(metric, {}).get("rate")
+            ends = rate["low"], rate["high"]
+            place = results["title"].partition(",")[0]
+            is_public = reading == lower or len(rates) == 1
+            ends = None if None in ends else ends
+            found.append(Rate(place, reading, metric, rate["rate"], first, ends, is_public))
     return found
 
 
-def watched(made: dict) -> dict[str, tuple[float | None, float]]:
-    """{name: (value before training or None, value of these weights)} of the watched sets, by the
-    loop's notes."""
-    found = {}
-    for name, values in made.get("watched", {}).items():
-        by_step = dict(map(tuple, values))
-        if made["step"] in by_step:
-            found[name] = by_step.get(0), by_step[made["step"]]
+def in_training(about: About, made: dict) -> list[Rate]:
+    """The error rates of the watched sets and of the evaluation set, by the loop's notes."""
+    found = []
+    metric = made.get("metric")
+    if metric in METRICS:
+        for name, values in made.get("watched", {}).items():
+            by_step = dict(map(tuple, values))
+            if made["step"] in by_step:
+                place = f"{name}, watched in training"
+                rates = by_step[made["step"]], by_step.get(0)
+                found.append(Rate(place, about.reading, metric, *rates))
+    for name in METRICS:
+        if name in made:
+            before = first_value(made) if name == metric else None
+            place = "evaluation set, in training"
+            found.append(Rate(place, about.reading, name, made[name], before))
     return found
 
 
@@ -287,8 +256,8 @@ def first_value(made: dict) -> float | None:
     return value if step == 0 and made.get("step") else None
 
 
-def error_table(evaluated: list[dict]) -> str:
-    if not evaluated:
+def error_table(rates: list[Rate]) -> str:
+    if not rates:
         return ""
     lines = [
         "## Error rates",
@@ -296,17 +265,12 @@ def error_table(evaluated: list[dict]) -> str:
         "| set | texts compared | | before, % | after, % | 95 % interval |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for each in evaluated:
-        ends = "-"
-        if each["interval"]:
-            ends = " to ".join(f"{100 * end:.2f}" for end in each["interval"])
-        before = "-" if each["before"] is None else f"{100 * each['before']:.2f}"
-        rates = f"{each['metric'].upper()} | {before} | {100 * each['after']:.2f} | {ends}"
-        lines.append(f"| {plain(each['set'])} | {each['reading']} | {rates} |")
+    for rate in rates:
+        ends = " to ".join(f"{100 * end:.2f}" for end in rate.ends or ()) or "-"
+        before = "-" if rate.before is None else f"{100 * rate.before:.2f}"
+        values = f"{rate.metric.upper()} | {before} | {100 * rate.after:.2f} | {ends}"
+        lines.append(f"| {plain(rate.set)} | {rate.reading} | {values} |")
     return "\n".join(lines)
-
-
-# --- text -----------------------------------------------------------------------------------------
 
 
 def origin(about: About, form: Form, base: str | None, licence: dict, unchanged: bool) -> str:
@@ -362,7 +326,7 @@ def training(about: About, made: dict, by: dict) -> str:
         facts.append(f"weights of update {made['step']}")
     facts += [plain(f"{name} {version}") for name, version in (by.get("versions") or {}).items()]
     metric = made.get("metric")
-    if metric not in (None, "wer", "cer") and metric in made:
+    if metric not in (None, *METRICS) and metric in made:
         before = first_value(made)
         change = "" if before is None else f", {before:.3f} before training"
         facts.append(f"{plain(metric)} loss of the evaluation set {made[metric]:.3f}{change}")

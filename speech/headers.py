@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import hashlib
-import itertools
 import os
 import re
 import shutil
@@ -17,7 +16,6 @@ import numpy as np
 import soundfile
 
 from common.files import write_file
-from speech import parquet
 
 END_TOLERANCE = 0.1  # seconds by which rounded times may miss a file's end
 UNKNOWN_LENGTH = 1 << 60  # frames: what libsndfile reports for a FLAC stream that was never closed
@@ -28,7 +26,6 @@ CHANNELS = 64  # more than arrays of microphones have
 # What libsndfile says about the last page of an Ogg file that was cut.
 UNENDED = "lacks an end-of-stream bit"
 UNCLOSED = 0x7FFF0000  # bytes: from this size on, a chunk's writer did not know its size
-GROUP_THREADS = 4  # each has a row group of a Parquet file in memory
 THREADS = 16  # they wait for the disk or the network, not for the processor
 FFPROBE_SECONDS = 30  # to read a header
 # What ffmpeg may read. Its playlists (m3u8, ffconcat, sdp) would read other files, whatever their
@@ -39,6 +36,30 @@ FFMPEG_FORMATS = (
     "wv,tta,dts,rm,loas,gsm,sln,g722,tak,mpc,mpc8,dsf,spx,oma,voc,nistsphere",
 )
 MANY_FILES = 20_000  # reading more headers than this is announced
+# Suffixes by libsndfile's name of the format.
+FORMATS = {
+    "WAV": ".wav",
+    "WAVEX": ".wav",
+    "RF64": ".wav",
+    "FLAC": ".flac",
+    "OGG": ".ogg",
+    "MP3": ".mp3",
+    "AIFF": ".aiff",
+    "AU": ".au",
+    "CAF": ".caf",
+    "W64": ".w64",
+    "NIST": ".sph",
+}
+# Suffixes by (place, bytes) in files that ffmpeg decodes. It also reads lists that name other
+# files: no such list begins in one of these ways.
+BEGINNINGS = {
+    (4, b"ftyp"): ".m4a",
+    (0, b"\x1a\x45\xdf\xa3"): ".webm",
+    (0, b"\x30\x26\xb2\x75\x8e\x66\xcf\x11"): ".wma",
+    (0, b"\xff\xf1"): ".aac",
+    (0, b"\xff\xf9"): ".aac",
+    (0, b"#!AMR"): ".amr",
+}
 
 
 def in_threads(look: Callable[[list], list | np.ndarray], items: list) -> Iterator:
@@ -52,7 +73,6 @@ def in_threads(look: Callable[[list], list | np.ndarray], items: list) -> Iterat
 
 def file_fault(path: str) -> str:
     """Why a path cannot be opened as an audio file, or ""."""
-    path = parquet.file_of(path)
     try:
         status = os.stat(path)
     except PermissionError as error:
@@ -88,16 +108,27 @@ def probe(path: str) -> tuple[float, str]:
     if fault:
         return np.nan, fault
     try:
-        source = parquet.source(path)
-    except ValueError as error:
-        return np.nan, str(error)
-    try:
-        info = soundfile.info(source)
+        info = soundfile.info(os.fsencode(path))  # not every name is UTF-8
     except (OSError, TypeError, soundfile.LibsndfileError):  # TypeError: .raw, which has no header
         info = None
     if info is None or info.frames >= UNKNOWN_LENGTH:
         return _probe_with_ffmpeg(path)
     return info.frames / max(1, info.samplerate), format_fault(info)
+
+
+def audio_suffix(path: Path) -> str:
+    """The suffix that belongs to the format of an audio file, by its content; "" if it is no audio
+    that can be read here."""
+    try:
+        return FORMATS.get(soundfile.info(os.fsencode(path)).format, "")
+    except (OSError, TypeError, soundfile.LibsndfileError):  # TypeError: .raw, which has no header
+        pass
+    with open(path, "rb") as file:
+        start = file.read(16)
+    for (place, beginning), suffix in BEGINNINGS.items():
+        if start[place:].startswith(beginning) and not probe(str(path))[1]:
+            return suffix
+    return ""
 
 
 def missing_seconds(header) -> float:
@@ -118,11 +149,8 @@ def _probe_with_ffmpeg(path: str) -> tuple[float, str]:
         return np.nan, "audio is unreadable (for libsndfile; ffmpeg with ffprobe is not installed)"
     command = "ffprobe -v error -show_entries format=duration -of csv=p=0".split()
     try:
-        with parquet.as_file(path) as file:
-            command += [*FFMPEG_FORMATS, f"file:{file}"]
-            result = subprocess.run(
-                command, capture_output=True, text=True, timeout=FFPROBE_SECONDS
-            )
+        command += [*FFMPEG_FORMATS, f"file:{path}"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=FFPROBE_SECONDS)
         seconds = float(result.stdout)
         if 0 <= seconds < np.inf:
             return seconds, ""
@@ -144,14 +172,10 @@ def probe_all(paths: list[str], cache: Path | None) -> tuple[np.ndarray, list[st
     def look(rows: list[int]) -> list[tuple[int, float, str]]:
         return [(row, *probe(paths[row])) for row in rows]
 
-    inside = [row for row in todo if parquet.row_of(paths[row])]
-    outside = [row for row in todo if not parquet.row_of(paths[row])] if inside else todo
-    with ThreadPoolExecutor(GROUP_THREADS) as pool:
-        in_groups = pool.map(look, parquet.by_group(paths, inside))
-        for part in itertools.chain(in_groups, in_threads(look, outside)):
-            for row, length, reason in part:
-                seconds[row] = length
-                reasons[row] = reason
+    for part in in_threads(look, todo):
+        for row, length, reason in part:
+            seconds[row] = length
+            reasons[row] = reason
     if cache and todo:
         has_fault = [reason != "" for reason in reasons]
         remember(cache, stamps, np.where(has_fault, np.nan, seconds)[:, None])
@@ -167,7 +191,7 @@ def _stamps(paths: list[str]) -> np.ndarray:
     stamps = np.zeros((len(paths), 3), dtype=np.int64)
     for row, path in enumerate(paths):
         try:
-            status = os.stat(parquet.file_of(path))
+            status = os.stat(path)
         except (OSError, ValueError):
             continue
         name = int.from_bytes(hashlib.blake2b(os.fsencode(path), digest_size=7).digest(), "big")

@@ -18,7 +18,6 @@ import soundfile
 import torch
 
 from common.errors import DataError, RunError
-from speech import parquet
 from speech.audio import SAMPLE_RATE, read_audio
 from speech.columns import Codes, Corpus, Rejections
 from speech.headers import file_stamps, recall, remember
@@ -78,7 +77,7 @@ def measure_utterance(corpus: Corpus, index: int) -> tuple[float, float, float, 
     """`measure` of an utterance at the file's own rate, or why it cannot be decoded."""
     path, duration = corpus.paths[index], float(corpus.durations[index])
     try:
-        rate = soundfile.info(parquet.source(path)).samplerate
+        rate = soundfile.info(os.fsencode(path)).samplerate
     except (OSError, TypeError, ValueError, soundfile.LibsndfileError):
         rate = SAMPLE_RATE  # a format that ffmpeg decodes
     try:

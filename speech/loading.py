@@ -10,11 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from speech import parquet
 from speech.columns import Codes, Corpus, Rejections, Segments, Strings
 from speech.headers import END_TOLERANCE, probe_all
 from speech.listening import CLIPPED, SILENT, audio_faults, listen, trim
-from speech.manifest import line_name, read_manifest
+from speech.manifest import read_manifest
 
 # Seconds: END_TOLERANCE of whole files, whose duration is often rounded to a second.
 FILE_TOLERANCE = 0.5
@@ -64,7 +63,7 @@ class Rows:
 
     def example(self, row: int) -> str:
         """Where a row is in the manifest, and its audio."""
-        line = line_name(self.path, int(self.corpus.lines[row]))
+        line = f"{self.path}:{self.corpus.lines[row]}"
         where = self.corpus.where(row)
         return where if where.startswith(line) else f"{line}: {where}"
 
@@ -124,8 +123,6 @@ def read_rows(
     corpus = read_manifest(
         path, rejected, normalise_short, checks.audio_root, segments, checks.needs
     )
-    if parquet.is_parquet(path) and not checks.cache_audio and (note := parquet.advice(path)):
-        print(note, flush=True)
     corpus.cache_audio = checks.cache_audio
     corpus.repeats_texts = checks.needs == "label"
     return corpus, segments, rejected

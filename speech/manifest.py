@@ -1,4 +1,4 @@
-"""Manifest formats, read into columns: JSON Lines, CSV and TSV with a header, LJSpeech, Parquet."""
+"""Manifest formats, read into columns: JSON Lines, CSV and TSV with a header, LJSpeech."""
 
 import csv
 import functools
@@ -16,7 +16,6 @@ import numpy as np
 
 from common.errors import DataError, UsageError
 from common.files import require_file
-from speech import parquet
 from speech.columns import Codes, Corpus, Rejections, Segments, Strings
 from speech.headers import in_threads
 
@@ -65,13 +64,13 @@ def parse(
     path: Path, rejected: Rejections, only_tables: bool = False
 ) -> Iterator[tuple[int, dict]]:
     """(line number, row) of a manifest in any format, which is recognised by extension and header.
-    Every line that is not blank and cannot be parsed is added to `rejected`. The rows of all
-    Parquet files that `path` stands for are numbered on. Raises `UsageError` if the file cannot be
-    read, `DataError` if it is not a manifest."""
-    if parquet.is_parquet(path) and not only_tables:
-        keys = [*TEXT_KEYS, *SPEAKER_KEYS, *LANGUAGE_KEYS, *OTHER_KEYS]
-        yield from parquet.rows(path, AUDIO_KEYS, keys)
-        return
+    Every line that is not blank and cannot be parsed is added to `rejected`. Raises `UsageError` if
+    the file cannot be read, `DataError` if it is not a manifest."""
+    if path.suffix.lower() == ".parquet":  # or a pattern of such names
+        raise UsageError(
+            f'manifest {path} is Parquet: python -m speech.parquet "{path}" FOLDER makes audio files'
+            " and FOLDER/manifest.jsonl of it"
+        )
     try:
         with open(require_file(path, "manifest"), "rb") as binary:
             start = binary.read(1 << 16)
@@ -79,8 +78,6 @@ def parse(
         raise UsageError(f"manifest {path}: {error.strerror}") from None
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise DataError(f"manifest {path} is UTF-16: save it as UTF-8")
-    if start[:4] == b"PAR1":
-        raise DataError(f"manifest {path} is Parquet: its name has to end in {parquet.SUFFIX}")
     if start[:4] == b"PK\3\4" or b"\0" in start[:4096]:
         raise DataError(
             f"manifest {path} is not a text file (JSON Lines, CSV/TSV or LJSpeech metadata.csv)"
@@ -327,15 +324,14 @@ def _find_header(first: str) -> tuple[list[str], str]:
 
 def find_audio(name: str, folder: str, audio_root: str | None = None) -> str:
     """The path of a manifest's audio file: absolute, or relative to `audio_root` or the manifest's
-    `folder` (or to clips/ or wavs/ in it, as in Common Voice and LJSpeech). The name of a row of a
-    Parquet file is one, too.
+    `folder` (or to clips/ or wavs/ in it, as in Common Voice and LJSpeech).
 
     With `audio_root`, an absolute path of another machine (with Windows' separators, too) is looked
     up by its last components. If no file exists, the path to name in a message."""
     base = audio_root or folder
     path = os.path.join(base, name)  # an absolute name replaces `base`
     # (pathlib's `exists` raises for a name that is too long.)
-    if parquet.row_of(name) or os.path.exists(path):
+    if os.path.exists(path):
         return path
     posix = PureWindowsPath(name).as_posix() if "\\" in name else name
     parts = [part for part in posix.split("/") if part]
@@ -382,9 +378,9 @@ def read_manifest(
             row = _with_text_of_segments(row, given, parts, problem)
             fields = row_fields(row, needs)
         except TypeError as error:
-            raise DataError(f"{line_name(path, number)}: {error}") from None
+            raise DataError(f"{path}:{number}: {error}") from None
         except ValueError as error:
-            rejected.add(str(error), line_name(path, number))
+            rejected.add(str(error), f"{path}:{number}")
             continue
         if fields.audio == row.get("file"):
             transcribed.add(fields.audio)
@@ -411,11 +407,6 @@ def read_manifest(
         lines=np.array(lines),
         labels=labels if needs == "label" else None,
     )
-
-
-def line_name(path: str, number: int) -> str:
-    """Where the row `number` of a manifest is, for messages."""
-    return parquet.place(path, number) if parquet.is_parquet(path) else f"{path}:{number}"
 
 
 def _find_all(

@@ -1,13 +1,7 @@
 """What every recogniser does besides learning: its flags, decoding a set, the results at the end,
-transcripts of files."""
+transcribing files."""
 
-import filecmp
-import functools
-import itertools
 import json
-import os
-import shutil
-import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,8 +12,8 @@ import torch
 
 from common import batches, files, memory, options
 from common.device import Setup
-from common.errors import DataError, RunError, UsageError, cannot_write, reader_has_gone
-from speech import metrics, subtitles
+from common.errors import DataError, UsageError, cannot_write
+from speech import metrics, subtitles, transcripts
 from speech.audio import SAMPLE_RATE, audio_files, read_audio
 from speech.augment import read_noises
 from speech.columns import Codes
@@ -27,8 +21,6 @@ from speech.layers import finite_layers
 from speech.long import BY_SILENCES, Cutting, Piece, by_length, unless_silent
 from speech.text import NAMES, as_whisper, for_scoring, in_lower_case, mark_share, style
 
-TRANSCRIPT = b'{"file": '  # how a line of --output begins
-STREAMS = ("/dev/std", "/dev/fd/", "/proc/")  # how the names of open files begin
 AS_SENT = "as sent"  # what tables call the comparison of symbols that are no writing
 LONG = "transcripts_long.jsonl"  # of whole recordings
 REPORTS = ("transcripts.jsonl", LONG, "results.json")  # files in the log folder
@@ -164,7 +156,7 @@ def add_decoding(
         metavar="PATH",
         help=(
             "transcribe files and folders with the weights of --resume"
-            " (CHECKPOINT_DIR/best.safetensors)"
+            " (OUTPUT_DIR/checkpoints/best.safetensors)"
         ),
     )
     decoding.add_argument(
@@ -211,10 +203,10 @@ def resolve(
             raise UsageError(
                 f"--output {output}: {suffix} cannot be written; name a file {known} or .jsonl"
             )
-        if is_subtitles(output) and not has_times:
+        if transcripts.is_subtitles(output) and not has_times:
             needed = "add --timestamps" if "timestamps" in vars(args) else "name a .jsonl file"
             raise UsageError(f"--output {output}: subtitles need times; {needed}")
-        check_output(output, options.paths_in(args, "output"))
+        transcripts.check_output(output, options.paths_in(args, "output"))
     return Options(
         method=getattr(args, "decoding", None),
         beam_size=getattr(args, "beam_size", None),
@@ -319,7 +311,7 @@ def write_report(how: Options, name: str, text: str) -> None:
     try:
         files.write_text(how.log_dir / name, text)
     except OSError as error:
-        raise cannot_write(how.log_dir, error, "--log_dir") from None
+        raise cannot_write(how.log_dir, error, "--output_dir") from None
 
 
 def write_results(how: Options, results: dict) -> None:
@@ -407,42 +399,6 @@ def warn_of_style(texts: list[str], rows: list[dict]) -> None:
 # --- transcribing files ---------------------------------------------------------------------------
 
 
-def is_stream(path: Path) -> bool:
-    """Whether a path is a device or a pipe, such as /dev/stdout: it is written to and not
-    replaced."""
-    return str(path).startswith(STREAMS) or (
-        path.exists() and not (path.is_file() or path.is_dir())
-    )
-
-
-def is_subtitles(output: str | Path) -> bool:
-    """Whether --output asks for subtitles."""
-    return Path(output).suffix.lower() in subtitles.FORMATS
-
-
-def check_output(output: str, inputs: Iterable[str]) -> None:
-    """Raises `UsageError` if --output would replace anything but transcripts, or one of `inputs`,
-    or cannot be written."""
-    path = Path(output)
-    if not is_stream(path):
-        begins = TRANSCRIPT
-        if is_subtitles(path):
-            begins = subtitles.FORMATS[path.suffix.lower()].begins
-        is_earlier = functools.partial(_begins, begins)
-        files.require_output(output, "--output", inputs, is_earlier)
-        files.require_output(partial_of(path), "--output", inputs, is_earlier)
-
-
-def _begins(beginning: bytes, path: Path) -> bool:
-    with open(path, "rb") as file:
-        return file.read(len(beginning)) in (b"", beginning)
-
-
-def partial_of(path: Path) -> Path:
-    """Where transcripts are kept if a command ends before its last file."""
-    return path.with_name(f"{path.name}.partial")
-
-
 def join_records(records: list[dict], pieces: list[Piece], cutting: Cutting) -> dict:
     """The "text" of a recording, the texts of its "pieces" with their times in seconds, and timed
     parts, from the records of its pieces."""
@@ -472,7 +428,7 @@ def transcribe_files(
     read is named on stderr and the others are transcribed; then `DataError` is raised. Raises
     `UsageError` for subtitles of several recordings."""
     recordings = audio_files(how.transcribe)
-    if how.output and is_subtitles(how.output) and len(recordings) > 1:
+    if how.output and transcripts.is_subtitles(how.output) and len(recordings) > 1:
         raise UsageError(
             f"--output {how.output}: subtitles are of one recording, and --transcribe names"
             f" {len(recordings)}; name one, or a .jsonl file"
@@ -495,7 +451,7 @@ def transcribe_files(
             records += records_of([waveform[a:b] for a, b in several], str(path))
         return {**row, **join_records(records, pieces, cutting)}
 
-    def transcripts() -> Iterator[dict]:
+    def rows() -> Iterator[dict]:
         for path in recordings:
             try:
                 waveform = read_audio(str(path), SAMPLE_RATE)
@@ -506,9 +462,9 @@ def transcribe_files(
 
     with finite_layers():
         if how.output:
-            done = write_transcripts(Path(how.output), transcripts())
+            done = transcripts.write(Path(how.output), rows())
         else:
-            done = print_transcripts(transcripts(), len(recordings) > 1, how.timestamps)
+            done = transcripts.show(rows(), len(recordings) > 1, how.timestamps)
     if done < len(recordings):
         raise DataError(
             f"{len(recordings) - done} of {len(recordings)} files could not be transcribed"
@@ -533,82 +489,3 @@ def decoder(
         return [each if isinstance(each, dict) else {"text": each} for each in decoded]
 
     return unless_silent(records_of, {"text": "", **{part: [] for part in parts}})
-
-
-def print_transcripts(rows: Iterable[dict], with_names: bool, with_times: bool) -> int:
-    """Prints the texts of `rows`, or their segments after their times, and returns the number of
-    rows. Ends the command if nobody reads them any more."""
-    count = 0
-    for row in rows:
-        lines = [row["text"]]
-        if with_times:
-            lines = [
-                f"[{subtitles.shown(part['start'])} --> {subtitles.shown(part['end'])}]"
-                f" {part['text']}"
-                for part in row["segments"]
-            ]
-        for line in lines:
-            print(f"{row['file']}\t{line}" if with_names else line, flush=True)
-        if reader_has_gone():
-            sys.exit(128 + signal.SIGPIPE)
-        count += 1
-    return count
-
-
-def keep_earlier(path: Path, new: Path | None = None) -> None:
-    """Renames transcripts at `path`, unless they are equal to those in the file `new`, because
-    somebody may have corrected them."""
-    if not path.exists() or not path.stat().st_size:
-        return
-    if new is None or not filecmp.cmp(path, new, shallow=False):
-        number = 1
-        while os.path.lexists(kept := path.with_name(f"{path.name}.earlier-{number}")):
-            number += 1
-        path.rename(kept)
-        print(f"{path}: the transcripts that were there are now in {kept}", file=sys.stderr)
-
-
-def write_transcripts(path: Path, rows: Iterable[dict]) -> int:
-    """Writes `rows` as JSON Lines, or one row as subtitles if the path's suffix asks for them, and
-    returns their number. Other transcripts that are there get another name, unless there are no
-    rows. What is done when a signal or an error ends the command is kept in PATH.partial. A device
-    or a pipe is written to directly."""
-    count = 0
-    rows = iter(rows)
-    if (first := next(rows, None)) is None:
-        return 0
-
-    def shown(row: dict) -> str:
-        if is_subtitles(path):
-            return subtitles.FORMATS[path.suffix.lower()].whole(row)
-        return json.dumps(row, ensure_ascii=False) + "\n"
-
-    def write(target: Path) -> None:
-        nonlocal count
-        with open(target, "w", encoding="utf-8", errors="backslashreplace") as file:
-            try:
-                for row in itertools.chain([first], rows):
-                    file.write(shown(row))
-                    file.flush()
-                    count += 1
-            except BaseException:
-                if count and target != path:
-                    keep_partial(target)
-                raise
-        if target != path:
-            keep_earlier(path, target)
-
-    def keep_partial(target: Path) -> None:
-        partial = partial_of(path)
-        keep_earlier(partial, target)
-        files.write_file(partial, lambda copy: shutil.copyfile(target, copy))
-        print(f"the first {count} transcripts are in {partial}", file=sys.stderr)
-
-    try:
-        if is_stream(path):
-            write(path)
-        else:
-            files.write_file(path, write)
-    except OSError as error:
-        raise RunError(f"--output {path}: {error.strerror}") from None
-    return count

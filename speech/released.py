@@ -30,7 +30,7 @@ MODELS = ("model_dir", "model_file")  # flags that name released weights
 GOALS = ("train_manifest", "from_scratch", "max_steps", "num_epochs", "dry_run", "verify_gpu")
 
 EXPORTS = ("export", "export_adapter")  # flags that name a folder which is replaced
-WRITTEN = ("checkpoint_dir", "log_dir", "output_dir", "cache_audio")  # flags of other folders
+WRITTEN = ("checkpoint_dir", "log_dir", "output_dir", "cache_audio")  # other folders of a command
 
 ADAPTING = ("lora", "lora_targets", "lora_alpha")
 TARGETS = ("linear", "attention", "q,v")  # choices of --lora_targets

@@ -16,14 +16,7 @@ TRAINED = tuple(NAMES)  # the sets that a model learns from
 WATCHED = "watched "  # how the name of a watched set begins
 FLAGS = ("replay_manifest", "replay_share", "watch_manifest", "stop_when_watched_rises")
 # Rows for `common.options`.
-EXCLUDES = (
-    *((flag, options.COMMAND, options.TRAINS) for flag in FLAGS),
-    (
-        "stop_when_watched_rises",
-        "average_checkpoints",
-        "an average may be above the limit; leave one out",
-    ),
-)
+EXCLUDES = (*((flag, options.COMMAND, options.TRAINS) for flag in FLAGS),)
 NEEDS = (
     ("replay_manifest", ("train_manifest",), ""),
     ("replay_share", ("replay_manifest",), ""),
@@ -81,8 +74,6 @@ def resolve(args) -> dict[str, str]:
     paths = getattr(args, "watch_manifest", None) or []
     for number, path in enumerate(paths):
         place = Path(path)
-        if "*" in place.name:  # many files of one folder
-            place = place.parent
         name = WATCHED + printable(place.stem)
         if name in found:
             name = WATCHED + printable(f"{place.absolute().parent.name}/{place.stem}")

@@ -95,10 +95,7 @@ def add_arguments(parser, allow_unknown: bool = False) -> None:
         "--train_manifest",
         type=options.path,
         metavar="FILE",
-        help=(
-            "JSON Lines, CSV/TSV with a header, LJSpeech's metadata.csv, or Hugging Face's Parquet:"
-            " one file or a quoted pattern, 'shards/*.parquet' (synthetic data)"
-        ),
+        help=("JSON Lines, CSV/TSV with a header, or LJSpeech's metadata.csv (synthetic data)"),
     )
     group.add_argument(
         "--val_manifest",

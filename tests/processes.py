@@ -23,7 +23,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = [f"recipes.{path.stem}" for path in sorted((ROOT / "recipes").glob("*.py"))]
 # What a run imports only where it uses it.
-LATER = ["torch._dynamo", "torch.utils.tensorboard", "matplotlib.pyplot", "espeakng_loader"]
+LATER = ["torch._dynamo", "matplotlib.pyplot", "espeakng_loader"]
 
 
 def start_server() -> None:

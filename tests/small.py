@@ -27,7 +27,7 @@ RECIPE = "small"
 LOSS_WEIGHTS = {"first": 0.3, "ctc": 0.7}
 CHARACTERS = list("abcd")
 SHORT = (
-    "--device cpu --dataloader_num_workers 0 --no_tensorboard --num_epochs 1 --warmup_steps 2"
+    "--device cpu --dataloader_num_workers 0 --num_epochs 1 --warmup_steps 2"
     " --log_every 1 --save_every 0 --eval_every 0"
 )
 
@@ -164,7 +164,7 @@ def run(
             patched.enter_context(mock.patch.object(where, name, lambda *_: None))
         progress = train(args, begun, model, made, global_batches, eval_batches)
     if report_results:
-        finish(args, begun, model, made, eval_batches, report_results)
+        finish(args, begun, model, made, report_results)
     return model, progress
 
 

@@ -43,7 +43,7 @@ TORCHRUN = set(run.get_args_parser()._option_string_actions)
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SCRIPT = re.compile(r"((?:[A-Z]+=\S+ )*)(\./run_(?:training|whisper|parakeet).*)")
-SMALL = "--no_tensorboard --dataloader_num_workers 0"
+SMALL = "--dataloader_num_workers 0"
 
 
 def name_of(path: Path) -> str:

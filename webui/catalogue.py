@@ -27,8 +27,6 @@ FIRST_COUNT = 10
 # What the page decides itself, and how.
 OWN = {
     "output_dir": "the page gives every run a folder of its own",
-    "checkpoint_dir": "the page keeps the checkpoints in the folder of the run",
-    "log_dir": "the page keeps the logs in the folder of the run",
     "dry_run": "the button “Will it fit?” gives it",
 }
 PATHS = re.compile(r"\b(?:\w*DIR|\w*FILE|\w*PATH)\b")  # in a metavar

@@ -162,11 +162,7 @@ def is_finite(value) -> bool:
 
 
 def weights(folder: Path) -> list[Path]:
-    """The weights of a run: the best ones, the averaged ones, and its checkpoints, newest first."""
+    """The weights of a run: the best ones, and its checkpoints, newest first."""
     checkpoints = folder / CHECKPOINTS
-    found = [
-        checkpoints / "best.safetensors",
-        checkpoints / "averaged.safetensors",
-        *list_checkpoints(checkpoints),
-    ]
+    found = [checkpoints / "best.safetensors", *list_checkpoints(checkpoints)]
     return [path for path in found if path.is_file() and not path.is_symlink()]

@@ -10,14 +10,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 
-import soundfile
-
 from common.errors import Failure, UsageError, cannot_write
 from common.files import TEXT_BYTES, require_file
-from speech import parquet
 from speech.columns import Rejections, printable
 from speech.folders import write_folder
-from speech.headers import probe
+from speech.headers import BEGINNINGS, FORMATS, audio_suffix
 from speech.manifest import AUDIO_KEYS, parse
 
 FILE_BYTES = 200 << 20  # of an uploaded file
@@ -33,30 +30,6 @@ CHOICES = 1_000  # that a list offers
 TABLE_SUFFIXES = {".json", ".jsonl", ".csv", ".tsv"}  # beside audio files
 MODEL_SUFFIXES = {".nemo", ".pt", ".pth", ".safetensors"}
 START = 1 << 16  # bytes of a file that tell its kind
-# Suffixes by libsndfile's name of the format.
-FORMATS = {
-    "WAV": ".wav",
-    "WAVEX": ".wav",
-    "RF64": ".wav",
-    "FLAC": ".flac",
-    "OGG": ".ogg",
-    "MP3": ".mp3",
-    "AIFF": ".aiff",
-    "AU": ".au",
-    "CAF": ".caf",
-    "W64": ".w64",
-    "NIST": ".sph",
-}
-# Suffixes by (place, bytes) in files that ffmpeg decodes. It also reads lists that name other
-# files: no such list begins in one of these ways.
-BEGINNINGS = {
-    (4, b"ftyp"): ".m4a",
-    (0, b"\x1a\x45\xdf\xa3"): ".webm",
-    (0, b"\x30\x26\xb2\x75\x8e\x66\xcf\x11"): ".wma",
-    (0, b"\xff\xf1"): ".aac",
-    (0, b"\xff\xf9"): ".aac",
-    (0, b"#!AMR"): ".amr",
-}
 AUDIO_SUFFIXES = {*FORMATS.values(), *BEGINNINGS.values(), ".aif", ".opus", ".oga", ".mp4"}
 _uploading = threading.Lock()  # two uploads at once could exceed UPLOADS_BYTES
 
@@ -93,10 +66,7 @@ class Places:
         return real
 
     def file(self, path: str | Path) -> Path:
-        """`inside` for a file that can be read: not a folder, a pipe or a device. The name of a row
-        of a Parquet file is one."""
-        if row := parquet.row_of(str(path)):
-            return Path(parquet.name_of(str(self.file(row[0])), row[1]))
+        """`inside` for a file that can be read: not a folder, a pipe or a device."""
         return require_file(self.inside(path))
 
     def name(self, path: Path) -> str:
@@ -111,8 +81,7 @@ class Places:
     def manifests(self, folder: str = "") -> list[str]:
         """Tables of recordings below the folders, or below one `folder` of them, to choose from."""
         bases = [self.inside(folder)] if folder else [self.data, self.runs / UPLOADS]
-        suffixes = {*TABLE_SUFFIXES, parquet.SUFFIX}
-        tables = (path for path in self._below(bases) if path.suffix.lower() in suffixes)
+        tables = (path for path in self._below(bases) if path.suffix.lower() in TABLE_SUFFIXES)
         return self._names(path for path in tables if _is_manifest(path))
 
     def models(self) -> list[str]:
@@ -229,8 +198,6 @@ def _entries(folder: Path) -> list[os.DirEntry]:
 def _is_manifest(path: Path) -> bool:
     """Whether a file looks like a table of recordings."""
     try:
-        if parquet.is_parquet(path):
-            return bool(parquet.open_shard(str(path)).content)
         if path.suffix.lower() in (".json", ".jsonl"):
             with open(path, "rb") as file:
                 start = file.read(START)
@@ -333,18 +300,3 @@ def _last(name: str) -> str:
     """The last part of a path of any system, as it is compared: some systems write an umlaut as two
     characters."""
     return unicodedata.normalize("NFC", PureWindowsPath(name).name)
-
-
-def audio_suffix(path: Path) -> str:
-    """The suffix that belongs to the format of an audio file, by its content; "" if it is no audio
-    that can be read here."""
-    try:
-        return FORMATS.get(soundfile.info(os.fsencode(path)).format, "")
-    except (OSError, TypeError, soundfile.LibsndfileError):  # TypeError: .raw, which has no header
-        pass
-    with open(path, "rb") as file:
-        start = file.read(START)
-    for (place, beginning), suffix in BEGINNINGS.items():
-        if start[place:].startswith(beginning) and not probe(str(path))[1]:
-            return suffix
-    return ""

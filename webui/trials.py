@@ -19,11 +19,12 @@ from common.errors import Failure, UsageError, cannot_write
 from common.files import write_file
 from speech import metrics
 from speech.columns import Rejections, printable
+from speech.headers import audio_suffix
 from speech.manifest import AUDIO_KEYS, SPEAKER_KEYS, TEXT_KEYS, find_audio, parse
 from webui import outputs, runs
 from webui.catalogue import Recipe
 from webui.commands import words_of
-from webui.places import Places, audio_suffix
+from webui.places import Places
 from webui.runs import Run
 from webui.use import Models
 

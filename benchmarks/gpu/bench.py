@@ -129,7 +129,7 @@ class Bench:
         """What trial.py found; `usual`: seconds that it takes, about. After a failure, "failed"
         says why and the rest is what was known until then. Raises `Failed` if nothing was, and
         `OutOfTime`."""
-        words = [*words, "--device", device or self.device, "--no_tensorboard", "--log_every", "1"]
+        words = [*words, "--device", device or self.device, "--log_every", "1"]
         with self.folder() as folder:
             output = folder / "found.json"
             asked = {

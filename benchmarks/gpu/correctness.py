@@ -101,7 +101,7 @@ class DemoRun:
             ROOT / "recipes" / f"{self.demo.recipe}.py",
             *self.demo.flags.split(),
             *("--gradient_accumulation_steps", 1, "--dropout", 0, "--max_steps", self.updates),
-            *("--log_every", 1, "--no_tensorboard", "--device", device, "--output_dir", output),
+            *("--log_every", 1, "--device", device, "--output_dir", output),
             *self.data,
             *flags,
         ]

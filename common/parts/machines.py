@@ -52,7 +52,7 @@ def keeps_folder(folder: Path, ranks: Ranks) -> bool:
         if ranks.leader and not is_shared:
             (folder / JOB).write_text(token)
     except OSError as error:
-        raise cannot_write(folder, error, "--checkpoint_dir") from None
+        raise cannot_write(folder, error, "--output_dir") from None
     return ranks.leader and (ranks.first or not is_shared)
 
 

@@ -3,8 +3,9 @@ numbers, amounts and signs.
 
 Number words: CLDR's rules for Amharic (rbnf/am.xml) have መቶ without አንድ, ነጥብ and ordinals in -ኛ.
 Tens, አስራ, ሺህ and ዜሮ are those of speech, where CLDR has ሁለት አስር, አስር, ሺ and ባዶ. Scores are
-written in words in sports news ("ሁለት ለዜሮ", "4 ለ 1"). What no source was found for is in the list
-of recipes/xtts_amharic.md.
+written in words in sports news ("ሁለት ለዜሮ", "4 ለ 1"). Service numbers (8282) are said digit by digit
+only beside a word of telephones or services. What no source was found for is in the list of
+recipes/xtts_amharic.md. No speaker of Amharic has checked this yet.
 """
 
 import re
@@ -278,11 +279,13 @@ _CALLED = re.compile(
     rf"((?<!{LETTER})[በከለየ]?ስልክ{LETTER}{{0,3}}[ .:]{{0,3}}(?:ቁጥር{LETTER}{{0,3}}[ .:]{{0,3}})?)"
     r"(\d[\d -]{5,24}\d)(?![\d/:])"
 )
-# A service number is said digit by digit: ስልክ 8282, አጭር ቁጥር 999.
+# A service number is said digit by digit: ስልክ 8282, አጭር ቁጥር 999, ነፃ መስመር 8335, 8282 ይደውሉ.
 _SHORT = re.compile(
-    rf"((?<!{LETTER})[በከለየ]?(?:ስልክ{LETTER}{{0,3}}(?: ቁጥር{LETTER}{{0,3}})?|አጭር ቁጥር{LETTER}{{0,3}})"
+    rf"((?<!{LETTER})[በከለየ]?(?:ስልክ{LETTER}{{0,3}}(?: ቁጥር{LETTER}{{0,3}})?"
+    rf"|(?:አጭር|አገልግሎት) ቁጥር{LETTER}{{0,3}}|(?:ነ[ፃጻ]|ስልክ) መስመር{LETTER}{{0,3}})"
     r"[ .:]{1,3})(\d{3,6})(?![\d/:.,-])"
 )
+_CALL = re.compile(rf"(?<![\d.,:/-])(\d{{3,4}})(?= (?:ላይ )?(?:ይደውሉ|ደውሉ|ደውለው|በመደወል)(?!{LETTER}))")
 _MIXED = re.compile(r"(?<![\d./:,⁄-])(\d{1,3}) (\d{1,2})([/⁄])(\d{1,4})(?![\d/⁄]|[.,:-]\d)")
 _SPACED_DASH = re.compile(r"(?<=\d)(?: -{1,3} |-{2,3})(?=\d)")
 _RANGE = re.compile(
@@ -297,7 +300,7 @@ _CODE = re.compile(
     rf"(?<![a-z])(?:({'|'.join(CODES)}) ?({_AMOUNT})|(?<=\d) ?({'|'.join(CODES)}))(?![a-z])"
 )
 # *999# is said sign by sign.
-_SERVICE = re.compile(r"(?<![\w*])\*(\d[\d*]*)#")
+_SERVICE = re.compile(r"(?<![\da-z*])\*(\d[\d*]*)#")
 _LARGE = re.compile(rf"(?<=\d) ?([ሚቢ])\.(?!{LETTER})")  # 10.5 ሚ.
 _SECONDS = re.compile(r"(\d{1,2})[:፡](\d\d)\.(\d{1,2}) ?ደቂቃ")  # 12:45.3
 _PERCENT = re.compile(f"(?<=\\d) ?([{''.join(PERCENT)}])")
@@ -331,6 +334,7 @@ def say_numbers(text: str) -> str:
     if "ስልክ" in text:
         text = _CALLED.sub(lambda m: f"{m[1]} {_digits(m[2])}" if _is_phone(m[2]) else m[0], text)
     text = _SHORT.sub(lambda m: f"{m[1]}{_digits(m[2])}", text)
+    text = _CALL.sub(lambda m: _digits(m[1]), text)
     if " " in text:
         text = _MIXED.sub(_mixed, _LONE_PREFIX.sub(r"\1", text))
     if _SIGN.search(text):

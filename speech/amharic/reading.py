@@ -1,4 +1,5 @@
-"""Amharic text as it is read aloud: letters and sentence marks only."""
+"""Amharic text as it is read aloud: letters and sentence marks only. Brackets, slashes and word
+spaces (፡) make no pause; no speaker has checked that yet."""
 
 import re
 import unicodedata

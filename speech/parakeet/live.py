@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from common.device import Setup
-from common.errors import DataError, Failure, RunError, Stopped, UsageError, reader_has_gone
-from speech import audio, recogniser, subtitles
+from common.errors import DataError, Failure, RunError, Stopped, UsageError
+from speech import audio, recogniser, subtitles, transcripts
 from speech.audio import SAMPLE_RATE
 from speech.layers import finite_layers
 from speech.parakeet import decoding
@@ -298,8 +298,8 @@ class Written:
         self.form = subtitles.FORMATS.get(self.path.suffix.lower())
         self.count = 0
         with self._named():
-            if not recogniser.is_stream(self.path):
-                recogniser.keep_earlier(self.path)
+            if not transcripts.is_stream(self.path):
+                transcripts.keep_earlier(self.path)
             errors = "backslashreplace"
             self.file = open(self.path, "w", encoding="utf-8", errors=errors)  # noqa: SIM115
             self.file.write(self.form.head if self.form else "")
@@ -330,10 +330,8 @@ class Written:
 
 
 def show(text: str) -> None:
-    """Prints text at once. Ends the command if nobody reads it any more."""
+    """Prints text at once."""
     print(text, end="", flush=True)
-    if reader_has_gone():
-        sys.exit(128 + signal.SIGPIPE)
 
 
 # --- the command ----------------------------------------------------------------------------------

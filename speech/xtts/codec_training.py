@@ -24,8 +24,7 @@ from speech.xtts.codec import DVAE, HOP, SAMPLE_RATE, SAMPLES_PER_CODE, Mel, nea
 STEPS = {"autoencoder": 300, "dvae": 900}  # updates of the two runs that make a DVAE
 FLAGS = {  # of these runs, in place of the GPT's
     "learning_rate": 1e-3, "weight_decay": 0.0, "warmup_steps": None, "early_stopping_patience": 0,
-    "average_checkpoints": None, "gradient_checkpointing": False, "torch_compile": False,
-    "init_from": None,
+    "gradient_checkpointing": False, "torch_compile": False, "init_from": None,
 }  # fmt: skip
 FRAMES = 96  # of a crop, 1.1 s
 CROP = FRAMES * HOP  # samples

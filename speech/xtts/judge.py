@@ -16,7 +16,6 @@ from speech import metrics
 from speech.text import NAMES, in_lower_case
 from speech.xtts.speaking import KINDS, clip_name
 
-UNABLE = ("whisper_morse", "xtts_amharic")  # their models do not write words that are spoken
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # the judge is one process
 
 # Commands that speak no held-out sentences, and rows for common.options: flags that exclude them.
@@ -40,16 +39,6 @@ def add_arguments(group) -> None:
     )
 
 
-def recipe_of(path: str) -> str:
-    """The recipe that trained the weights of --judge. Raises `UsageError`."""
-    recipe = checkpoint.recipe_of(path, "--judge")
-    if recipe in UNABLE:
-        raise UsageError(
-            f"--judge {path}: recipes/{recipe}.py has saved it; a judge is a recogniser of speech"
-        )
-    return recipe
-
-
 def transcripts(path: str, recipes: Path, clips: list[Path], device: str) -> dict[str, str]:
     """What the recogniser at `path` hears in each clip, by file. `recipes`: their folder. A clip
     without samples has no words. Raises `UsageError` and `RunError`."""
@@ -57,7 +46,7 @@ def transcripts(path: str, recipes: Path, clips: list[Path], device: str) -> dic
     audible = [name for name in heard if soundfile.info(name).frames]
     if not audible:
         return heard
-    recipe = recipe_of(path)
+    recipe = checkpoint.recipe_of(path, "--judge")
     script = recipes / f"{recipe}.py"
     if not recipe.isidentifier() or not script.is_file():
         raise UsageError(

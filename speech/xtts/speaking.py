@@ -105,7 +105,7 @@ def add_arguments(parser) -> None:
         metavar="TEXT",
         help=(
             "speak texts, or a file with a text in each line, with the weights of --resume"
-            " (CHECKPOINT_DIR/best.safetensors)"
+            " (OUTPUT_DIR/checkpoints/best.safetensors)"
         ),
     )
     group.add_argument(

@@ -22,7 +22,6 @@ from speech.xtts.frozen import Frozen
 from speech.xtts.model import GPT, Conv1D
 from speech.xtts.tokenizer import LANGUAGE, Vocabulary, new_vocabulary
 
-RECIPE = "xtts_amharic"  # in checkpoints
 DVAE_FOLDER = "dvae"  # beside the checkpoints of a model from scratch
 OF_DVAE = "it is of the DVAE's training; name a checkpoint or weights in the folder above it"
 DVAE_UPDATES = codec_training.STEPS["dvae"]
@@ -115,9 +114,11 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class Options:
-    """The model to start from, as the flags ask. `planned`: this is a dry run."""
+    """The model to start from, as the flags ask. `recipe`: its name in checkpoints; `planned`: this
+    is a dry run."""
 
     origin: Origin
+    recipe: str
     custom_model: str | None
     language: str
     version: str | None
@@ -193,7 +194,7 @@ def add_other_names(parser) -> None:
     )
 
 
-def resolve(args, is_demo: bool) -> Options:
+def resolve(args, is_demo: bool, recipe: str) -> Options:
     """Checks these flags and returns what they ask for. Raises `UsageError`."""
     language = texts.code_of(args.language)
     if not LANGUAGE.fullmatch(f"[{language}]"):
@@ -213,6 +214,7 @@ def resolve(args, is_demo: bool) -> Options:
         text = replace(text, g2p=language == texts.AMHARIC)
     return Options(
         origin=origin,
+        recipe=recipe,
         custom_model=args.custom_model,
         language=language,
         version=args.version,
@@ -263,14 +265,14 @@ def choose(
     info, weights = released.choose(asked.origin, family(asked), resumed, initial, create)
     if initial:
         check_initial(initial, info)
-    return info, weights, frozen_parts(asked.origin, info)
+    return info, weights, frozen_parts(asked, info)
 
 
 def use(asked: Options) -> tuple[ModelInfo, dict[str, torch.Tensor], Frozen, Saved | None]:
     """A model that is not trained further: its info, the GPT's weights, the frozen parts, and the
     checkpoint that it is from, None for a released model. Raises `UsageError`."""
-    info, weights, saved = released.use(asked.origin, family(asked), RECIPE)
-    return info, weights, frozen_parts(asked.origin, info), saved
+    info, weights, saved = released.use(asked.origin, family(asked), asked.recipe)
+    return info, weights, frozen_parts(asked, info), saved
 
 
 def known_info(asked: Options) -> tuple[ModelInfo | None, Saved | None]:
@@ -278,7 +280,7 @@ def known_info(asked: Options) -> tuple[ModelInfo | None, Saved | None]:
     from. Raises `UsageError`."""
     if asked.origin.resume == "auto" or not (asked.origin.resume or asked.origin.path):
         return None, None
-    info, _, saved = released.use(asked.origin, family(asked), RECIPE)
+    info, _, saved = released.use(asked.origin, family(asked), asked.recipe)
     return info, saved
 
 
@@ -322,7 +324,7 @@ def new_info(asked: Options, train_dvae: Callable[[dict], Path]) -> ModelInfo:
         groups = frozen.random_groups(config)
     else:
         folder = os.path.abspath(train_dvae(config))
-        groups, _ = read_dvae(config, [Path(folder)])
+        groups, _ = read_dvae(asked.recipe, config, [Path(folder)])
     return ModelInfo(
         stage="gpt",
         config={**config, "start_text": Vocabulary(vocab).start},
@@ -408,9 +410,10 @@ def learning_rate(info: ModelInfo) -> float:
 # --- frozen parts and exports ---------------------------------------------------------------------
 
 
-def frozen_parts(origin: Origin, info: ModelInfo) -> Frozen:
+def frozen_parts(asked: Options, info: ModelInfo) -> Frozen:
     """The parts that the GPT was trained with. Prints the licence of released ones. Raises
     `UsageError`."""
+    origin = asked.origin
     require_vocoder(origin, info.config)
     folder = origin.path or info.model_dir
     if origin.export and folder:
@@ -430,7 +433,7 @@ def frozen_parts(origin: Origin, info: ModelInfo) -> Frozen:
             # The run's folder may have moved, or the GPT alone: to abandoned-1/.
             place = checkpoints_of(origin)
             folders = [place / DVAE_FOLDER, place.parent / DVAE_FOLDER, *folders]
-        groups, coder = read_dvae(info.config, folders, info.dvae)
+        groups, coder = read_dvae(asked.recipe, info.config, folders, info.dvae)
         if coder.updates < DVAE_UPDATES:
             print(
                 f"warning: the DVAE of this model had {coder.updates} of {DVAE_UPDATES} updates, so"
@@ -452,7 +455,7 @@ def checkpoints_of(origin: Origin) -> Path:
 
 
 def read_dvae(
-    config: dict, folders: list[Path], wanted: str = ""
+    recipe: str, config: dict, folders: list[Path], wanted: str = ""
 ) -> tuple[dict, codec_training.ModelInfo]:
     """The DVAE in the first of `folders` that has one with the digest `wanted`, else in the first
     that has one. Raises `UsageError`."""
@@ -460,7 +463,7 @@ def read_dvae(
     there = [folder for folder in folders if (folder / "best.safetensors").exists()]
     first = None
     for folder in there or folders[-1:]:
-        found = codec_training.read_dvae(RECIPE, config, folder, shapes)
+        found = codec_training.read_dvae(recipe, config, folder, shapes)
         first = first or found
         if frozen.digest(found[0]["dvae"]) == wanted:
             return found

@@ -68,7 +68,7 @@ def test_other_names_in_the_folder_are_not_touched(tmp_path):
     for name in names:
         (tmp_path / name).write_text("mine")
     (tmp_path / "x.tmp").mkdir()
-    checkpoint.lock_folder(tmp_path, "--checkpoint_dir").close()
+    checkpoint.lock_folder(tmp_path).close()
     for step in (1, 2, 3, 123_456_789):
         save(tmp_path, step)
     assert checkpoint.resume("auto", tmp_path, "r").progress.step == 123_456_789
@@ -164,7 +164,7 @@ def lock_elsewhere(folder) -> str:
     child = os.fork()
     if child == 0:
         try:
-            checkpoint.lock_folder(folder, "--checkpoint_dir")
+            checkpoint.lock_folder(folder)
         except RunError as error:
             os.write(writing, str(error).encode())
         os._exit(0)
@@ -176,7 +176,7 @@ def lock_elsewhere(folder) -> str:
 
 
 def test_a_second_run_on_the_same_folder_is_told_so(tmp_path):
-    lock = checkpoint.lock_folder(tmp_path, "--checkpoint_dir")
+    lock = checkpoint.lock_folder(tmp_path)
     assert f"{tmp_path} is in use by another run (process {os.getpid()})" in lock_elsewhere(
         tmp_path
     )
@@ -187,7 +187,7 @@ def test_a_second_run_on_the_same_folder_is_told_so(tmp_path):
 def test_stale_temporary_files_of_a_killed_run_are_removed(tmp_path):
     (tmp_path / ".checkpoint_step_00000009.pt.ab12cd_9.tmp").write_bytes(b"half")
     (tmp_path / ".best.safetensors.ab12cd_9.tmp").write_bytes(b"half")
-    checkpoint.lock_folder(tmp_path, "--checkpoint_dir").close()
+    checkpoint.lock_folder(tmp_path).close()
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -229,8 +229,8 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_and_says_what_is_missing(tm
 
 def test_an_unwritable_folder_is_answered_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match=r"cannot write in .*choose another --checkpoint_dir"):
-        checkpoint.lock_folder(tmp_path / "file" / "checkpoints", "--checkpoint_dir")
+    with pytest.raises(RunError, match=r"cannot write in .*choose another --output_dir"):
+        checkpoint.lock_folder(tmp_path / "file" / "checkpoints")
 
 
 def test_best_weights_are_one_file_that_rebuilds_the_model(tmp_path):
@@ -370,18 +370,6 @@ def test_optimizer_states_exist_from_the_start_and_survive_regrouping():
         for key, value in optimizer.state[p].items():
             assert torch.equal(fresh.state[p][key], value)
     assert set(saved) == set(dict(model.named_parameters()))
-
-
-def test_averaging_the_newest(tmp_path):
-    for step, value in ((1, 4.0), (2, 1.0), (3, 7.0), (4, 10.0)):
-        model = {"w": torch.full((3,), value), "n": torch.tensor(step)}
-        checkpoint.save(tmp_path, step, content(step, model), keep_last=9)
-    mean, steps = checkpoint.average(tmp_path, 2, "r")
-    assert steps == [4, 3]
-    assert torch.equal(mean["w"], torch.full((3,), 8.5)) and mean["w"].dtype == torch.float32
-    assert checkpoint.average(tmp_path, 100, "r")[1] == [4, 3, 2, 1]
-    with pytest.raises(UsageError, match="has no checkpoint"):
-        checkpoint.average(tmp_path / "empty", 2, "r")
 
 
 # --- files that were damaged or altered -----------------------------------------------------------
@@ -529,20 +517,6 @@ def test_a_checkpoint_is_mapped_and_never_written_to(tmp_path):
     assert not is_mapped(path) and path.read_bytes() == written
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_an_average_has_no_view_of_a_file(tmp_path, dtype):
-    model = {"w": torch.arange(3.0, dtype=dtype), "n": torch.tensor(4)}
-    for step in (654321, 654322):
-        path = checkpoint.save(tmp_path, step, content(step, model), keep_last=9)
-    before = path.read_bytes()
-    mean, _ = checkpoint.average(tmp_path, 2, "r")
-    assert not is_mapped(path) and path.read_bytes() == before
-    assert all(
-        torch.equal(mean[name], value) and mean[name].dtype == value.dtype
-        for name, value in model.items()
-    )
-
-
 def test_best_json_is_believed_only_if_it_is_sound(tmp_path):
     (tmp_path / "best.safetensors").touch()
     for text, step in (
@@ -571,14 +545,12 @@ def test_what_is_newer_than_the_resumed_checkpoint_is_moved_aside(tmp_path, caps
         for name, text in (
             ("best.safetensors", "x"),
             ("best.json", '{"step": 4}'),
-            ("averaged.safetensors", "x"),
         ):
             (tmp_path / name).write_text(text)
         (logs / "metrics.jsonl").write_text("{}\n")
         checkpoint.branch(tmp_path, logs, 2)
         moved = sorted(path.name for path in (tmp_path / f"abandoned-{number}").iterdir())
         assert moved == [
-            "averaged.safetensors",
             "best.json",
             "best.safetensors",
             "checkpoint_step_00000004.pt",
@@ -618,10 +590,3 @@ def test_an_earlier_run_moves_with_its_stages_and_folders(tmp_path):
     assert set(moved) == {"dvae", "speech", "reports"} and moved["reports"].is_symlink()
     assert (moved["speech"] / "a").read_text() == str(logs / "speech")
     assert (logs / "mine" / "a").exists() and (tmp_path / "precious").is_dir()
-
-
-def test_a_run_with_one_folder_for_all_moves_everything_once(tmp_path):
-    save(tmp_path, 1)
-    (tmp_path / "dvae").mkdir()
-    checkpoint.make_room(tmp_path, tmp_path, (), ("dvae",))
-    assert [path.name for path in tmp_path.iterdir()] == ["earlier-1"]

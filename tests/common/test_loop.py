@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from common import checkpoint, files, optim, report
+from common import checkpoint, files, optim, report, update
 from common.batches import to_device
 from common.device import LossScale, Setup
 from common.engine import run_global_batch
@@ -218,20 +218,15 @@ def test_a_run_holds_the_lock_of_its_folder(tmp_path):
     ].closed
 
 
-@pytest.mark.parametrize("flag", ["--checkpoint_dir", "--log_dir"])
-def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_read(tmp_path, flag):
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_read(tmp_path):
     (tmp_path / "file").touch()
-    args = small.make_args(
-        tmp_path / "run", flag, str(tmp_path / "file" / "below"), "--resume", "no such file"
-    )
-    with pytest.raises(RunError, match=f"cannot write in .*choose another {flag}"):
+    args = small.make_args(tmp_path / "file" / "below", "--resume", "no such file")
+    with pytest.raises(RunError, match=r"cannot write in .*choose another --output_dir"):
         begin(args, small.RECIPE)
 
 
 def test_the_weighted_loss_may_be_the_metric(tmp_path):
-    args = small.make_args(
-        tmp_path, "--max_steps", "2", "--save_every", "1", "--average_checkpoints", "2"
-    )
+    args = small.make_args(tmp_path, "--max_steps", "2")
     reported = []
     _, progress = small.run(args, metric="loss", report_results=reported.append)
     assert len(reported) == 1 and 0 < progress.best < 10
@@ -355,40 +350,6 @@ def test_finish_reports_the_best_weights_and_the_peak_of_memory(tmp_path, capsys
     assert re.fullmatch(r"memory: peak \d+\.\d\d GiB resident, total \d+\.\d\d GiB", memory)
 
 
-@pytest.mark.parametrize("averaged", [0.5, 1.0, 1.5])
-def test_finish_takes_the_average_if_it_is_not_worse(tmp_path, capsys, averaged):
-    model = network()
-    flags = ("--eval_every", "1", "--save_every", "1", "--average_checkpoints", "2")
-    args = small.make_args(tmp_path, *cut(2, 2), *flags)
-    reported = Reported(model)
-    results = scripted(
-        3.0, 1.0, 2.0, 2.5, 1.0, averaged
-    )  # four evaluations, the best weights again, the average
-    small.run(args, model=model, evaluate=results, report_results=reported)
-    line = f"average of the checkpoints of steps 4, 3: {averaged:.3f}, best evaluation: 1.000\n"
-    assert line in capsys.readouterr().out
-    saved = {
-        path.stem: checkpoint.read(path, small.RECIPE).model
-        for path in checkpoint.list_checkpoints(args.checkpoint_dir)
-    }
-    if averaged <= 1:
-        assert reported.weights == "averaged weights (averaged.safetensors)"
-        mean = {
-            name: (saved["checkpoint_step_00000003"][name] + value) / 2
-            for name, value in saved["checkpoint_step_00000004"].items()
-        }
-        assert all(torch.equal(value, mean[name]) for name, value in model.state_dict().items())
-        kept = checkpoint.read_weights(
-            args.checkpoint_dir / "averaged.safetensors", small.RECIPE
-        ).model
-        assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
-    else:
-        assert reported.weights == "weights of the best evaluation (the average was worse)"
-        best = saved["checkpoint_step_00000002"]
-        assert all(torch.equal(value, best[name]) for name, value in model.state_dict().items())
-        assert not (args.checkpoint_dir / "averaged.safetensors").exists()
-
-
 def test_the_optimizer_is_gone_when_finish_evaluates(tmp_path, monkeypatch):
     """Also if something refers to it that it refers to. Its states are twice as large as the
     weights."""
@@ -414,7 +375,7 @@ def test_the_optimizer_is_gone_when_finish_evaluates(tmp_path, monkeypatch):
     assert left == [None]
 
 
-def test_finish_evaluates_the_average_also_in_16_bits(tmp_path):
+def test_finish_evaluates_the_best_weights_also_in_16_bits(tmp_path):
     """Autocast keeps 16-bit copies of weights until its context ends, also of weights that have
     been replaced since."""
     batch = small.collate(small.Waveforms(2))
@@ -428,24 +389,19 @@ def test_finish_evaluates_the_average_also_in_16_bits(tmp_path):
         look(model)
         return {"ctc": (1.0, 1.0)}
 
-    args = small.make_args(tmp_path, *cut(2, 2), "--save_every", "1", "--average_checkpoints", "2")
+    args = small.make_args(tmp_path, *cut(2, 2))
     model = network(dtype=torch.float32)
     setup = Setup(dtype=torch.bfloat16)
-    reported = []
 
     def report_results(weights: str) -> None:
         look(model)
-        reported.append(weights)
 
     small.run(args, model, setup=setup, evaluate=evaluate, report_results=report_results)
-    assert reported == ["averaged weights (averaged.safetensors)"]
-    assert len(stale) >= 4 and not any(stale)
+    assert len(stale) >= 2 and not any(stale)
 
 
 def test_only_error_rates_are_in_per_cent(tmp_path, capsys):
-    results = iter(
-        [0.25, 0.125, 0.5, 0.25, 0.25]
-    )  # two evaluations, the step of the second again, and its average
+    results = iter([0.25, 0.125])
 
     def evaluate(model, eval_batches):
         share = next(results)
@@ -456,50 +412,25 @@ def test_only_error_rates_are_in_per_cent(tmp_path, capsys):
         "2",
         "--eval_every",
         "1",
-        "--save_every",
-        "1",
-        "--average_checkpoints",
-        "2",
     )
     args = small.make_args(tmp_path, *cut(2, 2), *flags)
     small.run(args, evaluate=evaluate, metric="cer", report_results=lambda weights: None)
     output = capsys.readouterr().out
     assert "evaluation at step 2 (epoch 1): cer 12.50 %  ctc 0.125  best so far\n" in output
-    assert "average of the checkpoints of steps 2, 1: 25.00 %, best evaluation: 50.00 %\n" in output
-
-
-def test_damaged_notes_do_not_end_a_run_before_its_results(tmp_path):
-    flags = ("--eval_every", "1", "--save_every", "1", "--average_checkpoints", "2")
-    args = small.make_args(tmp_path, *cut(2, 2), "--max_steps", "2", *flags)
-    results = iter([4.0, 3.0, 3.0, 2.0])  # then the best again, and the average
-
-    def evaluate(model, eval_batches):
-        value = next(results)
-        if value == 2.0:
-            (args.checkpoint_dir / "best.json").write_text("{")
-        return {"ctc": (value, 1.0)}
-
-    reported = []
-    small.run(args, evaluate=evaluate, report_results=reported.append)
-    assert reported == ["averaged weights (averaged.safetensors)"]
-    averaged = json.loads((args.checkpoint_dir / "averaged.json").read_text())
-    assert averaged == {"steps": [2, 1], "ctc": 2.0, "made_by": None}
 
 
 def test_more_may_be_better(tmp_path, capsys):
-    flags = ("--eval_every", "1", "--save_every", "1", "--average_checkpoints", "2")
-    args = small.make_args(tmp_path, *cut(2, 2), "--num_epochs", "2", *flags, "--max_steps", "5")
+    flags = ("--num_epochs", "2", "--eval_every", "1", "--max_steps", "5")
+    args = small.make_args(tmp_path, *cut(2, 2), *flags)
     flags = {"metric": "accuracy", "higher_is_better": True}
 
     def evaluate(model, eval_batches):
         return {"accuracy": (next(results), 1.0)}
 
-    results = iter([0.2, 0.7, 0.5, 0.7, 0.6, 0.7, 0.65])  # then the best again, and the average
-    reported = []
-    _, progress = small.run(args, evaluate=evaluate, report_results=reported.append, **flags)
+    results = iter([0.2, 0.7, 0.5, 0.7, 0.6])
+    _, progress = small.run(args, evaluate=evaluate, **flags)
     assert (progress.best, progress.best_step) == (0.7, 2)  # of equal ones the first
     assert progress.evaluations_without_gain == 3
-    assert reported == ["weights of the best evaluation (the average was worse)"]
     args = small.make_args(tmp_path / "b", *cut(2, 2), "--eval_every", "1", "--num_epochs", "9")
     args.early_stopping_patience = 2
     results = iter([0.2, 0.7, 0.6, 0.5, 0.9])
@@ -628,7 +559,7 @@ def test_a_term_that_compute_loss_does_not_return_is_one_line(tmp_path):
 
 def test_only_the_first_rank_reports(tmp_path, capsys):
     run = Run(Setup(ranks=Ranks(1, 2)))
-    finish(small.make_args(tmp_path), run, None, None, None, report_results=pytest.fail)
+    finish(small.make_args(tmp_path), run, None, None, report_results=pytest.fail)
     assert capsys.readouterr() == ("", "")
 
 
@@ -812,7 +743,10 @@ def test_a_bad_global_batch_never_reaches_the_weights_and_is_listed(tmp_path, pl
 
 
 @pytest.mark.parametrize("save_every", ["0", "2"])
-def test_bad_global_batches_in_a_row_stop_the_run_and_leave_what_was_trained(tmp_path, save_every):
+def test_bad_global_batches_in_a_row_stop_the_run_and_leave_what_was_trained(
+    tmp_path, save_every, monkeypatch
+):
+    monkeypatch.setattr(update, "MAX_BAD_BATCHES", 3)
     steps = []
 
     def later_nan(model, batch):
@@ -824,9 +758,7 @@ def test_bad_global_batches_in_a_row_stop_the_run_and_leave_what_was_trained(tmp
             else terms
         )
 
-    args = small.make_args(
-        tmp_path, *cut(2, 1), "--save_every", save_every, "--max_bad_batches", "3"
-    )
+    args = small.make_args(tmp_path, *cut(2, 1), "--save_every", save_every)
     with pytest.raises(RunError, match="3 global batches in a row"):
         small.run(args, compute_loss=later_nan)
     assert newest(args).progress.step == 4
@@ -971,7 +903,7 @@ def test_a_report_that_cannot_be_written_ends_the_run_after_it_was_saved(
         patch.setattr(report, "open", lambda *_, **__: open("/dev/full", "w"), raising=False)  # noqa: SIM115
         with pytest.raises(
             RunError,
-            match=r"cannot write in .*logs: No space left on device; choose another --log_dir",
+            match=r"cannot write in .*logs: No space left on device; choose another --output_dir",
         ) as error:
             small.run(args)
     assert "\n" not in str(error.value) and newest(args).progress.step == 1
@@ -1403,9 +1335,9 @@ def test_a_second_run_moves_what_the_first_left_aside(tmp_path):
 def test_weights_that_vanish_during_a_run_are_named_with_what_to_do(tmp_path, monkeypatch):
     use_best = checkpoint.use_best
 
-    def vanished(args, *rest):
-        (args.checkpoint_dir / "best.safetensors").unlink()
-        return use_best(args, *rest)
+    def vanished(folder, *rest):
+        (folder / "best.safetensors").unlink()
+        return use_best(folder, *rest)
 
     monkeypatch.setattr(checkpoint, "use_best", vanished)
     with pytest.raises(
@@ -1468,10 +1400,10 @@ def test_a_failure_in_a_recipe_loses_no_update_before_it(tmp_path, place, error)
     assert torch.equal(small.weights(model), small.weights(reference))
 
 
-@pytest.mark.parametrize(
-    "flags", [("--num_epochs", "1"), ("--num_epochs", "3", "--max_bad_batches", "1000")]
-)
-def test_a_run_without_any_update_says_so(tmp_path, flags):
+@pytest.mark.parametrize("epochs", ["1", "3"])
+def test_a_run_without_any_update_says_so(tmp_path, epochs, monkeypatch):
+    monkeypatch.setattr(update, "MAX_BAD_BATCHES", 1000)
+
     def never_finite(model, batch):
         return {
             name: term * float("nan") for name, term in small.compute_loss(model, batch).items()
@@ -1481,7 +1413,7 @@ def test_a_run_without_any_update_says_so(tmp_path, flags):
         RunError,
         match=r"no update was made: \d+ global batches had a non-finite loss, 0 files were skipped",
     ):
-        small.run(small.make_args(tmp_path, *flags), compute_loss=never_finite)
+        small.run(small.make_args(tmp_path, "--num_epochs", epochs), compute_loss=never_finite)
 
 
 def test_bad_files_are_skipped_counted_and_listed_once(tmp_path, capsys):

@@ -220,9 +220,8 @@ def test_a_parser_may_parse_again(parser, capsys):
         ("--enable_grad_checkpoint", "--gradient_checkpointing"),
         ("--enable_mixed_precision=False", "--no_mixed_precision"),
         ("--mixed_precision=False", "--no_mixed_precision"),
-        ("--tensorboard=0", "--no_tensorboard"),
+        ("--tf32=0", "--no_tf32"),
         ("--no-mixed-precision", "--no_mixed_precision"),
-        ("--checkpoint checkpoints", "--checkpoint_dir"),
         ("--gradient_accumulation 4", "--gradient_accumulation_steps"),
         # Abbreviations, which argparse accepts by default.
         ("--batch 1", "--batch_size"),
@@ -240,10 +239,10 @@ def test_an_unknown_flag_is_refused_with_the_nearest(parser, capsys, command, hi
     [
         ("--num_gpus=1", "GPUS=2 in front of a run_*.sh script trains on two GPUs"),
         ("--deepspeed ds.json", "here --use_cpu_offload or, on several GPUs, --sharded saves"),
-        ("--report_to none", "metrics are in the folder of --log_dir"),
+        ("--report_to none", "metrics are in OUTPUT_DIR/logs/metrics.jsonl"),
         ("--config config.yaml", "there are no configuration files; every setting is a flag"),
         ("--print", "it belongs to the run_*.sh script"),
-        ("--tensorboard=True", "on/off flags take no value"),
+        ("--tf32=True", "on/off flags take no value"),
     ],
 )
 def test_what_is_no_flag_here_is_explained(parser, capsys, command, hint):
@@ -312,9 +311,7 @@ def test_values_out_of_range(parser, capsys, command, reason):
     assert reason in line and f"argument {command.split('=')[0].split()[0]}" in line
 
 
-@pytest.mark.parametrize(
-    "flag", ["--resume", "--init_from", "--output_dir", "--checkpoint_dir", "--log_dir"]
-)
+@pytest.mark.parametrize("flag", ["--resume", "--init_from", "--output_dir"])
 def test_an_empty_path_is_refused(parser, capsys, flag):
     assert "the path is empty" in refused(parser, capsys, flag, "")
 
@@ -430,11 +427,7 @@ def test_folders(parser):
         return args.checkpoint_dir, args.log_dir
 
     assert folders() == (Path("checkpoints"), Path("logs"))
-    assert folders("--output_dir", "out", "--log_dir", "else") == (
-        Path("out/checkpoints"),
-        Path("else"),
-    )
-    assert folders("--checkpoint_dir", "c") == (Path("c"), Path("logs"))
+    assert folders("--output_dir", "out") == (Path("out/checkpoints"), Path("out/logs"))
 
 
 def test_a_stage_has_folders_of_its_own_and_changes_win(parser):
@@ -442,8 +435,6 @@ def test_a_stage_has_folders_of_its_own_and_changes_win(parser):
         parser,
         "--output_dir",
         "out",
-        "--log_dir",
-        "else",
         "--batch_size",
         "3",
         "--learning_rate",
@@ -475,7 +466,7 @@ def test_a_stage_has_folders_of_its_own_and_changes_win(parser):
     options.freeze(args)
     stage = options.for_stage(args, "second", 1)
     assert stage.checkpoint_dir == Path("out/checkpoints/second") and stage.log_dir == Path(
-        "else/second"
+        "out/logs/second"
     )
     stage.batch_size = 4  # each run freezes its own flags
 

@@ -245,9 +245,7 @@ def test_disk_space(tmp_path, monkeypatch):
         "42 MiB free for 2 + 1 checkpoints of 11 MiB and the best weights, 42 MiB",
     )
     status, reason = preflight.check_disk(args, with_parameters(MILLION + 1))
-    assert status == "FAIL" and reason.endswith(
-        "lower --keep_last, or choose another --checkpoint_dir"
-    )
+    assert status == "FAIL" and reason.endswith("lower --keep_last, or choose another --output_dir")
     args.checkpoint_dir.mkdir()
     (args.checkpoint_dir / "checkpoint_step_00000001.pt").write_bytes(
         bytes(100)
@@ -256,11 +254,11 @@ def test_disk_space(tmp_path, monkeypatch):
     new_run = arguments(tmp_path, "--keep_last", "2")  # a new run keeps it aside
     assert preflight.check_disk(new_run, with_parameters(MILLION + 1))[0] == "FAIL"
     (tmp_path / "file").touch()
-    nowhere = arguments(tmp_path, "--checkpoint_dir", str(tmp_path / "file" / "below"))
+    nowhere = arguments(tmp_path / "file" / "below")
     status, reason = preflight.check_disk(nowhere, with_parameters(1))
     assert (
         status == "FAIL"
-        and reason == f"cannot write in {tmp_path / 'file'}; choose another --checkpoint_dir"
+        and reason == f"cannot write in {tmp_path / 'file'}; choose another --output_dir"
     )
 
 
@@ -290,14 +288,14 @@ def test_a_run_may_require_the_disk_space(tmp_path, monkeypatch):
             (
                 f"checkpoints in {args.checkpoint_dir}: 42 MiB free for 2 + 1 checkpoints of 11 MiB"
                 " and the best weights, 42 MiB; lower --keep_last, or choose another"
-                " --checkpoint_dir"
+                " --output_dir"
             ),
         ),
         (
             lambda: (_ for _ in ()).throw(OSError(5, "Input/output error")),
             (
                 f"cannot write in {args.checkpoint_dir}: Input/output error; choose another"
-                " --checkpoint_dir"
+                " --output_dir"
             ),
         ),
     ):

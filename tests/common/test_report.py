@@ -1,9 +1,7 @@
-"""metrics.jsonl, the progress bar and its plain lines, TensorBoard, training.png."""
+"""metrics.jsonl, the progress bar and its plain lines, training.png."""
 
-import errno
 import json
 import sys
-import time
 
 import matplotlib.pyplot  # noqa: F401  drawing would import it, which takes a second
 import pytest
@@ -25,7 +23,7 @@ def test_the_bar_shows_utilisation_if_it_is_known(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     shown = []
     for busy in (0.97, None):
-        made = report.Report(tmp_path, 0, 10, tensorboard=False)
+        made = report.Report(tmp_path, 0, 10)
         made.progress(1, 2.0, 1e-3, 5.0, 2**30, 0.02, busy)
         made.say("above the bar")
         shown.append(made.bar.desc)
@@ -34,7 +32,7 @@ def test_the_bar_shows_utilisation_if_it_is_known(tmp_path, monkeypatch):
 
 
 def test_without_a_terminal_there_are_plain_lines_seconds_apart_and_a_last_one(tmp_path, capsys):
-    made = report.Report(tmp_path, 4, 10, tensorboard=False)
+    made = report.Report(tmp_path, 4, 10)
     for step in range(5, 11):
         made.progress(step, 2.0, 1e-3, 5.0, 2**30, 0.02)
     made.last_line -= report.PLAIN_SECONDS
@@ -49,29 +47,21 @@ def test_without_a_terminal_there_are_plain_lines_seconds_apart_and_a_last_one(t
 
 
 def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
-    first = report.Report(tmp_path, 0, 10, tensorboard=False)
+    first = report.Report(tmp_path, 0, 10)
     for step in (1, 2, 3):
         first.write(step, event="हांव", value=step)
     first.close()
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 1, "cut sho')
-    second = report.Report(tmp_path, 2, 10, tensorboard=False)
+    second = report.Report(tmp_path, 2, 10)
     second.write(3, value=30)
     second.close()
     kept = [{"step": step, "event": "हांव", "value": step} for step in (1, 2)]
     assert lines(tmp_path) == [*kept, {"step": 3, "value": 30}]
 
 
-def test_numbers_go_to_tensorboard(tmp_path):
-    made = report.Report(tmp_path, 0, 10, tensorboard=True)
-    made.write(1, note="text", **{"train/loss": 2.0})
-    made.close()
-    (events,) = tmp_path.glob("events.*")
-    assert b"train/loss" in events.read_bytes() and b"note" not in events.read_bytes()
-
-
 def test_training_png_is_drawn_from_the_metrics(tmp_path):
-    made = report.Report(tmp_path, 0, 10, tensorboard=False)
+    made = report.Report(tmp_path, 0, 10)
     for step in (1, 2):
         made.write(
             step,
@@ -89,7 +79,7 @@ def test_training_png_is_drawn_from_the_metrics(tmp_path):
 
 
 def test_a_report_that_cannot_be_written_is_remembered(tmp_path):
-    made = report.Report(tmp_path, 0, 10, tensorboard=False)
+    made = report.Report(tmp_path, 0, 10)
     made.metrics.close()
     made.metrics = open("/dev/full", "w")  # noqa: SIM115
     for step in (1, 2):
@@ -100,7 +90,7 @@ def test_a_report_that_cannot_be_written_is_remembered(tmp_path):
     assert isinstance(made.problem, RunError)
     assert (
         str(made.problem)
-        == f"cannot write in {tmp_path}: No space left on device; choose another --log_dir"
+        == f"cannot write in {tmp_path}: No space left on device; choose another --output_dir"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -117,24 +107,7 @@ def test_the_other_ranks_report_nothing(tmp_path, capsys):
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(RunError, match=r"cannot write in .*file.*; choose another --log_dir"):
+    with pytest.raises(RunError, match=r"cannot write in .*file.*; choose another --output_dir"):
         report.check_folder(tmp_path / "file" / "logs")
     report.check_folder(tmp_path / "logs")
     assert not list((tmp_path / "logs").iterdir())
-
-
-def test_a_full_disk_for_tensorboard_is_one_line(tmp_path, monkeypatch, capfd):
-    made = report.Report(tmp_path, 0, 10)
-    made.write(1, loss=2.0)
-    made.events.flush()
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.write", full)
-    for step in range(2, 5):
-        made.write(step, loss=2.0)
-        time.sleep(0.05)
-    made.close()
-    assert "No space left on device; choose another --log_dir" in str(made.problem)
-    assert "Traceback" not in capfd.readouterr().err

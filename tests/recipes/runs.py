@@ -26,7 +26,7 @@ from speech.whisper import decoding
 from tests import processes
 from tests.processes import wait_until  # noqa: F401  tests say runs.wait_until
 
-PLAIN = "--device cpu --no_tensorboard --dataloader_num_workers 0".split()
+PLAIN = "--device cpu --dataloader_num_workers 0".split()
 TINY = "--d_model 16 --encoder_layers 1 --decoder_layers 1 --attention_heads 2".split()
 # it would take half a second
 NO_PLOT = "from common import report; report.Report.draw = lambda self, metric: None"

@@ -1,7 +1,7 @@
 """Faults as a user meets them, through the Konkani recipe: outputs that would destroy something,
-full disks, closed and broken streams, signals, damaged weights and checkpoints, flags that make no
-sense. Each is one line and an exit status, and nothing is lost. What needs standard streams or
-signals of its own runs in a process of its own."""
+full disks, signals, damaged weights and checkpoints, flags that make no sense. Each is one line and
+an exit status, and nothing is lost. What needs standard streams or signals of its own runs in a
+process of its own."""
 
 import contextlib
 import json
@@ -198,12 +198,12 @@ def test_a_disk_for_the_logs_that_fills_up_ends_the_run_with_what_was_trained(tr
             tmp_path,
         ]
         with mock.patch.object(report.Report, "progress", progress):
-            status, _, err = run(recipe, *flags, "--log_dir", logs)
+            status, _, err = run(recipe, *flags)
     finally:
         subprocess.run(["umount", "-l", str(logs)])
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
     assert lines == [
-        f"error: cannot write in {logs}: No space left on device; choose another --log_dir"
+        f"error: cannot write in {logs}: No space left on device; choose another --output_dir"
     ]
     assert (
         status == 1 and "Traceback" not in err and 0 < newest(tmp_path, recipe).progress.step < 100
@@ -286,64 +286,6 @@ def test_a_second_run_in_a_folder_moves_the_first_one_aside(copied, training):
     assert (copied / "checkpoints" / "earlier-1" / "best.safetensors").exists()
 
 
-# --- standard streams -----------------------------------------------------------------------------
-
-
-FULL = "error: standard output could not be written: No space left on device"
-
-
-def test_training_with_a_full_stdout_saves_and_fails(training, tmp_path):
-    status, _, err = ended(start(tmp_path, *training, streams={1: "/dev/full"}))
-    assert status == 1 and err.splitlines()[-1] == FULL
-    assert newest(tmp_path, recipe).progress.step == 2
-
-
-def broken_pipe():
-    """The writing end of a pipe whose reader has gone."""
-    reading, writing = processes.CONTEXT.Pipe(duplex=False)
-    reading.close()
-    return writing
-
-
-def test_training_whose_reader_has_gone_saves(training, tmp_path):
-    """`... | head -n 1` must not end a night's work."""
-    status, _, err = ended(start(tmp_path, *training, streams={1: broken_pipe()}))
-    assert status == 141 and "error" not in err
-    assert newest(tmp_path, recipe).progress.step == 2
-
-
-@pytest.mark.parametrize("stream", ["/dev/full", "broken pipe"])
-def test_training_without_a_stderr_saves(stream, training, tmp_path):
-    stream = broken_pipe() if stream == "broken pipe" else stream
-    status, out, _ = ended(start(tmp_path, *training, "--max_steps", "1", streams={2: stream}))
-    assert (
-        status == 0
-        and "evaluation at step 1" in out
-        and newest(tmp_path, recipe).progress.step == 1
-    )
-
-
-def test_transcribing_into_a_full_device_or_to_a_reader_that_has_gone(best, recordings, tmp_path):
-    transcribe = ["--transcribe", *recordings, "--resume", best]
-    status, _, err = ended(start(tmp_path, *transcribe, streams={1: "/dev/full"}))
-    assert (status, err) == (1, f"{FULL}\n")
-    status, _, err = ended(start(tmp_path, *transcribe, streams={1: broken_pipe()}))
-    assert (status, err) == (141, "")
-    status, _, err = ended(start(tmp_path, *transcribe, "--output", "/dev/full"))
-    assert (status, err) == (1, "error: --output /dev/full: No space left on device\n")
-
-
-def test_checks_of_the_gpu_into_a_full_device_or_to_a_reader_that_has_gone(tmp_path):
-    assert ended(start(tmp_path, *TINY, "--verify_gpu", streams={1: "/dev/full"}))[::2] == (
-        1,
-        f"{FULL}\n",
-    )
-    assert ended(start(tmp_path, *TINY, "--verify_gpu", streams={1: broken_pipe()}))[::2] == (
-        141,
-        "",
-    )
-
-
 # --- signals --------------------------------------------------------------------------------------
 
 
@@ -355,6 +297,20 @@ def test_a_closed_terminal_saves_the_run(training, tmp_path):
         "stopped by SIGHUP: step 1 is saved in checkpoints; --resume auto continues from there\n"
     )
     assert ended(process)[::2] == (129, message)
+    assert newest(tmp_path, recipe).progress.step == 1
+
+
+def test_ctrl_c_saves_the_run_if_it_ends_the_reader_of_its_output_first(training, tmp_path):
+    """As in `... | tee log`."""
+    reading, writing = processes.CONTEXT.Pipe(duplex=False)
+    reading.close()
+    process = start(
+        tmp_path,
+        *(*training, "--save_every", "0"),
+        prelude=runs.signal_after(1, signal.SIGINT),
+        streams={1: writing},
+    )
+    assert ended(process)[0] == 130
     assert newest(tmp_path, recipe).progress.step == 1
 
 

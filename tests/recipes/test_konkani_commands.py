@@ -3,6 +3,7 @@ transcribe, torchrun."""
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -150,8 +151,9 @@ def test_a_run_leaves_what_it_promises(reference):
 
 def test_a_finished_run_that_is_started_again_only_prints_its_results(reference, flags, tmp_path):
     folder, out = reference
-    folders = ["--output_dir", tmp_path, "--checkpoint_dir", folder / "checkpoints"]
-    again = ran(recipe, *flags, *LONG, "--resume", "auto", *folders)
+    shutil.copytree(folder, tmp_path / "copy")
+    place = ["--output_dir", tmp_path / "copy"]
+    again = ran(recipe, *flags, *LONG, "--resume", "auto", *place)
     assert "resuming from" in again and "(step 6)" in again and "evaluation at step" not in again
     assert error_lines(again) == error_lines(out) and len(error_lines(out)) == 2
 

@@ -65,12 +65,10 @@ def test_a_frozen_encoder_has_no_adapters(released, spoken, tmp_path):  # noqa: 
     assert len(newest(tmp_path, vietnamese).model) == 8
 
 
-def test_averages_and_comparisons(released, spoken, tmp_path):  # noqa: F811
+def test_comparisons(released, spoken, tmp_path):  # noqa: F811
     data = data_flags({split: spoken[split] for split in ("train", "val")})
     base = ["--model_dir", released / "hf", "--output_dir", tmp_path]
-    steps = [*SHORT, "--save_every", "1", "--average_checkpoints", "2"]
-    out = ran(vietnamese, *data, *base, *steps, "--lora", "2", "--learning_rate", "1e-2")
-    assert "average of the checkpoints of steps 2, 1" in out
+    ran(vietnamese, *data, *base, *SHORT, "--lora", "2", "--learning_rate", "1e-2")
     best = tmp_path / "checkpoints" / "best.safetensors"
     compared = ["--evaluate", "--test_manifest", spoken["test"], "--compare_to", best]
     out = ran(vietnamese, *compared, *base)

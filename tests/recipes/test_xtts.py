@@ -1709,7 +1709,7 @@ def test_a_judge_hears_what_an_evaluation_speaks(places, tmp_path, monkeypatch):
         assert all(clip.is_file() for clip in clips)
         return {str(clip): "x" for clip in clips}
 
-    monkeypatch.setattr(judge, "recipe_of", lambda path: "template")
+    monkeypatch.setattr(checkpoint, "recipe_of", lambda path, flag: "template")
     monkeypatch.setattr(judge, "transcripts", transcripts)
     flags = ["--evaluate", "--test_manifest", places.folder / "val.csv", "--speak_held_out", "1"]
     flags += ["--model_dir", places.model, "--output_dir", tmp_path]

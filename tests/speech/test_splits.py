@@ -31,7 +31,9 @@ def parse(*flags):
     parser = Parser("test")
     splits.add_arguments(parser)
     options.add_arguments(parser)
-    return parser.parse_args(["--log_dir", "logs", "--seed", "3", *flags])
+    args = parser.parse_args(["--seed", "3", *flags])
+    args.log_dir = splits.Path("logs")
+    return args
 
 
 def checks(*flags):

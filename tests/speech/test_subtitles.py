@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from common import options
 from common.device import Setup
 from common.errors import DataError, UsageError
-from speech import recogniser, subtitles
+from speech import recogniser, subtitles, transcripts
 
 srt = subtitles.FORMATS[".srt"].whole
 vtt = subtitles.FORMATS[".vtt"].whole
@@ -177,7 +177,7 @@ def test_words_of_a_recogniser_are_written_and_corrections_kept(wav, tmp_path, c
     how = recogniser.Options(transcribe=[path], output=str(output))
 
     def write() -> str:
-        recogniser.check_output(how.output, [path])
+        transcripts.check_output(how.output, [path])
         recogniser.transcribe_files(how, decode, Setup(), 30.0, parts=("words", "segments"))
         return output.read_text(encoding="utf-8")
 

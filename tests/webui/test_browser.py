@@ -234,7 +234,7 @@ def whisper(folders) -> subprocess.Popen:
     data, runs = folders
     words = ["recipes/whisper_vietnamese.py", "--from_scratch", "--model_size", "demo"]
     words += ["--train_manifest", data / "train.json", "--max_steps", "1"]
-    words += ["--output_dir", runs / "whisper", "--device", "cpu", "--no_tensorboard"]
+    words += ["--output_dir", runs / "whisper", "--device", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, *map(str, words)], cwd=ROOT, env=environment)
     yield process

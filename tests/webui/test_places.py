@@ -4,8 +4,6 @@ import json
 import os
 import socket
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from common.errors import Failure, UsageError
@@ -125,19 +123,6 @@ def test_what_can_be_chosen(here, json_lines, wav):
     (here.runs / "one/checkpoints").mkdir(parents=True)
     (here.runs / "one/checkpoints/checkpoint_step_2.pt").write_text("")
     assert here.models() == ["model.nemo", "whisper"]
-
-
-def test_rows_of_parquet(here):
-    audio = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    table = pa.table({"audio": pa.array([{"bytes": b"a", "path": "a.wav"}], audio), "text": ["a"]})
-    for folder in (here.data, here.data.parent / "elsewhere"):
-        pq.write_table(table, folder / "a.parquet")
-    pq.write_table(pa.table({"price": [1]}), here.data / "prices.parquet")
-    assert here.manifests() == ["a.parquet"]
-    assert here.file("a.parquet row 0") == here.data / "a.parquet row 0"
-    for name in ("../elsewhere/a.parquet row 0", "none.parquet row 0"):
-        with pytest.raises(UsageError):
-            here.file(name)
 
 
 def test_lists_are_bounded(here, monkeypatch):

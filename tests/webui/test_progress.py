@@ -74,7 +74,7 @@ def test_progress_is_read_as_the_report_writes_it(tmp_path, capfd):
     run = make(tmp_path)
     batches = SimpleNamespace(hours=0.5, per_epoch=10, global_batch_size=8, share=0.0)
     length = run_length.RunLength(600, None, 600, 100, 5)
-    report = Report(run.folder / "logs", 0, 600, tensorboard=False)
+    report = Report(run.folder / "logs", 0, 600)
     report.bar, report.last_line = None, -1e9
     report.started -= 90
     print(run_length.describe(length, batches))

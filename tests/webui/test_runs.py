@@ -330,7 +330,7 @@ def test_the_template_survives_its_page_and_resumes(tmp_path):
         tmp_path / "data", demo.KONKANI_WORDS, demo.KONKANI_VOICES[:3], {"train": 14, "val": 4}, 19
     )
     values = {"max_steps": 40, "log_every": 1, "eval_every": 20, "device": "cpu", "batch_size": 1}
-    values |= {"gradient_accumulation_steps": 1, "dataloader_num_workers": 0, "tensorboard": "off"}
+    values |= {"gradient_accumulation_steps": 1, "dataloader_num_workers": 0}
     values |= {"train_manifest": data["train"], "val_manifest": data["val"]}
     settings = {"recipe": "template", "values": {key: str(value) for key, value in values.items()}}
     places = Places(tmp_path, tmp_path)

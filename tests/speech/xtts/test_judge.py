@@ -87,17 +87,14 @@ def test_the_table_and_the_command(spoken, tmp_path, monkeypatch):
 
 
 def test_what_is_no_judge_is_one_line(spoken, tmp_path, monkeypatch):
-    path = write_judge(tmp_path, "xtts_amharic")
-    with pytest.raises(UsageError, match=r"recipes/xtts_amharic\.py has saved it; a judge is"):
-        judge.recipe_of(path)
     (tmp_path / "text.safetensors").write_text("text")
     with pytest.raises(UsageError, match=r"--judge .*cannot be read"):
-        judge.recipe_of(str(tmp_path / "text.safetensors"))
+        checkpoint.recipe_of(str(tmp_path / "text.safetensors"), "--judge")
     with pytest.raises(UsageError, match=r"--judge .*No such file"):
-        judge.recipe_of(str(tmp_path / "nothing"))
+        checkpoint.recipe_of(str(tmp_path / "nothing"), "--judge")
     (tmp_path / "checkpoint_step_00000002.pt").write_bytes(b"PK")
     with pytest.raises(UsageError, match=r"--judge .*0002\.pt: name best\.safetensors of the run"):
-        judge.recipe_of(str(tmp_path / "checkpoint_step_00000002.pt"))
+        checkpoint.recipe_of(str(tmp_path / "checkpoint_step_00000002.pt"), "--judge")
     ended = subprocess.CompletedProcess([], 1, "", "warning: a\nerror: it is damaged\n")
     monkeypatch.setattr(judge.subprocess, "run", lambda *_, **__: ended)
     with pytest.raises(RunError, match=r"could not hear the sentences: error: it is damaged"):

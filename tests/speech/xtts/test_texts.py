@@ -39,7 +39,7 @@ def resolved(*flags) -> start.Options:
     args = parse(*flags)
     needs = (*start.NEEDS, *speaking.NEEDS)
     options.resolve(args, False, 1, start.EXCLUDES, needs)
-    return start.resolve(args, is_demo=False)
+    return start.resolve(args, is_demo=False, recipe="xtts_amharic")
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ def test_a_contradiction_ends_the_resumed_run(tmp_path):
     info = make_info(new_vocabulary(texts.CHARACTERS, ["en", "am"], 512))
     shapes = formats.expected_shapes(config)["gpt"]
     weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    saved = Saved(tmp_path / "a.pt", start.RECIPE, asdict(info), {}, weights)
+    saved = Saved(tmp_path / "a.pt", "xtts_amharic", asdict(info), {}, weights)
 
     def read_info(*flags) -> start.ModelInfo:
         asked = resolved("--resume", "auto", *flags)
