@@ -128,13 +128,11 @@ def add_arguments(parser) -> None:
     add("--decoder_layers", type=count, metavar="N", help="Transformer decoder layers (4)")
     add("--attention_heads", type=count, metavar="N", help="heads in every attention (4)")
     add("--subsampling", type=int, choices=[4, 8], help="frames of 10 ms in an encoder frame (4)")
-    add("--dropout", type=options.SHARE, default=0.1, metavar="P", help="(0.1)")
-    smoothing = "label smoothing of the attention decoder's targets (0.1)"
-    add("--label_smoothing", type=options.SHARE, default=0.1, metavar="P", help=smoothing)
-    characters = "characters of a vocab.json with char2idx, instead of the training texts'"
-    add("--vocab_file", type=options.path, metavar="FILE", help=characters)
-    export = "write a CTC model for sherpa-onnx and onnx-asr; after training, or with --resume PATH"
-    add("--export", type=options.path, metavar="DIR", help=export)
+    share = {"type": options.SHARE, "default": 0.1, "metavar": "P"}
+    add("--dropout", **share, help="(0.1)")
+    add("--label_smoothing", **share, help="of the attention decoder's targets (0.1)")
+    add("--vocab_file", type=options.path, metavar="FILE", help="characters in JSON (char2idx)")
+    add("--export", type=options.path, metavar="DIR", help="CTC model for sherpa-onnx and onnx-asr")
     options.add_arguments(parser)
 
 

@@ -173,7 +173,7 @@ class Network(nn.Module):
         self.characters = info.characters
         self.blank = len(info.characters)
         self.log_mel = LogMel(SAMPLE_RATE, N_MELS)
-        self.feature_norm = FeatureNorm(N_MELS, "global")
+        self.feature_norm = FeatureNorm(N_MELS)
         self.input = nn.Linear(SUBSAMPLING * N_MELS, info.width)
         self.layers = nn.ModuleList(Layer(info.width, dropout) for _ in range(info.layers))
         self.norm = nn.LayerNorm(info.width)
