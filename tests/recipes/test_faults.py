@@ -237,7 +237,7 @@ def test_training_on_data_in_a_folder_whose_name_is_not_utf8(not_utf8, tmp_path,
     data = ["--train_manifest", not_utf8 / "train.json", "--val_manifest", not_utf8 / "val.json"]
     monkeypatch.setattr("sys.argv", [recipe.__file__, *map(str, data)])
     run_folder = tmp_path / "run"
-    flags = [*data, *TINY, *SHORT, "--features", "nemo", "--output_dir", run_folder]
+    flags = [*data, *TINY, *SHORT, "--output_dir", run_folder]
     ran(recipe, *flags, "--export", tmp_path / "export")
     assert (
         str(not_utf8) in checkpoint.noted(run_folder / "checkpoints" / "best")["made_by"]["command"]
