@@ -567,7 +567,7 @@ TAMPERED = [  # places in a checkpoint of somebody else, and their values
     ("model_info", "config", "encoder_layers", 3),
     ("model_info", "config", "d_model", 1 << 40),
     ("model_info", "config", "d_model", 0),
-    ("model_info", "characters", []),
+    ("model_info", "characters", [3]),
     ("model_info", {}),
     ("run_info", "longest", None),
     ("run_info", "held_out", "x"),
