@@ -155,7 +155,6 @@ MAIN_WITHOUT_TEXT = (
     ("report_results, how, model,", "report_results, model,"),
     ("        reports=recogniser.REPORTS,\n", ""),
     ("    check_texts(args, corpora, model_info.characters)\n", ""),
-    ("        vocabulary=vocabulary(model_info.characters, run.initial),\n", ""),
 )
 
 KEYWORDS = """
@@ -341,7 +340,7 @@ def report_results(model: Network, eval_batches, *title: str) -> None:
 
 
 def keyword_recipe(source: str) -> str:
-    source = redefine(source, WITHOUT_TEXT + KEYWORDS, removed=("transcribe",))
+    source = redefine(source, WITHOUT_TEXT + KEYWORDS, removed=("check_texts", "transcribe"))
     return replace(
         source,
         *SMALL[:2],
@@ -360,7 +359,9 @@ def keyword_recipe(source: str) -> str:
 
 
 def frame_recipe(source: str) -> str:
-    source = redefine(source, WITHOUT_TEXT + FRAMES, removed=("transcribe", "texts_of"))
+    source = redefine(
+        source, WITHOUT_TEXT + FRAMES, removed=("check_texts", "transcribe", "texts_of")
+    )
     return replace(
         source,
         *SMALL[:2],
