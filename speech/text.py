@@ -124,7 +124,6 @@ class CharTokenizer:
         self.index = {character: i + 1 for i, character in enumerate(characters)}
         self.size = len(characters) + 1
         self.unknown = 0
-        self.spaces = set(self.encode(" ")) - {self.unknown}
 
     @property
     def pieces(self) -> list[str]:
@@ -139,8 +138,7 @@ class CharTokenizer:
 
 
 class SentencePieceTokenizer:
-    """SentencePiece characters or BPE. `model`: the serialised model, hexadecimal in
-    checkpoints."""
+    """SentencePiece characters or BPE. `model`: the serialised model."""
 
     def __init__(self, model: bytes):
         self.model = model
@@ -149,7 +147,7 @@ class SentencePieceTokenizer:
         )
         self.size = self.processor.vocab_size()
         self.unknown = self.processor.unk_id()
-        self.spaces = set(self.encode(" ")) - {self.unknown}
+        self.encode(" ")  # raises what only use would show of a damaged model
 
     @property
     def pieces(self) -> list[str]:
@@ -161,9 +159,6 @@ class SentencePieceTokenizer:
 
     def decode(self, tokens: list[int]) -> str:
         return self.processor.decode(tokens)
-
-    def state(self) -> dict:
-        return {"kind": "sentencepiece", "model": self.model.hex()}
 
 
 def characters_of(texts: Iterable[str]) -> list[str]:
