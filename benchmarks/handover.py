@@ -329,7 +329,7 @@ def released_xtts(folder: Path, runs: dict[str, Path]) -> None:
 
 MODELS = {
     "parakeet_tdt": Model("parakeet_tdt", "--max_steps 500"),
-    "konkani_conformer": Model("konkani_conformer", "--max_steps 1200 --features nemo"),
+    "konkani_conformer": Model("konkani_conformer", "--max_steps 1200"),
     # The end of it is in windows of 30 s, as others read.
     "whisper_vietnamese": Model("whisper_vietnamese", "--max_steps 900"),
     "whisper_released": Model("whisper_vietnamese", None, released_whisper),

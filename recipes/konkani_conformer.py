@@ -9,8 +9,7 @@ Data: JSON Lines {"audio_filepath": "a.wav", "text": "हांव घर वच
 LJSpeech's metadata.csv; any sample rate; utterances of up to 30 s. Any language: the characters are
 taken from the training text.
 
---features nemo trains on features that other programs compute, too: --export DIR then writes a CTC
-model for sherpa-onnx (phones) and onnx-asr.
+Other programs: --export DIR writes a CTC model for sherpa-onnx (phones) and onnx-asr.
 
 Memory: the T4's preset (micro-batch 2 x accumulation 4, d 192, 8+4 layers) is predicted to need
 0.46 GiB beside CUDA's own at 33.3 s an utterance; --dry_run 8GB predicts any command. Expect a
@@ -62,7 +61,7 @@ from speech import (
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.augment import Augmentation, read_noises
 from speech.columns import Corpus
-from speech.features import FeatureNorm, LogMel, frames, random_masks, spec_augment, valid_mask
+from speech.features import random_masks, spec_augment, valid_mask
 from speech.layers import lean_chain, quieten_branches
 from speech.parakeet import features as nemo
 from speech.search import joint_beam, rescored_beam
@@ -83,8 +82,7 @@ TIME_MASKS = 5
 TIME_MASK_WIDTH = 0.05  # share of the utterance, at most
 DEMO_SIZES = {"train": 3000, "val": 100, "test": 200}  # utterances
 DEMO_STEPS = 600
-NEMO_WARMUP = 0.2  # share of the demo's updates: with a tenth it starts to learn too late
-NORM_UTTERANCES = 500  # for the statistics of --cmvn global
+DEMO_WARMUP = 0.2  # share of its updates: with a tenth, as usual, it starts to learn too late
 
 DEFAULTS = {  # of the flags that a checkpoint decides
     "d_model": 192,
@@ -92,177 +90,61 @@ DEFAULTS = {  # of the flags that a checkpoint decides
     "decoder_layers": 4,
     "attention_heads": 4,
     "subsampling": 4,
-    "features": "native",
-    "cmvn": "global",
-    "tokenizer": "char",
-    "vocab_size": 500,
 }
-NEW_VOCABULARY = (
-    "leave --vocab_file out, or start a new run with another --output_dir (--init_from takes the"
-    " weights that fit): its characters are its training texts'"
-)
-CONFIG = {  # the values of these flags, and the number of tokens, that a checkpoint may have
+CONFIG = {  # the values of these flags that a checkpoint may have
     "d_model": range(2, 8193),
     "encoder_layers": range(1, 129),
     "decoder_layers": range(1, 129),
     "attention_heads": range(1, 129),
     "subsampling": {4, 8},
-    "features?": {"native", "nemo"},  # checkpoints of before have no choice
-    "cmvn": {"global", "utterance"},
-    "tokenizer": {"char", "bpe"},
-    "vocab_size": range(1, 200_001),
-    "vocabulary": range(1, 1 << 20),
 }
-HAS_CHARACTERS = "the first is a vocabulary of characters; leave one of them out"
-EXCLUDES = (
-    *recogniser.EXCLUDES,
-    (
-        "features nemo",
-        "cmvn",
-        "the first are normalised per utterance, as other programs do; leave out the second",
-    ),
-    ("transcribe", "export", "give one of them"),
-    ("vocab_file", "tokenizer bpe", HAS_CHARACTERS),
-    ("vocab_file", "vocab_size", HAS_CHARACTERS),
+NEW_VOCABULARY = (
+    "leave --vocab_file out, or start a new run with another --output_dir (--init_from takes the"
+    " weights that fit): its characters are its training texts'"
 )
+EXCLUDES = (*recogniser.EXCLUDES, ("transcribe", "export", "give one of them"))
 NEEDS = (
+    *splits.NEEDS,
+    *recogniser.NEEDS,
     ("beam_size", ("decoding rescore", "decoding beam"), ""),
-    ("vocab_size", ("tokenizer bpe",), ""),
 )
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What it takes to rebuild the model."""
+    """What it takes to rebuild the model, saved with its weights."""
 
     config: Annotated[dict, CONFIG]
-    tokenizer: Annotated[dict, text.STATE]
+    characters: list[str]
 
 
 def add_arguments(parser) -> None:
     splits.add_arguments(parser, allow_unknown=True)
     recogniser.add_arguments(parser, ("greedy", "rescore", "beam"), "rescore", BEAM_SIZE)
-    model = parser.add_argument_group("model (the checkpoint decides when resuming)")
-    layers = options.number(int, 1, 128)
-    model.add_argument(
-        "--d_model", type=options.number(int, 1, 8192), metavar="N", help="width (192)"
-    )
-    model.add_argument("--encoder_layers", type=layers, metavar="N", help="Conformer blocks (8)")
-    model.add_argument(
-        "--decoder_layers", type=layers, metavar="N", help="Transformer decoder layers (4)"
-    )
-    model.add_argument(
-        "--attention_heads", type=layers, metavar="N", help="heads in every attention (4)"
-    )
-    model.add_argument(
-        "--subsampling", type=int, choices=[4, 8], help="frames of 10 ms in an encoder frame (4)"
-    )
-    model.add_argument(
-        "--features",
-        choices=["native", "nemo"],
-        help="nemo: NVIDIA's log-mel features, which other programs compute, for --export (native)",
-    )
-    model.add_argument(
-        "--cmvn",
-        choices=["global", "utterance"],
-        help="feature normalisation: by training-set statistics, or each utterance's own (global)",
-    )
-    model.add_argument("--dropout", type=options.SHARE, default=0.1, metavar="P", help="(0.1)")
-    model.add_argument(
-        "--label_smoothing",
-        type=options.SHARE,
-        default=0.1,
-        metavar="P",
-        help="label smoothing of the attention decoder's targets (0.1)",
-    )
-    model.add_argument(
-        "--tokenizer",
-        choices=["char", "bpe"],
-        help="SentencePiece units, trained on the training text (char)",
-    )
-    model.add_argument(
-        "--vocab_size",
-        type=options.number(int, 1, 200_000),
-        metavar="N",
-        help="pieces of --tokenizer bpe (500)",
-    )
-    model.add_argument(
-        "--vocab_file",
-        type=options.path,
-        metavar="FILE",
-        help="characters from a vocab.json with char2idx, instead of a trained tokenizer",
-    )
-    model.add_argument(
-        "--export",
-        type=options.path,
-        metavar="DIR",
-        help=(
-            "write a CTC model for sherpa-onnx and onnx-asr; after training, or alone with --resume"
-            " PATH"
-        ),
-    )
+    add = parser.add_argument_group("model (the checkpoint decides when resuming)").add_argument
+    count = options.number(int, 1, 128)
+    add("--d_model", type=options.number(int, 1, 8192), metavar="N", help="width (192)")
+    add("--encoder_layers", type=count, metavar="N", help="Conformer blocks (8)")
+    add("--decoder_layers", type=count, metavar="N", help="Transformer decoder layers (4)")
+    add("--attention_heads", type=count, metavar="N", help="heads in every attention (4)")
+    add("--subsampling", type=int, choices=[4, 8], help="frames of 10 ms in an encoder frame (4)")
+    share = {"type": options.SHARE, "default": 0.1, "metavar": "P"}
+    add("--dropout", **share, help="(0.1)")
+    add("--label_smoothing", **share, help="of the attention decoder's targets (0.1)")
+    add("--vocab_file", type=options.path, metavar="FILE", help="characters in JSON (char2idx)")
+    add("--export", type=options.path, metavar="DIR", help="CTC model for sherpa-onnx and onnx-asr")
     options.add_arguments(parser)
 
 
 def resolve(args) -> recogniser.Options:
     is_demo = not args.train_manifest
-    needs = (*splits.NEEDS, *recogniser.NEEDS, *NEEDS)
-    options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, needs)
+    options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, NEEDS)
+    if is_demo and args.max_steps and args.warmup_steps is None:
+        args.warmup_steps = round(DEMO_WARMUP * args.max_steps)
     if args.export:
         released.require_exports(vars(args), options.paths_in(args, *released.EXPORTS))
+        onnx_files.require_packages("--export")
     return recogniser.resolve(args, is_demo, BEAM_SIZE)
-
-
-def choose_config(args, saved: ModelInfo | None) -> dict:
-    """The values of the flags in DEFAULTS: those of the checkpoint, which a flag must not
-    contradict; without one the given flags, then the defaults. Raises `UsageError`."""
-    config = {}
-    for name, default in DEFAULTS.items():
-        value = getattr(args, name)
-        if saved is None:
-            config[name] = default if value is None else value
-            continue
-        config[name] = saved.config.get(name, default)
-        if value not in (None, config[name]):
-            raise UsageError(
-                f"--{name} {value} conflicts with the checkpoint, which has {config[name]}: leave"
-                " the flag out to continue it, or start a new run with another --output_dir, or"
-                " from its weights with --init_from in place of --resume"
-            )
-    if config["features"] == "nemo":
-        config["cmvn"] = "utterance"
-    check_heads(config)
-    check_export(args, config)
-    return config
-
-
-def with_warmup(args, config: dict):
-    """The flags of a training. A demo with NeMo's features warms up longer, unless a flag says how
-    long, or how many epochs it has."""
-    is_chosen = args.num_epochs or args.warmup_steps is not None
-    if args.train_manifest or is_chosen or not has_nemo_features(config):
-        return args
-    steps = round(NEMO_WARMUP * args.max_steps)
-    return options.for_stage(args, "", args.max_steps, warmup_steps=steps)
-
-
-def check_export(args, config: dict) -> None:
-    """Raises `UsageError` for --export of a model that no other program can use, and without the
-    packages that write it."""
-    if not args.export:
-        return
-    if not has_nemo_features(config):
-        raise UsageError(
-            "--export: other programs do not compute this model's features; train a model with"
-            " --features nemo"
-        )
-    onnx_files.require_packages("--export")
-
-
-def check_heads(config: dict) -> None:
-    d, heads = config["d_model"], config["attention_heads"]
-    if d % (2 * heads):
-        raise UsageError(f"--d_model {d} must be a multiple of twice --attention_heads {heads}")
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -284,86 +166,18 @@ def read_data(args, config: dict, saved: splits.RunInfo | None = None) -> dict[s
     )
 
 
-def make_tokenizer(args, config: dict, saved: ModelInfo | None, texts):
-    """The tokenizer of the checkpoint, of --vocab_file, or trained on the `texts`."""
-    own = text.load_vocab_file(args.vocab_file) if args.vocab_file else None
-    if saved is None:
-        return own or text.train_tokenizer(texts, config["tokenizer"], config["vocab_size"])
-    if own and own.state() != saved.tokenizer:
-        raise UsageError(
-            "--vocab_file is not what the checkpoint's tokens were made from: leave it out"
-        )
-    return text.make_tokenizer(
-        saved.tokenizer, saved.config["vocabulary"], f"--resume {args.resume}"
-    )
-
-
-def check_texts(args, corpora: dict[str, Corpus], tokenizer) -> None:
-    """Prints which characters the vocabulary lacks. Raises `DataError` if they are many."""
-    lacking = unknown.not_encoded(tokenizer)
-    is_own = tokenizer.state()["kind"] != "vocab_file"
+def check_texts(args, corpora: dict[str, Corpus], characters: list[str]) -> None:
+    """Prints which characters the model lacks. Raises `DataError` if they are many."""
+    lacking = unknown.outside(characters)
+    is_own = not args.vocab_file
     unknown.check_unknown(corpora, lacking, args.allow_unknown, NEW_VOCABULARY, is_own)
 
 
-def check_data(args) -> None:
-    """--check_data. The texts are compared with the vocabulary of --vocab_file or --resume."""
-    saved = checkpoint.resume(args.resume, args.checkpoint_dir, RECIPE)
-    model_info, run_info = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
-    config = choose_config(args, model_info)
-    corpora = read_data(args, config, run_info)
-    if args.vocab_file or model_info:
-        check_texts(args, corpora, make_tokenizer(args, config, model_info, ()))
-    splits.report_checked(corpora)
-
-
-def drop_untrainable(args, corpus: Corpus, tokenizer, config: dict) -> Corpus:
-    """The training set without utterances that no CTC alignment fits, and without texts of unknown
-    characters only. Other characters outside the vocabulary become its unknown token."""
-
-    def fault(index: int) -> tuple[str, str] | None:
-        seconds = corpus.seconds[index]
-        tokens = tokenizer.encode(corpus.texts[index])
-        if text.unknown_share(tokenizer, tokens) == 1:
-            return "text is outside the vocabulary", corpus.texts[index][:60]
-        if not ctc_fits(int(seconds * SAMPLE_RATE), tokens, config):
-            reason = "text is too long for its audio (CTC needs a frame a token)"
-            return reason, f"{len(tokens)} tokens in {seconds:.2f} s"
-        return None
-
-    return splits.drop(corpus, "training set", fault, args.strict_data)
-
-
-def halved(lengths):
-    """The lengths, numbers or a tensor, after a convolution with a stride of 2."""
-    return (lengths - 1) // 2 + 1
-
-
-def has_nemo_features(config: dict) -> bool:
-    """Whether a model has the features of --features nemo."""
-    return config.get("features") == "nemo"  # checkpoints of before have native ones
-
-
 def encoder_frames(samples, config: dict):
-    """Encoder frames of so many samples, a number or a tensor, at 16 kHz: STFT windows of 25 ms
-    every 10 ms, halved two or three times. With --features nemo only whole encoder frames count,
-    because sherpa-onnx reads no others."""
-    subsampling = config["subsampling"]
-    if has_nemo_features(config):
-        return at_least_one(nemo.frames(samples) // subsampling)
-    count = frames(samples, SAMPLE_RATE)
-    for _ in range(subsampling.bit_length() - 1):
-        count = halved(count)
-    return count
-
-
-def at_least_one(count):
+    """Encoder frames of so many samples at 16 kHz, a number or a tensor; at least 1. Only whole ones
+    count, because sherpa-onnx reads no others."""
+    count = nemo.frames(samples) // config["subsampling"]
     return count.clamp_min(1) if isinstance(count, Tensor) else max(1, count)
-
-
-def whole_frames(lengths: Tensor, subsampling: int) -> Tensor:
-    """The feature frames that fill encoder frames; all of them if they fill none."""
-    whole = lengths // subsampling * subsampling
-    return torch.where(whole > 0, whole, lengths)
 
 
 def ctc_fits(samples: int, tokens: list[int], config: dict) -> bool:
@@ -438,13 +252,6 @@ class Utterances:
         return item
 
 
-def make_sets(args, corpora: dict[str, Corpus], tokenizer, config: dict) -> dict:
-    return {
-        name: Utterances(args, corpus, tokenizer, config, training=name == "train")
-        for name, corpus in corpora.items()
-    }
-
-
 def collate(items: list[dict]) -> dict:
     """Items to a batch: audio (B, T), tokens (B, U), labels (B, U + 1) with -100 beyond their end,
     each with its lengths; counts are the numbers of targets of each loss term."""
@@ -464,7 +271,7 @@ def collate(items: list[dict]) -> dict:
     return batch
 
 
-# --- model ----------------------------------------------------------------------------------------
+# --- network --------------------------------------------------------------------------------------
 
 
 def rotary_angles(length: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -597,6 +404,17 @@ class DecoderLayer(nn.Module):
         return x + self.feed_forward(x)
 
 
+def halved(lengths):
+    """The lengths, numbers or a tensor, after a convolution with a stride of 2."""
+    return (lengths - 1) // 2 + 1
+
+
+def whole_frames(lengths: Tensor, subsampling: int) -> Tensor:
+    """The feature frames that fill encoder frames; all of them if they fill none."""
+    whole = lengths // subsampling * subsampling
+    return torch.where(whole > 0, whole, lengths)
+
+
 class Subsampling(nn.Module):
     """Features (B, F, M) to (B, T, D) with F / 4 or F / 8 frames: a strided 3x3 convolution, then
     depthwise-separable ones. What lies beyond each length is zeroed before every convolution, so
@@ -647,11 +465,7 @@ class Conformer(nn.Module):
         self.eos = config["vocabulary"]
         self.head_dim = d // heads
         kernel = 31 if config["subsampling"] == 4 else 15
-        if has_nemo_features(config):
-            self.log_mel = nemo.MelFeatures(N_MELS)
-        else:
-            self.log_mel = LogMel(SAMPLE_RATE, N_MELS)
-            self.feature_norm = FeatureNorm(N_MELS, config["cmvn"])
+        self.log_mel = nemo.MelFeatures(N_MELS)
         self.subsampling = Subsampling(N_MELS, d, config["subsampling"])
         self.dropout = nn.Dropout(dropout)
         self.encoder = nn.ModuleList(
@@ -669,12 +483,9 @@ class Conformer(nn.Module):
             quieten_branches(layers, BRANCH_OUTPUTS)
 
     def features(self, batch: dict) -> tuple[Tensor, Tensor]:
-        """The batch's waveforms to normalised features (B, F, M) and their lengths. Those of NeMo
-        end with the last whole encoder frame."""
+        """The batch's waveforms to normalised features (B, F, M) and their lengths, which end with
+        the last whole encoder frame."""
         samples = batch["audio_lengths"]
-        if not has_nemo_features(self.config):
-            lengths = frames(samples, SAMPLE_RATE)
-            return self.feature_norm(self.log_mel(batch["audio"]), lengths), lengths
         subsampling = self.config["subsampling"]
         host = nemo.frames(batch["audio_lengths_host"])
         x = self.log_mel(batch["audio"], samples, int(host.max()))
@@ -832,29 +643,103 @@ def report_results(
     recogniser.print_results(rows, ", ".join(title), how, languages=spoken)
 
 
-# --- a trained model ------------------------------------------------------------------------------
+# --- set-up ---------------------------------------------------------------------------------------
 
 
-def make_model(config: dict, *settings: float, saved: checkpoint.Saved | None = None) -> Conformer:
+def choose_config(args, saved: ModelInfo | None) -> dict:
+    """The values of the flags in DEFAULTS: those of the checkpoint, which a flag must not
+    contradict; without one the given flags, then the defaults. Raises `UsageError`."""
+    config = {}
+    for name, default in DEFAULTS.items():
+        value = getattr(args, name)
+        if saved is None:
+            config[name] = default if value is None else value
+            continue
+        config[name] = saved.config[name]
+        if value not in (None, config[name]):
+            raise UsageError(
+                f"--{name} {value} conflicts with the checkpoint, which has {config[name]}: leave"
+                " the flag out to continue it, or start a new run with another --output_dir, or"
+                " from its weights with --init_from in place of --resume"
+            )
+    check_heads(config)
+    return config
+
+
+def check_heads(config: dict) -> None:
+    d, heads = config["d_model"], config["attention_heads"]
+    if d % (2 * heads):
+        raise UsageError(f"--d_model {d} must be a multiple of twice --attention_heads {heads}")
+
+
+def make_tokenizer(args, saved: ModelInfo | None, texts) -> text.CharTokenizer:
+    """The tokenizer of the checkpoint, of --vocab_file, or of the characters of the `texts`."""
+    own = text.load_vocab_file(args.vocab_file) if args.vocab_file else None
+    if saved is None:
+        return own or text.CharTokenizer(text.characters_of(texts))
+    if own and own.characters != saved.characters:
+        raise UsageError("--vocab_file has other characters than the checkpoint: leave it out")
+    return text.CharTokenizer(saved.characters)
+
+
+def check_data(args) -> None:
+    """--check_data. The texts are compared with the vocabulary of --vocab_file or --resume."""
+    saved = checkpoint.resume(args.resume, args.checkpoint_dir, RECIPE)
+    model_info, run_info = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
+    config = choose_config(args, model_info)
+    corpora = read_data(args, config, run_info)
+    if args.vocab_file or model_info:
+        check_texts(args, corpora, make_tokenizer(args, model_info, ()).characters)
+    splits.report_checked(corpora)
+
+
+def drop_untrainable(args, corpus: Corpus, tokenizer, config: dict) -> Corpus:
+    """The training set without utterances that no CTC alignment fits, and without texts of unknown
+    characters only. Other characters outside the vocabulary become its unknown token."""
+    known = set(tokenizer.characters) - {" "}
+
+    def fault(index: int) -> tuple[str, str] | None:
+        seconds = corpus.seconds[index]
+        tokens = tokenizer.encode(corpus.texts[index])
+        if known.isdisjoint(corpus.texts[index]):
+            return "text is outside the vocabulary", corpus.texts[index][:60]
+        if not ctc_fits(int(seconds * SAMPLE_RATE), tokens, config):
+            reason = "text is too long for its audio (CTC needs a frame a token)"
+            return reason, f"{len(tokens)} tokens in {seconds:.2f} s"
+        return None
+
+    return splits.drop(corpus, "training set", fault, args.strict_data)
+
+
+def make_sets(args, corpora: dict[str, Corpus], tokenizer, config: dict) -> dict:
+    return {
+        name: Utterances(args, corpus, tokenizer, config, training=name == "train")
+        for name, corpus in corpora.items()
+    }
+
+
+def make_model(
+    info: ModelInfo, *settings: float, saved: checkpoint.Saved | None = None
+) -> Conformer:
     """A model with random weights. Raises `UsageError` if it does not fit into memory, or if the
     weights of the checkpoint `saved` are not for it."""
-    check_heads(config)
+    check_heads(info.config)
+    config = {**info.config, "vocabulary": len(info.characters) + 1}  # and the unknown one
     checkpoint.check_network(saved, lambda: Conformer(config))
     shapes = checkpoint.shapes_of(lambda: Conformer(config))
     model_files.require_room(sum(map(math.prod, shapes.values())))
     return Conformer(config, *settings)
 
 
-def trained(args, setup: device.Setup) -> tuple[Conformer, object, splits.RunInfo]:
+def trained(args, setup: device.Setup) -> tuple[Conformer, text.CharTokenizer, splits.RunInfo]:
     """The model and the tokenizer of --resume, or of the best evaluation, and what is known of its
     run."""
     saved = checkpoint.weights_to_use(args.resume, args.checkpoint_dir, RECIPE)
     model_info, run_info = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
     choose_config(args, model_info)  # refuses flags that contradict it
-    size = model_info.config["vocabulary"]
-    tokenizer = text.make_tokenizer(model_info.tokenizer, size, saved.path)
-    model = make_model(model_info.config, saved=saved)
+    model = make_model(model_info, saved=saved)
     checkpoint.load_weights(model, saved.model)
+    tokenizer = text.CharTokenizer(model_info.characters)
     return model.to(setup.device).eval(), tokenizer, run_info
 
 
@@ -917,7 +802,7 @@ def evaluate_only(args, how: recogniser.Options) -> None:
         check_folder(args.log_dir)
         corpora = read_data(args, model.config, run_info)
         name = "test" if "test" in corpora else "val"
-        check_texts(args, {name: corpora[name]}, tokenizer)
+        check_texts(args, {name: corpora[name]}, tokenizer.characters)
         data = Utterances(args, corpora[name], tokenizer, model.config, training=False)
         eval_batches = EvalBatches(args, data, collate, setup)
         with setup.autocast():
@@ -938,22 +823,18 @@ def describe(model: Conformer) -> None:
     print(f"model: {size:.1f} M parameters, {model.eos} text tokens")
 
 
-def vocabulary(tokenizer, initial: checkpoint.Saved | None) -> checkpoint.Vocabulary | None:
+def vocabulary(
+    characters: list[str], initial: checkpoint.Saved | None
+) -> checkpoint.Vocabulary | None:
     """What the rows of the embedding and of the CTC layer mean, here and in the weights of
     --init_from."""
     if initial is None:
         return None
     before, _ = checkpoint.read_infos(initial, ModelInfo, splits.RunInfo)
-    old = text.make_tokenizer(before.tokenizer, before.config["vocabulary"])
     names = ("embedding.weight", "ctc_head.weight", "ctc_head.bias")
-    return checkpoint.Vocabulary(names, [*tokenizer.pieces, "<eos>"], [*old.pieces, "<eos>"])
-
-
-def measure_features(seed: int, model: Conformer, data: Utterances) -> None:
-    """Statistics for --cmvn global, from a random part of the training set."""
-    if model.config["cmvn"] == "global":
-        items = itertools.islice(splits.draw_items(data, seed), NORM_UTTERANCES)
-        model.feature_norm.measure([model.log_mel(item["audio"][None])[0] for item in items])
+    tokens = ["<unk>", *characters, "<eos>"]
+    saved = ["<unk>", *before.characters, "<eos>"]
+    return checkpoint.Vocabulary(names, tokens, saved)
 
 
 def main(args) -> None:
@@ -968,12 +849,12 @@ def main(args) -> None:
     model_info, run_info = checkpoint.read_infos(run.resumed, ModelInfo, splits.RunInfo)
     config = choose_config(args, model_info)
     corpora = read_data(args, config, run_info)
-    tokenizer = make_tokenizer(args, config, model_info, corpora["train"].texts)
-    check_texts(args, corpora, tokenizer)
+    tokenizer = make_tokenizer(args, model_info, corpora["train"].texts)
+    check_texts(args, corpora, tokenizer.characters)
     corpora["train"] = drop_untrainable(args, corpora["train"], tokenizer, config)
-    config["vocabulary"] = tokenizer.size
+    model_info = ModelInfo(config, tokenizer.characters)
     with run.model_device():
-        model = make_model(config, args.dropout, args.label_smoothing, saved=run.resumed)
+        model = make_model(model_info, args.dropout, args.label_smoothing, saved=run.resumed)
     describe(model)
     sets = make_sets(args, corpora, tokenizer, config)
     global_batches = GlobalBatches(args, sets.pop("train"), collate, run.setup)
@@ -983,17 +864,17 @@ def main(args) -> None:
         compute_loss,
         LOSS_WEIGHTS,
         functools.partial(evaluate, tokenizer),
-        ModelInfo(config, tokenizer.state()),
+        model_info,
         splits.run_info(splits.resolve(args), corpora),
         metric="cer",
         higher_is_better=False,
-        fit=functools.partial(measure_features, args.seed),
-        vocabulary=vocabulary(tokenizer, run.initial),
+        fit=None,
+        vocabulary=vocabulary(tokenizer.characters, run.initial),
         checkpointed=CHECKPOINTED,
         compiled=COMPILED,
         reports=recogniser.REPORTS,
     )
-    train(with_warmup(args, config), run, model, task, global_batches, eval_batches["val"])
+    train(args, run, model, task, global_batches, eval_batches["val"])
     given = (args, how, tokenizer, model, eval_batches, task.run_info)
     report = functools.partial(report_and_export, *given)
     finish(args, run, model, task, report)

@@ -173,7 +173,7 @@ class Network(nn.Module):
         self.characters = info.characters
         self.blank = len(info.characters)
         self.log_mel = LogMel(SAMPLE_RATE, N_MELS)
-        self.feature_norm = FeatureNorm(N_MELS, "global")
+        self.feature_norm = FeatureNorm(N_MELS)
         self.input = nn.Linear(SUBSAMPLING * N_MELS, info.width)
         self.layers = nn.ModuleList(Layer(info.width, dropout) for _ in range(info.layers))
         self.norm = nn.LayerNorm(info.width)
@@ -272,17 +272,6 @@ def evaluate_only(args, how: recogniser.Options) -> None:
         report_results(how, model, EvalBatches(args, data, collate, setup), f"{name} set")
 
 
-def vocabulary(characters: list[str], initial: checkpoint.Saved | None):
-    """What the rows of the output layer mean, here and in the weights of --init_from."""
-    if initial is None:
-        return None
-    before, _ = checkpoint.read_infos(initial, ModelInfo, splits.RunInfo)
-    names = ("output.weight", "output.bias")
-    tokens = [*characters, "<blank>"]
-    saved = [*before.characters, "<blank>"]
-    return checkpoint.Vocabulary(names, tokens, saved)
-
-
 def main(args) -> None:
     how = resolve(args)
     if args.check_data:
@@ -315,7 +304,6 @@ def main(args) -> None:
         metric="cer",
         higher_is_better=False,
         fit=fit,
-        vocabulary=vocabulary(model_info.characters, run.initial),
         checkpointed=(Layer,),
         compiled=(Layer,),
         reports=recogniser.REPORTS,

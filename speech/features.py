@@ -48,30 +48,21 @@ class LogMel(nn.Module):
 
 
 class FeatureNorm(nn.Module):
-    """Mean and variance normalisation of features (B, F, M) with lengths (B,). The statistics are
-    those of the training set, which are part of the weights (`kind` "global"), or of each
-    utterance's valid frames ("utterance"). Padding becomes 0."""
+    """Normalises features (B, F, M) with lengths (B,) by the mean and deviation of the training
+    set, which are part of the weights. Padding becomes 0."""
 
-    def __init__(self, n_mels: int, kind: str):
+    def __init__(self, n_mels: int):
         super().__init__()
-        self.kind = kind
         self.register_buffer("mean", torch.zeros(n_mels))
         self.register_buffer("std", torch.ones(n_mels))
 
     def forward(self, features: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         valid = valid_mask(lengths, features.shape[1])[:, :, None]
-        if self.kind == "utterance":
-            count = lengths[:, None, None]
-            mean = (features * valid).sum(1, keepdim=True) / count
-            variance = ((features - mean).square() * valid).sum(1, keepdim=True) / count
-            features = (features - mean) * (variance + 1e-5).rsqrt()
-        else:
-            features = (features - self.mean) / self.std
-        return features.masked_fill(~valid, 0.0)
+        return ((features - self.mean) / self.std).masked_fill(~valid, 0.0)
 
     @torch.no_grad()
     def measure(self, features: list[torch.Tensor]) -> None:
-        """Sets the "global" statistics from the features (F, M) of training utterances; without any
+        """Sets the statistics from the features (F, M) of training utterances; without any
         they stay 0 and 1."""
         if not features:
             return

@@ -1,11 +1,11 @@
 """Text: normalisation for training and for scoring, and the tokenizers."""
 
 import io
+import itertools
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 from common.errors import DataError, UsageError, require
 from common.files import read_json
@@ -30,11 +30,6 @@ UNSPACED = (
     ("\uf900", "\ufaff"),
     ("\uff65", "\uff9f"),
     ("\U00020000", "\U0003ffff"),
-)
-
-STATE = (  # what `state()` of a tokenizer returns
-    {"kind": {"sentencepiece"}, "model": str},
-    {"kind": {"vocab_file"}, "characters": [str]},
 )
 
 
@@ -129,7 +124,6 @@ class CharTokenizer:
         self.index = {character: i + 1 for i, character in enumerate(characters)}
         self.size = len(characters) + 1
         self.unknown = 0
-        self.spaces = set(self.encode(" ")) - {self.unknown}
 
     @property
     def pieces(self) -> list[str]:
@@ -142,13 +136,9 @@ class CharTokenizer:
     def decode(self, tokens: list[int]) -> str:
         return "".join(self.characters[token - 1] if token else "\ufffd" for token in tokens)
 
-    def state(self) -> dict:
-        return {"kind": "vocab_file", "characters": self.characters}
-
 
 class SentencePieceTokenizer:
-    """SentencePiece characters or BPE. `model`: the serialised model, hexadecimal in
-    checkpoints."""
+    """SentencePiece characters or BPE. `model`: the serialised model."""
 
     def __init__(self, model: bytes):
         self.model = model
@@ -157,7 +147,7 @@ class SentencePieceTokenizer:
         )
         self.size = self.processor.vocab_size()
         self.unknown = self.processor.unk_id()
-        self.spaces = set(self.encode(" ")) - {self.unknown}
+        self.encode(" ")  # raises what only use would show of a damaged model
 
     @property
     def pieces(self) -> list[str]:
@@ -170,14 +160,11 @@ class SentencePieceTokenizer:
     def decode(self, tokens: list[int]) -> str:
         return self.processor.decode(tokens)
 
-    def state(self) -> dict:
-        return {"kind": "sentencepiece", "model": self.model.hex()}
 
-
-def unknown_share(tokenizer, tokens: list[int]) -> float:
-    """The share of unknown tokens among those that are not spaces; 1 if all are."""
-    visible = [token for token in tokens if token not in tokenizer.spaces]
-    return visible.count(tokenizer.unknown) / len(visible) if visible else 1.0
+def characters_of(texts: Iterable[str]) -> list[str]:
+    """The characters of `texts`, the most frequent first."""
+    counts = Counter(itertools.chain.from_iterable(texts))
+    return sorted(counts, key=lambda character: (-counts[character], character))
 
 
 def load_vocab_file(path: str) -> CharTokenizer:
@@ -243,18 +230,3 @@ def train_tokenizer(texts: Iterable[str], kind: str, vocab_size: int) -> Sentenc
         reason = str(error).strip().splitlines()[-1]
         raise DataError(f"no tokenizer could be trained on these texts: {reason}") from None
     return SentencePieceTokenizer(model.getvalue())
-
-
-def make_tokenizer(state: dict, size: int, source: str | Path = "the checkpoint"):
-    """The tokenizer with this `state()` and `size`, from the file `source`. Raises `UsageError` if
-    it is damaged."""
-    try:
-        if state["kind"] == "sentencepiece":
-            tokenizer = SentencePieceTokenizer(bytes.fromhex(state["model"]))
-        else:
-            tokenizer = CharTokenizer(state["characters"])
-    except (ValueError, RuntimeError):
-        tokenizer = None
-    if tokenizer is None or tokenizer.size != size:
-        raise UsageError(f"{source}: its tokenizer is damaged")
-    return tokenizer

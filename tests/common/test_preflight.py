@@ -196,14 +196,14 @@ def test_what_a_gpu_may_lack(tmp_path, capsys, gpu, monkeypatch):
         verified(capsys, arguments(tmp_path))[1]["torch.compile"][0] == "skip"
     )  # it was not asked for
     gpu(kernels=("MATH",))
-    assert "math alone" in verified(capsys, arguments(tmp_path))[1].attention[1]
+    assert "math alone" in verified(capsys, arguments(tmp_path))[1]["attention"][1]
     monkeypatch.setattr(utilisation, "gpu_processes", lambda: "game (pid 12) 1.0 GiB")
     assert (
         "also on this GPU: game (pid 12) 1.0 GiB"
-        in verified(capsys, arguments(tmp_path))[1].memory[1]
+        in verified(capsys, arguments(tmp_path))[1]["memory"][1]
     )
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert "driver unknown" in verified(capsys, arguments(tmp_path))[1].GPU[1]
+    assert "driver unknown" in verified(capsys, arguments(tmp_path))[1]["GPU"][1]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,9 @@ def test_what_a_gpu_may_lack(tmp_path, capsys, gpu, monkeypatch):
 )
 def test_the_plan_decides_about_the_memory(tmp_path, capsys, gpu, needed, word, status):
     gpu()  # 7.5 of 8 GiB are free
-    assert verified(capsys, arguments(tmp_path), (int(needed * 2**30), word))[1].memory[0] == status
+    assert (
+        verified(capsys, arguments(tmp_path), (int(needed * 2**30), word))[1]["memory"][0] == status
+    )
 
 
 @pytest.mark.parametrize("kind", [(), ("--optimizer", "adamw_8bit"), ("--use_cpu_offload",)])

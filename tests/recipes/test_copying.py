@@ -179,7 +179,6 @@ MAIN_WITHOUT_TEXT = (
     ("report_results, how, model,", "report_results, model,"),
     ("        reports=recogniser.REPORTS,\n", ""),
     ("    check_texts(args, corpora, model_info.characters)\n", ""),
-    ("        vocabulary=vocabulary(model_info.characters, run.initial),\n", ""),
 )
 
 KEYWORDS = """
@@ -233,7 +232,7 @@ class Network(nn.Module):
         super().__init__()
         self.classes = info.classes
         self.log_mel = LogMel(SAMPLE_RATE, N_MELS)
-        self.feature_norm = FeatureNorm(N_MELS, "global")
+        self.feature_norm = FeatureNorm(N_MELS)
         self.input = nn.Linear(SUBSAMPLING * N_MELS, info.width)
         self.layers = nn.ModuleList(Layer(info.width, dropout) for _ in range(info.layers))
         self.norm = nn.LayerNorm(info.width)
@@ -320,7 +319,7 @@ class Network(nn.Module):
         super().__init__()
         self.classes = info.classes
         self.log_mel = LogMel(SAMPLE_RATE, N_MELS)
-        self.feature_norm = FeatureNorm(N_MELS, "global")
+        self.feature_norm = FeatureNorm(N_MELS)
         self.input = nn.Linear(SUBSAMPLING * N_MELS, info.width)
         self.layers = nn.ModuleList(Layer(info.width, dropout) for _ in range(info.layers))
         self.norm = nn.LayerNorm(info.width)
@@ -365,7 +364,7 @@ def report_results(model: Network, eval_batches, *title: str) -> None:
 
 
 def keyword_recipe(source: str) -> str:
-    source = redefine(source, WITHOUT_TEXT + KEYWORDS, removed=("transcribe",))
+    source = redefine(source, WITHOUT_TEXT + KEYWORDS, removed=("check_texts", "transcribe"))
     return replace(
         source,
         *SMALL[:2],
@@ -384,7 +383,9 @@ def keyword_recipe(source: str) -> str:
 
 
 def frame_recipe(source: str) -> str:
-    source = redefine(source, WITHOUT_TEXT + FRAMES, removed=("transcribe", "texts_of"))
+    source = redefine(
+        source, WITHOUT_TEXT + FRAMES, removed=("check_texts", "transcribe", "texts_of")
+    )
     return replace(
         source,
         *SMALL[:2],

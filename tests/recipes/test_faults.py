@@ -235,7 +235,7 @@ def test_training_on_data_in_a_folder_whose_name_is_not_utf8(not_utf8, tmp_path,
     data = ["--train_manifest", not_utf8 / "train.json", "--val_manifest", not_utf8 / "val.json"]
     monkeypatch.setattr("sys.argv", [recipe.__file__, *map(str, data)])
     run_folder = tmp_path / "run"
-    flags = [*data, *TINY, *SHORT, "--features", "nemo", "--output_dir", run_folder]
+    flags = [*data, *TINY, *SHORT, "--output_dir", run_folder]
     ran(recipe, *flags, "--export", tmp_path / "export")
     assert (
         str(not_utf8) in checkpoint.noted(run_folder / "checkpoints" / "best")["made_by"]["command"]
@@ -399,15 +399,13 @@ ALTERED = [  # places in the records of weights, and their values
     ("model_info", "config", "d_model", 32),
     ("model_info", "config", "attention_heads", 3),
     ("model_info", "config", "subsampling", [4]),
-    ("model_info", "config", "cmvn", "x"),
-    ("model_info", "config", "vocabulary", 7),
-    ("model_info", "config", "vocabulary", ...),
     ("model_info", "config", ...),
     ("model_info", "config", []),
-    ("model_info", "tokenizer", ...),
-    ("model_info", "tokenizer", "kind", "x"),
-    ("model_info", "tokenizer", "model", "zz"),
-    ("model_info", "tokenizer", "model", "00"),
+    ("model_info", "config", "d_model", ...),
+    ("model_info", "characters", ...),
+    ("model_info", "characters", []),
+    ("model_info", "characters", [3]),
+    ("model_info", "characters", "abc"),
     ("run_info", "longest", "10"),
     ("run_info", "longest", ...),
     ("run_info", "held_out", [3]),
@@ -523,7 +521,7 @@ TAMPERED = [  # places in a checkpoint of somebody else, and their values
     ("model_info", "config", "encoder_layers", 3),
     ("model_info", "config", "d_model", 1 << 40),
     ("model_info", "config", "d_model", 0),
-    ("model_info", "tokenizer", "model", "00"),
+    ("model_info", "characters", [3]),
     ("model_info", {}),
     ("run_info", "longest", None),
     ("run_info", "held_out", "x"),
@@ -629,26 +627,6 @@ def test_what_was_held_out_is_held_out_again_whatever_the_seed(konkani, tmp_path
     assert other["val"] != first["val"], "the seed matters in a new run"
 
 
-@pytest.fixture(scope="module")
-def with_pieces(training, tmp_path_factory):
-    """The flags that resume a run with --tokenizer bpe --vocab_size 60."""
-    flags = [*training, "--max_steps", "1", "--output_dir", tmp_path_factory.mktemp("pieces")]
-    ran(recipe, *flags, "--tokenizer", "bpe", "--vocab_size", "60")
-    return [*flags, "--resume", "auto"]
-
-
-@pytest.mark.parametrize("change", ["--tokenizer char", "--tokenizer bpe --vocab_size 70"])
-def test_another_tokenizer_than_the_checkpoints_is_refused(change, with_pieces):
-    status, err = refused(recipe, *with_pieces, *change.split())
-    conflict = "--vocab_size 70 conflicts" if "70" in change else "--tokenizer char conflicts"
-    assert status == 2 and f"{conflict} with the checkpoint" in err
-
-
-@pytest.mark.parametrize("same", ["", "--tokenizer bpe", "--tokenizer bpe --vocab_size 60"])
-def test_the_checkpoints_tokenizer_may_be_named_again(same, with_pieces):
-    assert "resuming from" in ran(recipe, *with_pieces, *same.split())
-
-
 # --- flags ----------------------------------------------------------------------------------------
 
 
@@ -676,7 +654,6 @@ SENSELESS = [
     "--d_model 2147483644",
     "--attention_heads 2147483647",
     "--beam_size 2147483647",
-    "--tokenizer bpe --vocab_size 2147483647",
     "--encoder_layers 99999999999999999999",
 ]
 

@@ -30,7 +30,6 @@ CONFIG = {
     "decoder_layers": 1,
     "attention_heads": 2,
     "subsampling": 4,
-    "cmvn": "utterance",
     "vocabulary": 7,
 }
 TOKENIZER = recipe.text.CharTokenizer(["a", "b", "c"])
@@ -81,9 +80,8 @@ def moved(items):
 
 
 @pytest.mark.parametrize("subsampling", [4, 8])
-@pytest.mark.parametrize("kind", [{"cmvn": "global"}, {"cmvn": "utterance"}, {"features": "nemo"}])
-def test_padding_changes_nothing(subsampling, kind):
-    model = awake(make_model(subsampling=subsampling, **kind).eval())
+def test_padding_changes_nothing(subsampling):
+    model = awake(make_model(subsampling=subsampling).eval())
     items = make_items(4, seed=5)
     together, _, lengths = model.encode(moved(items))
     for row, item in enumerate(items):
@@ -94,9 +92,8 @@ def test_padding_changes_nothing(subsampling, kind):
 
 @pytest.mark.parametrize("samples", [1, 100, 399, 400, 401, 559, 560, 1040, 1041, 16000, 47_999])
 @pytest.mark.parametrize("subsampling", [4, 8])
-@pytest.mark.parametrize("features", ["native", "nemo"])
-def test_encoder_frames_predicts_what_the_encoder_makes(samples, subsampling, features):
-    model = make_model(dtype=torch.float32, subsampling=subsampling, features=features).eval()
+def test_encoder_frames_predicts_what_the_encoder_makes(samples, subsampling):
+    model = make_model(dtype=torch.float32, subsampling=subsampling).eval()
     item = {**make_items(1, dtype=torch.float32)[0], "audio": torch.randn(samples)}
     encoded, _, lengths = model.encode(moved([item]))
     assert encoded.shape[1] == lengths[0] == recipe.encoder_frames(samples, model.config)
@@ -105,7 +102,7 @@ def test_encoder_frames_predicts_what_the_encoder_makes(samples, subsampling, fe
 @torch.no_grad()
 @pytest.mark.parametrize("subsampling", [4, 8])
 def test_an_exports_graph_computes_what_greedy_decoding_reads_and_ends_with_blanks(subsampling):
-    model = awake(make_model(subsampling=subsampling, features="nemo").eval())
+    model = awake(make_model(subsampling=subsampling).eval())
     items = make_items(4, seed=5)
     items[2]["audio"] = items[2]["audio"][:500]  # less than an encoder frame
     batch = moved(items)
@@ -353,13 +350,14 @@ def test_rescoring_picks_what_the_training_loss_likes_best(seed):
     encoded, _, lengths = model.encode(moved([item]))
     hypotheses = ctc_prefix_beam(model.ctc_head(encoded[0]).log_softmax(-1).numpy(), 6, model.eos)
 
-    def loss(tokens):
+    def loss(hypothesis):
+        tokens, ctc = hypothesis  # of the paths that the beam has kept
         labels = torch.tensor([*tokens, model.eos])
         changed = {**item, "tokens": torch.tensor(tokens, dtype=torch.long), "labels": labels}
-        terms = recipe.compute_loss(model, moved([changed]))
+        terms = {**recipe.compute_loss(model, moved([changed])), "ctc": -ctc}
         return sum(recipe.LOSS_WEIGHTS[name] * float(value) for name, value in terms.items())
 
-    expected = min((tokens for tokens, _ in hypotheses), key=loss)
+    expected, _ = min(hypotheses, key=loss)
     assert recipe.decode(model, encoded, lengths, "rescore", 6) == [list(expected)]
 
 
@@ -406,10 +404,9 @@ def test_ctc_feasibility_agrees_with_the_loss(tokens, samples, fits):
     assert recipe.ctc_fits(samples, tokens, CONFIG) == fits == bool(torch.isfinite(loss))
 
 
-def test_nemo_features_have_whole_encoder_frames_only():
-    config = {**CONFIG, "features": "nemo"}
-    assert recipe.ctc_fits(4 * 4 * 160, [1, 2, 3, 4], config)
-    assert not recipe.ctc_fits(4 * 4 * 160 - 1, [1, 2, 3, 4], config)
+def test_only_whole_encoder_frames_count():
+    assert recipe.ctc_fits(4 * 4 * 160, [1, 2, 3, 4], CONFIG)
+    assert not recipe.ctc_fits(4 * 4 * 160 - 1, [1, 2, 3, 4], CONFIG)
 
 
 @pytest.fixture

@@ -13,14 +13,12 @@ import numpy as np
 import pytest
 import soundfile
 
-from common import checkpoint, options, records, report
+from common import checkpoint, options, report
 from common.errors import UsageError
 from recipes import konkani_conformer as recipe
-from speech.features import LogMel
 from tests.recipes import runs
 from tests.recipes.runs import SHORT, TINY, error_lines, newest, planned, ran, refused, run
 
-STATE = {"kind": "vocab_file", "characters": ["a"]}
 LONG = (
     "--max_steps 6 --save_every 1 --eval_every 3 --log_every 2".split()
 )  # an epoch and a half of four global batches
@@ -56,39 +54,15 @@ def test_the_configuration_is_the_checkpoints_or_the_flags():
     def config(saved, *command):
         return recipe.choose_config(parser.parse_args(command), saved)
 
-    changes = {"d_model": 128, "cmvn": "utterance", "tokenizer": "bpe"}
-    expected = {**recipe.DEFAULTS, **changes}
-    saved = recipe.ModelInfo({**expected, "vocabulary": 30}, {})
+    expected = {**recipe.DEFAULTS, "d_model": 128, "subsampling": 8}
+    saved = recipe.ModelInfo(expected, ["a"])
     assert config(None) == recipe.DEFAULTS
     assert config(None, "--d_model", "64") == {**recipe.DEFAULTS, "d_model": 64}
     assert config(saved) == config(saved, "--d_model", "128") == expected
-    for flag, value, has in (("d_model", "192", 128), ("tokenizer", "char", "bpe")):
+    for flag, value, has in (("d_model", "192", 128), ("subsampling", "4", 8)):
         message = f"--{flag} {value} conflicts with the checkpoint, which has {has}.*--init_from"
         with pytest.raises(UsageError, match=message):
             config(saved, f"--{flag}", value)
-
-
-def test_nemo_features_are_normalised_per_utterance_and_older_checkpoints_have_native_ones():
-    args = runs.parse(recipe, "--features", "nemo")
-    assert recipe.choose_config(args, None)["cmvn"] == "utterance"
-    before = {**recipe.DEFAULTS, "vocabulary": 30}
-    del before["features"]
-    saved = records.read(recipe.ModelInfo, {"config": before, "tokenizer": STATE}, "old.pt")
-    assert recipe.choose_config(runs.parse(recipe), saved) == recipe.DEFAULTS
-    assert isinstance(recipe.Conformer({**before, "d_model": 8}).log_mel, LogMel)
-    with pytest.raises(UsageError, match="--features nemo conflicts with the checkpoint"):
-        recipe.choose_config(args, saved)
-
-
-def test_an_export_asks_for_packages_only_if_it_is_possible(monkeypatch):
-    def missing(flag: str) -> None:
-        raise UsageError(f"{flag} needs onnx")
-
-    monkeypatch.setattr(recipe.onnx_files, "require_packages", missing)
-    args = mock.Mock(export="x")
-    for features, expected in (("native", "do not compute"), ("nemo", "needs onnx")):
-        with pytest.raises(UsageError, match=expected):
-            recipe.check_export(args, {"features": features})
 
 
 @pytest.mark.parametrize(
@@ -98,10 +72,9 @@ def test_an_export_asks_for_packages_only_if_it_is_possible(monkeypatch):
         ("--max_steps 50", 10),
         ("--warmup_steps 7", 7),
         ("--num_epochs 20", None),
-        ("--features native", None),
     ],
 )
-def test_the_demo_with_nemo_features_warms_up_longer(flags, warmup, tmp_path, monkeypatch):
+def test_the_demo_warms_up_longer(flags, warmup, tmp_path, monkeypatch):
     given = []
 
     def train(args, *_):
@@ -109,8 +82,7 @@ def test_the_demo_with_nemo_features_warms_up_longer(flags, warmup, tmp_path, mo
         sys.exit()
 
     monkeypatch.setattr(recipe, "train", train)
-    features = ["--features", "nemo", *flags.split()]
-    run(recipe, *TINY, *features, "--dry_run", "8GB", "--output_dir", tmp_path)
+    run(recipe, *TINY, *flags.split(), "--dry_run", "8GB", "--output_dir", tmp_path)
     assert [args.warmup_steps for args in given] == [warmup]
     assert given[0].checkpoint_dir == tmp_path / "checkpoints"
 
@@ -118,7 +90,7 @@ def test_the_demo_with_nemo_features_warms_up_longer(flags, warmup, tmp_path, mo
 def test_a_resumed_demo_warms_up_as_before():
     args = runs.parse(recipe, "--resume", "auto")
     recipe.resolve(args)
-    assert recipe.with_warmup(args, {"features": "nemo"}).warmup_steps == 120
+    assert args.warmup_steps == 120
 
 
 # --- trained, stopped and resumed -----------------------------------------------------------------
@@ -404,14 +376,8 @@ def test_transcribe_files_folders_and_long_recordings(best, konkani, tmp_path):
     assert status == 2 and "missing.wav: no such file" in err
 
 
-def test_native_features_cannot_be_exported(best, tmp_path):
-    folder = tmp_path / "export"
-    status, err = refused(recipe, "--resume", best, "--export", folder)
-    assert status == 2 and "train a model with --features nemo" in err and not folder.exists()
-
-
 @pytest.mark.parametrize("use", ["--evaluate", "--transcribe a.wav", "--export {here}/x"])
-@pytest.mark.parametrize("flag", ["--features nemo", "--d_model 32"])
+@pytest.mark.parametrize("flag", ["--subsampling 8", "--d_model 32"])
 def test_a_shape_that_the_weights_do_not_have_is_refused(use, flag, best, tmp_path):
     words = f"{use} {flag}".format(here=tmp_path).split()
     status, err = refused(recipe, *words, "--resume", best, "--output_dir", tmp_path)
@@ -428,7 +394,7 @@ def test_silence_has_no_text(best, silence, monkeypatch):
 
 @pytest.mark.parametrize(
     "flags",
-    [[], ["--subsampling", "8"], ["--max_duration", "1"], ["--features", "nemo"]],
+    [[], ["--subsampling", "8"], ["--max_duration", "1"]],
     ids=" ".join,
 )
 def test_a_plan_without_data_is_of_the_longest_utterances_that_ctc_can_align(flags, tmp_path):
@@ -454,16 +420,12 @@ MISTAKES = [  # flags, status, a part of the message
         "utterances rejected (--strict_data)",
     ),
     ("--train_manifest {train} --vocab_file {here}/gone.json", 2, "{here}/gone.json"),
-    ("--vocab_file a.json --tokenizer bpe", 2, "--vocab_file and --tokenizer bpe: "),
-    ("--vocab_size 99", 2, "--vocab_size goes with --tokenizer bpe"),
     (
         "--decoding greedy --beam_size 3",
         2,
         "--beam_size goes with --decoding rescore or --decoding beam",
     ),
     ("--output x.jsonl", 2, "--output goes with --transcribe"),
-    ("--features nemo --cmvn global", 2, "--features nemo and --cmvn: the first are normalised"),
-    ("--export {here}/x", 2, "--export: other programs do not compute this model's features"),
     (
         "--train_manifest {train} --d_model 30",
         2,

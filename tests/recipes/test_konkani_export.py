@@ -28,12 +28,8 @@ CONFIG = {
     "decoder_layers": 1,
     "attention_heads": 2,
     "subsampling": 4,
-    "features": "nemo",
-    "cmvn": "utterance",
-    "tokenizer": "char",
-    "vocab_size": 500,
-    "vocabulary": TOKENIZER.size,
 }
+INFO = recipe.ModelInfo(CONFIG, CHARACTERS)
 TEXTS = ["का b", "b", "b का bका क", "कb"]
 # Samples before and after the tones; the last clip ends within an encoder frame.
 ENDS = [(3000, 4001), (1600, 9000), (801, 2777), (0, 13)]
@@ -76,7 +72,7 @@ def trained():
     """A small model that is sure of such texts: the features of other programs differ a little."""
     torch.manual_seed(1)
     random = np.random.default_rng(1)
-    model = recipe.Conformer(CONFIG, 0.0)
+    model = recipe.make_model(INFO, 0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(UPDATES):
         batch = random_batch(random)
@@ -154,7 +150,7 @@ def test_weights_of_a_run_are_exported_without_training(trained, tmp_path, monke
         recipe.compute_loss,
         recipe.LOSS_WEIGHTS,
         None,
-        recipe.ModelInfo(CONFIG, TOKENIZER.state()),
+        INFO,
         recipe.splits.RunInfo([], 30.0, True),
         metric="cer",
         higher_is_better=False,
@@ -191,5 +187,5 @@ def test_a_file_in_between_that_is_cut_short_is_one_line(tmp_path, monkeypatch):
 
 def test_a_missing_package_is_named_before_training(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnx", None)
-    status, err = runs.refused(recipe, "--features", "nemo", "--export", tmp_path / "export")
+    status, err = runs.refused(recipe, "--export", tmp_path / "export")
     assert status == 1 and "--export needs the package onnx" in err

@@ -49,7 +49,7 @@ def test_as_many_frames_as_stated(samples, rate):
 
 @given(st.lists(st.integers(1, 6000), min_size=2, max_size=5))
 def test_padding_changes_nothing(lengths):
-    log_mel, norm = front_end.LogMel(16_000, 80), front_end.FeatureNorm(80, "utterance")
+    log_mel, norm = front_end.LogMel(16_000, 80), front_end.FeatureNorm(80)
     waveforms = [noise(length, seed=i) for i, length in enumerate(lengths)]
     padded = torch.nn.utils.rnn.pad_sequence(waveforms, batch_first=True)
     frames = front_end.frames(torch.tensor(lengths), 16_000)
@@ -84,23 +84,9 @@ def test_silence_is_the_floor():
 # --- normalisation --------------------------------------------------------------------------------
 
 
-def test_utterance_norm_has_mean_0_and_variance_1():
-    features = 3 * noise(4, 100, 10) + torch.arange(10.0)
-    lengths = torch.tensor([100, 60, 2, 1])
-    normal = front_end.FeatureNorm(10, "utterance")(features, lengths)
-    for row, length in zip(normal, lengths, strict=True):
-        assert row[:length].mean(0).abs().max() < 1e-4
-        if length > 2:
-            torch.testing.assert_close(
-                row[:length].var(0, correction=0), torch.ones(10), atol=1e-3, rtol=0
-            )
-        assert (row[length:] == 0).all()
-    assert normal.isfinite().all()
-
-
-def test_global_norm_takes_statistics_once_and_keeps_them_in_the_weights():
+def test_a_norm_takes_statistics_once_and_keeps_them_in_the_weights():
     norm, parts = (
-        front_end.FeatureNorm(10, "global"),
+        front_end.FeatureNorm(10),
         [noise(n, 10, seed=n) * 5 + 2 for n in (50, 80)],
     )
     norm.measure(parts)
@@ -108,7 +94,7 @@ def test_global_norm_takes_statistics_once_and_keeps_them_in_the_weights():
     normal = norm(everything[None], torch.tensor([130]))[0]
     assert normal.mean(0).abs().max() < 1e-5
     torch.testing.assert_close(normal.std(0, correction=0), torch.ones(10), atol=1e-5, rtol=0)
-    other = front_end.FeatureNorm(10, "global")
+    other = front_end.FeatureNorm(10)
     other.load_state_dict(norm.state_dict())
     assert torch.equal(other(everything[None], torch.tensor([130]))[0], normal)
     assert (norm(everything[None], torch.tensor([7]))[0, 7:] == 0).all()
@@ -116,7 +102,7 @@ def test_global_norm_takes_statistics_once_and_keeps_them_in_the_weights():
 
 @pytest.mark.parametrize("features", [torch.ones(1, 10), torch.ones(5, 10)])
 def test_statistics_of_one_frame_or_of_silence_are_finite(features):
-    norm = front_end.FeatureNorm(10, "global")
+    norm = front_end.FeatureNorm(10)
     norm.measure([features])
     assert norm(features[None], torch.tensor([len(features)])).isfinite().all()
 

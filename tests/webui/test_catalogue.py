@@ -24,10 +24,10 @@ def test_all_recipes_are_found():
     files = {file.stem for file in (catalogue.ROOT / "recipes").glob("*.py")}
     assert set(RECIPES) == files - {"template"}
     for recipe in RECIPES.values():
-        assert not recipe.fault
-        assert recipe.script and recipe.page and recipe.title
-        assert "cpu" in recipe.tiers and recipe.sizes and "dry_run" in recipe.commands
-        assert len(recipe.first) == 10
+        assert not recipe.fault and recipe.title and "dry_run" in recipe.commands
+        if recipe.page:  # a user's copy has none, and no script
+            assert recipe.script and "cpu" in recipe.tiers and recipe.sizes
+            assert len(recipe.first) == 10
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -15,7 +15,7 @@ from webui import catalogue, commands, plans
 from webui.places import Places
 
 RECIPES = catalogue.find_recipes()
-NAMES = sorted(RECIPES)
+NAMES = sorted(name for name in RECIPES if RECIPES[name].page)  # without copies of a user
 # Values that try to be more than a value.
 HOSTILE = (
     "--resume=/etc/passwd",
