@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from common import checkpoint, files
+from common import checkpoint, files, records
 from common.errors import UsageError
 from common.records import MISSING
 from speech import model_files
@@ -34,6 +34,7 @@ from speech.parakeet.settings import (
 )
 
 COUNTER = "num_batches_tracked"  # the only tensors of integers
+NOTE = "new_pieces.json"  # of prepare.py: which pieces the released model does not have
 
 
 def expected_shapes(config: dict) -> dict[str, tuple[int, ...]]:
@@ -136,7 +137,9 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
     """Weights (fp32, by Hugging Face's names; a hybrid's CTC head is `ctc_head`), configuration and
     extras of a Hugging Face folder, a `.nemo`, or a folder that holds one. Extras: `tokenizer` (see
     tokenizer.py), `source` (the settings that an export keeps), `loss` (a schema is start.LOSS),
-    `languages` (the slots of a prompt, by name). Runs no code in the files. Raises `UsageError`."""
+    `languages` (the slots of a prompt, by name), `new_pieces` (ids, of a folder that prepare.py
+    has written). Runs no code in the files. Raises `UsageError`."""
+    note = Path(path, NOTE)
     path = _place(path)
     read = _read_folder if os.path.isdir(path) else _read_nemo
     weights, config, extras = read(path)
@@ -147,7 +150,16 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
             f"{path}: its tokenizer has {size} pieces, but its weights are for"
             f" {config['vocabulary']}"
         )
+    extras["new_pieces"] = _read_note(note, size) if note.is_file() else []
     return weights, config, extras
+
+
+def _read_note(file: Path, size: int) -> list[int]:
+    """The ids of new pieces, below `size`. Raises `UsageError`."""
+    content = model_files.read_json(file)
+    if reason := records.mismatch(content, {"new_pieces": [range(size)]}, file.name):
+        raise UsageError(f"{file}: {reason}")
+    return content["new_pieces"]
 
 
 def read_tokenizer(path: str | Path) -> dict:
@@ -405,7 +417,7 @@ def export(
     Raises `UsageError` and `RunError`.
 
     `weights`: by Hugging Face's names. `extras`: as `read_model` returns them; `source` may be
-    empty. `card`: the text of README.md."""
+    empty, and `new_pieces` missing. `card`: the text of README.md."""
     folder = Path(folder)
     checked = "the model to be exported"
     check_config(config, checked)
@@ -428,7 +440,13 @@ def export(
     else:
         prepare = _nemo_export if form == "nemo" else _hf_export
         fill = prepare(tensors, config, pieces, extras)
-    return model_files.write_export(folder, fill, card)
+
+    def fill_and_note(aside: Path) -> None:
+        fill(aside)
+        if new_pieces := extras.get("new_pieces"):
+            (aside / NOTE).write_text(json.dumps({"new_pieces": new_pieces}) + "\n")
+
+    return model_files.write_export(folder, fill_and_note, card)
 
 
 def _hf_export(tensors: dict[str, torch.Tensor], config: dict, pieces: list[str], extras: dict):
