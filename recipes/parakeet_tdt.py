@@ -81,7 +81,7 @@ from speech.splits import RunInfo
 
 RECIPE = Path(__file__).stem
 MAX_SECONDS = 20.0  # of an utterance, as in NVIDIA's fine-tuning
-DITHER = 1e-5  # noise added to a training waveform, as NeMo does
+DITHER = 1e-5  # deviation of the noise that a training waveform gets, as in NeMo
 FREQUENCY_MASKS = 2
 FREQUENCY_MASK_BANDS = 27  # width of a mask
 TIME_MASKS = 10
@@ -140,7 +140,11 @@ def read_data(args, before: RunInfo | None = None) -> dict[str, Corpus]:
 
 
 def check_texts(
-    args, corpora: dict[str, Corpus], tokenizer: ParakeetTokenizer, is_released: bool
+    args,
+    asked: Options,
+    corpora: dict[str, Corpus],
+    tokenizer: ParakeetTokenizer,
+    is_own: bool,
 ) -> None:
     """Prints which characters the vocabulary lacks. Raises `DataError` if they are many."""
     unknown.check_unknown(
@@ -148,17 +152,19 @@ def check_texts(
         unknown.not_encoded(tokenizer),
         args.allow_unknown,
         vocabulary.NEW_VOCABULARY,
-        not is_released,
-        functools.partial(vocabulary.adding_command, tokenizer),
+        is_own,
+        functools.partial(
+            vocabulary.adding_command, tokenizer, asked.origin.path, args.train_manifest
+        ),
     )
 
 
 def check_data(args, asked: Options) -> None:
     """--check_data. The texts are compared with the vocabulary of the model that flags name."""
     corpora = read_data(args)
-    tokenizer, is_released = start.given_tokenizer(asked, RECIPE, args.init_from)
+    tokenizer, is_own = start.given_tokenizer(asked, RECIPE, args.init_from)
     if tokenizer:
-        check_texts(args, corpora, tokenizer, is_released)
+        check_texts(args, asked, corpora, tokenizer, is_own)
     splits.report_checked(corpora)
 
 
@@ -442,7 +448,7 @@ def evaluate_only(args, asked: Options) -> None:
         corpora = read_data(args, before or RELEASED)
         corpora.pop("train", None)
         tokenizer = tokenizer_of(info)
-        check_texts(args, corpora, tokenizer, info.pretrained)
+        check_texts(args, asked, corpora, tokenizer, info.own_vocabulary)
         evaluation = {}
         for name, corpus in corpora.items():
             data = Utterances(args, corpus, tokenizer, info, training=False)
@@ -497,8 +503,8 @@ def make_task(
     """What the loop has to know of this recipe."""
     tokenizer = tokenizer_of(info)
     texts = []
-    # Only a released model can have another style.
-    if info.pretrained and not info.new_pieces and not run.resumed:
+    # Only a released vocabulary can have another style.
+    if not info.own_vocabulary and not run.resumed:
         texts = sample_texts(train_set, args.seed)
     rate = learning_rate(info, float(train_set.seconds.sum()) / 3600)
     millions = optim.count_parameters(model)[0] / 1e6
@@ -552,7 +558,7 @@ def main(args) -> None:
     model.trains_ctc = "ctc" in loss_weights(info)
     corpora = read()
     tokenizer = tokenizer_of(info)
-    check_texts(args, corpora, tokenizer, info.pretrained)
+    check_texts(args, asked, corpora, tokenizer, info.own_vocabulary)
     data = {}
     for name, corpus in corpora.items():
         data[name] = Utterances(args, corpus, tokenizer, info, training=name in replay.TRAINED)

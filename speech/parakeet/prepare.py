@@ -21,7 +21,7 @@ from common.batches import pad, to_device
 from common.errors import DataError, UsageError, exit_with_one_line
 from speech import model_files, released, splits, text
 from speech.audio import SAMPLE_RATE, read_utterance
-from speech.columns import Corpus
+from speech.columns import Corpus, Strings
 from speech.loading import Checks, load_corpus
 from speech.parakeet import formats, start, vocabulary
 from speech.parakeet.languages import COLUMNS, NAME, with_new
@@ -238,7 +238,7 @@ def with_new_pieces(
     if asked.tokenizer:
         state = vocabulary.read_tokenizer(asked.tokenizer)
     elif asked.kind:
-        texts = itertools.chain(*(corpus.texts for corpus in corpora))
+        texts = Strings(itertools.chain(*(corpus.texts for corpus in corpora)))
         state = vocabulary.train_tokenizer(texts, asked.kind, asked.size)
     if asked.added:
         state = vocabulary.add_lacking(state, asked.added)

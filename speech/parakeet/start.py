@@ -171,6 +171,11 @@ class ModelInfo:
     new_pieces: list[int] = field(default_factory=list)
     languages: Annotated[dict, are_slots] = field(default_factory=dict)
 
+    @property
+    def own_vocabulary(self) -> bool:
+        """Whether training texts have made the vocabulary, or a part of it."""
+        return bool(self.new_pieces) or not self.pretrained
+
 
 @dataclass(frozen=True)
 class Options:
@@ -259,7 +264,7 @@ def add_language_arguments(parser) -> None:
         metavar="MS",
         help=(
             "print the words of --transcribe FILE, or of - (16 kHz mono 16-bit samples on standard"
-            " input), as they come, after so many milliseconds: 80, 160, 320, 560 or 1120"
+            " input), as they come, after so many milliseconds: 80, 160, 320, 560, 640 or 1120"
         ),
     )
 
@@ -414,19 +419,20 @@ def given_tokenizer(
     asked: Options, recipe: str, init_from: str | None
 ) -> tuple[ParakeetTokenizer | None, bool]:
     """The tokenizer that a training begins with, read without the weights of a released model, and
-    whether it is a released model's. The tokenizer is None if the training texts will make it.
-    Raises `UsageError`."""
+    `ModelInfo.own_vocabulary`. The tokenizer is None if the training texts will make it. Raises
+    `UsageError`."""
     origin = asked.origin
     saved = checkpoint.resume(origin.resume, origin.checkpoint_dir, recipe)
     if origin.path and not saved:
         state = formats.read_tokenizer(origin.path)
-        return make_tokenizer(state, len(pieces(state))), True
+        is_own = Path(origin.path, formats.NOTE).is_file()
+        return make_tokenizer(state, len(pieces(state))), is_own
     if init_from and not (saved or origin.may_be_random):
         saved = checkpoint.read_weights(init_from, recipe, "--init_from")
     if not saved:
-        return None, False
+        return None, True
     info, _ = saved_model(saved)
-    return tokenizer_of(info), info.pretrained
+    return tokenizer_of(info), info.own_vocabulary
 
 
 def find_conflicts(asked: Options, info: ModelInfo) -> list[str]:
@@ -474,10 +480,11 @@ def model_in_use(asked: Options, recipe: str) -> tuple[ModelInfo, Parakeet, RunI
     """The model of --model_dir or --model_file, of --resume, or of the best evaluation, with its
     info, on the host; the run that trained it is None for a released one. Raises `UsageError`."""
     info, weights, saved = released.use(asked.origin, family(asked), recipe)
+    before = released.read_run_info(RunInfo, saved)
     check_export(asked, info)
     model = make_model(info, weights).eval()
     tell(asked, info, model)
-    return info, model, released.read_run_info(RunInfo, saved)
+    return info, model, before
 
 
 def released_model(asked: Options) -> tuple[ModelInfo, Parakeet]:

@@ -6,6 +6,7 @@ given stay as they are."""
 
 import dataclasses
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterable
 
@@ -78,16 +79,24 @@ def read_pieces(value: str) -> tuple[str, ...]:
     return found
 
 
-def adding_command(tokenizer: ParakeetTokenizer, counts: Counter[str]) -> str:
-    """The command with the characters that the vocabulary lacks, as it reads them; "" if they are
-    too many."""
+def adding_command(
+    tokenizer: ParakeetTokenizer, path: str | None, manifest: str | None, counts: Counter[str]
+) -> str:
+    """The command that adds the characters that the vocabulary lacks, as it reads them, to the
+    model at `path`; "" if they are too many."""
     forms = read_as(tokenizer.state(), counts)
     lacking = Counter()
     for character, count in counts.items():
         for each in forms[character]:
             lacking[each] += count * (tokenizer.unknown in tokenizer.encode(each))
     value = unknown.as_value(+lacking)
-    return f"{COMMAND} --add_tokens {value}" if value else ""
+    if not value:
+        return ""
+    flag = "--model_file" if path and path.endswith(".nemo") else "--model_dir"
+    model, data = (shlex.quote(each) if each else "PATH" for each in (path, manifest))
+    return (
+        f"{COMMAND} {flag} {model} --train_manifest {data} --add_tokens {value} --export NEW_FOLDER"
+    )
 
 
 def read_tokenizer(path: str) -> dict:
