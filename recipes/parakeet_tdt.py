@@ -308,9 +308,9 @@ def loss_weights(info: ModelInfo) -> dict[str, float]:
 
 def reductions(info: ModelInfo) -> dict[str, str]:
     """How each term of the loss is made a mean."""
-    of_ctc = info.loss.get("ctc_reduction", "mean_volume")  # older checkpoints do not have it
-    found = dict.fromkeys(loss_weights(info), of_ctc)
-    found[kind_of(info.config)] = info.loss["reduction"]
+    found = {kind_of(info.config): info.loss["reduction"]}
+    if "ctc" in loss_weights(info) and "ctc" not in found:
+        found["ctc"] = info.loss["ctc_reduction"]
     return found
 
 
@@ -420,10 +420,16 @@ def report_results(
 # --- main -----------------------------------------------------------------------------------------
 
 
+def trained(asked: Options, setup: device.Setup) -> tuple[ModelInfo, Parakeet, RunInfo | None]:
+    """The model of --model_dir or --model_file, of --resume, or of the best evaluation; the run
+    that trained it is None for a released one."""
+    info, model, before = model_in_use(asked, RECIPE)
+    return info, model.to(setup.device), before
+
+
 def transcribe(args, asked: Options) -> None:
     setup = device.setup(args, quiet=True)
-    info, model, before = model_in_use(asked, RECIPE)
-    model.to(setup.device)
+    info, model, before = trained(asked, setup)
     tokenizer = tokenizer_of(info)
     if asked.stream:
         return live.transcribe(asked.how, asked.stream, model, tokenizer, setup)
@@ -440,8 +446,7 @@ def evaluate_only(args, asked: Options) -> None:
     if released.exports_adapter_only(asked.origin):
         return start.export_adapter(asked, about)
     setup = device.setup(args)
-    info, model, before = model_in_use(asked, RECIPE)
-    model.to(setup.device)
+    info, model, before = trained(asked, setup)
     about = dataclasses.replace(about, data=before)
     if args.evaluate:
         check_folder(args.log_dir)

@@ -267,11 +267,7 @@ def prepare(asked: Asked) -> None:
     print(f"prepared {asked.export}: {', '.join(names)}; train with --model_dir {asked.export}")
 
 
-def main(args) -> None:
-    prepare(resolve(args))
-
-
 if __name__ == "__main__":
     parser = options.Parser(__doc__)
     add_arguments(parser)
-    exit_with_one_line(lambda: main(parser.parse_args()))
+    exit_with_one_line(lambda: prepare(resolve(parser.parse_args())))

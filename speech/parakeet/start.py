@@ -148,7 +148,7 @@ NEEDS = (
 LOSS = {  # a schema of records.mismatch
     "sigma": lambda value: 0 <= value < 10,
     "omega": lambda value: 0 <= value <= 1,
-    "fastemit?": lambda value: 0 <= value <= 1,
+    "fastemit": lambda value: 0 <= value <= 1,
     "reduction": set(REDUCTIONS),
     "ctc_reduction?": set(REDUCTIONS),
     "ctc?": lambda value: 0 <= value <= 1,
@@ -379,8 +379,8 @@ def read(path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
 
 
 def network(info: ModelInfo, dropout: float = 0.0, joint_dropout: float = 0.0) -> Parakeet:
-    fastemit = info.loss.get("fastemit", 0.0)  # which older checkpoints do not have
-    return Parakeet(info.config, info.loss["sigma"], dropout, joint_dropout, fastemit)
+    loss = info.loss
+    return Parakeet(info.config, loss["sigma"], dropout, joint_dropout, loss["fastemit"])
 
 
 def make_model(

@@ -29,7 +29,7 @@ def prepared(*flags) -> str:
     prepare.add_arguments(parser)
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        prepare.main(parser.parse_args([*map(str, flags)]))
+        prepare.prepare(prepare.resolve(parser.parse_args([*map(str, flags)])))
     return out.getvalue()
 
 

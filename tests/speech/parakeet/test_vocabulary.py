@@ -24,7 +24,9 @@ def make_info(**config) -> ModelInfo:
     state = {"sentencepiece": train_tokenizer(TEXTS, "char", 0).model.hex()}
     size = len(tokenizer.pieces(state))
     config = make_config(16, 1, 2, (8, 1), size, **config)
-    return ModelInfo(config, state, {"sigma": 0.0, "omega": 0.0, "reduction": "mean"}, {}, True)
+    return ModelInfo(
+        config, state, {"sigma": 0.0, "omega": 0.0, "fastemit": 0.0, "reduction": "mean"}, {}, True
+    )
 
 
 def rows_of(info: ModelInfo, *names: str) -> dict[str, torch.Tensor]:
