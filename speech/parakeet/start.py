@@ -464,8 +464,11 @@ def first_model(
     info, weights = released.choose(
         asked.origin, kind, resumed, initial, lambda: from_scratch(asked, texts)
     )
-    if initial:  # what was new in that run has been trained
-        info = dataclasses.replace(info, new_pieces=[])
+    if initial:  # the pieces that it has are trained
+        known = set(pieces(saved_model(initial)[0].tokenizer))
+        names = pieces(info.tokenizer)
+        new = [piece for piece in info.new_pieces if names[piece] not in known]
+        info = dataclasses.replace(info, new_pieces=new)
     check_export(asked, info)
     info = with_loss(info, asked)
     model = make_model(info, weights, *asked.dropouts)
