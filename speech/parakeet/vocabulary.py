@@ -148,7 +148,8 @@ def add_lacking(state: dict, added: Iterable[str]) -> dict:
 def with_new_vocabulary(info, weights: dict[str, torch.Tensor], state: dict):
     """A trained model with the tokenizer of `state`: its info and its weights. Rows of pieces that
     it has are kept, as are those of blank and durations. The others begin near the mean of all
-    pieces' rows, in the output layers until `scratch.fit_new_rows` fits them to training data."""
+    pieces' rows, in the output layers until `scratch.fit_new_rows` fits them to training data.
+    Pieces that were new in `info` still are. Raises `UsageError` if the pieces are too many."""
     size = len(pieces(state))
     if size > MOST:
         raise UsageError(f"the new vocabulary has more than {MOST:,} pieces")
@@ -171,7 +172,9 @@ def with_new_vocabulary(info, weights: dict[str, torch.Tensor], state: dict):
         f"new vocabulary: {size} pieces; rows of {size - len(added)} are the released model's,"
         f" {len(added)} are new"
     )
-    return dataclasses.replace(new, new_pieces=added), changed
+    untrained = {None, *info.new_pieces}
+    new_pieces = [row for row, old in enumerate(rows) if old in untrained]
+    return dataclasses.replace(new, new_pieces=new_pieces), changed
 
 
 def with_rows(old: torch.Tensor, rows: list[int | None], vocabulary: int) -> torch.Tensor:

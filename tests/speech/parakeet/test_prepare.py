@@ -75,6 +75,16 @@ def test_another_tokenizer_from_a_file_and_more_pieces(manifest, tmp_path):
     assert torch.equal(weights[name][row[0]], old[name][row[1]])
 
 
+def test_pieces_of_two_folders_in_a_row_are_all_new(manifest, tmp_path):
+    source = release(tmp_path / "hf", form="nemo", ctc=True)
+    data = ["--train_manifest", manifest]
+    prepared("--model_dir", source, *data, "--add_tokens", "(", "--export", tmp_path / "a")
+    prepared("--model_dir", tmp_path / "a", *data, "--add_tokens", ")", "--export", tmp_path / "b")
+    info, weights = start.read(tmp_path / "b")
+    size = info.config["vocabulary"]
+    assert info.new_pieces == [size - 2, size - 1] and "ctc_head.weight" in weights
+
+
 def test_a_folder_is_the_same_every_time(manifest, tmp_path):
     source = ["--model_dir", release(tmp_path / "hf"), "--train_manifest", manifest]
     made = [*source, "--train_tokenizer", "bpe", "--vocab_size", "12", "--export"]
