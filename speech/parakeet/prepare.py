@@ -12,6 +12,7 @@ all old ones. The folder notes which these are: in training they learn at a high
 import dataclasses
 import itertools
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -262,8 +263,10 @@ def prepare(asked: Asked) -> None:
         info, weights = with_new_pieces(asked, info, weights, form)
     if asked.language and asked.language[0] not in start.tokenizer_of(info).tags:
         print(f"its sentences end without a tag: --add_tokens '<{asked.language[0]}>' makes one")
-    extras = {**start.exported(info), "new_pieces": info.new_pieces}
-    names = formats.export(asked.export, form, weights, info.config, extras)
+    note = {"new_pieces": info.new_pieces, "base": info.base or Path(asked.path).resolve().name}
+    names = formats.export(
+        asked.export, form, weights, info.config, start.exported(info), note=note
+    )
     print(f"prepared {asked.export}: {', '.join(names)}; train with --model_dir {asked.export}")
 
 

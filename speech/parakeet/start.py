@@ -161,7 +161,8 @@ class ModelInfo:
     settings (`ctc` is the share of the CTC head's loss beside a transducer's, `ctc_reduction` its
     reduction), the settings of the released model that an export keeps, and whether it began from
     released weights. `new_pieces`: the ids of pieces that prepare.py has added, which learn at a
-    rate of their own. `languages`: the slots of the prompt, by name."""
+    rate of their own; `base`: the name of the released model that it was given. `languages`: the
+    slots of the prompt, by name."""
 
     config: Annotated[dict, settings.CONFIG]
     tokenizer: Annotated[dict, STATE]
@@ -169,6 +170,7 @@ class ModelInfo:
     source: dict
     pretrained: bool
     new_pieces: list[int] = field(default_factory=list)
+    base: str = ""
     languages: Annotated[dict, are_slots] = field(default_factory=dict)
 
     @property
@@ -425,7 +427,7 @@ def given_tokenizer(
     saved = checkpoint.resume(origin.resume, origin.checkpoint_dir, recipe)
     if origin.path and not saved:
         state = formats.read_tokenizer(origin.path)
-        is_own = Path(origin.path, formats.NOTE).is_file()
+        is_own = bool(formats.read_note(origin.path)["new_pieces"])
         return make_tokenizer(state, len(pieces(state))), is_own
     if init_from and not (saved or origin.may_be_random):
         saved = checkpoint.read_weights(init_from, recipe, "--init_from")
@@ -656,7 +658,8 @@ def export(
     """Writes a trained model to --export in the form of --export_format, with a model card."""
     folder = asked.origin.export
     form = asked.export_format
-    about = dataclasses.replace(about, is_new=not info.pretrained)
+    base = info.base or about.base  # the licence goes by its name
+    about = dataclasses.replace(about, base=base, is_new=not info.pretrained)
     text = card.readme(Path(folder).resolve().name, about, _of_model(CARDS[form], info))
     names = formats.export(folder, form, weights, info.config, exported(info), text)
     print(f"exported to {folder}: {', '.join(names)}")

@@ -1465,7 +1465,7 @@ def signs(konkani, tmp_path_factory) -> list:
 @pytest.fixture(scope="module")
 def with_signs(signs, released, tmp_path_factory) -> Path:
     """The released model with them."""
-    folder = tmp_path_factory.mktemp("prepared") / "hf"
+    folder = tmp_path_factory.mktemp("prepared") / "more"
     added = ["--add_tokens", " ".join(SIGNS), "--export", folder]
     out = prepared("--model_dir", released / "hf", *signs[:2], *added)
     assert "4 are new" in out
@@ -1558,6 +1558,7 @@ def test_stock_tools_write_added_pieces(grown, form, transformers, tmp_path):
     back, _ = start.read(tmp_path / form)
     assert back.config == info.config and start.tokenizer_of(back).encode(text) == ids
     assert set(info.new_pieces) <= set(ids)
+    assert "fine-tuned from hf" in (tmp_path / form / "README.md").read_text()  # not "more"
     if form == "hf":
         model = transformers.ParakeetForTDT.from_pretrained(tmp_path / form)
         theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / form)

@@ -83,6 +83,7 @@ def test_pieces_of_two_folders_in_a_row_are_all_new(manifest, tmp_path):
     info, weights = start.read(tmp_path / "b")
     size = info.config["vocabulary"]
     assert info.new_pieces == [size - 2, size - 1] and "ctc_head.weight" in weights
+    assert info.base == "hf"
 
 
 def test_a_folder_is_the_same_every_time(manifest, tmp_path):
@@ -157,7 +158,10 @@ def test_mistakes_are_answered_in_one_line(line, message, manifest, nemotron, tm
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("note", ["[]", '{"new_pieces": [99]}', '{"new_pieces": [true]}', "{"])
+@pytest.mark.parametrize(
+    "note",
+    ["[]", '{"new_pieces": [99], "base": ""}', '{"new_pieces": [true], "base": ""}', "{"],
+)
 def test_a_damaged_note_is_refused(note, nemotron, tmp_path):
     release(tmp_path / "hf")
     (tmp_path / "hf" / formats.NOTE).write_text(note)
