@@ -158,6 +158,7 @@ class Parser(argparse.ArgumentParser):
         )
         super().__init__(description=description, allow_abbrev=False, formatter_class=layout)
         self.commands: dict[str, bool] = {}
+        self.hints = dict(OTHER_NAMES)  # a recipe can add to them
 
     def add_command(self, group, flag: str, takes_training_flags: bool = False, **settings) -> None:
         """Adds a flag, with argparse's `settings`, that does something else than training. At most
@@ -195,7 +196,7 @@ class Parser(argparse.ArgumentParser):
             near = longer or difflib.get_close_matches(
                 unknown, self._option_string_actions, n=1, cutoff=0.6
             )
-            name = OTHER_NAMES.get(unknown) or next(iter(near), "")
+            name = self.hints.get(unknown) or next(iter(near), "")
             name = self._off(name, value) or name
             if name and name.split()[0] not in self._option_string_actions:
                 hint = f"; {name}"

@@ -55,8 +55,6 @@ class Task:
                          for each token are copied by number
     `reports`            files and folders that the recipe writes, by their names in the log folder
                          or by their absolute paths; a new run moves an earlier run's aside
-    `before_update`      called with the model in training, the number of updates made and the
-                         length of the warm-up; it may freeze a part of the model for some updates
     `new_rows`           rows of weights that learn at a rate of their own (`parts.new_rows`); of a
                          new run only, because a resumed run has them in its checkpoint
     `further`            sets that are evaluated with the evaluation set (`parts.watching`)
@@ -79,7 +77,6 @@ class Task:
     fine_tunes: bool = False
     vocabulary: checkpoint.Vocabulary | None = None
     reports: tuple[str, ...] = ()
-    before_update: Callable[[torch.nn.Module, int, int], None] | None = None
     new_rows: Any = None
     further: Any = None
     plans: ForPlans = ForPlans()

@@ -46,9 +46,6 @@ def train_global_batch(training: Training, global_batch: GlobalBatch) -> None:
         totals = dict(zip(terms, counts, strict=True))
         before = Before(training)
         try:
-            if training.task.before_update:
-                model = training.engine.trained
-                training.task.before_update(model, progress.step, training.schedule.warmup)
             device_sums = pass_until_it_fits(training, global_batch, totals, before)
             sums, norm = reduce_gradients(training, device_sums)
         except LostRank:

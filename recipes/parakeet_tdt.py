@@ -27,7 +27,6 @@ not be installed.
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -66,21 +65,30 @@ from speech.long import PARTS, by_length
 from speech.parakeet import decoding, languages, live, start, vocabulary, windows
 from speech.parakeet.loss import Lattice
 from speech.parakeet.model import CHECKPOINTED, COMPILED, Parakeet
-from speech.parakeet.scratch import fit_new_rows, fit_to_data
+from speech.parakeet.scratch import fit_to_data
 from speech.parakeet.settings import kind_of
-from speech.parakeet.start import ModelInfo, make_model
+from speech.parakeet.start import (
+    ModelInfo,
+    Options,
+    export_trained,
+    first_model,
+    learning_rate,
+    model_in_use,
+    released_model,
+    rows_by_piece,
+    tokenizer_of,
+)
 from speech.parakeet.tokenizer import ParakeetTokenizer
 from speech.splits import RunInfo
 
 RECIPE = Path(__file__).stem
 MAX_SECONDS = 20.0  # of an utterance, as in NVIDIA's fine-tuning
-DITHER = 1e-5  # noise added to a training waveform, so that digital silence has finite features
+DITHER = 1e-5  # deviation of the noise that a training waveform gets, as in NeMo
 FREQUENCY_MASKS = 2
 FREQUENCY_MASK_BANDS = 27  # width of a mask
 TIME_MASKS = 10
 TIME_MASK_WIDTH = 0.05  # share of the utterance
 FIT_UTTERANCES = 64  # that a model from scratch is fitted to
-NEW_ROWS_UTTERANCES = 32  # that the rows of new pieces are fitted to
 STYLE_TEXTS = 1000  # training texts that are looked at for style
 DEMO_SIZES = {"train": 3000, "val": 100, "test": 200}  # utterances
 DEMO_STEPS = 800
@@ -102,7 +110,7 @@ def add_arguments(parser) -> None:
     )
 
 
-def resolve(args) -> start.Options:
+def resolve(args) -> Options:
     is_demo = not args.train_manifest
     excludes = (*recogniser.EXCLUDES, *replay.EXCLUDES, *start.EXCLUDES)
     needs = (*splits.NEEDS, *recogniser.NEEDS, *replay.NEEDS, *start.NEEDS)
@@ -135,7 +143,7 @@ def read_data(args, before: RunInfo | None = None) -> dict[str, Corpus]:
 
 def check_texts(
     args,
-    asked: start.Options,
+    asked: Options,
     corpora: dict[str, Corpus],
     tokenizer: ParakeetTokenizer,
     is_own: bool,
@@ -147,11 +155,13 @@ def check_texts(
         args.allow_unknown,
         vocabulary.NEW_VOCABULARY,
         is_own,
-        functools.partial(vocabulary.adding_flag, tokenizer, asked.vocabulary.added),
+        functools.partial(
+            vocabulary.adding_command, tokenizer, asked.origin.path, args.train_manifest
+        ),
     )
 
 
-def check_data(args, asked: start.Options) -> None:
+def check_data(args, asked: Options) -> None:
     """--check_data. The texts are compared with the vocabulary of the model that flags name."""
     corpora = read_data(args)
     tokenizer, is_own = start.given_tokenizer(asked, RECIPE, args.init_from)
@@ -300,9 +310,9 @@ def loss_weights(info: ModelInfo) -> dict[str, float]:
 
 def reductions(info: ModelInfo) -> dict[str, str]:
     """How each term of the loss is made a mean."""
-    of_ctc = info.loss.get("ctc_reduction", "mean_volume")  # older checkpoints do not have it
-    found = dict.fromkeys(loss_weights(info), of_ctc)
-    found[kind_of(info.config)] = info.loss["reduction"]
+    found = {kind_of(info.config): info.loss["reduction"]}
+    if "ctc" in loss_weights(info) and "ctc" not in found:
+        found["ctc"] = info.loss["ctc_reduction"]
     return found
 
 
@@ -386,83 +396,43 @@ def decode_words(tokenizer: ParakeetTokenizer, model: Parakeet, eval_batches) ->
 
 
 def report_results(
-    asked: start.Options,
-    tokenizer: ParakeetTokenizer,
+    asked: Options,
+    info: ModelInfo,
     model: Parakeet,
     evaluation: dict[str, EvalBatches],
+    compares: bool,
     weights: str,
-) -> list[dict]:
+) -> None:
     """Prints the error rates of the test set, or of "val" without one, and examples with the times
-    of their words. `weights`: which weights the model has, for the title. Returns the rows."""
+    of their words. If it `compares`, also the error rates of the released model that a flag names;
+    `model` is then moved to the host. `weights`: which weights the model has, for the title."""
     name = "test" if "test" in evaluation else "val"
     eval_batches = evaluation[name].whole()
-    rows = decode_words(tokenizer, model, eval_batches)
+    rows = decode_words(tokenizer_of(info), model, eval_batches)
     title = f"{name} set, {weights}, {len(rows)} utterances"
     spoken = eval_batches.dataset.data.corpus.languages
     recogniser.print_results(rows, title, asked.how, languages=spoken)
-    return rows
-
-
-def compare(
-    asked: start.Options,
-    new: ModelInfo,
-    model: Parakeet,
-    evaluation: dict[str, EvalBatches],
-    rows: list[dict],
-) -> None:
-    """Prints the error rates of the released model that the flags name beside those of `rows`, of
-    `report_results`. `model`, whose info is `new`, is moved to the host."""
-    if asked.origin.path:
-        info, released_weights = start.read(asked.origin.path)
-        for name, like in new.new_languages.items():
-            info = start.with_new_language(info, released_weights, name, like)
-        untrained = make_model(info, released_weights).eval()
-        start.tell(asked, info, untrained)
-        del released_weights  # the model has them
+    if compares and asked.origin.path:
+        info, untrained = released_model(asked)
         memory.replace_on_device(model, untrained)
-        eval_batches = evaluation["test" if "test" in evaluation else "val"].whole()
-        before = decode_words(start.tokenizer_of(info), untrained, eval_batches)
+        before = decode_words(tokenizer_of(info), untrained, eval_batches)
         recogniser.print_improvement(before, rows, asked.origin.path, asked.how)
-
-
-def report_and_export(
-    asked: start.Options,
-    info: ModelInfo,
-    run_info: RunInfo,
-    model: Parakeet,
-    evaluation: dict[str, EvalBatches],
-    weights: str,
-) -> None:
-    """The results, the comparison, and --export with both."""
-    rows = report_results(asked, start.tokenizer_of(info), model, evaluation, weights)
-    try:
-        compare(asked, info, model, evaluation, rows)
-    finally:  # the released model may be gone by now
-        path = asked.origin.checkpoint_dir / "best.safetensors"
-        results = recogniser.read_results(asked.how.log_dir)
-        about = card.About(RECIPE, asked.origin.path, path, run_info, results)
-        start.export_trained(asked, info, model, about)
 
 
 # --- main -----------------------------------------------------------------------------------------
 
 
-def trained(
-    asked: start.Options, setup: device.Setup
-) -> tuple[ModelInfo, Parakeet, RunInfo | None]:
+def trained(asked: Options, setup: device.Setup) -> tuple[ModelInfo, Parakeet, RunInfo | None]:
     """The model of --model_dir or --model_file, of --resume, or of the best evaluation; the run
     that trained it is None for a released one."""
-    info, weights, saved = released.use(asked.origin, start.family(asked), RECIPE)
-    before = released.read_run_info(RunInfo, saved)
-    model = make_model(info, weights).to(setup.device).eval()
-    start.tell(asked, info, model)
-    return info, model, before
+    info, model, before = model_in_use(asked, RECIPE)
+    return info, model.to(setup.device), before
 
 
-def transcribe(args, asked: start.Options) -> None:
+def transcribe(args, asked: Options) -> None:
     setup = device.setup(args, quiet=True)
     info, model, before = trained(asked, setup)
-    tokenizer = start.tokenizer_of(info)
+    tokenizer = tokenizer_of(info)
     if asked.stream:
         return live.transcribe(asked.how, asked.stream, model, tokenizer, setup)
     decode = functools.partial(decoding.transcripts, model, tokenizer)
@@ -472,76 +442,35 @@ def transcribe(args, asked: start.Options) -> None:
 
 
 @torch.no_grad()
-def evaluate_only(args, asked: start.Options) -> None:
+def evaluate_only(args, asked: Options) -> None:
     """--export, --evaluate on the test set, or both, without training."""
+    about = card.About(RECIPE, asked.origin.path, released.weights_file(asked.origin))
     if released.exports_adapter_only(asked.origin):
-        weights = released.weights_file(asked.origin)
-        return start.export_adapter(asked, card.About(RECIPE, asked.origin.path, weights))
+        return start.export_adapter(asked, about)
     setup = device.setup(args)
     info, model, before = trained(asked, setup)
-    start.check_export(asked, info)
-    about = card.About(RECIPE, asked.origin.path, released.weights_file(asked.origin), before)
+    about = dataclasses.replace(about, data=before)
     if args.evaluate:
         check_folder(args.log_dir)
         corpora = read_data(args, before or RELEASED)
         corpora.pop("train", None)
-        tokenizer = start.tokenizer_of(info)
+        tokenizer = tokenizer_of(info)
         check_texts(args, asked, corpora, tokenizer, info.own_vocabulary)
         evaluation = {}
         for name, corpus in corpora.items():
             data = Utterances(args, corpus, tokenizer, info, training=False)
             evaluation[name] = EvalBatches(args, data, collate, setup)
         with setup.autocast():
-            rows = report_results(asked, tokenizer, model, evaluation, "the weights named")
-            if before is not None:
-                compare(asked, info, model, evaluation, rows)
+            report_results(asked, info, model, evaluation, before is not None, "the weights named")
         about = dataclasses.replace(about, results=recogniser.read_results(args.log_dir))
-    if args.export or args.export_adapter:
-        start.export_trained(asked, info, model, about)
-
-
-def first_model(
-    args, asked: start.Options, run: Run, texts: Callable[[], Iterable[str]]
-) -> tuple[ModelInfo, Parakeet]:
-    """The model that training starts with: that of the checkpoint, a released one, or a new one
-    with a vocabulary made from the training texts."""
-    with run.model_device():
-        info, weights = start.choose(asked, run.resumed, run.initial, texts)
-        model = make_model(info, weights, args.dropout, args.joint_dropout)
-    start.tell(asked, info, model)
-    model.trains_ctc = "ctc" in loss_weights(info)
-    family = start.family(asked)
-    released.adapt(asked.origin, family, info, model, weights, run.resumed, run.initial, args.seed)
-    return info, model
+    export_trained(asked, info, model, about)
 
 
 def fit(seed: int, model: Parakeet, data: Utterances) -> None:
-    """Fits the random weights of a new model to some training utterances."""
+    """Fits the random weights of a new model to some training utterances, for `Task.fit`."""
     items = splits.some_items(data, seed, FIT_UTTERANCES)
     if items:
         fit_to_data(model, next(to_device([collate(items)], torch.device("cpu"))))
-
-
-def fit_vocabulary(
-    asked: start.Options, run: Run, info: ModelInfo, seed: int, model: Parakeet, data: Utterances
-) -> None:
-    """Fits the rows of new pieces to some training utterances."""
-    if run.initial and (run.initial.adapters or not asked.origin.path):
-        before, weights = start.saved_model(run.initial)
-    else:
-        before, weights = start.read(asked.origin.path)
-    if items := splits.some_items(data, seed, NEW_ROWS_UTTERANCES):
-        batch = next(to_device([collate(items)], torch.device("cpu")))
-        texts = sample_texts(data.corpus, seed)
-        shares = vocabulary.shares(data.tokenizer, texts, info.new_pieces)
-        fit_new_rows(model, batch, info.new_pieces, shares, weights, before.config["vocabulary"])
-
-
-def first_fit(args, asked: start.Options, run: Run, info: ModelInfo) -> Callable | None:
-    """What a new model takes from the training data, for `Task.fit`."""
-    if info.new_pieces:
-        return functools.partial(fit_vocabulary, asked, run, info, args.seed)
-    return None if info.pretrained else functools.partial(fit, args.seed)
 
 
 def about_run(args, info: ModelInfo, corpora: dict[str, Corpus], before: RunInfo | None) -> RunInfo:
@@ -555,36 +484,16 @@ def about_run(args, info: ModelInfo, corpora: dict[str, Corpus], before: RunInfo
 
 
 def new_rows(info: ModelInfo, model: Parakeet) -> NewRows | None:
-    """The rows of pieces that the released model does not have."""
-    if not (info.pretrained and info.new_pieces):
+    """The rows of pieces that speech/parakeet/prepare.py has added."""
+    if not info.new_pieces:
         return None
     names = [name for name, _ in model.named_parameters() if name in vocabulary.ROWS]
     return NewRows(dict.fromkeys(names, info.new_pieces), vocabulary.NEW_ROWS_RATE)
 
 
-def first_frozen(args, info: ModelInfo) -> Callable[[Parakeet, int, int], None] | None:
-    """`Task.before_update`: the encoder stays as it is until the rows of new pieces have learned
-    something. None if there are none, and no flag asks for it."""
-    if not info.new_pieces and args.freeze_encoder_steps is None:
-        return None
-
-    trained = []
-
-    def freeze(model: Parakeet, step: int, warmup: int) -> None:
-        steps = warmup if args.freeze_encoder_steps is None else args.freeze_encoder_steps
-        if not trained:
-            trained.extend(p for p in model.encoder.parameters() if p.requires_grad)
-            if step < steps:
-                print(f"the first {steps} updates leave the encoder as it is")
-        for p in trained:
-            p.requires_grad_(step >= steps)
-
-    return freeze
-
-
 def make_task(
     args,
-    asked: start.Options,
+    asked: Options,
     run: Run,
     info: ModelInfo,
     run_info: RunInfo,
@@ -592,19 +501,17 @@ def make_task(
     model: Parakeet,
 ) -> Task:
     """What the loop has to know of this recipe."""
-    tokenizer = start.tokenizer_of(info)
+    tokenizer = tokenizer_of(info)
     texts = []
-    # Only a released model can have another style.
-    if info.pretrained and not info.own_vocabulary and not run.resumed:
+    # Only a released vocabulary can have another style.
+    if not info.own_vocabulary and not run.resumed:
         texts = sample_texts(train_set, args.seed)
-    rate = start.learning_rate(info, float(train_set.seconds.sum()) / 3600)
+    rate = learning_rate(info, float(train_set.seconds.sum()) / 3600)
     millions = optim.count_parameters(model)[0] / 1e6
     print(
         f"model: {millions:.1f} M parameters, {tokenizer.size} pieces; learning rate"
         f" {args.learning_rate or lora.rate(model, rate):g}"
     )
-    if start.is_unified(info):
-        print("trained offline only: what this model does in streaming is not looked at")
     terms = loss_weights(info)
     return Task(
         RECIPE,
@@ -615,7 +522,7 @@ def make_task(
         run_info,
         metric="wer" if info.pretrained else "cer",
         higher_is_better=False,
-        fit=first_fit(args, asked, run, info),
+        fit=None if info.pretrained else functools.partial(fit, args.seed),
         learning_rate=rate,
         checkpointed=CHECKPOINTED,
         reports=recogniser.REPORTS,
@@ -624,8 +531,7 @@ def make_task(
         adamw=optim.Settings(decay_embeddings=False),
         fine_tunes=info.pretrained,
         new_rows=new_rows(info, model),
-        before_update=first_frozen(args, info),
-        vocabulary=start.rows_by_piece(info, run.initial),
+        vocabulary=rows_by_piece(info, run.initial),
         plans=ForPlans(
             compares=bool(asked.origin.path),
             adapters=functools.partial(released.usual_adapters, start.family(asked), info),
@@ -639,17 +545,20 @@ def main(args) -> None:
         return check_data(args, asked)
     if args.transcribe:
         return transcribe(args, asked)
-    goals = (*released.GOALS, "train_tokenizer", "tokenizer", "add_tokens")
-    if args.evaluate or released.exports_only(asked.origin, goals):
+    if args.evaluate or released.exports_only(asked.origin):
         return evaluate_only(args, asked)
     run = begin(args, RECIPE)
     before = released.read_run_info(RunInfo, run.resumed)
 
     # A fault of the model is found before all data are checked, unless it needs a new vocabulary.
     read = functools.cache(lambda: read_data(args, before))
-    info, model = first_model(args, asked, run, lambda: replay.texts(read()))
+    with run.model_device():
+        info, model = first_model(
+            asked, run.resumed, run.initial, lambda: replay.texts(read()), args.seed
+        )
+    model.trains_ctc = "ctc" in loss_weights(info)
     corpora = read()
-    tokenizer = start.tokenizer_of(info)
+    tokenizer = tokenizer_of(info)
     check_texts(args, asked, corpora, tokenizer, info.own_vocabulary)
     data = {}
     for name, corpus in corpora.items():
@@ -662,9 +571,13 @@ def main(args) -> None:
     task = make_task(args, asked, run, info, run_info, corpora["train"], model)
     task = dataclasses.replace(task, further=replay.watched(args, evaluation))
     progress = train(args, run, model, task, global_batches, evaluation["val"])
-    report = functools.partial(report_and_export, asked, info, run_info, model, evaluation)
-    if finish(args, run, model, task, report):
+    report = functools.partial(report_results, asked, info, model, evaluation, True)
+    weights = finish(args, run, model, task, report)
+    if weights:  # on the first rank
         recogniser.add_watched(asked.how, task.further, progress)
+        results = recogniser.read_results(args.log_dir)
+        about = card.About(RECIPE, asked.origin.path, weights, run_info, results)
+        export_trained(asked, info, model, about)
 
 
 if __name__ == "__main__":

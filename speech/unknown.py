@@ -65,8 +65,8 @@ def check_unknown(
     says what else can be done. Spaces, punctuation, and capitals whose small letter can be written
     (or the reverse) are only named, unless they and the others are more than `MOST_TOLERATED`. That
     limit also holds for evaluation sets if the vocabulary `is_own`, made from the training texts of
-    the run. `adds(counts)` returns a flag that adds the characters of the training texts to the
-    vocabulary, "" if there is none."""
+    the run. `adds(counts)` returns the command that adds the characters of the training texts to
+    the vocabulary, "" if there is none."""
     for name, corpus in corpora.items():
         if not len(corpus) or not corpus.paths[0]:  # a stand-in's texts are made up
             continue
@@ -84,8 +84,8 @@ def check_unknown(
             f"warning: {name} set: {_share(share)} of the characters are outside the vocabulary:"
             f" {named(counts)}"
         )
-        if adds and name == "train" and (flag := adds(counts)):
-            print(f"to add them to the vocabulary: {flag}")
+        if adds and name == "train" and (command := adds(counts)):
+            print(f"to add them to the vocabulary: {command}")
         is_tolerant = is_own and name != "train"
         has_many = letters > MOST * total and not is_tolerant
         if not allow and (has_many or share > MOST_TOLERATED):
@@ -96,13 +96,13 @@ def check_unknown(
             )
 
 
-def as_value(counts: Counter[str], before: tuple[str, ...] = ()) -> str:
-    """Characters as the value of a flag for a shell, divided by spaces, the most frequent first,
-    after those that were given `before`; "" if they are too many."""
+def as_value(counts: Counter[str]) -> str:
+    """Characters as the value of a flag for a shell, divided by spaces, the most frequent first; ""
+    if they are none, or too many."""
     ordered = sorted(counts, key=lambda character: (-counts[character], character))
-    ordered = [*before, *(character for character in ordered if not character.isspace())]
+    ordered = [character for character in ordered if not character.isspace()]
     value = " ".join(ordered)
-    if len(ordered) > MOST_ADDED or len(ordered) == len(before):
+    if not 0 < len(ordered) <= MOST_ADDED:
         return ""
     return shlex.quote(value) if set('"$`\\!') & set(value) else f'"{value}"'
 

@@ -16,6 +16,7 @@ import pytest
 from torch.distributed import run
 
 from common import options
+from speech.parakeet import prepare
 from webui import app
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,6 +33,9 @@ PAGES = [
     ROOT / "docs/several_gpus.md",
     *sorted((ROOT / "recipes").glob("*.md")),
 ]
+# Further pages of a recipe.
+RECIPE_OF = {"parakeet_live": "parakeet_tdt", "parakeet_export": "parakeet_tdt"}
+PREPARE = "python -m speech.parakeet.prepare "
 FOLDERS = ("recipes", "common", "speech", "webui", "benchmarks", "tests")
 # Paths that a reader creates, and a script of another project.
 EXAMPLES = {"recipes/my_model.py", "run_training.sh"}
@@ -76,7 +80,7 @@ def commands(path: Path) -> list[str]:
     return [
         line
         for line in code(path)
-        if (SCRIPT.match(line) or line.startswith("python recipes/"))
+        if (SCRIPT.match(line) or line.startswith(("python recipes/", PREPARE)))
         and not re.search(r"\.\.\.|\[|--help", line)
     ]
 
@@ -84,6 +88,12 @@ def commands(path: Path) -> list[str]:
 def parser_of(recipe: str) -> options.Parser:
     parser = options.Parser("")
     importlib.import_module(f"recipes.{recipe}").add_arguments(parser)
+    return parser
+
+
+def parser_of_prepare() -> options.Parser:
+    parser = options.Parser("")
+    prepare.add_arguments(parser)
     return parser
 
 
@@ -149,9 +159,12 @@ def test_every_recipe_has_a_page_with_markers_for_its_table():
 def test_flags_exist(page):
     """In the recipe that a command names, else in that of a recipe's page, elsewhere in any recipe;
     flags of other programs in those programs' commands."""
-    recipes = [page.stem] if page.stem in RECIPES else RECIPES
+    recipe = RECIPE_OF.get(page.stem, page.stem)
+    recipes = [recipe] if recipe in RECIPES else RECIPES
     known = set.union(*map(flags_of, recipes)) | SPELLINGS
-    if page.stem not in RECIPES:
+    if "parakeet_tdt" in recipes:
+        known |= set(parser_of_prepare()._option_string_actions)
+    if recipe not in RECIPES:
         known |= flags_of_the_page()
     outside = re.sub(r"`[^`]+`|<!--.*?-->", "", FENCE.sub("", read(page)))
     assert FLAG.findall(outside) == [], "a flag is written without backticks"
@@ -187,6 +200,9 @@ def test_commands_are_accepted(page, tmp_path):
             )
             assert script.returncode == 0, f"{line}: {script.stderr}"
             words = shlex.split(script.stdout)
+        elif line.startswith(PREPARE):
+            parser_of_prepare().parse_args(shlex.split(line)[3:])
+            continue
         else:
             words = shlex.split(line)
         number = next(i for i, word in enumerate(words) if word.endswith(".py"))

@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]  # of the project; commands are run i
 LEFT_OUT = "template"  # to be copied, not to be used
 # The options that matter, the most important first: a form shows the first ten that a recipe has.
 FIRST = (
-    "language use_amharic_g2p extend_vocab train_tokenizer conditions num_epochs max_steps"
-    " learning_rate batch_size gradient_accumulation_steps gradient_checkpointing optimizer"
-    " use_cpu_offload max_duration spec_augment export"
+    "language use_amharic_g2p extend_vocab conditions num_epochs max_steps learning_rate"
+    " batch_size gradient_accumulation_steps gradient_checkpointing optimizer use_cpu_offload"
+    " max_duration spec_augment export"
 ).split()
 FIRST_COUNT = 10
 # What the page decides itself, and how.

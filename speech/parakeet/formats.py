@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from common import checkpoint, files
+from common import checkpoint, files, records
 from common.errors import UsageError
 from common.records import MISSING
 from speech import model_files
@@ -17,6 +17,7 @@ from speech.parakeet import archive, nemotron, onnx, tokenizer
 from speech.parakeet.features import MelFeatures
 from speech.parakeet.model import Parakeet
 from speech.parakeet.settings import (
+    CONFIG,
     FEATURES,
     FEATURIZER,
     HEAD,
@@ -34,6 +35,7 @@ from speech.parakeet.settings import (
 )
 
 COUNTER = "num_batches_tracked"  # the only tensors of integers
+NOTE = "prepared.json"  # what prepare.py tells training, beside the model
 
 
 def expected_shapes(config: dict) -> dict[str, tuple[int, ...]]:
@@ -136,7 +138,9 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
     """Weights (fp32, by Hugging Face's names; a hybrid's CTC head is `ctc_head`), configuration and
     extras of a Hugging Face folder, a `.nemo`, or a folder that holds one. Extras: `tokenizer` (see
     tokenizer.py), `source` (the settings that an export keeps), `loss` (a schema is start.LOSS),
-    `languages` (the slots of a prompt, by name). Runs no code in the files. Raises `UsageError`."""
+    `languages` (the slots of a prompt, by name), and what `read_note` returns. Runs no code in the
+    files. Raises `UsageError`."""
+    note = read_note(path)
     path = _place(path)
     read = _read_folder if os.path.isdir(path) else _read_nemo
     weights, config, extras = read(path)
@@ -147,7 +151,22 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
             f"{path}: its tokenizer has {size} pieces, but its weights are for"
             f" {config['vocabulary']}"
         )
-    return weights, config, extras
+    if max(note["new_pieces"], default=0) >= size:
+        raise UsageError(f"{path}: its {NOTE} has pieces beyond the {size} of the tokenizer")
+    return weights, config, {**extras, **note}
+
+
+def read_note(path: str | Path) -> dict:
+    """What prepare.py has noted in a folder: `new_pieces` (ids of pieces that the released model
+    does not have) and `base` (its name). Raises `UsageError`."""
+    file = Path(path, NOTE)
+    if not file.is_file():
+        return {"new_pieces": [], "base": ""}
+    content = model_files.read_json(file)
+    schema = {"new_pieces": [CONFIG["vocabulary"]], "base": str}
+    if reason := records.mismatch(content, schema, file.name):
+        raise UsageError(f"{file}: {reason}")
+    return {name: content[name] for name in schema}
 
 
 def read_tokenizer(path: str | Path) -> dict:
@@ -397,6 +416,7 @@ def export(
     config: dict,
     extras: dict,
     card: str = "",
+    note: dict | None = None,
 ) -> list[str]:
     """Writes a folder that `transformers` can load (`form` "hf"), that holds NVIDIA's model.nemo
     ("nemo"), or that sherpa-onnx and onnx-asr load ("onnx"), in fp32, and returns the file names.
@@ -405,7 +425,7 @@ def export(
     Raises `UsageError` and `RunError`.
 
     `weights`: by Hugging Face's names. `extras`: as `read_model` returns them; `source` may be
-    empty. `card`: the text of README.md."""
+    empty. `card`: the text of README.md. `note`: see `read_note`."""
     folder = Path(folder)
     checked = "the model to be exported"
     check_config(config, checked)
@@ -428,7 +448,13 @@ def export(
     else:
         prepare = _nemo_export if form == "nemo" else _hf_export
         fill = prepare(tensors, config, pieces, extras)
-    return model_files.write_export(folder, fill, card)
+
+    def fill_and_note(aside: Path) -> None:
+        fill(aside)
+        if note:
+            (aside / NOTE).write_text(json.dumps(note) + "\n", encoding="utf-8")
+
+    return model_files.write_export(folder, fill_and_note, card)
 
 
 def _hf_export(tensors: dict[str, torch.Tensor], config: dict, pieces: list[str], extras: dict):

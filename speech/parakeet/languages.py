@@ -45,11 +45,6 @@ def are_slots(names) -> bool:
     )
 
 
-def are_names(names) -> bool:
-    """Whether this is {name: name}, from a file."""
-    return type(names) is dict and all(type(each) is str for pair in names.items() for each in pair)
-
-
 def nearest(name: str, names: Iterable[str]) -> str:
     """The names that are most like this one, for a message."""
     by_small = {each.lower(): each for each in names}
@@ -113,8 +108,8 @@ def prompts(
                 )
             raise DataError(
                 f"{what} are in {language[:40]!r}, which this model does not know; the nearest are"
-                f" {nearest(language, names)}; to teach another language add --new_language xx-YY"
-                " --like NAME"
+                f" {nearest(language, names)}; to teach another language, make a model that knows"
+                " it with python -m speech.parakeet.prepare --new_language xx-YY --like NAME"
             )
         slots.append(names.get(language, 0))
     return Prompts(corpus, slots, names.get(AUTO), tags(names, tokenizer))
@@ -136,8 +131,8 @@ def with_new(
     begins as `like` in a free one of the `slots`. Raises `UsageError`."""
     if name in names:
         raise UsageError(
-            f"--new_language {name}: the model knows this language already; leave out"
-            " --new_language and --like, and add --language"
+            f"--new_language {name}: the model knows this language already; train it with"
+            " --language"
         )
     source = slot_of(like, names, "--like")
     free = sorted(set(range(slots)) - set(names.values()))

@@ -1,9 +1,10 @@
 """Parakeet in ONNX, as sherpa-onnx and onnx-asr load it: a folder with a graph for each part of a
 transducer, or with one graph of a CTC model.
 
-Both programs compute the features themselves, as `features.MelFeatures` does. They take the place
-of a duration in the list for its frames. sherpa-onnx goes by the order of inputs and outputs, and
-by the metadata of the encoder; onnx-asr goes by names, and by config.json."""
+Both programs compute the features themselves: onnx-asr as `features.MelFeatures` does, sherpa-onnx
+with frames that begin 5 ms later, another window and other mel bands. They take the place of a
+duration in the list for its frames. sherpa-onnx goes by the order of inputs and outputs, and by the
+metadata of the encoder; onnx-asr goes by names, and by config.json."""
 
 import functools
 import json

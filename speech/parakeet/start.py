@@ -15,19 +15,11 @@ from common.parts import lora
 from speech import card, onnx_files, recogniser, released
 from speech.layers import quieten_branches
 from speech.parakeet import formats, live, settings, vocabulary
-from speech.parakeet.languages import (
-    AUTO,
-    COLUMNS,
-    NAME,
-    USUAL,
-    are_names,
-    are_slots,
-    slot_of,
-    with_new,
-)
+from speech.parakeet.languages import AUTO, USUAL, are_slots, slot_of
 from speech.parakeet.model import Parakeet
 from speech.parakeet.tokenizer import STATE, ParakeetTokenizer, make_tokenizer, pieces
 from speech.released import Origin
+from speech.splits import RunInfo
 
 BRANCH_OUTPUTS = (".linear2", ".o_proj", ".pointwise_conv2")  # for quieten_branches
 REDUCTIONS = ("mean", "mean_batch", "mean_volume")
@@ -122,9 +114,11 @@ FORMS = released.Forms(
     fetch="hf download nvidia/parakeet-tdt-0.6b-v3 --local-dir parakeet",
 )
 TRAINING = (
-    "new_language", "ctc_weight", "tdt_sigma", "tdt_omega", "fastemit_lambda", "loss_reduction",
-    "joint_dropout",
+    "ctc_weight", "tdt_sigma", "tdt_omega", "fastemit_lambda", "loss_reduction", "joint_dropout",
+    "vocab_size",
 )  # fmt: skip
+# What prepare.py does, and this recipe once did.
+PREPARED = ("--add_tokens", "--train_tokenizer", "--tokenizer", "--new_language", "--like")
 LOSS_FLAGS = {  # of one kind of model or two
     "tdt_sigma": ("tdt",),
     "tdt_omega": ("tdt",),
@@ -135,7 +129,10 @@ LOSS_FLAGS = {  # of one kind of model or two
 # Rows for common.options: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
     *released.EXCLUDES,
-    *vocabulary.EXCLUDES,
+    *(
+        (model, "vocab_size", "a released model has its own vocabulary")
+        for model in released.MODELS
+    ),
     ("transcribe", "export", "give one of them"),
     ("transcribe", "export_adapter", "give one of them"),
     ("stream", "lookahead", "the first says how long the model waits; leave the second out"),
@@ -148,13 +145,11 @@ NEEDS = (
     ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
     ("export_format", ("export",), ""),
     ("stream", ("transcribe",), ""),
-    ("new_language", ("like",), ""),
-    ("like", ("new_language",), ""),
 )
 LOSS = {  # a schema of records.mismatch
     "sigma": lambda value: 0 <= value < 10,
     "omega": lambda value: 0 <= value <= 1,
-    "fastemit?": lambda value: 0 <= value <= 1,
+    "fastemit": lambda value: 0 <= value <= 1,
     "reduction": set(REDUCTIONS),
     "ctc_reduction?": set(REDUCTIONS),
     "ctc?": lambda value: 0 <= value <= 1,
@@ -165,42 +160,45 @@ LOSS = {  # a schema of records.mismatch
 class ModelInfo:
     """What is saved with a model's weights: its configuration, its tokenizer's state, its loss's
     settings (`ctc` is the share of the CTC head's loss beside a transducer's, `ctc_reduction` its
-    reduction), the settings of the released model that an export keeps, whether it began from
-    released weights, and whether its vocabulary is another one than the released model's, apart
-    from added pieces. `new_pieces`: the ids of pieces that the released model does not have, which
-    learn at a rate of their own. `languages`: the slots of the prompt, by name; `new_languages`:
-    those that the released model does not have, and the one that each began as."""
+    reduction), the settings of the released model that an export keeps, and whether it began from
+    released weights. `new_pieces`: the ids of pieces that prepare.py has added, which learn at a
+    rate of their own; `base`: the name of the released model that it was given. `languages`: the
+    slots of the prompt, by name."""
 
     config: Annotated[dict, settings.CONFIG]
     tokenizer: Annotated[dict, STATE]
     loss: Annotated[dict, LOSS]
     source: dict
     pretrained: bool
-    own_vocabulary: bool = False
     new_pieces: list[int] = field(default_factory=list)
+    base: str = ""
     languages: Annotated[dict, are_slots] = field(default_factory=dict)
-    new_languages: Annotated[dict, are_names] = field(default_factory=dict)
+
+    @property
+    def own_vocabulary(self) -> bool:
+        """Whether training texts have made the vocabulary, or a part of it."""
+        return bool(self.new_pieces) or not self.pretrained
 
 
 @dataclass(frozen=True)
 class Options:
     """What the flags ask for. `origin`: where the model starts. `how`: decoding and transcribing.
-    `vocabulary`: its changes. `loss`: settings that replace the model's. `loss_flags`: those of
-    LOSS_FLAGS that were given. `export_format`: "hf", "nemo" or "onnx". `decoding`: "transducer",
-    "ctc", or None for the model's usual one. `language`: what a model with a prompt is told where
-    the data do not say it; `new_language`: a name, and the one of the language that it begins as;
-    `lookahead`: frames that a streaming model waits for in evaluation; `stream`: milliseconds, for
-    words as they come."""
+    `vocab_size`: pieces of a model from scratch, None for the usual number. `loss`: settings that
+    replace the model's. `loss_flags`: those of LOSS_FLAGS that were given. `dropouts`: in the
+    encoder, and in the prediction and joint networks. `export_format`: "hf", "nemo" or "onnx".
+    `decoding`: "transducer", "ctc", or None for the model's usual one. `language`: what a model
+    with a prompt is told where the data do not say it; `lookahead`: frames that a streaming model
+    waits for in evaluation; `stream`: milliseconds, for words as they come."""
 
     origin: Origin
     how: recogniser.Options
-    vocabulary: vocabulary.Asked
+    vocab_size: int | None
     loss: dict
     loss_flags: frozenset[str]
+    dropouts: tuple[float, float]
     export_format: str
     decoding: str | None
     language: str | None
-    new_language: tuple[str, str] | None
     lookahead: int | None
     stream: int | None
 
@@ -223,9 +221,16 @@ def add_arguments(parser) -> None:
         choices=["transducer", "ctc"],
         help="which part of a hybrid model writes the text (transducer)",
     )
-    vocabulary.add_arguments(parser)
+    group.add_argument(
+        "--vocab_size",
+        type=options.number(int, 2, vocabulary.MOST),
+        metavar="N",
+        help="pieces of a model from scratch (by --model_size; demo: characters)",
+    )
     add_language_arguments(parser)
     add_loss_arguments(parser)
+    prepared = f"{vocabulary.COMMAND} makes a model with it, which --model_dir then names"
+    parser.hints |= dict.fromkeys(PREPARED, prepared)
 
 
 def add_language_arguments(parser) -> None:
@@ -237,14 +242,6 @@ def add_language_arguments(parser) -> None:
             "the language of utterances whose manifest has none (lang, language, locale,"
             " target_lang), and of files to transcribe (these: auto), such as fi-FI"
         ),
-    )
-    group.add_argument(
-        "--new_language",
-        metavar="xx-YY",
-        help="teach a language that the model does not know, in a free slot of its prompt",
-    )
-    group.add_argument(
-        "--like", metavar="NAME", help="the known language that --new_language begins as"
     )
     group.add_argument(
         "--lookahead",
@@ -261,7 +258,7 @@ def add_language_arguments(parser) -> None:
         metavar="MS",
         help=(
             "print the words of --transcribe FILE, or of - (16 kHz mono 16-bit samples on standard"
-            " input), as they come, after so many milliseconds: 80, 160, 320, 560 or 1120"
+            " input), as they come, after so many milliseconds: 80, 160, 320, 560, 640 or 1120"
         ),
     )
 
@@ -318,18 +315,6 @@ def add_loss_arguments(parser) -> None:
 def resolve(args, is_demo: bool) -> Options:
     """Fills in the defaults of these flags and returns what they ask for. Raises `UsageError`."""
     origin = released.resolve(args, FORMS, settings.SIZES, "110m", is_demo)
-    if origin.path and args.vocab_size and not args.train_tokenizer:
-        raise UsageError(
-            f"{origin.flag} and --vocab_size: a released model has its own vocabulary; add"
-            " --train_tokenizer bpe to make a new one, or leave the second out"
-        )
-    if args.freeze_encoder_steps and origin.may_be_random and not args.init_from:
-        raise UsageError(
-            "--freeze_encoder_steps: this run begins with a random encoder, which has to learn;"
-            " leave it out"
-        )
-    if args.new_language and not NAME.fullmatch(args.new_language):
-        raise UsageError(f"--new_language {args.new_language}: give it the form of fi-FI")
     loss = {
         "sigma": args.tdt_sigma,
         "omega": args.tdt_omega,
@@ -342,13 +327,13 @@ def resolve(args, is_demo: bool) -> Options:
     return Options(
         origin=origin,
         how=recogniser.resolve(args, is_demo, has_times=True),
-        vocabulary=vocabulary.resolve(args),
+        vocab_size=args.vocab_size,
         loss={name: value for name, value in loss.items() if value is not None},
         loss_flags=args.given & LOSS_FLAGS.keys(),
+        dropouts=(args.dropout, args.joint_dropout),
         export_format=args.export_format or "hf",
         decoding=args.decoding,
         language=args.language,
-        new_language=(args.new_language, args.like) if args.new_language else None,
         lookahead=args.lookahead,
         stream=args.stream,
     )
@@ -357,11 +342,11 @@ def resolve(args, is_demo: bool) -> Options:
 # --- the model ------------------------------------------------------------------------------------
 
 
-def family(asked: Options, resumes: bool = True) -> released.Family:
-    """What speech/released.py has to know of Parakeet. `resumes`: see `find_conflicts`."""
+def family(asked: Options) -> released.Family:
+    """What speech/released.py has to know of Parakeet."""
 
     def conflicts(info: ModelInfo, saved: Saved) -> list[str]:
-        return find_conflicts(asked, info, resumes)
+        return find_conflicts(asked, info)
 
     return released.Family(ModelInfo, read, network, check, conflicts, adapted_layers, "")
 
@@ -383,8 +368,8 @@ def read(path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
 
 
 def network(info: ModelInfo, dropout: float = 0.0, joint_dropout: float = 0.0) -> Parakeet:
-    fastemit = info.loss.get("fastemit", 0.0)  # which older checkpoints do not have
-    return Parakeet(info.config, info.loss["sigma"], dropout, joint_dropout, fastemit)
+    loss = info.loss
+    return Parakeet(info.config, loss["sigma"], dropout, joint_dropout, loss["fastemit"])
 
 
 def make_model(
@@ -419,16 +404,6 @@ def tokenizer_of(info: ModelInfo) -> ParakeetTokenizer:
     return make_tokenizer(info.tokenizer, info.config["vocabulary"])
 
 
-def makes_tokenizer(asked: Options, resumed: Saved | None, initial: Saved | None) -> bool:
-    """Whether `choose` makes a tokenizer from the training texts."""
-    origin = asked.origin
-    if resumed:
-        return False
-    if asked.vocabulary.is_new:
-        return asked.vocabulary.kind is not None
-    return not origin.path and (origin.may_be_random or initial is None)
-
-
 def given_tokenizer(
     asked: Options, recipe: str, init_from: str | None
 ) -> tuple[ParakeetTokenizer | None, bool]:
@@ -436,121 +411,86 @@ def given_tokenizer(
     `ModelInfo.own_vocabulary`. The tokenizer is None if the training texts will make it. Raises
     `UsageError`."""
     origin = asked.origin
-    resumed = checkpoint.resume(origin.resume, origin.checkpoint_dir, recipe)
-    initial = None
-    if init_from:
-        initial = checkpoint.read_weights(init_from, recipe, "--init_from")
-    if makes_tokenizer(asked, resumed, initial):
-        return None, True
-    wanted = asked.vocabulary
-    is_own = wanted.is_new
-    if wanted.file and not resumed:
-        state = None
-    elif origin.path and not resumed and not (initial and initial.adapters):
+    saved = checkpoint.resume(origin.resume, origin.checkpoint_dir, recipe)
+    if origin.path and not saved:
         state = formats.read_tokenizer(origin.path)
-    else:
-        saved = resumed or initial
-        info = records.read(ModelInfo, saved.model_info, saved.path)
-        state = info.tokenizer
-        is_own = info.own_vocabulary
-    if not resumed:
-        state = vocabulary.new_state(wanted, state)
-    return make_tokenizer(state, len(pieces(state))), is_own
+        is_own = bool(formats.read_note(origin.path)["new_pieces"])
+        return make_tokenizer(state, len(pieces(state))), is_own
+    if init_from and not (saved or origin.may_be_random):
+        saved = checkpoint.read_weights(init_from, recipe, "--init_from")
+    if not saved:
+        return None, True
+    info, _ = saved_model(saved)
+    return tokenizer_of(info), info.own_vocabulary
 
 
-def find_conflicts(asked: Options, info: ModelInfo, resumes: bool) -> list[str]:
-    """The flags that contradict a checkpoint, each with what the checkpoint has. `resumes`: whether
-    its vocabulary must stay."""
+def find_conflicts(asked: Options, info: ModelInfo) -> list[str]:
+    """The flags that contradict a checkpoint, each with what the checkpoint has."""
     origin = asked.origin
     found = released.conflicts(origin, info, ("d_model", "layers"))
-    wanted = asked.vocabulary
     has = info.config["vocabulary"]
-    usual = range(has - len(wanted.added), has + 1)
-    if (resumes or not wanted.is_new) and wanted.size and wanted.size not in usual:
-        found.append(f"--vocab_size {wanted.size} (the checkpoint has {has})")
-    if resumes:
-        found += vocabulary.conflicts(wanted, info)
-    if resumes and asked.new_language and asked.new_language[0] not in info.languages:
-        has = "the checkpoint does not know it"
-        found.append(f"--new_language {asked.new_language[0]} ({has})")
+    if asked.vocab_size not in (None, has):
+        found.append(f"--vocab_size {asked.vocab_size} (the checkpoint has {has})")
     if origin.path and info.pretrained:
         theirs, _ = read(origin.path)
-        config = {**theirs.config, "vocabulary": info.config["vocabulary"]}
-        names = pieces(theirs.tokenizer)
-        begins_alike = pieces(info.tokenizer)[: len(names)] == names  # others may be added
-        is_same = info.own_vocabulary or begins_alike
-        if config != info.config or not is_same:
+        if theirs.config != info.config or pieces(theirs.tokenizer) != pieces(info.tokenizer):
             has = "the checkpoint's model has another shape or vocabulary"
             found.append(f"{origin.flag} {origin.path} ({has})")
     return found
 
 
-def choose(
+def first_model(
     asked: Options,
     resumed: Saved | None,
     initial: Saved | None,
     texts: Callable[[], Iterable[str]],
-) -> tuple[ModelInfo, dict[str, torch.Tensor] | None]:
-    """The info of the model to be trained, and the released weights that it starts with, or None.
-    `resumed` is the checkpoint that the run resumes, `initial` that of --init_from. `texts()`
-    returns the training texts, for the vocabulary of a model from scratch. Raises `UsageError`."""
+    seed: int,
+) -> tuple[ModelInfo, Parakeet]:
+    """The model that a training begins with, and its info: that of the checkpoint `resumed`, that
+    of --init_from, a released one, or a new one with a vocabulary from the training texts, which
+    `texts()` returns. It has the adapters that the flags ask for. Raises `UsageError`."""
+    kind = family(asked)
     info, weights = released.choose(
-        asked.origin,
-        family(asked, resumes=resumed is not None),
-        resumed,
-        initial,
-        lambda: from_scratch(asked, texts),
+        asked.origin, kind, resumed, initial, lambda: from_scratch(asked, texts)
     )
-    if initial and initial.adapters:  # a flag names the model that its adapters are for
-        info, trained = saved_model(initial)
-        weights = {**weights, **_copies(lora.without_adapters(trained))}
-    if initial:  # what was new in that run has been trained
-        info = dataclasses.replace(info, new_pieces=[])
-    wanted = asked.vocabulary
-    if (wanted.is_new or wanted.added) and not resumed:
-        if weights is None and initial and not asked.origin.may_be_random:
-            weights = _copies(initial.model)
-        if weights is not None:
-            state = vocabulary.new_state(wanted, info.tokenizer, texts)
-            info, weights = vocabulary.with_new_vocabulary(info, weights, state, wanted.is_new)
-    if initial and info.languages:
-        before, _ = saved_model(initial)
-        info = dataclasses.replace(
-            info, languages=before.languages, new_languages=before.new_languages
-        )
-    if asked.new_language and not resumed:
-        info = with_new_language(info, initial.model if initial else weights, *asked.new_language)
-        name, like = asked.new_language
-        print(f"new language: {name} begins as {like}, in slot {info.languages[name]}")
-        if name not in tokenizer_of(info).tags:
-            print(f"its sentences end without a tag: --add_tokens '<{name}>' makes one")
+    if initial:  # the pieces that it has are trained
+        known = set(pieces(saved_model(initial)[0].tokenizer))
+        names = pieces(info.tokenizer)
+        new = [piece for piece in info.new_pieces if names[piece] not in known]
+        info = dataclasses.replace(info, new_pieces=new)
     check_export(asked, info)
-    return with_loss(info, asked), weights
+    info = with_loss(info, asked)
+    model = make_model(info, weights, *asked.dropouts)
+    tell(asked, info, model)
+    if is_unified(info):
+        print("trained offline only: what this model does in streaming is not looked at")
+    released.adapt(asked.origin, kind, info, model, weights, resumed, initial, seed)
+    return info, model
 
 
-def _copies(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies on the default device, which is "meta" for a planned run."""
-    device = torch.get_default_device()
-    return {name: tensor.to(device, copy=True) for name, tensor in weights.items()}
+def model_in_use(asked: Options, recipe: str) -> tuple[ModelInfo, Parakeet, RunInfo | None]:
+    """The model of --model_dir or --model_file, of --resume, or of the best evaluation, with its
+    info, on the host; the run that trained it is None for a released one. Raises `UsageError`."""
+    info, weights, saved = released.use(asked.origin, family(asked), recipe)
+    before = released.read_run_info(RunInfo, saved)
+    check_export(asked, info)
+    model = make_model(info, weights).eval()
+    tell(asked, info, model)
+    return info, model, before
 
 
-def with_new_language(
-    info: ModelInfo, weights: dict[str, torch.Tensor] | None, name: str, like: str
-) -> ModelInfo:
-    """`info` with a further language in a free slot, which is filled in `weights`. Raises
-    `UsageError`."""
-    if not info.languages:
-        raise UsageError(f"--new_language {name}: this model is told no language; leave it out")
-    if weights is None:
-        raise UsageError(
-            f"--new_language {name}: a model from scratch knows no {like} to begin with; leave it"
-            " out"
-        )
-    slots = info.config["prompts"]["slots"]
-    columns = weights[COLUMNS]
-    names, weights[COLUMNS] = with_new(info.languages, columns, slots, name, like)
-    new = {**info.new_languages, name: like}
-    return dataclasses.replace(info, languages=names, new_languages=new)
+def released_model(asked: Options) -> tuple[ModelInfo, Parakeet]:
+    """The released model that a flag names, with its info, on the host. Raises `UsageError`."""
+    info, weights = read(asked.origin.path)
+    model = make_model(info, weights).eval()
+    tell(asked, info, model)
+    return info, model
+
+
+def usual_prompt(info: ModelInfo) -> int:
+    """The slot of the prompt if no language is named; 0 for a model without a prompt."""
+    first = next(iter(info.languages.values()), 0)
+    return info.languages.get(AUTO, first)
 
 
 def tell(asked: Options, info: ModelInfo, model: Parakeet) -> None:
@@ -565,10 +505,9 @@ def tell(asked: Options, info: ModelInfo, model: Parakeet) -> None:
         raise UsageError(
             f"--language {asked.language}: this model is told no language; leave it out"
         )
-    if info.languages:
-        known = AUTO if AUTO in info.languages else next(iter(info.languages))
-        name = asked.language or known
-        model.prompt = slot_of(name, info.languages, "--language")
+    model.prompt = usual_prompt(info)
+    if asked.language:
+        model.prompt = slot_of(asked.language, info.languages, "--language")
     if asked.lookahead is not None:
         has = info.config.get("streaming")
         if not has:
@@ -585,14 +524,11 @@ def tell(asked: Options, info: ModelInfo, model: Parakeet) -> None:
 
 
 def from_scratch(asked: Options, texts: Callable[[], Iterable[str]]) -> ModelInfo:
-    """A model with random weights and, unless a flag names another one, a vocabulary from
-    `texts()`."""
+    """A model with random weights and a vocabulary from `texts()`."""
     size = asked.origin.size
-    wanted = asked.vocabulary
-    if not wanted.is_new:
-        is_demo = asked.origin.size_name == "demo" and wanted.size is None
-        wanted = dataclasses.replace(wanted, kind="char" if is_demo else "bpe")
-    state = vocabulary.new_state(wanted, None, texts, size["vocabulary"])
+    is_demo = asked.origin.size_name == "demo" and asked.vocab_size is None
+    kind = "char" if is_demo else "bpe"
+    state = vocabulary.train_tokenizer(texts(), kind, asked.vocab_size or size["vocabulary"])
     has_ctc = size["ctc"]
     if "ctc" in asked.loss:
         has_ctc = asked.loss["ctc"] > 0
@@ -605,7 +541,6 @@ def from_scratch(asked: Options, texts: Callable[[], Iterable[str]]) -> ModelInf
         loss=SCRATCH_LOSS if is_tdt else settings.family_of(config).loss,
         source={},
         pretrained=False,
-        own_vocabulary=True,
         languages=dict(USUAL) if "prompts" in size else {},
     )
 
@@ -636,7 +571,7 @@ def rows_by_piece(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabula
     --init_from."""
     if initial is None:
         return None
-    before = records.read(ModelInfo, initial.model_info, initial.path)
+    before, _ = saved_model(initial)
     tokens = map(vocabulary.row_names, (info, before))
     return checkpoint.Vocabulary(vocabulary.ROWS, *tokens)
 
@@ -710,7 +645,8 @@ def export(
     """Writes a trained model to --export in the form of --export_format, with a model card."""
     folder = asked.origin.export
     form = asked.export_format
-    about = dataclasses.replace(about, is_new=not info.pretrained)
+    base = info.base or about.base  # the licence goes by its name
+    about = dataclasses.replace(about, base=base, is_new=not info.pretrained)
     text = card.readme(Path(folder).resolve().name, about, _of_model(CARDS[form], info))
     names = formats.export(folder, form, weights, info.config, exported(info), text)
     print(f"exported to {folder}: {', '.join(names)}")

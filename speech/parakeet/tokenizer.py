@@ -248,6 +248,11 @@ class _TokenizerJson:
         visible = [i for i in tokens if i not in self.special]
         return self.tokenizer.decode(visible, skip_special_tokens=False)
 
+    def normalise(self, text: str) -> str:
+        """`text` as the pieces have it, without a space at its start."""
+        normalizer = self.tokenizer.normalizer
+        return normalizer.normalize_str(text).removeprefix(SPACE) if normalizer else text
+
 
 def make_tokenizer(state: dict, vocabulary: int) -> ParakeetTokenizer:
     """The tokenizer of a state. Raises `UsageError` if it is damaged or its size is not the model's
@@ -268,10 +273,14 @@ def pieces(state: dict) -> list[str]:
 
 
 def sentencepiece_model(state: dict) -> bytes:
-    """The SentencePiece .model of a state, converted from tokenizer.json if it has none. Raises
-    `UsageError` if a .model cannot express that tokenizer."""
-    model, content = _open(state)
-    return model.model if model else _load_model(_to_model(content)).model
+    """The SentencePiece .model of a state. Raises `UsageError` if it has none."""
+    model, _ = _open(state)
+    if model is None:
+        raise UsageError(
+            "a .nemo needs a SentencePiece model, and this model has a tokenizer.json only: write"
+            " the form hf, or fine-tune the .nemo of the released model"
+        )
+    return model.model
 
 
 def pad_pieces(model: bytes, count: int) -> bytes:
@@ -284,29 +293,29 @@ def pad_pieces(model: bytes, count: int) -> bytes:
     return proto.SerializeToString()
 
 
-def _normalised(model: SentencePieceTokenizer, text: str) -> str:
-    return model.processor.normalize(text).removeprefix(SPACE)
-
-
 def read_as(state: dict, characters: Iterable[str]) -> dict[str, str]:
-    """{character: what the model's normalisation makes of it}, such as 1\u20442 for \u00bd. Raises
-    `UsageError` for a tokenizer to which no piece can be added."""
-    model = _load_model(sentencepiece_model(state))
-    return {character: _normalised(model, character) for character in characters}
+    """{character: what the model's normalisation makes of it}, such as 1\u20442 for \u00bd."""
+    model, content = _open(state)
+    normalise = (model or content).normalise
+    return {character: normalise(character) for character in characters}
 
 
 def add_pieces(state: dict, added: Iterable[str]) -> dict:
-    """The state of a SentencePiece model with user-defined pieces after those of `state`, which
-    keep their ids. The ids of a text without these pieces stay, too. Raises `UsageError` for a
-    piece that the model's normalisation changes: a text would never have it."""
-    before = _load_model(sentencepiece_model(state))
-    proto = _messages().ModelProto.FromString(before.model)
-    for piece in added:
-        if (normalised := _normalised(before, piece)) != piece:
+    """The state with user-defined pieces after those of `state`, which keep their ids. The ids of a
+    text without these pieces stay, too. Raises `UsageError` for a piece that the model's
+    normalisation changes: a text would never have it."""
+    added = [*added]
+    for piece, normalised in read_as(state, added).items():
+        if normalised != piece:
             raise UsageError(
                 f"--add_tokens: the piece {piece!r} cannot be added: the model's vocabulary reads"
                 f" it as {normalised!r}"
             )
+    model, content = _open(state)
+    if model is None:
+        return {"json": _text(_with_symbols(content, added))}
+    proto = _messages().ModelProto.FromString(model.model)
+    for piece in added:
         proto.pieces.add(piece=piece, type=USER_DEFINED, score=0.0)
     proto.trainer_spec.vocab_size = len(proto.pieces)
     return {"sentencepiece": proto.SerializeToString(deterministic=True).hex()}
@@ -369,12 +378,16 @@ def _refused(reason: str) -> UsageError:
 # --- SentencePiece --------------------------------------------------------------------------------
 
 
-def _load_model(model: str | bytes) -> SentencePieceTokenizer:
-    """`model`: bytes, or these in hexadecimal."""
+class _Pieces(SentencePieceTokenizer):
+    def normalise(self, text: str) -> str:
+        """`text` as the pieces have it, without a space at its start."""
+        return self.processor.normalize(text).removeprefix(SPACE)
+
+
+def _load_model(model: str) -> _Pieces:
+    """`model`: its bytes in hexadecimal."""
     try:
-        if isinstance(model, str):
-            model = bytes.fromhex(model)
-        tokenizer = SentencePieceTokenizer(model)
+        tokenizer = _Pieces(bytes.fromhex(model))
         "".join(tokenizer.pieces)  # ones that are not UTF-8 are a ValueError
         return tokenizer
     except (RuntimeError, ValueError) as error:
@@ -407,120 +420,6 @@ def _merges(model_pieces) -> list[tuple[str, str]]:
     return pairs
 
 
-def _to_model(source: _TokenizerJson) -> bytes:
-    """The SentencePiece .model of a tokenizer.json."""
-    messages = _messages()
-    normalizer = _normalizer_spec(source)
-    kinds = _kinds(source)
-    normal = {piece for piece in source.pieces if piece not in kinds}
-    if not normalizer.remove_extra_whitespaces:
-        joining = [piece for piece in normal if SPACE in piece[1:]]
-    else:
-        joining = [piece for piece in normal if SPACE in piece[1:] and piece.strip(SPACE)]
-    if joining and any(step.get("split", True) for step in source.splitter):
-        raise _refused("a SentencePiece model would join words that its tokenizer.json keeps apart")
-    merges = []
-    if source.is_bpe:
-        merges = _normal_merges(source, normal)
-        scores = _bpe_scores(source.pieces, merges)
-        model_type = BPE if merges else CHAR
-    else:
-        scores = {**dict.fromkeys(source.pieces, 0.0), **dict(source.content["model"]["vocab"])}
-        model_type = UNIGRAM
-    model_pieces = []
-    for name in source.pieces:
-        kind = kinds.get(name, NORMAL)
-        piece = messages.ModelProto.SentencePiece(piece=name, type=kind, score=scores[name])
-        model_pieces.append(piece)
-    if merges and set(merges) != set(_merges(model_pieces)):
-        raise _refused("a SentencePiece model cannot express its merges")
-    trainer = messages.TrainerSpec(
-        model_type=model_type,
-        vocab_size=len(source.pieces),
-        unk_id=source.unknown,
-        unk_piece=source.pieces[source.unknown],
-        bos_id=-1,
-        eos_id=-1,
-        pad_id=-1,
-        unk_surface=_surface(source),
-        byte_fallback=BYTE in kinds.values(),
-    )
-    model = messages.ModelProto(
-        pieces=model_pieces, trainer_spec=trainer, normalizer_spec=normalizer
-    )
-    return model.SerializeToString(deterministic=True)
-
-
-def _normalizer_spec(source: _TokenizerJson):
-    patterns = [step["pattern"] for step in source.normalizer if step["type"] == "Replace"]
-    if not source.splitter and {"String": " "} not in patterns:
-        raise _refused("its tokenizer.json does not replace spaces")
-    has_prefix = {"Regex": _prefix_pattern(source.added)} in patterns
-    for step in source.splitter:
-        scheme = step.get("prepend_scheme", step.get("add_prefix_space", True))
-        if scheme not in ("never", False):
-            has_prefix = True
-    return _messages().NormalizerSpec(
-        name="precompiled" if source.charsmap else "identity",
-        precompiled_charsmap=source.charsmap,
-        add_dummy_prefix=has_prefix,
-        remove_extra_whitespaces={"Regex": RUN_OF_SPACES} in patterns,
-    )
-
-
-def _kinds(source: _TokenizerJson) -> dict[str, int]:
-    """The kinds of all pieces that are not `NORMAL`."""
-    kinds = {}
-    for token in source.added:
-        kinds[token["content"]] = CONTROL if token["special"] else USER_DEFINED
-    all_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
-    if source.content["model"].get("byte_fallback") and set(all_bytes) <= set(source.pieces):
-        kinds.update(dict.fromkeys(all_bytes, BYTE))
-    kinds[source.pieces[source.unknown]] = UNKNOWN
-    return kinds
-
-
-def _normal_merges(source: _TokenizerJson, normal: set[str]) -> list[tuple[str, str]]:
-    """The merges of normal pieces to normal pieces, by rank."""
-    model = source.content["model"]
-    if not model.get("fuse_unk"):
-        raise _refused("a SentencePiece model takes several unknown tokens in a row for one")
-    merges = []
-    for pair in model["merges"]:
-        left, right = pair.split(" ") if isinstance(pair, str) else pair
-        if normal.issuperset((left, right, left + right)):
-            merges.append((left, right))
-    return merges
-
-
-def _bpe_scores(names: list[str], merges: list[tuple[str, str]]) -> dict[str, float]:
-    """Scores by rank: pieces that merges make, then all others. A piece that is made in several
-    ways has one rank, so these ways must follow each other."""
-    scores = {}
-    previous = None
-    for left, right in merges:
-        product = left + right
-        if product == previous:
-            continue
-        if product in scores:
-            raise _refused("a SentencePiece model cannot express its merges")
-        scores[product] = -float(len(scores))
-        previous = product
-    products = len(scores)
-    for number, name in enumerate(names):
-        scores.setdefault(name, -float(products + number))
-    return scores
-
-
-def _surface(source: _TokenizerJson) -> str:
-    """What the unknown token is decoded to."""
-    unknown = {"String": source.pieces[source.unknown]}
-    for step in source.decoder:
-        if step.get("pattern") == unknown:
-            return step["content"]
-    return SURFACE
-
-
 # --- tokenizer.json -------------------------------------------------------------------------------
 
 
@@ -549,6 +448,32 @@ def _prefix_pattern(added: list[dict]) -> str:
     normalises by themselves, to look for them in normalised text."""
     symbols = "|".join(re.escape(token["content"]) for token in added if token["normalized"])
     return rf"\A(?!(?:{symbols})?\z)"
+
+
+def _with_symbols(source: _TokenizerJson, added: list[str]) -> dict:
+    """The content of a tokenizer.json with further user-defined pieces, then `<blank>`. A space is
+    put before the first word of a text only, not after every one of these pieces, too."""
+    size = len(source.pieces)
+    symbols = [_added(size + i, piece, False, True) for i, piece in enumerate(added)]
+    model = source.content["model"]
+    if source.is_bpe:
+        vocab = {**model["vocab"], **{token["content"]: token["id"] for token in symbols}}
+    else:
+        vocab = [*model["vocab"], *([piece, 0.0] for piece in added)]
+    everything = [*source.added, *symbols]
+    normalizer = []
+    for step in source.normalizer:
+        if step.get("pattern") == {"Regex": _prefix_pattern(source.added)}:
+            step = _replace({"Regex": _prefix_pattern(everything)}, SPACE)
+        normalizer.append(step)
+    splitter = []
+    for step in source.splitter:
+        if step.get("prepend_scheme", "always") == "always" and step.get("add_prefix_space", True):
+            step = {**step, "prepend_scheme": "first"}
+        splitter.append(step)
+    everything.append(_added(size + len(added), BLANK))
+    model = {**model, "vocab": vocab}
+    return _content(model, everything, normalizer, splitter, source.decoder)
 
 
 def _steps(component, plural: str, allowed: tuple) -> list[dict]:

@@ -1,18 +1,18 @@
-"""The vocabulary of a Parakeet: another one, from a file or made from the training texts, and
-pieces that are added; and the rows that the pieces have in the weights.
+"""The vocabulary of a Parakeet: another one, from a file or made from texts, and pieces that are
+added; and the rows that the pieces have in the weights. prepare.py is the command.
 
 `info` stands for a `ModelInfo` of start.py. The functions return new ones; those that they are
 given stay as they are."""
 
 import dataclasses
 import os
+import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
 
-from common import files, options
+from common import files
 from common.errors import UsageError
 from speech import model_files, text, unknown
 from speech.parakeet import archive, formats, settings
@@ -41,94 +41,15 @@ ROWS = (
 NEW_ROWS_RATE = 3e-3
 NOISE = 0.1  # their first deviation from the mean of the old rows, in deviations of these
 NEW_PIECES = 1024  # of --train_tokenizer bpe
+COMMAND = "python -m speech.parakeet.prepare"
 NEW_VOCABULARY = (
-    "train with a new vocabulary, made from the training texts: --train_tokenizer char or, with"
-    " many hours of speech, bpe"
+    f"make a model with a new vocabulary from the training texts, with {COMMAND} --train_tokenizer"
+    " char or, with many hours of speech, bpe"
 )
 MOST = settings.CONFIG["vocabulary"][-1]  # pieces
 LONGEST = 64  # characters of a piece that is added
 
-# Rows for common.options.
-TRAINING = ("tokenizer", "add_tokens", "train_tokenizer", "vocab_size", "freeze_encoder_steps")
-EXCLUDES = (
-    ("vocab_size", "train_tokenizer char", "the second has the characters of the training texts"),
-    ("vocab_size", "tokenizer", "the second has its own number of pieces"),
-    ("tokenizer", "train_tokenizer", "both make a new vocabulary; give one of them"),
-    *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
-)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the flags ask for. `kind`: of the pieces that are made from the training texts, "bpe" or
-    "char"; `size`: how many, None for the usual number; `file`: whose vocabulary is taken; `added`:
-    pieces that follow those of the vocabulary."""
-
-    kind: str | None = None
-    size: int | None = None
-    file: str | None = None
-    added: tuple[str, ...] = ()
-
-    @property
-    def is_new(self) -> bool:
-        """Whether the model's own vocabulary is left."""
-        return bool(self.kind or self.file)
-
-
-# --- flags ----------------------------------------------------------------------------------------
-
-
-def add_arguments(parser) -> None:
-    group = parser.add_argument_group("vocabulary (a checkpoint's is kept when resuming)")
-    group.add_argument(
-        "--tokenizer",
-        type=options.path,
-        metavar="PATH",
-        help=(
-            "take the vocabulary of a SentencePiece .model, a tokenizer.json, or a released model;"
-            " rows of pieces that the model has are kept"
-        ),
-    )
-    group.add_argument(
-        "--train_tokenizer",
-        choices=["bpe", "char"],
-        help=(
-            "make a new vocabulary from the training texts, for a script that the released model"
-            " cannot write (on from scratch)"
-        ),
-    )
-    group.add_argument(
-        "--vocab_size",
-        type=options.number(int, 2, MOST),
-        metavar="N",
-        help=(
-            f"pieces of --train_tokenizer bpe ({NEW_PIECES}; from scratch by --model_size; demo:"
-            " characters)"
-        ),
-    )
-    group.add_argument(
-        "--add_tokens",
-        metavar="PIECES",
-        help=(
-            "add pieces, divided by spaces, or those of a file, one a line; all others keep their"
-            ' rows. For example "( ) %%"'
-        ),
-    )
-    group.add_argument(
-        "--freeze_encoder_steps",
-        type=options.number(int, 0),
-        metavar="N",
-        help=(
-            "leave the encoder as it is in the first N updates (as many as the warm-up has if"
-            " pieces are new, otherwise 0)"
-        ),
-    )
-
-
-def resolve(args) -> Asked:
-    """What the flags ask for. Raises `UsageError`."""
-    added = read_pieces(args.add_tokens) if args.add_tokens is not None else ()
-    return Asked(args.train_tokenizer, args.vocab_size, args.tokenizer, added)
+# --- tokenizers -----------------------------------------------------------------------------------
 
 
 def read_pieces(value: str) -> tuple[str, ...]:
@@ -158,22 +79,24 @@ def read_pieces(value: str) -> tuple[str, ...]:
     return found
 
 
-def adding_flag(tokenizer: ParakeetTokenizer, before: tuple[str, ...], counts: Counter[str]) -> str:
-    """--add_tokens with characters that the vocabulary lacks, as it reads them, after the pieces
-    that were given `before`; "" if they are too many, or cannot be added."""
-    try:
-        forms = read_as(tokenizer.state(), counts)
-    except UsageError:
-        return ""
+def adding_command(
+    tokenizer: ParakeetTokenizer, path: str | None, manifest: str | None, counts: Counter[str]
+) -> str:
+    """The command that adds the characters that the vocabulary lacks, as it reads them, to the
+    model at `path`; "" if they are too many."""
+    forms = read_as(tokenizer.state(), counts)
     lacking = Counter()
     for character, count in counts.items():
         for each in forms[character]:
             lacking[each] += count * (tokenizer.unknown in tokenizer.encode(each))
-    value = unknown.as_value(+lacking, before)
-    return f"--add_tokens {value}" if value else ""
-
-
-# --- tokenizers -----------------------------------------------------------------------------------
+    value = unknown.as_value(+lacking)
+    if not value:
+        return ""
+    flag = "--model_file" if path and path.endswith(".nemo") else "--model_dir"
+    model, data = (shlex.quote(each) if each else "PATH" for each in (path, manifest))
+    return (
+        f"{COMMAND} {flag} {model} --train_manifest {data} --add_tokens {value} --export NEW_FOLDER"
+    )
 
 
 def read_tokenizer(path: str) -> dict:
@@ -200,30 +123,6 @@ def read_tokenizer(path: str) -> dict:
     return state
 
 
-def new_state(
-    asked: Asked,
-    state: dict | None,
-    texts: Callable[[], Iterable[str]] = tuple,
-    size: int = NEW_PIECES,
-) -> dict:
-    """The state of the tokenizer that the flags ask for in place of `state`, the model's. `texts()`
-    returns the training texts, of which `size` pieces are made if no number is given. Raises
-    `UsageError`."""
-    if asked.file:
-        state = read_tokenizer(asked.file)
-    elif asked.kind:
-        state = train_tokenizer(texts(), asked.kind, asked.size or size)
-    if asked.added:
-        known = set(pieces(state))
-        lacking = [piece for piece in asked.added if piece not in known]
-        if not lacking:
-            raise UsageError("--add_tokens: the vocabulary has all of these pieces; leave it out")
-        state = add_pieces(state, lacking)
-    if len(pieces(state)) > MOST:
-        raise UsageError(f"the new vocabulary has more than {MOST:,} pieces")
-    return state
-
-
 def train_tokenizer(texts: Iterable[str], kind: str, vocab_size: int) -> dict:
     """The state of a tokenizer made from `texts`. It has `vocab_size` pieces for "bpe", also if the
     texts are too short for so many, and as many as there are characters for "char"."""
@@ -234,46 +133,31 @@ def train_tokenizer(texts: Iterable[str], kind: str, vocab_size: int) -> dict:
     return {"sentencepiece": model.hex()}
 
 
-def conflicts(asked: Asked, info) -> list[str]:
-    """The flags that contradict the vocabulary of the checkpoint that is resumed, each with what it
-    has. Raises `UsageError`."""
-    found = []
-    has = pieces(info.tokenizer)
-    if lacking := [piece for piece in asked.added if piece not in has]:
-        found.append(f"--add_tokens (the checkpoint lacks {lacking[0]!r})")
-    of_model = "(the checkpoint has the released model's vocabulary)"
-    if asked.file and not info.own_vocabulary:
-        found.append(f"--tokenizer {asked.file} {of_model}")
-    elif asked.file:
-        expected = dict.fromkeys((*pieces(read_tokenizer(asked.file)), *asked.added))
-        if [*expected] != has:
-            found.append(f"--tokenizer {asked.file} (the checkpoint has another vocabulary)")
-    if asked.kind and not info.own_vocabulary:
-        found.append(f"--train_tokenizer {asked.kind} {of_model}")
-    elif asked.kind:
-        # The first piece is the unknown one.
-        is_longer = any(len(piece) > 1 for piece in has[1:] if piece not in asked.added)
-        kind = "bpe" if is_longer else "char"
-        if asked.kind != kind:
-            found.append(f"--train_tokenizer {asked.kind} (the checkpoint has {kind})")
-    return found
+def add_lacking(state: dict, added: Iterable[str]) -> dict:
+    """The state with those of the pieces `added` that it lacks. Raises `UsageError`."""
+    known = set(pieces(state))
+    lacking = [piece for piece in added if piece not in known]
+    if not lacking:
+        raise UsageError("--add_tokens: the vocabulary has all of these pieces; leave it out")
+    return add_pieces(state, lacking)
 
 
 # --- rows -----------------------------------------------------------------------------------------
 
 
-def with_new_vocabulary(info, weights: dict[str, torch.Tensor], state: dict, is_own: bool):
+def with_new_vocabulary(info, weights: dict[str, torch.Tensor], state: dict):
     """A trained model with the tokenizer of `state`: its info and its weights. Rows of pieces that
     it has are kept, as are those of blank and durations. The others begin near the mean of all
-    pieces' rows, in the output layers until `scratch.fit_new_rows` fits them to the training data.
-    `is_own`: whether the model's own vocabulary is left."""
+    pieces' rows, in the output layers until `scratch.fit_new_rows` fits them to training data.
+    Pieces that were new in `info` still are. Raises `UsageError` if the pieces are too many."""
     size = len(pieces(state))
+    if size > MOST:
+        raise UsageError(f"the new vocabulary has more than {MOST:,} pieces")
     new = dataclasses.replace(
         info,
         config={**info.config, "vocabulary": size},
         tokenizer=state,
         source=without_token_ids(info.source),
-        own_vocabulary=info.own_vocabulary or is_own,
     )
     numbers = {name: row for row, name in enumerate(row_names(info))}
     rows = [numbers.get(name) for name in row_names(new)]
@@ -288,7 +172,9 @@ def with_new_vocabulary(info, weights: dict[str, torch.Tensor], state: dict, is_
         f"new vocabulary: {size} pieces; rows of {size - len(added)} are the released model's,"
         f" {len(added)} are new"
     )
-    return dataclasses.replace(new, new_pieces=added), changed
+    untrained = {None, *info.new_pieces}
+    new_pieces = [row for row, old in enumerate(rows) if old in untrained]
+    return dataclasses.replace(new, new_pieces=new_pieces), changed
 
 
 def with_rows(old: torch.Tensor, rows: list[int | None], vocabulary: int) -> torch.Tensor:

@@ -66,7 +66,7 @@ def work(
         dtype = torch.float32 if trouble == "float32" else torch.float64
         own = folder / f"machine{rank}" if machines and rank else folder
         args = small.make_args(own, *flags)
-        model, progress = trained(args, compute_loss, dtype, is_frozen=trouble == "frozen")
+        model, progress = trained(args, compute_loss, dtype)
         torch.save((small.weights(model), asdict(progress)), folder / f"rank{rank}.pt")
     except Failure as error:
         (folder / f"error{rank}.txt").write_text(f"{error.status} {error}")
@@ -79,16 +79,10 @@ def without_targets(items: list[dict], collate=small.collate) -> dict:
     return {**batch, "counts": dict.fromkeys(batch["counts"], 0)} if len(items) == 1 else batch
 
 
-def freeze_layers(model: torch.nn.Module, step: int, warmup: int) -> None:
-    """Leaves the layers as they are in the first two updates."""
-    model.layers.requires_grad_(step >= 2)
-
-
 def trained(
-    args, compute_loss=small.compute_loss, dtype: torch.dtype = torch.float64, is_frozen=False
+    args, compute_loss=small.compute_loss, dtype: torch.dtype = torch.float64
 ) -> tuple[torch.nn.Module, dict]:
-    """Trains a network with a part that is frozen and one that is not used. With `is_frozen` its
-    layers are, too, in the first two updates."""
+    """Trains a network with a part that is frozen and one that is not used."""
     torch.manual_seed(0)
     model = small.Network().to(dtype)
     model.unused = torch.nn.Linear(3, 2, dtype=dtype)
@@ -97,8 +91,6 @@ def trained(
     if "replay_share" in args.given:
         # A set of one, of which the second rank has nothing.
         task |= {"old": small.Waveforms(7, seed=3), "watched": {"old": small.Waveforms(1, seed=4)}}
-    if is_frozen:
-        task["before_update"] = freeze_layers
     return small.run(args, model, small.Waveforms(DATA), trial=True, **task)
 
 
@@ -217,21 +209,6 @@ def test_several_ranks_end_with_the_checkpoint_of_one_process(tmp_path, on_ranks
     steps = ["--batch_size", str(4 // size), *ONE[2:], *flags]
     assert len(on_ranks(tmp_path / "several", *steps, size=size)) == size
     assert_close(newest(tmp_path / "several"), newest(tmp_path / "one"))
-
-
-@pytest.mark.parametrize(
-    "flags", [[], ["--sharded", "--gradient_checkpointing"], ["--use_cpu_offload", "weights"]]
-)
-def test_several_ranks_leave_a_part_as_it_is_at_first(tmp_path, on_ranks, flags):
-    trained(small.make_args(tmp_path / "one", *ONE), is_frozen=True)
-    assert len(on_ranks(tmp_path / "several", *TWO, *flags, trouble="frozen")) == 2
-    one = newest(tmp_path / "one")
-    assert_close(newest(tmp_path / "several"), one)
-    steps = {
-        int(one.state["optimizer"][n]["step"])
-        for n in ("layers.0.convolution.weight", "output.weight")
-    }
-    assert steps == {2, 4}
 
 
 def test_shards_after_a_global_batch_without_targets(tmp_path, on_ranks, monkeypatch):

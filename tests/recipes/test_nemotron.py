@@ -23,6 +23,7 @@ from speech.parakeet.settings import make_config
 from tests.recipes import adapters, runs
 from tests.recipes.runs import newest, planned, ran, refused
 from tests.speech.parakeet.test_nemotron import pieces
+from tests.speech.parakeet.test_prepare import prepared
 
 CPU = torch.device("cpu")
 V = 24
@@ -90,7 +91,8 @@ def flags_of(manifest: Path, model: Path, *more) -> list:
 def make_data(manifest: Path, released: Path, *more, training: bool = True):
     args = runs.parse(recipe, *flags_of(manifest, released, "--language", "fi-FI", *more))
     asked = recipe.resolve(args)
-    info, weights = start.choose(asked, None, None, list)
+    info, model = start.first_model(asked, None, None, list, 1)
+    weights = model.state_dict()
     corpora = recipe.read_data(args)
     tokenizer = start.tokenizer_of(info)
     data = recipe.Utterances(args, corpora["train"], tokenizer, info, training)
@@ -189,13 +191,16 @@ def test_the_language_and_the_lookahead_change_the_loss(manifest, released):
 
 @pytest.fixture(scope="module")
 def trained(manifest, released, tmp_path_factory) -> tuple[Path, str]:
-    """The folder and the output of two updates with a new language."""
+    """The folder of two updates with a new language, which begin from "new" in it, and what was
+    printed when that was made."""
     folder = tmp_path_factory.mktemp("trained")
     rows = manifest.read_text().replace('"de"', '"se-NO"')
     (manifest.parent / "new.json").write_text(rows)
-    new = ["--new_language", "se-NO", "--like", "fi-FI", "--language", "en-US"]
-    flags = flags_of(manifest.parent / "new.json", released, *new, "--max_steps", "2")
-    out = ran(recipe, *flags, "--output_dir", folder, "--export", folder / "hf")
+    language = ["--new_language", "se-NO", "--like", "fi-FI"]
+    out = prepared("--model_dir", released, *language, "--export", folder / "new")
+    more = ["--language", "en-US", "--max_steps", "2"]
+    flags = flags_of(manifest.parent / "new.json", folder / "new", *more)
+    ran(recipe, *flags, "--output_dir", folder, "--export", folder / "hf")
     return folder, out
 
 
@@ -205,7 +210,7 @@ def test_a_new_language_is_trained_saved_and_exported(trained, released, manifes
     assert "without a tag: --add_tokens" in out
     saved = newest(folder, recipe)
     info = records.read(start.ModelInfo, saved.model_info, "it")
-    assert info.languages == {**NAMES, "se-NO": 2} and info.new_languages == {"se-NO": "fi-FI"}
+    assert info.languages == {**NAMES, "se-NO": 2} and not info.new_pieces
     weights, config, extras = formats.read_model(folder / "hf")
     assert extras["languages"] == info.languages and config == info.config
     card = (folder / "hf" / "README.md").read_text()
@@ -222,14 +227,9 @@ def test_a_new_language_is_trained_saved_and_exported(trained, released, manifes
     assert "RNNTPromptTranscribeConfig" in (tmp_path / "nemo" / "README.md").read_text()
     found = formats.read_model(tmp_path / "nemo")
     assert found[2]["languages"] == info.languages and found[1] == config
-    more = ["--new_language", "se-NO", "--like", "fi-FI", "--language", "en-US", "--max_steps", "3"]
-    flags = flags_of(manifest.parent / "new.json", released, *more, "--resume", "auto")
+    more = ["--language", "en-US", "--max_steps", "3", "--resume", "auto"]
+    flags = flags_of(manifest.parent / "new.json", folder / "new", *more)
     assert "(step 2)" in ran(recipe, *flags, "--output_dir", folder)
-    on = flags_of(manifest.parent / "new.json", released, "--language", "en-US", "--max_steps", "1")
-    place = folder / "checkpoints" / "best.safetensors"
-    ran(recipe, *on, "--init_from", place, "--output_dir", tmp_path / "on")
-    info = records.read(start.ModelInfo, newest(tmp_path / "on", recipe).model_info, "it")
-    assert info.languages["se-NO"] == 2
 
 
 def test_files_are_transcribed_in_a_language_and_with_a_lookahead(trained, manifest, tmp_path):
@@ -283,11 +283,6 @@ def test_adapters_beside_a_nemotron(manifest, released, tmp_path):
         ([], "have no language, which this model is told: add --language NAME"),
         (["--language", "deu"], "--language deu: the model knows no such language.*de"),
         (["--language", "de", "--lookahead", "4"], "chunks of 5 frames do not divide the 12"),
-        (["--new_language", "se-NO"], "--like"),
-        (["--like", "de"], "--new_language"),
-        (["--new_language", "sami", "--like", "de"], "give it the form of fi-FI"),
-        (["--new_language", "fi-FI", "--like", "de"], "knows this language already"),
-        (["--new_language", "se-NO", "--like", "fin"], "--like fin: .*fi-FI"),
         (["--export", "x", "--export_format", "onnx", "--language", "de"], "ONNX"),
     ],
 )
@@ -298,17 +293,10 @@ def test_mistakes_are_answered_in_one_line(flags, message, manifest, released, t
     assert re.search(message, err), err
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--language", "de"], "this model is told no language"),
-        (["--new_language", "se-NO", "--like", "de"], "this model is told no language"),
-    ],
-)
-def test_the_english_model_is_told_no_language(flags, message, manifest, english, tmp_path):
+def test_the_english_model_is_told_no_language(manifest, english, tmp_path):
     places = ["--output_dir", tmp_path, "--max_steps", "1"]
-    _, err = refused(recipe, *flags_of(manifest, english, *flags), *places)
-    assert message in err
+    _, err = refused(recipe, *flags_of(manifest, english, "--language", "de"), *places)
+    assert "this model is told no language" in err
     ran(recipe, *flags_of(manifest, english, "--lookahead", "0"), *places)
 
 
@@ -318,12 +306,15 @@ def test_a_plan_needs_no_data(released):
 
 
 def test_an_added_tag_ends_the_sentences_of_a_new_language(manifest, released, tmp_path):
-    new = ["--new_language", "se-NO", "--like", "fi-FI", "--add_tokens", "<se-NO>"]
     rows = manifest.read_text().replace('"fi-FI"', '"se-NO"').replace('"ca"', '"ca."')
-    (manifest.parent / "tagged.json").write_text(rows)
-    _, _, data = make_data(manifest.parent / "tagged.json", released, *new)
+    path = manifest.parent / "tagged.json"
+    path.write_text(rows)
+    new = ["--new_language", "se-NO", "--like", "fi-FI", "--add_tokens", "<se-NO>"]
+    made = ["--train_manifest", path, "--export", tmp_path / "new"]
+    assert "without a tag" not in prepared("--model_dir", released, *new, *made)
+    _, _, data = make_data(path, tmp_path / "new")
     tag = data.tokenizer.tags["se-NO"]
     assert data.item(3, 0)["tokens"][-1] == tag and tag == data.tokenizer.size - 1
-    flags = flags_of(manifest.parent / "tagged.json", released, *new, "--language", "de")
-    out = ran(recipe, *flags, "--max_steps", "1", "--output_dir", tmp_path)
-    assert "without a tag" not in out
+    flags = flags_of(path, tmp_path / "new", "--language", "de", "--max_steps", "1")
+    ran(recipe, *flags, "--output_dir", tmp_path / "run")
+    assert newest(tmp_path / "run", recipe).model_info["new_pieces"] == [tag]

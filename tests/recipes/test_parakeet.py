@@ -9,6 +9,7 @@ import json
 import math
 import multiprocessing
 import pickle
+import shlex
 import shutil
 import signal
 import termios
@@ -40,11 +41,13 @@ from speech.loading import Checks, load_corpus
 from speech.parakeet import archive, decoding, formats, onnx, settings, start, vocabulary
 from speech.parakeet import model as network
 from speech.parakeet.model import Parakeet
+from speech.parakeet.scratch import fit_new_rows
 from speech.parakeet.tokenizer import pad_pieces
 from speech.text import train_tokenizer
 from tests import small
 from tests.recipes import adapters, runs
 from tests.recipes.runs import SHORT, error_lines, newest, planned, ran, refused, run
+from tests.speech.parakeet.test_prepare import prepared
 
 CPU = torch.device("cpu")
 SMALL = settings.make_config(16, 2, 2, (8, 2), 6, num_mel_bins=16, channels=4, ctc=True)
@@ -87,7 +90,7 @@ def make_utterances(noise: tuple[str, Corpus], *flags, training: bool = True, **
     args = runs.parse(
         recipe, "--train_manifest", path, "--from_scratch", "--model_size", "demo", *flags
     )
-    info, _ = start.choose(recipe.resolve(args), None, None, lambda: corpus.texts)
+    info, _ = start.first_model(recipe.resolve(args), None, None, lambda: corpus.texts, 1)
     info = dataclasses.replace(info, config={**info.config, **config})
     return recipe.Utterances(args, corpus, start.tokenizer_of(info), info, training), info
 
@@ -475,7 +478,7 @@ def test_a_model_from_scratch_is_fitted_to_the_valid_frames_of_some_utterances(
         data, "item", lambda *place: {**item(*place), "audio": item(*place)["audio"].double()}
     )
     torch.manual_seed(0)
-    model = recipe.make_model(info, None, 0.5, 0.5).double().train()
+    model = start.make_model(info, None, 0.5, 0.5).double().train()
     before = model.encoder.subsampling.linear.weight.clone()
     recipe.fit(1, model, data)
     assert model.training and not any(
@@ -507,7 +510,7 @@ def test_a_model_from_scratch_is_fitted_to_the_valid_frames_of_some_utterances(
 def test_random_branches_are_quiet_in_a_deep_model_from_scratch(noise):
     _, info = make_utterances(noise)
     torch.manual_seed(0)
-    ours = recipe.make_model(info, None).state_dict()
+    ours = start.make_model(info, None).state_dict()
     torch.manual_seed(0)
     usual = Parakeet(info.config, SIGMA).state_dict()
     changed = {name for name, weight in ours.items() if not torch.equal(weight, usual[name])}
@@ -863,7 +866,7 @@ def test_transformers_loads_an_export_and_decodes_it_alike(transformers, best, r
     theirs = model.state_dict()
     assert theirs.keys() == {name for name in saved if not name.startswith("ctc_head.")}
     assert all(torch.equal(saved[name], w) for name, w in theirs.items())
-    ours = recipe.make_model(info, saved).eval()
+    ours = start.make_model(info, saved).eval()
     most = info.config["max_symbols"]  # of a frame, which transformers does not bound
     for path in sorted((Path(konkani["val"]).parent / "audio").glob("*.wav")):
         waveform = read_audio(str(path), SAMPLE_RATE)
@@ -1039,7 +1042,7 @@ def test_two_ranks_train_as_one_does(released, manifests, tmp_path):
 )
 def test_the_share_of_the_ctc_head(noise, line, expected):
     args = runs.parse(recipe, "--train_manifest", noise[0], *DEMO, *line.split())
-    info, _ = start.choose(recipe.resolve(args), None, None, lambda: TEXTS)
+    info, _ = start.first_model(recipe.resolve(args), None, None, lambda: TEXTS, 1)
     assert recipe.loss_weights(info) == expected and info.config["ctc"] == ("ctc" in expected)
 
 
@@ -1198,19 +1201,8 @@ MISTAKES = [  # flags, a part of the message
         "--model_size 110m (the checkpoint has d_model 16, layers 2) conflicts",
     ),
     ("--vocab_size 500 --resume {saved}", "--vocab_size 500 (the checkpoint has "),
-    ("--tokenizer {here}/gone.model --model_dir {hf}", "{here}/gone.model: No such file"),
-    ("--tokenizer {damaged} --model_dir {hf}", "is not a .nemo archive, or damaged or cut short"),
-    ("--tokenizer {saved} --model_dir {hf}", "--tokenizer {saved}: "),
-    ("--tokenizer {hf} --vocab_size 9 --model_dir {hf}", "--vocab_size and --tokenizer: "),
-    ("--tokenizer {hf} --train_tokenizer bpe --model_dir {hf}", "both make a new vocabulary"),
-    ("--tokenizer {hf} --resume {tuned}", "(the checkpoint has the released model's vocabulary)"),
-    ("--add_tokens % --resume {tuned}", "--add_tokens (the checkpoint lacks '%') conflicts"),
-    ("--add_tokens <unk> --model_dir {hf}", "--add_tokens: the vocabulary has all of these pieces"),
-    ("--add_tokens <blank> --model_dir {hf}", "it is a special token"),
-    ("--add_tokens {here}/gone.txt --model_dir {hf}", "--add_tokens {here}/gone.txt: no such file"),
-    ("--add_tokens {here} --model_dir {hf}", "--add_tokens {here}: it is a folder"),
-    ("--add_tokens % --evaluate --model_dir {hf}", "the first is for training; leave it out"),
-    ("--freeze_encoder_steps 2 --from_scratch", "begins with a random encoder"),
+    ("--add_tokens % --model_dir {hf}", "prepare makes a model with it, which --model_dir then"),
+    ("--tokenizer {damaged} --model_dir {hf}", "unrecognized arguments: --tokenizer {damaged}"),
     ("--loss_reduction sum --model_dir {hf}", "argument --loss_reduction: invalid choice: 'sum'"),
     ("--tdt_omega 2 --model_dir {hf}", "argument --tdt_omega: 2 is out of range"),
     ("--from_scratch --vocab_size 5", "--vocab_size 5 is too few for the "),
@@ -1284,7 +1276,7 @@ def test_damaged_records_are_named_before_a_model_is_made(
         functools.reduce(dict.__getitem__, folders, records)[name] = value
 
     write_best(tmp_path / "best.safetensors", best, change=change)
-    monkeypatch.setattr(recipe, "make_model", lambda *_: pytest.fail("a model was made"))
+    monkeypatch.setattr(start, "make_model", lambda *_: pytest.fail("a model was made"))
     for use in ([*manifests, "--evaluate"], ["--export", tmp_path / "x"]):
         status, err = refused(
             recipe, *use, "--resume", tmp_path / "best.safetensors", "--output_dir", tmp_path
@@ -1341,18 +1333,21 @@ def foreign(spoken, released) -> list:
 
 @pytest.fixture(scope="module")
 def retrained(foreign, tmp_path_factory) -> tuple[Path, str]:
-    """The folder and the stdout of such a fine-tuning with a new vocabulary."""
+    """The folder and the stdout of such a fine-tuning with a new vocabulary, from the folder "new"
+    in it."""
     folder = tmp_path_factory.mktemp("retrained")
-    flags = ["--train_tokenizer", "bpe", "--vocab_size", "100", "--max_steps", "1"]
-    places = ["--export", folder / "hf", "--output_dir", folder]
-    return folder, ran(recipe, *foreign, *flags, "--save_every", "1", *places)
+    made = ["--train_tokenizer", "bpe", "--vocab_size", "100", "--export", folder / "new"]
+    prepared(*foreign[4:], *foreign[:2], *made)
+    model = ["--model_dir", folder / "new", "--max_steps", "1", "--save_every", "1"]
+    places = ["--export", folder / "hf", "--output_dir", folder / "run"]
+    return folder, ran(recipe, *foreign[:4], *model, *places)
 
 
 @pytest.mark.parametrize("command", [[], ["--check_data"]])
 def test_another_script_is_refused_with_the_way_out(foreign, command, tmp_path):
     status, err = refused(recipe, *foreign, *command, "--output_dir", tmp_path)
     assert status == 1 and err.startswith("error: train set: the vocabulary cannot write ")
-    assert "--train_tokenizer char" in err and "--allow_unknown" in err
+    assert "prepare --train_tokenizer char" in err and "--allow_unknown" in err
     assert not list(tmp_path.rglob("*.pt"))
 
 
@@ -1365,51 +1360,34 @@ def test_data_are_checked_without_the_weights(foreign, released, tmp_path):
     assert "can be used" in ran(recipe, *flags, "--check_data", "--allow_unknown")
 
 
-def test_a_new_vocabulary_keeps_what_the_old_one_shares(retrained, released):
-    folder, out = retrained
-    old, config, extras = formats.read_model(released / "nemo" / "model.nemo")
-    saved = newest(folder, recipe)
-    info = records.read(start.ModelInfo, saved.model_info, "the run")
-    assert info.config == {**config, "vocabulary": 100} and info.own_vocabulary
-    pieces = vocabulary.row_names(info)
-    before = vocabulary.row_names(
-        dataclasses.replace(info, config=config, tokenizer=extras["tokenizer"])
-    )
-    shared = [row for row, piece in enumerate(pieces) if piece in before]
-    assert sorted([*shared, *info.new_pieces]) == list(range(len(pieces)))
-    assert f"{len(info.new_pieces)} are new" in out
-    names = {"<blank>", "<unk>", *(f"<duration {n}>" for n in config["durations"])}
-    assert names <= {pieces[row] for row in shared}
-    info, weights = start.read(released / "nemo" / "model.nemo")
-    state = vocabulary.train_tokenizer(["abक ख", "xyz"], "char", 0)
-    info, weights = vocabulary.with_new_vocabulary(info, weights, state, is_own=True)
-    rows = vocabulary.row_names(info)
-    for name in vocabulary.ROWS:
-        assert len(weights[name]) == len(rows) - (
-            0 if "joint" in name else len(config["durations"])
-        )
-        for row, piece in enumerate(rows[: len(weights[name])]):
-            if piece in before:
-                assert torch.equal(weights[name][row], old[name][before.index(piece)])
-            else:
-                assert row in info.new_pieces
+def test_a_run_knows_which_pieces_are_new(retrained, released):
+    """tests/speech/parakeet/test_vocabulary.py: which rows are kept."""
+    before, _ = start.read(released / "nemo" / "model.nemo")
+    info, weights = start.read(retrained[0] / "new")
+    assert (retrained[0] / "new" / "model.nemo").is_file()  # the released model's form
+    assert info.config == {**before.config, "vocabulary": 100}
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+    saved = newest(retrained[0] / "run", recipe)
+    trained = records.read(start.ModelInfo, saved.model_info, "the run")
+    assert trained.config == info.config and trained.new_pieces == info.new_pieces
+    assert saved.state["progress"]["new_rows"]["rows"]["joint.head.bias"] == info.new_pieces
 
 
 @pytest.mark.parametrize(
-    ("asked", "letters"),
+    ("added", "letters"),
     [
-        (vocabulary.Asked(kind="char"), "कखग"),  # a vocabulary for the same texts in other letters
-        (vocabulary.Asked(added=("(", ")", "ख")), "aख("),  # three more letters
+        ((), "कखग"),  # a vocabulary for the same texts in other letters
+        (("(", ")", "ख"), "aख("),  # three more letters
     ],
     ids=["new vocabulary", "added pieces"],
 )
-def test_fitted_rows_begin_below_random_ones(noise, asked, letters):
+def test_fitted_rows_begin_below_random_ones(noise, added, letters):
     """A model that has learned TEXTS gets them in other `letters`."""
     _, corpus = noise
     data, info = make_utterances(noise, training=False)
     batch = moved([data.item(index, 0) for index in range(len(data))])
     torch.manual_seed(0)
-    old = recipe.make_model(info, None)
+    old = start.make_model(info, None)
     recipe.fit_to_data(old, batch)
     optimizer = torch.optim.Adam(old.parameters(), 1e-2)
     for _ in range(60):
@@ -1419,19 +1397,22 @@ def test_fitted_rows_begin_below_random_ones(noise, asked, letters):
         optimizer.step()
     others = [text.translate(str.maketrans("abc", letters)) for text in corpus.texts]
     weights = {name: tensor.detach() for name, tensor in old.state_dict().items()}
-    state = vocabulary.new_state(asked, info.tokenizer, lambda: others)
-    new, changed = vocabulary.with_new_vocabulary(info, weights, state, asked.is_new)
+    if added:
+        state = vocabulary.add_lacking(info.tokenizer, added)
+    else:
+        state = vocabulary.train_tokenizer(others, "char", 0)
+    new, changed = vocabulary.with_new_vocabulary(info, weights, state)
     corpus = dataclasses.replace(corpus, texts=Strings(others))
     data = recipe.Utterances(data.args, corpus, start.tokenizer_of(new), new, training=False)
     batch = moved([data.item(index, 0) for index in range(len(data))])
-    fresh = recipe.make_model(new, None).state_dict()
+    fresh = start.make_model(new, None).state_dict()
     losses = {}
     for kind in ("fresh", "fitted"):
-        model = recipe.make_model(new, {name: tensor.clone() for name, tensor in changed.items()})
+        model = start.make_model(new, {name: tensor.clone() for name, tensor in changed.items()})
         if kind == "fitted":
             shares = vocabulary.shares(data.tokenizer, others, new.new_pieces)
             size = info.config["vocabulary"]
-            recipe.fit_new_rows(model, batch, new.new_pieces, shares, weights, size)
+            fit_new_rows(model, batch, new.new_pieces, shares, weights, size)
         else:
             for name in vocabulary.ROWS:
                 model.state_dict()[name][new.new_pieces] = fresh[name][new.new_pieces]
@@ -1445,14 +1426,14 @@ def test_a_run_with_a_new_vocabulary_is_resumed_and_exported(
     transformers, retrained, foreign, tmp_path
 ):
     folder = shutil.copytree(retrained[0], tmp_path / "copy")
-    flags = ["--train_tokenizer", "bpe", "--vocab_size", "100", "--max_steps", "2"]
+    flags = ["--model_dir", folder / "new", "--max_steps", "2", "--resume", "auto"]
     export = ["--export", tmp_path / "nemo", "--export_format", "nemo"]
-    out = ran(recipe, *foreign, *flags, "--resume", "auto", *export, "--output_dir", folder)
-    assert "resuming from" in out and "new vocabulary" not in out
+    out = ran(recipe, *foreign[:4], *flags, *export, "--output_dir", folder / "run")
+    assert "resuming from" in out
     model = transformers.ParakeetForTDT.from_pretrained(retrained[0] / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(retrained[0] / "hf")
     assert model.config.vocab_size == 101 and model.config.blank_token_id == 100
-    info = records.read(start.ModelInfo, newest(folder, recipe).model_info, "the run")
+    info = records.read(start.ModelInfo, newest(folder / "run", recipe).model_info, "run")
     ours = start.tokenizer_of(info)
     text = "xin chào các bạn"
     assert tokenizer(text, add_special_tokens=False).input_ids == ours.encode(text)
@@ -1461,15 +1442,7 @@ def test_a_run_with_a_new_vocabulary_is_resumed_and_exported(
     assert formats.tokenizer.pieces(extras["tokenizer"]) == ours.pieces
 
 
-def test_a_vocabulary_cannot_change_in_a_run(foreign, tuning, reference, retrained, tmp_path):
-    status, err = refused(recipe, *tuning, "--train_tokenizer", "bpe", "--output_dir", reference)
-    assert status == 2 and "--train_tokenizer bpe (the checkpoint has the released" in err
-    flags = ["--train_tokenizer", "char", "--resume", "auto", "--output_dir", retrained[0]]
-    status, err = refused(recipe, *foreign, *flags)
-    assert status == 2 and "--train_tokenizer char (the checkpoint has bpe)" in err
-
-
-# --- added pieces, and another tokenizer ----------------------------------------------------------
+# --- added pieces ---------------------------------------------------------------------------------
 
 SIGNS = ("(", ")", "%", "°")
 
@@ -1490,41 +1463,36 @@ def signs(konkani, tmp_path_factory) -> list:
 
 
 @pytest.fixture(scope="module")
-def grown(signs, released, tmp_path_factory) -> Path:
-    """The folder of a run of two updates with them."""
+def with_signs(signs, released, tmp_path_factory) -> Path:
+    """The released model with them."""
+    folder = tmp_path_factory.mktemp("prepared") / "more"
+    added = ["--add_tokens", " ".join(SIGNS), "--export", folder]
+    out = prepared("--model_dir", released / "hf", *signs[:2], *added)
+    assert "4 are new" in out
+    return folder
+
+
+@pytest.fixture(scope="module")
+def grown(signs, with_signs, tmp_path_factory) -> Path:
+    """The folder of a run of three updates that begins there."""
     folder = tmp_path_factory.mktemp("grown")
-    flags = ["--model_dir", released / "hf", "--add_tokens", " ".join(SIGNS)]
-    flags += ["--max_steps", "3", "--warmup_steps", "2", *LONG[2:]]
+    flags = ["--model_dir", with_signs, "--max_steps", "3", "--warmup_steps", "2", *LONG[2:]]
     out = ran(recipe, *signs, *flags, "--output_dir", folder)
-    assert "4 are new" in out and "outside the vocabulary" not in out
+    assert "outside the vocabulary" not in out
     assert "the first 2 updates leave the weights encoder.* as they are" in out
     return folder
 
 
-def test_missing_characters_are_named_with_the_flag_that_adds_them(signs, released, tmp_path):
-    flags = [*signs, "--model_dir", released / "hf", "--check_data", "--output_dir", tmp_path]
-    out = ran(recipe, *flags, "--allow_unknown")
-    assert 'to add them to the vocabulary: --add_tokens "% ( ) °"\n' in out
-    out = ran(recipe, *flags, "--add_tokens", "% ( ) °")
-    assert "outside the vocabulary" not in out
-
-
-def test_added_pieces_leave_every_row_and_id_where_it_is(released):
-    info, weights = start.read(released / "hf")
-    asked = vocabulary.Asked(added=SIGNS)
-    new, changed = vocabulary.with_new_vocabulary(
-        info, weights, vocabulary.new_state(asked, info.tokenizer), asked.is_new
-    )
-    size = info.config["vocabulary"]
-    assert new.new_pieces == list(range(size, size + 4)) and not new.own_vocabulary
-    assert vocabulary.row_names(new)[size:][:5] == [*SIGNS, "<blank>"]
-    for name in set(vocabulary.ROWS) & set(weights):
-        assert torch.equal(changed[name][:size], weights[name][:size])
-        assert torch.equal(changed[name][size + 4 :], weights[name][size:])
-        assert changed[name][size : size + 4].isfinite().all()
-    before, after = map(start.tokenizer_of, (info, new))
-    for text in ("हांव घर", "तूं ☃"):
-        assert before.encode(text) == after.encode(text)
+def test_missing_characters_are_named_with_the_command_that_adds_them(
+    signs, released, with_signs, tmp_path
+):
+    flags = [*signs, "--check_data", "--allow_unknown", "--output_dir", tmp_path]
+    out = ran(recipe, *flags, "--model_dir", released / "hf")
+    (line,) = [line for line in out.splitlines() if line.startswith("to add them")]
+    words = shlex.split(line.partition(": ")[2])
+    assert words[:3] == ["python", "-m", "speech.parakeet.prepare"]
+    assert "4 are new" in prepared(*words[3:-1], tmp_path / "new")
+    assert "outside the vocabulary" not in ran(recipe, *flags, "--model_dir", with_signs)
 
 
 def test_the_encoder_stays_until_the_warm_up_ends(grown, released):
@@ -1540,38 +1508,42 @@ def test_the_encoder_stays_until_the_warm_up_ends(grown, released):
 
 
 @pytest.mark.parametrize("stop", [1, 2])
-def test_a_run_with_added_pieces_is_resumed_to_the_bit(grown, signs, released, stop, tmp_path):
+def test_a_run_with_added_pieces_is_resumed_to_the_bit(grown, signs, with_signs, stop, tmp_path):
     folder = shutil.copytree(grown, tmp_path / "copy")
     for path in checkpoint.list_checkpoints(folder / "checkpoints")[: 3 - stop]:
         path.unlink()
-    flags = ["--model_dir", released / "hf", "--add_tokens", " ".join(SIGNS), "--resume", "auto"]
+    flags = ["--model_dir", with_signs, "--resume", "auto"]
     flags += ["--max_steps", "3", "--warmup_steps", "2", *LONG[2:]]
     out = ran(recipe, *signs, *flags, "--output_dir", folder)
-    assert f"(step {stop})" in out and "new vocabulary" not in out
+    assert f"(step {stop})" in out
     runs.assert_same_state(newest(folder, recipe), newest(grown, recipe))
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_adapters_of_a_run_with_added_pieces_begin_another_run(keeps, signs, released, tmp_path):
-    """Its pieces stay, with the rows that they have learned, merged or not. Also in a plan."""
-    flags = [*signs, "--model_dir", released / "hf", *SHORT]
+def test_adapters_of_a_run_with_added_pieces_begin_another_run(keeps, signs, with_signs, tmp_path):
+    """Their rows stay as they have become, merged or not."""
+    flags = [*signs, "--model_dir", with_signs, *SHORT]
     adapters = ["--lora", "2"] if keeps else []
-    first = tmp_path / "first"
-    ran(recipe, *flags, "--lora", "2", "--add_tokens", " ".join(SIGNS), "--output_dir", first)
-    best = first / "checkpoints" / "best.safetensors"
-    flags += ["--init_from", best, *adapters, "--add_tokens", "₹"]
-    assert "outside the vocabulary" not in ran(recipe, *flags, "--check_data")
-    plan = planned(recipe, *flags)
-    out = ran(recipe, *flags, "--learning_rate", "1e-9", "--output_dir", tmp_path / "second")
-    info = records.read(start.ModelInfo, newest(tmp_path / "second", recipe).model_info, "")
-    names = start.tokenizer_of(info).pieces
-    assert names[-5:] == [*SIGNS, "₹"] and info.new_pieces == [len(names) - 1]
-    assert f"{len(names) - 1} are the released model's, 1 are new" in out
-    assert plan.model.config["vocabulary"] == len(names)
-    before, after = load_file(best), newest(tmp_path / "second", recipe).model
+    ran(recipe, *flags, "--lora", "2", "--output_dir", tmp_path / "first")
+    best = tmp_path / "first" / "checkpoints" / "best.safetensors"
+    flags += ["--init_from", best, *adapters, "--learning_rate", "1e-9"]
+    ran(recipe, *flags, "--output_dir", tmp_path / "second")
+    saved = newest(tmp_path / "second", recipe)
+    assert saved.model_info["new_pieces"] == []  # they have been trained
     name = "decoder.embedding.weight"
-    rows = slice(0, len(names) - 1)
-    torch.testing.assert_close(after[name][rows], before[name][rows], rtol=0, atol=1e-6)
+    torch.testing.assert_close(saved.model[name], load_file(best)[name], rtol=0, atol=1e-6)
+
+
+def test_weights_of_a_run_fit_a_larger_vocabulary(signs, with_signs, reference, tmp_path):
+    best = reference / "checkpoints" / "best.safetensors"
+    flags = ["--model_dir", with_signs, "--init_from", best, "--learning_rate", "1e-9", *SHORT]
+    ran(recipe, *signs, *flags, "--output_dir", tmp_path)
+    saved, before = newest(tmp_path, recipe), load_file(best)
+    added = start.read(with_signs)[0].new_pieces
+    assert saved.model_info["new_pieces"] == added
+    for name in vocabulary.ROWS[:3]:
+        old = before[name][: added[0]]
+        torch.testing.assert_close(saved.model[name][: added[0]], old, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("form", ["hf", "nemo"])
@@ -1586,6 +1558,7 @@ def test_stock_tools_write_added_pieces(grown, form, transformers, tmp_path):
     back, _ = start.read(tmp_path / form)
     assert back.config == info.config and start.tokenizer_of(back).encode(text) == ids
     assert set(info.new_pieces) <= set(ids)
+    assert "fine-tuned from hf" in (tmp_path / form / "README.md").read_text()  # not "more"
     if form == "hf":
         model = transformers.ParakeetForTDT.from_pretrained(tmp_path / form)
         theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / form)
@@ -1598,44 +1571,6 @@ def test_stock_tools_write_added_pieces(grown, form, transformers, tmp_path):
             archive.unpack(tmp_path / form / "model.nemo")[archive.YAML], ""
         )
         assert content["labels"] == content["joint"]["vocabulary"] == ours.pieces
-
-
-def test_another_tokenizer_from_a_file(manifests, released, scratch, tmp_path):
-    """Of released weights, of an earlier run's, and from scratch. --add_tokens goes with it."""
-    path = tmp_path / "new.model"
-    path.write_bytes(other_vocabulary(60))
-    flags = [*manifests, "--allow_unknown", "--tokenizer", path, "--add_tokens", "₹"]
-    flags += ["--max_steps", "1", *LONG[8:]]
-    best = scratch[0] / "checkpoints" / "best.safetensors"
-    starts = {
-        "released": ["--model_dir", released / "hf"],
-        "run": ["--init_from", best],
-        "new": DEMO,
-    }
-    for name, origin in starts.items():
-        folder = tmp_path / name
-        assert planned(recipe, *flags, *origin).model.config["vocabulary"] == 61
-        out = ran(recipe, *flags, *origin, "--output_dir", folder)
-        assert ("are the released model's" in out) == (name != "new")
-        assert ("leave the weights encoder.*" in out) == (name != "new")
-        info = records.read(start.ModelInfo, newest(folder, recipe).model_info, "the run")
-        tokenizer = start.tokenizer_of(info)
-        assert info.config["vocabulary"] == 61 and tokenizer.pieces[60] == "₹"
-        assert info.config["durations"] and info.own_vocabulary
-        kept = [] if name == "run" else origin
-        again = ran(recipe, *flags, *kept, "--resume", "auto", "--output_dir", folder)
-        assert "new vocabulary" not in again
-    path.write_bytes(other_vocabulary(50))
-    status, err = refused(
-        recipe,
-        *flags,
-        *starts["released"],
-        "--resume",
-        "auto",
-        "--output_dir",
-        tmp_path / "released",
-    )
-    assert status == 2 and "(the checkpoint has another vocabulary)" in err
 
 
 def test_an_export_that_cannot_be_is_refused_before_training(manifests, tmp_path, monkeypatch):
@@ -1661,22 +1596,6 @@ def test_the_card_has_the_rates_of_the_released_model(released, manifests, refer
     for name in ("after", "alone"):
         before = [row[3] for row in rows(tmp_path / name)]
         assert len(before) > 1 and all(float(value) > 0 for value in before)
-
-
-def test_the_export_is_written_if_the_released_model_has_gone(
-    released, manifests, tmp_path, monkeypatch
-):
-    model = shutil.copytree(released / "hf", tmp_path / "model")
-
-    def forget(*_) -> list[dict]:
-        shutil.rmtree(model, ignore_errors=True)
-        return []
-
-    monkeypatch.setattr(recipe, "decode_words", forget)
-    flags = [*manifests, *SHORT, "--model_dir", model, "--output_dir", tmp_path / "run"]
-    status, _, err = run(recipe, *flags, "--export", tmp_path / "export")
-    assert status and str(model) in err
-    assert (tmp_path / "export" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("place", ["", "checkpoints", "logs", ".."])

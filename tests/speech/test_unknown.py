@@ -171,12 +171,9 @@ def test_each_character_is_encoded_once():
     assert time.perf_counter() - started < 5  # two orders of magnitude more than it takes
 
 
-def adding(before: tuple[str, ...] = ()):
-    def adds(counts) -> str:
-        value = unknown.as_value(counts, before)
-        return value and f"--add {value}"
-
-    return adds
+def adds(counts) -> str:
+    value = unknown.as_value(counts)
+    return value and f"--add {value}"
 
 
 @pytest.mark.parametrize(
@@ -190,17 +187,10 @@ def adding(before: tuple[str, ...] = ()):
 )
 def test_the_flag_that_adds_characters_is_ready_to_copy(texts, flag, capsys):
     named = {"train": corpus(["a" * 99, *texts]), "val": corpus(["€" * 2])}
-    unknown.check_unknown(named, LATIN, True, adds=adding())
+    unknown.check_unknown(named, LATIN, True, adds=adds)
     out = capsys.readouterr().out
     lines = [line for line in out.splitlines() if line.startswith("to add them")]
     assert lines == ([f"to add them to the vocabulary: {flag}"] if flag else [])
     if flag:
         value = shlex.split(flag)[1]
         assert set(value.split(" ")) == {c for text in texts for c in text if c not in "ab "}
-
-
-def test_the_flag_keeps_what_it_has_added_before(capsys):
-    named = {"train": corpus(["a" * 99, "b%"])}
-    for added, flag in ((("(", ")"), '--add "( ) %"\n'), (("%",) * 100, "")):
-        unknown.check_unknown(named, LATIN, True, adds=adding(added))
-        assert capsys.readouterr().out.partition("vocabulary: --")[2] == flag.removeprefix("--")

@@ -25,8 +25,6 @@ OPTIONS = {
     "language": "Language of the texts",
     "model_dir": "Released model",
     "vocab_file": "Vocabulary",
-    "train_tokenizer": "New vocabulary",
-    "add_tokens": "Characters to add to the vocabulary",
     "use_amharic_g2p": "Amharic as phonemes",
     "extend_vocab": "More characters in the vocabulary",
     "use_chunking": "Long recordings in pieces",

@@ -3,6 +3,7 @@ tests/recipes/test_parakeet.py."""
 
 import io
 import os
+import shlex
 from collections import Counter
 from types import SimpleNamespace
 
@@ -23,7 +24,9 @@ def make_info(**config) -> ModelInfo:
     state = {"sentencepiece": train_tokenizer(TEXTS, "char", 0).model.hex()}
     size = len(tokenizer.pieces(state))
     config = make_config(16, 1, 2, (8, 1), size, **config)
-    return ModelInfo(config, state, {"sigma": 0.0, "omega": 0.0, "reduction": "mean"}, {}, True)
+    return ModelInfo(
+        config, state, {"sigma": 0.0, "omega": 0.0, "fastemit": 0.0, "reduction": "mean"}, {}, True
+    )
 
 
 def rows_of(info: ModelInfo, *names: str) -> dict[str, torch.Tensor]:
@@ -50,17 +53,17 @@ def rows_of(info: ModelInfo, *names: str) -> dict[str, torch.Tensor]:
         ([], vocabulary.ROWS[3:]),  # CTC alone
     ],
 )
-@pytest.mark.parametrize(
-    "asked", [vocabulary.Asked(kind="char"), vocabulary.Asked(added=("(", "ख"))]
-)
-def test_shared_rows_are_copied_in_every_family(durations, names, asked):
+@pytest.mark.parametrize("is_added", [False, True])
+def test_shared_rows_are_copied_in_every_family(durations, names, is_added):
     info = make_info(durations=durations)
     weights = rows_of(info, *names)
-    state = vocabulary.new_state(asked, info.tokenizer, lambda: ["bcख खd"])
-    new, changed = vocabulary.with_new_vocabulary(info, weights, state, asked.is_new)
+    state = vocabulary.train_tokenizer(["bcख खd"], "char", 0)
+    if is_added:
+        state = vocabulary.add_lacking(info.tokenizer, ("(", "ख"))
+    new, changed = vocabulary.with_new_vocabulary(info, weights, state)
     before, after = map(vocabulary.row_names, (info, new))
     assert new.config["vocabulary"] == len(tokenizer.pieces(state))
-    assert {after[row] for row in new.new_pieces} == ({"ख", "d"} if asked.kind else {"(", "ख"})
+    assert {after[row] for row in new.new_pieces} == ({"(", "ख"} if is_added else {"ख", "d"})
     for name in names:
         lengths = len(after) - len(changed[name]), len(before) - len(weights[name])
         assert lengths[0] == lengths[1]
@@ -145,10 +148,10 @@ def test_hostile_tokenizers_are_refused_in_one_line(name, content, message, tmp_
 
 def test_a_piece_that_is_there_is_not_added_again():
     info = make_info()
-    state = vocabulary.new_state(vocabulary.Asked(added=("a", "%")), info.tokenizer)
+    state = vocabulary.add_lacking(info.tokenizer, ("a", "%"))
     assert tokenizer.pieces(state) == [*tokenizer.pieces(info.tokenizer), "%"]
     with pytest.raises(UsageError, match="has all of these pieces"):
-        vocabulary.new_state(vocabulary.Asked(added=("a",)), info.tokenizer)
+        vocabulary.add_lacking(info.tokenizer, ("a",))
 
 
 def test_shares_are_of_the_texts_and_none_is_zero():
@@ -157,7 +160,7 @@ def test_shares_are_of_the_texts_and_none_is_zero():
     assert torch.allclose(found, torch.tensor([4.0, 3.0, 1.0]) / 9)
 
 
-def test_the_flag_adds_what_the_vocabulary_reads_in_place_of_a_character():
+def test_the_command_adds_what_the_vocabulary_reads_in_place_of_a_character():
     """Its normalisation makes 1\u20442 of a half, and no text ever has the half."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -172,11 +175,12 @@ def test_the_flag_adds_what_the_vocabulary_reads_in_place_of_a_character():
     state = {"sentencepiece": model.getvalue().hex()}
     before = tokenizer.make_tokenizer(state, len(tokenizer.pieces(state)))
     counts = Counter({"½": 2, "%": 1, "％": 1})
-    flag = vocabulary.adding_flag(before, ("(",), counts)
-    assert flag == '--add_tokens "( % \u2044"'
-    added = vocabulary.read_pieces(flag.split(" ", 1)[1].strip('"'))
-    new = vocabulary.new_state(vocabulary.Asked(added=added), state)
+    command = vocabulary.adding_command(before, "a b.nemo", None, counts)
+    words = shlex.split(command)
+    assert words[3:8] == ["--model_file", "a b.nemo", "--train_manifest", "PATH", "--add_tokens"]
+    assert words[8] == "% \u2044"
+    new = vocabulary.add_lacking(state, vocabulary.read_pieces(words[8]))
     after = tokenizer.make_tokenizer(new, len(tokenizer.pieces(new)))
-    assert before.unknown in before.encode("½") and after.unknown not in after.encode("½ % ％ (")
+    assert before.unknown in before.encode("½") and after.unknown not in after.encode("½ % ％")
     with pytest.raises(UsageError, match="--add_tokens: the piece '½' cannot be added"):
-        vocabulary.new_state(vocabulary.Asked(added=("½",)), state)
+        vocabulary.add_lacking(state, ("½",))
