@@ -23,8 +23,9 @@ from speech.manifest import AUDIO_KEYS, SPEAKER_KEYS, TEXT_KEYS, find_audio, par
 from webui import outputs, runs
 from webui.catalogue import Recipe
 from webui.commands import words_of
-from webui.places import Places, audio_suffix
+from webui.places import Places
 from webui.runs import Run
+from webui.uploads import audio_suffix
 from webui.use import Models
 
 CPU, GPU = "CPU", "GPU"

@@ -13,9 +13,9 @@ from webui.catalogue import Recipe
 from webui.context import Context
 from webui.places import Places
 from webui.runs import Run
+from webui.tabs.choice import recipe_of, usable, weights_of
 from webui.tabs.events import on
 from webui.tabs.shared import HTML, Shared
-from webui.tabs.try_it import recipe_of, usable, weights_of
 from webui.use import error_of
 
 FORMAT = "export_format"

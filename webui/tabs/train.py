@@ -347,7 +347,7 @@ def _connect(
         if wanted != typed or drawn[1] != state[1]:  # `draw` is on its way, and then `render`
             raise UsageError("the form does not show what was chosen yet: try again in a second")
         settings = form.read(values)
-        run = folder / (name or _new_name(folder, recipe))
+        run = folder / (name or runs.new_name(folder, recipe.name))
         made = commands.command(context.places, recipe, settings, run, card)
         return settings, made.words, made.notes
 
@@ -373,7 +373,7 @@ def _connect(
 
     def start(name: str, *values) -> tuple:
         settings, words, _ = command(values, name)
-        run = runs.create(folder, name or _new_name(folder, recipe), settings, words)
+        run = runs.create(folder, name or runs.new_name(folder, recipe.name), settings, words)
         context.release_gpu(words)
         runs.start(run)
         return settings, settings, run.name, gr.Tabs(selected="runs"), ""
@@ -391,13 +391,6 @@ def _connect(
         [parts.name, *now, *form.controls],
         [shared.settings, parts.typed, shared.chosen, shared.tabs, parts.name],
     )
-
-
-def _new_name(folder, recipe: Recipe) -> str:
-    number = 1
-    while (folder / f"{recipe.name}_{number}").exists():
-        number += 1
-    return f"{recipe.name}_{number}"
 
 
 def _said(verdict: plans.Verdict) -> str:

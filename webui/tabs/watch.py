@@ -94,7 +94,7 @@ def _look(found: list[Run], name: str | None, second: str) -> tuple:
     return (
         table,
         _status(chosen, state),
-        _plots(shown),
+        "" if progress.is_draft(chosen) else _plots(shown),
         f"<div>{views.log(outputs.log(chosen.folder))}{whole}</div>",
         gr.Button(interactive=not is_over and state.word != "stopping"),
         gr.Button(interactive=is_over and state.word != "finished" and bool(chosen.settings)),
