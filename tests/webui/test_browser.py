@@ -20,6 +20,8 @@ import soundfile
 ROOT = Path(__file__).parents[2]
 WAIT = 180_000  # milliseconds
 SMALL = {"--d_model": "32", "--encoder_layers": "1", "--decoder_layers": "1"}
+LEARN_FROM = "Recordings to learn from"
+MORE = re.compile("^More: ")  # what is folded on the Train tab
 FONT = "body, .gradio-container { font-size: 32px !important }"
 pytestmark = pytest.mark.browser
 
@@ -167,9 +169,10 @@ def test_from_data_to_a_recogniser(page, folders, servers):
     assert page.request.get(page.url + player).headers["content-type"] == "audio/wav"
     press(page, "Train with these data")
 
-    expect_value(page, "--train_manifest", "combobox", "train.json")  # the form is made anew
+    expect_value(page, LEARN_FROM, "combobox", "train.json")  # the form is made anew
+    press(page, MORE)
     fill(page, "--max_steps", "300")
-    press(page, re.compile("^model"))
+    press(page, re.compile("^Model"))
     for label, value in SMALL.items():
         fill(page, label, value)
     choose(page, "GPU to predict for", "8gb")
@@ -246,9 +249,10 @@ def test_speech_and_an_export(page, whisper):
     is exported for other programs."""
     tab(page, "Train")
     choose(page, "Recipe", "xtts_amharic")
+    press(page, MORE)
     shown(page.get_by_role("combobox", name="--use_amharic_g2p")).wait_for()
     fill(page, "--max_steps", "2")
-    press(page, re.compile("^data"))
+    press(page, re.compile("^Data"))
     fill(page, "--max_samples", "60")
     fill(page, "Name of the run", "voice")
     press(page, "Start")

@@ -187,5 +187,5 @@ def test_harmful_names_and_players_in_a_browser(here, wav, tmp_path, browser, re
         assert problems == [] and not tab.locator("img[src=x]").count()
         tab.get_by_role("button", name="Train with these data").press("Enter")
         tab.get_by_role("tab", name="Train", selected=True).wait_for()
-        manifest = tab.get_by_label("--train_manifest")
+        manifest = tab.get_by_label("Recordings to learn from")
         playwright.expect(manifest).to_have_value("uploads/1/manifest.jsonl", timeout=30_000)

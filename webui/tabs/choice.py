@@ -56,7 +56,7 @@ def choose(context: Context, command: str = "") -> Choice:
     card = plans.this_card()
     devices = [GPU, CPU] if card else [CPU]
     known = [recipe.name for recipe in context.recipes.values() if _uses(recipe, command)]
-    kind = gr.Radio([OF_RUN, RELEASED], value=OF_RUN, label="Try")
+    kind = gr.Radio([OF_RUN, RELEASED], value=OF_RUN, label="Recogniser" if command else "Try")
     with gr.Row():
         run = gr.Dropdown([], label="Run", info="that has weights", min_width=200)
         weights = gr.Dropdown([], label="Weights", info="of which moment", min_width=200)
@@ -86,14 +86,16 @@ def choose(context: Context, command: str = "") -> Choice:
     return Choice(kind, run, weights, recipe, path, language, device, allowed)
 
 
-def connect(context: Context, shown: Callable, chosen: gr.State, choice: Choice) -> list[Callable]:
-    """Finds what there is to choose from when `shown` happens; `chosen` as in `Shared`. Returns the
-    triggers of what shows the chosen model."""
+def connect(
+    context: Context, shown: Callable, chosen: gr.State, choice: Choice, command: str = ""
+) -> list[Callable]:
+    """Finds what there is to choose from when `shown` happens; `chosen` as in `Shared`, `command` as
+    in `choose`. Returns the triggers of what shows the chosen model."""
 
     def choices(name: str | None, run: str | None, path: str | None) -> tuple:
         """The runs and the released models that there are now. `name` is the run that the other
         tabs look at."""
-        names = [each.name for each in usable(context)]
+        names = [each.name for each in usable(context, command)]
         run = next((each for each in (name, run) if each in names), next(iter(names), None))
         models = context.places.models()
         path = path if path in models else next(iter(models), None)
@@ -127,9 +129,11 @@ def _uses(recipe: Recipe, command: str) -> bool:
     return bool(names & wanted and names & set(trials.RELEASED))
 
 
-def usable(context: Context) -> list[Run]:
-    """The runs that have weights."""
-    return [run for run in runs.list_runs(context.places.runs) if outputs.weights(run.folder)]
+def usable(context: Context, command: str = "") -> list[Run]:
+    """The runs that have weights, of recipes that know `command` if there is one."""
+    found = [run for run in runs.list_runs(context.places.runs) if outputs.weights(run.folder)]
+    knows = {name for name, each in context.recipes.items() if command in each.commands}
+    return [run for run in found if not command or run.recipe in knows]
 
 
 def weights_of(context: Context, name: str | None, before: str | None) -> gr.Dropdown:

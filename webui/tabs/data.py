@@ -14,7 +14,7 @@ from webui.context import Context
 from webui.places import DRAFT, Places
 from webui.tabs import drafts
 from webui.tabs.events import on
-from webui.tabs.shared import HTML, Shared
+from webui.tabs.shared import HTML, Shared, with_own_names
 from webui.uploads import TABLE_SUFFIXES
 
 CHECK_SECONDS = 3600.0  # of a check at most: it listens to all recordings, the first time
@@ -121,12 +121,12 @@ def _controls(context: Context, recipes: dict[str, Recipe], shared: Shared) -> C
 def _dropped() -> list[gr.File]:
     """Where files, and where a folder can be dropped."""
     with gr.Row():
-        label = "Or drop audio files and their table, or a .zip of them"
-        files = gr.File(file_count="multiple", label=label, height="9.5rem", min_width=240)
+        label = "Or drop audio and its table, or a .zip"
+        files = gr.File(file_count="multiple", label=label, height="11rem", min_width=240)
         label = "Or choose a folder with them"
-        folder = gr.File(file_count="directory", label=label, height="9.5rem", min_width=240)
+        folder = gr.File(file_count="directory", label=label, height="11rem", min_width=240)
     for each in (files, folder):
-        each.preprocess = _pairs  # this holds as long as no event changes this component
+        each.preprocess = with_own_names  # this holds as long as no event changes this component
     return [files, folder]
 
 
@@ -259,12 +259,6 @@ def _connect_check(
     on(run.failure, lambda: "", None, controls.result)
     to_form = [shared.settings, shared.tabs]
     on(controls.train.click, to_training, [shared.settings, *chosen], to_form)
-
-
-def _pairs(payload) -> list[tuple[str, str]]:
-    """Uploaded files as pairs (path, the name that the user knows). Gradio would give paths alone,
-    whose names lack some signs."""
-    return [(file.path, file.orig_name or Path(file.path).name) for file in payload or []]
 
 
 def _save(places: Places, pairs: list[tuple[str, str]], without_texts: bool = False) -> Path | None:

@@ -60,7 +60,7 @@ def build_draft(context: Context, shared: Shared, dropped: list[gr.File], save) 
         run = _start(context, path, Chosen(*values))
         return run.name, gr.Tabs(selected="runs")
 
-    connect(context, part.expand, shared.chosen, choice)
+    connect(context, part.expand, shared.chosen, choice, "transcribe")
     on(part.expand, lambda: gr.Dropdown(choices=places.audio_folders()), None, audio)
     inputs = [audio, *dropped, *choice.all()]
     on(button.click, write, inputs, [shared.chosen, shared.tabs])

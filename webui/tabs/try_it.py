@@ -1,5 +1,8 @@
 """The Try tab: what a trained or released model hears or says."""
 
+from dataclasses import dataclass
+from pathlib import Path
+
 import gradio as gr
 
 from common.errors import Failure, UsageError
@@ -9,7 +12,7 @@ from webui.context import Context
 from webui.runs import Run
 from webui.tabs.choice import OF_RUN, Choice, Chosen, choose, connect, model_of
 from webui.tabs.events import on
-from webui.tabs.shared import HTML, Shared
+from webui.tabs.shared import HTML, Shared, with_own_names
 from webui.trials import GPU, Model, Utterance
 
 NOTHING = "nothing was recognised"
@@ -45,39 +48,84 @@ def build(context: Context, shared: Shared) -> None:
 # --- controls -------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What is wanted of recordings: (file, the user's own name of it)."""
+
+    recordings: list[tuple[str, str]]
+    with_released: bool
+    subtitles: bool
+
+
 def _hearing(context: Context, choice: Choice) -> list:
     """The controls of recognisers. Returns those that show what a run's evaluation got wrong."""
-    audio = gr.Audio(label="Recording", **SOUND)
+    with gr.Row():
+        audio = gr.Audio(label="Recording", min_width=240, **SOUND)
+        several = gr.File(
+            label="Or several recordings", file_count="multiple", height="11rem", min_width=240
+        )
+        several.preprocess = with_own_names
     beside = gr.Checkbox(label="Also by the released model that the run began from")
+    subtitles = gr.Checkbox(label="Subtitles (.srt) to download")
     button = gr.Button("Transcribe", variant="primary")
     text = gr.Textbox(label="Transcript", lines=2, interactive=False)
     other = gr.Textbox(
         label="Transcript of the released model", lines=2, interactive=False, visible=False
     )
+    files = gr.File(label="Subtitles", file_count="multiple", interactive=False, visible=False)
     times = gr.Markdown(**HTML)
     worst = gr.Markdown(**HTML)
     best = gr.Markdown(**HTML)
+    results = [text, other, files, times]
 
-    def transcribe(path: str | None, with_released: bool, *values) -> list:
-        chosen = Chosen(*values)
-        recipe, run, model = model_of(context, chosen)
-        recording = trials.checked_audio(path, "recording")
-        before = trials.released_before(context.places, recipe, run) if run else None
-        models = [each for each in (model, before if with_released else None) if each]
-        found, texts = [], []
+    def transcribe(path: str | None, pairs: list, released: bool, wants: bool, *values) -> list:
+        recordings = pairs or [(path, Path(path or "").name)]
+        return _transcribe(context, Asked(recordings, released, wants), Chosen(*values))
+
+    def forget() -> list:
+        return [gr.Textbox("", visible=True), *[gr.Textbox(visible=False)] * 2, ""]
+
+    on(button.click, transcribe, [audio, several, beside, subtitles, *choice.all()], results)
+    for trigger in (audio.change, several.upload, several.delete, several.clear):
+        on(trigger, forget, None, results, show_progress="hidden")
+    return [beside, worst, best]
+
+
+def _transcribe(context: Context, asked: Asked, chosen: Chosen) -> list:
+    """The transcript of one recording, and of the released model; the subtitles; the times of a
+    recording, or a table of several, in which each has its own error."""
+    recipe, run, model = model_of(context, chosen)
+    before = trials.released_before(context.places, recipe, run) if run else None
+    models = [each for each in (model, before if asked.with_released else None) if each]
+    is_one = len(asked.recordings) == 1
+    rows, cells = [], []
+    for path, name in asked.recordings:
+        cells.append([views.text(name)])
         for each in models:
             words = _words(context, each, chosen)
-            found.append(trials.transcribe(context.models, recipe.name, recording, words))
-            info = f"by {each.label}"  # another model may be chosen before this is read
-            texts.append(
-                gr.Textbox(found[-1]["text"], info=info, placeholder=NOTHING, visible=True)
-            )
-        texts += [gr.Textbox(visible=False)] * (2 - len(texts))
-        return [*texts, _times(found[0])]
-
-    on(button.click, transcribe, [audio, beside, *choice.all()], [text, other, times])
-    on(audio.change, lambda: ("", gr.Textbox(visible=False), ""), None, [text, other, times])
-    return [beside, worst, best]
+            try:
+                audio = trials.checked_audio(path, "recording")
+                extra = trials.times_of(recipe, each, before) if asked.subtitles else []
+                row = trials.transcribe(context.models, recipe.name, audio, words, extra)
+            except Failure as failure:
+                if is_one:
+                    raise
+                row = {"text": f"({failure})", "failed": True}
+            rows.append({**row, "name": name, "is_chosen": each is model})
+            cells[-1].append(views.text(row["text"]))
+    written = [row for row in rows if row["is_chosen"] and "failed" not in row]
+    made = trials.write_subtitles(written) if asked.subtitles else []
+    files = gr.File(value=made, visible=bool(made))
+    if not is_one:
+        header = ["recording", *(each.label for each in models)]
+        hidden = [gr.Textbox(visible=False)] * 2
+        return [*hidden, files, views.table(header, cells, "Transcripts")]
+    texts = [
+        gr.Textbox(row["text"], info=f"by {each.label}", placeholder=NOTHING, visible=True)
+        for row, each in zip(rows, models, strict=True)  # another may be chosen before it is read
+    ]
+    texts += [gr.Textbox(visible=False)] * (2 - len(texts))
+    return [*texts, files, _times(rows[0])]
 
 
 def _speaking(context: Context, choice: Choice) -> list:
@@ -174,7 +222,7 @@ def _player(context: Context, path: str, offset: float = 0.0, seconds: float | N
 
 def _times(row: dict) -> str:
     """The times of words or, without them, of the pieces that a recording was cut into."""
-    parts = row.get("words") or row.get("pieces", [])
+    parts = row.get("words") or row.get("segments") or row.get("pieces", [])
     if len(parts) < 2:
         return ""
     rows = [
@@ -206,7 +254,9 @@ def _utterances(context: Context, found: list[Utterance], title: str, marks: str
     header = ["play", "difference", "wrong words", "wrong characters"]
     if not rows:
         return ""
-    return f"<div>{views.table(header, rows, title)}<p>{views.text(marks)}</p></div>"
+    return (
+        f'<div class="stacked">{views.table(header, rows, title)}<p>{views.text(marks)}</p></div>'
+    )
 
 
 def _spoken(path: str) -> str:

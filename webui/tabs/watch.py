@@ -81,6 +81,7 @@ def _look(found: list[Run], name: str | None, second: str) -> tuple:
     states = {run.name: progress.state(run) for run in found}
     rows = [_row(run, states[run.name]) for run in found]
     table = views.table(["run", "state", "began"], rows, "Runs")
+    table = f'<div class="stacked">{table}</div>'
     if not found:
         table = "<p>There is no run yet. The Train tab starts one.</p>"
     chosen = next((run for run in found if run.name == name), None)
