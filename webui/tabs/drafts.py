@@ -3,19 +3,22 @@ that somebody corrects while listening."""
 
 import functools
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gradio as gr
 
 from common.errors import Failure, UsageError
 from webui import commands, corrections, runs, views
+from webui.catalogue import Recipe
 from webui.context import Context
 from webui.corrections import Text
 from webui.places import CORRECTED, DRAFT
+from webui.runs import Run
 from webui.tabs.choice import Chosen, choose, connect, model_of
 from webui.tabs.events import on
 from webui.tabs.shared import HTML, Shared
+from webui.trials import Model
 
 PIECE_SECONDS = "15"  # of a draft: long recordings are cut, at silences
 NAME = "draft"
@@ -53,11 +56,12 @@ def build_draft(context: Context, shared: Shared, dropped: list[gr.File], save) 
         button = gr.Button("Write a draft", variant="primary")
 
     def write(name: str | None, some: list, others: list, *values) -> tuple:
-        pairs = some + others
-        if not name and not pairs:
+        if not (name or some or others):
             raise UsageError("there are no recordings: drop audio files above, or choose a folder")
-        path = name or places.name(save(pairs))
-        run = _start(context, path, Chosen(*values))
+        recipe, _, model = model_of(context, Chosen(*values))
+        if "transcribe" not in recipe.commands:
+            raise UsageError(f"{recipe.name} does not transcribe: choose a recogniser's weights")
+        run = _start(context, recipe, model, name or places.name(save(some + others)))
         return run.name, gr.Tabs(selected="runs")
 
     connect(context, part.expand, shared.chosen, choice, "transcribe")
@@ -66,20 +70,20 @@ def build_draft(context: Context, shared: Shared, dropped: list[gr.File], save) 
     on(button.click, write, inputs, [shared.chosen, shared.tabs])
 
 
-def _start(context: Context, path: str, chosen: Chosen) -> runs.Run:
+def _start(context: Context, recipe: Recipe, model: Model, path: str) -> Run:
     """Starts the run that writes a draft of the audio in a folder. Raises `Failure`."""
     places = context.places
-    recipe, _, model = model_of(context, chosen)
-    if "transcribe" not in recipe.commands:
-        raise UsageError(f"{recipe.name} does not transcribe: choose a recogniser's weights")
-    of_model = commands.values_of(recipe, list(model.words))
     values = {"transcribe": shlex.quote(path), "output": DRAFT, "piece_seconds": PIECE_SECONDS}
-    settings = {"recipe": recipe.name, "values": {**values, **of_model}}
-    name = runs.new_name(places.runs, NAME)
-    made = commands.command(places, recipe, settings, places.runs / name)
-    run = runs.create(places.runs, name, settings, made.words)
-    context.release_gpu(made.words)
-    runs.start(run)
+    values |= commands.values_of(recipe, list(model.words))
+    settings = {"recipe": recipe.name, "values": values}
+    run = runs.create(places.runs, runs.new_name(places.runs, NAME), settings, [])
+    try:  # the recipe wants the folder of its output
+        words = commands.command(places, recipe, settings, run.folder).words
+    except Failure:
+        runs.remove(run, places)
+        raise
+    context.release_gpu(words)
+    runs.start(replace(run, words=words))
     return run
 
 
