@@ -123,6 +123,41 @@ def test_uploads(page, here, wav, tmp_path):
     assert not here.uploads()
 
 
+def test_an_upload_that_is_refused_says_so_until_the_next_one(page, here, wav, tmp_path):
+    _, call = page
+    clip, table = wav(tmp_path / "0.wav"), tmp_path / "0.csv"
+    table.write_text("audio_file|text\n1.wav|one\n")
+    pairs = [(clip, "1.wav"), (str(table), "t.csv")]
+    *_, said = call("upload", [*pairs, (str(table), HARMFUL + ".csv")])
+    assert "Not uploaded: these are several tables" in said and "<img" not in said
+    *_, said = call("upload_folder", [*pairs, (clip, "1.wav")])
+    assert "several files in this folder are called 1.wav" in said and not here.uploads()
+    *_, said = call("upload_folder", pairs)
+    assert "Uploaded." in said and here.uploads() == ["uploads/1"]
+
+
+def test_a_draft_is_trained_on_in_pieces(page, here, wav, json_lines):
+    _, call = page
+    (here.runs / "one").mkdir()
+    row = {"file": wav(here.data / "a.wav"), "text": "one", "pieces": []}
+    json_lines(here.runs / "one/draft.jsonl", [row])
+    (here.runs / "one/corrected.jsonl").write_bytes((here.runs / "one/draft.jsonl").read_bytes())
+    options = [""] * len(data.OPTIONS)
+    for name in ("one/draft.jsonl", "one/corrected.jsonl"):
+        settings, _ = call("to_training", {}, name, None, "konkani_conformer", *options)
+        assert settings["values"] == {"train_manifest": name, "use_chunking": "on"}
+
+
+def test_a_draft_needs_recordings_and_a_recogniser(page, here):
+    _, call = page
+    chosen = ["A run", None, None, None, None, "", "CPU", False]
+    with pytest.raises(gr.Error, match="no recordings"):
+        call("write", "", [], [], *chosen)
+    with pytest.raises(gr.Error, match="choose a run"):
+        call("write", "uploads/1", [], [], *chosen)
+    assert not list(here.runs.iterdir())
+
+
 def test_texts_are_shown_as_text(here, wav):
     clip = here.data / f"{HARMFUL}.wav"
     wav(clip)
