@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common import records
 from common.errors import UsageError, cannot_write
-from common.files import write_text
+from common.files import TEXT_BYTES, write_text
 from speech.columns import Rejections
 from speech.manifest import TEXT_KEYS, Fields, find_audio, parse, row_fields
 from webui.places import CORRECTED, Places
@@ -79,6 +79,8 @@ def correct(places: Places, table: Path, changes: list[tuple[Text, str]]) -> Pat
 
 
 def _rows(table: Path) -> list[tuple[dict, Fields]]:
+    if table.stat().st_size > TEXT_BYTES:
+        raise UsageError(f"{table.name} is too large to be corrected here: correct the file itself")
     rejected = Rejections()
     try:
         found = [(row, row_fields(row, "")) for _, row in parse(table, rejected)]

@@ -176,6 +176,8 @@ def test_from_data_to_a_recogniser(page, folders, servers):
     press(page, re.compile("^Model"))
     for label, value in SMALL.items():
         fill(page, label, value)
+    for title in (MORE, re.compile("^Model")):
+        press(page, title)  # what is folded again is kept
     choose(page, "GPU to predict for", "8gb")
     press(page, "Will it fit?")
     see(page, "It fits.")

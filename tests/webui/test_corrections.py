@@ -2,13 +2,16 @@
 
 import json
 
+import gradio as gr
 import pytest
 
 from common.errors import UsageError
 from speech.columns import Rejections, Segments
 from speech.manifest import parse, read_manifest
 from webui import corrections
+from webui.context import Context
 from webui.places import CORRECTED, DRAFT, Places
+from webui.tabs import drafts
 
 
 @pytest.fixture
@@ -82,6 +85,32 @@ def test_pieces_from_elsewhere(here, draft, json_lines):
     for pieces in ("x", [1], [{"start": 0}], [{"start": "0", "end": 1, "text": "a"}]):
         json_lines(draft, [{"file": "0.wav", "text": "one", "pieces": pieces}])
         assert [text.piece for text in corrections.texts_of(draft)] == [None]
+
+
+def test_pages_of_texts(here, json_lines, wav):
+    """Save and turn, from the first text of a draft to the last."""
+    count = drafts.SLOTS + 3
+    rows = [{"file": wav(here.data / "a.wav"), "text": f"text {n}"} for n in range(count)]
+    json_lines(here.runs / "one" / DRAFT, rows)
+    actions = {}
+    with gr.Blocks() as page:
+        drafts.build_editor(Context(here, {}, None), gr.Dropdown([]))
+    for each in page.fns.values():
+        actions.setdefault(each.fn.__name__, []).append(each.fn)
+    (show,) = actions["show"]
+    (follow,) = actions["follow"]
+    _, _, ahead = actions["run"]  # of partial functions, which have no names
+    now, where, *slots = show(f"one/{DRAFT}")
+    assert f"texts 1 to {drafts.SLOTS} of {count}" in where and "<audio" in slots[1]
+    texts = [text.text for text in now.texts]
+    now, where, *slots, table = ahead(now, "TEXT 0", *texts[1:])
+    assert now.table == table.value == f"one/{CORRECTED}" and slots[2] == f"text {drafts.SLOTS}"
+    assert [row.visible for row in slots[::3]] == [True] * 3 + [False] * (drafts.SLOTS - 3)
+    assert follow(table.value, True, now)[0] == gr.skip() == follow("other", False, now)[0]
+    first, *_ = (here.runs / table.value).read_text().splitlines()
+    assert json.loads(first)["text"] == "TEXT 0"
+    with pytest.raises(gr.Error, match="there is no table"):
+        ahead(drafts.Shown(), *texts)
 
 
 def test_a_table_with_parts_of_files(here, draft, wav):

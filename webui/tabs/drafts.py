@@ -92,6 +92,7 @@ def build_editor(context: Context, table: gr.Dropdown) -> None:
     with gr.Accordion("Correct the texts", open=False) as part:
         gr.Markdown(f"<p>{views.text(CORRECTING)}</p>", **HTML)
         shown = gr.State(Shown())
+        opened = gr.State(False)  # or a long table would be read whenever it is chosen
         where = gr.Markdown(**HTML)
         slots = []
         for number in range(1, SLOTS + 1):
@@ -104,13 +105,20 @@ def build_editor(context: Context, table: gr.Dropdown) -> None:
             save = gr.Button("Save", min_width=140)
             ahead = gr.Button("Save, and the next texts", variant="primary", min_width=140)
 
-    def show(name: str | None, first: int = 0) -> list:
+    def show(name: str | None) -> list:
         if not name:
             return [Shown(), "<p>Choose a table above.</p>", *[gr.skip()] * len(slots)]
-        path = corrections.begun(context.places.file(name))
-        return _texts(context, path, first)
+        return _texts(context, corrections.begun(context.places.file(name)), 0)
+
+    def follow(name: str | None, opened: bool, now: Shown) -> list:
+        """Another table was chosen, or this part has done so after it saved."""
+        if not opened or name == now.table:
+            return [gr.skip()] * (2 + len(slots))
+        return show(name)
 
     def turn(by: int, now: Shown, *texts: str) -> list:
+        if not now.table:
+            raise UsageError("there is no table: choose one above")
         changed = [
             (old, new) for old, new in zip(now.texts, texts, strict=False) if old.text != new
         ]
@@ -124,7 +132,9 @@ def build_editor(context: Context, table: gr.Dropdown) -> None:
     boxes = slots[2::3]
     editor = [shown, where, *slots]
     on(part.expand, show, table, editor)
-    on(table.change, show, table, editor, show_progress="hidden")
+    on(part.expand, lambda: True, None, opened, show_progress="hidden")
+    on(part.collapse, lambda: False, None, opened, show_progress="hidden")
+    on(table.change, follow, [table, opened, shown], editor, show_progress="hidden")
     for button, by in ((back, -SLOTS), (save, 0), (ahead, SLOTS)):
         on(button.click, functools.partial(turn, by), [shown, *boxes], [*editor, table])
 
