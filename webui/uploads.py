@@ -21,6 +21,7 @@ from speech.manifest import AUDIO_KEYS, parse
 
 FILE_BYTES = 200 << 20  # of a dropped file, and of a file in a .zip
 ZIP_BYTES = 2 << 30  # of a .zip
+ZIP_FILES = 100_000  # in it
 MANIFEST = "manifest.jsonl"  # of an upload
 UPLOADED_AS = "uploaded_as"  # the key in its rows of a file's own name
 NOT_USED = "not_used.txt"  # of an upload: a table of what was left out, as `Rejections` prints it
@@ -103,10 +104,11 @@ def fill(folder: Path, files: list[str], names: list[str], room: int) -> str:
     `UsageError` if nothing can be used."""
     rejected = Rejections()
     dropped = []
-    for file, name in zip(map(Path, files), names, strict=True):
+    for number, (file, name) in enumerate(zip(map(Path, files), names, strict=True)):
         if _is_zip(name):
-            aside = folder / UNPACKED / str(len(dropped))
-            dropped += _unpacked(file, name, aside, room)
+            unpacked = _unpacked(file, name, folder / UNPACKED / str(number), room)
+            room -= sum(each.stat().st_size for each, _ in unpacked)
+            dropped += unpacked
         else:
             dropped.append((file, name))
     found = _sort(folder, dropped, rejected)
@@ -142,6 +144,8 @@ def _unpacked(archive: Path, name: str, folder: Path, room: int) -> list[tuple[P
     unpacked = []
     try:
         with zipfile.ZipFile(archive) as opened:
+            if len(opened.infolist()) > ZIP_FILES:
+                raise UsageError(f"{printable(name)} has more than {ZIP_FILES} files: divide it")
             for member in opened.infolist():
                 parts = parts_of(member.filename)
                 if member.is_dir() or parts[-1].startswith(".") or parts[0] == "__MACOSX":

@@ -23,7 +23,10 @@ WAIT = 180_000  # milliseconds
 SMALL = {"--d_model": "32", "--encoder_layers": "1", "--decoder_layers": "1"}
 LEARN_FROM = "Recordings to learn from"
 MORE = re.compile("^More: ")  # what is folded on the Train tab
-FONT = "body, .gradio-container { font-size: 32px !important }"
+FLIP = """() => {
+  const mark = document.querySelector("[class^=wanted-]")
+  mark.className = "wanted-" + (1 - mark.className.slice(-1))
+}"""
 pytestmark = pytest.mark.browser
 
 
@@ -301,7 +304,7 @@ def test_a_folder_a_zip_and_a_corrected_table(page, folders, tmp_path):
     shutil.make_archive(str(tmp_path / "all"), "zip", tmp_path / "set")
     tab(page, "Data")
     page.set_input_files("input[type=file] >> nth=1", tmp_path / "set")
-    see(page, re.compile("several files in this folder are called 1.wav: make a .zip"))
+    see(page, re.compile("several files in this folder are called 1.wav: drop a .zip"))
     page.set_input_files("input[type=file] >> nth=0", tmp_path / "all.zip")
     see(page, "Uploaded.")
     page.reload()
@@ -334,6 +337,10 @@ def test_start_waits_for_the_form(page):
             route.continue_()
 
     tab(page, "Train")
+    see(page, LEARN_FROM)
+    page.evaluate(FLIP)  # as if another form were wanted: nothing can be typed into this one
+    page.get_by_role("combobox", name=LEARN_FROM).wait_for(state="hidden")
+    page.evaluate(FLIP)
     see(page, LEARN_FROM)
     tab(page, "Data")
     choose(page, "Table of the recordings", "train.json")
@@ -372,6 +379,7 @@ def test_speech_and_an_export(page, whisper):
     is exported for other programs."""
     tab(page, "Train")
     choose(page, "Recipe", "xtts_amharic")
+    shown(page.get_by_role("button", name=re.compile("^XTTS"))).wait_for()  # its own form
     press(page, MORE)
     shown(page.get_by_role("combobox", name="--use_amharic_g2p")).wait_for()
     fill(page, "--max_steps", "2")

@@ -110,6 +110,7 @@ def test_uploads(page, here, wav, tmp_path):
     clip = wav(tmp_path / "0.wav")
     table = tmp_path / "0.csv"
     table.write_text(f"audio_file|text\n{HARMFUL}.wav|one\nlost.wav|two\n")
+    assert call("upload", [])[-1] == data.HELP
     *_, said = call("upload", [(clip, f"{HARMFUL}.wav")])
     assert "A table of their texts is missing" in said and not here.uploads()
     chosen, *_, said = call("upload", [(clip, f"{HARMFUL}.wav"), (str(table), "t.csv")])

@@ -349,6 +349,10 @@ def test_zips_that_are_refused(here, tmp_path, monkeypatch):
             here.save_upload([written(tmp_path / "bad.zip", content)], ["a.zip"])
     with pytest.raises(UsageError, match="nothing of this"):
         here.save_upload([zipped(tmp_path / "none.zip", {})], ["none.zip"])
+    monkeypatch.setattr(uploads, "ZIP_FILES", 0)
+    with pytest.raises(UsageError, match=r"bomb\.zip has more than 0 files"):
+        here.save_upload([bomb], ["bomb.zip"])
+    monkeypatch.undo()
     monkeypatch.setattr(uploads, "FILE_BYTES", 1 << 19)
     with pytest.raises(UsageError, match=r"bomb\.zip: a\.wav has more than"):
         here.save_upload([bomb], ["bomb.zip"])

@@ -161,12 +161,18 @@ def _connect_tables(places: Places, shared: Shared, controls: Controls) -> None:
 def _connect_uploads(places: Places, controls: Controls) -> None:
     """Dropped files, and their end."""
 
+    def refused(reason) -> tuple:
+        """What is said stays, because the files have to be chosen again."""
+        text = f"<p><b>Not uploaded: {views.text(reason)}</b></p>"
+        return gr.skip(), gr.skip(), gr.skip(), text
+
     def upload(pairs: list[tuple[str, str]]) -> tuple:
+        if not pairs:  # the last file was taken away
+            return gr.skip(), gr.skip(), gr.skip(), HELP
         try:
             path = _save(places, pairs)
-        except Failure as failure:  # it stays, because the files have to be chosen again
-            text = f"<p><b>Not uploaded: {views.text(failure)}</b></p>"
-            return gr.skip(), gr.skip(), gr.skip(), text
+        except Failure as failure:
+            return refused(failure)
         if path is None or path.is_dir():
             saved = f"The audio is now in {places.name(path)}. " if path else ""
             text = f"<p><b>{saved}{MISSING}</b></p>{HELP}"
@@ -181,15 +187,7 @@ def _connect_uploads(places: Places, controls: Controls) -> None:
         names = [name for _, name in pairs]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice:  # the browser does not say in which of its folders each file is
-            reason = (
-                f"several files in this folder are called {twice}: make a .zip of it, and drop that"
-            )
-            return (
-                gr.skip(),
-                gr.skip(),
-                gr.skip(),
-                f"<p><b>Not uploaded: {views.text(reason)}</b></p>",
-            )
+            return refused(f"several files in this folder are called {twice}: drop a .zip of it")
         return upload(pairs)
 
     def removed(name: str | None) -> gr.Dropdown:
@@ -201,13 +199,8 @@ def _connect_uploads(places: Places, controls: Controls) -> None:
     uploaded = [controls.table, controls.evaluation, controls.uploads, controls.said]
     for trigger in (controls.files.upload, controls.files.delete):
         on(trigger, upload, controls.files, uploaded, show_progress="hidden")
-    on(
-        controls.folder.upload,
-        upload_folder,
-        controls.folder,
-        uploaded,
-        show_progress="hidden",
-    )
+    folder = controls.folder
+    on(folder.upload, upload_folder, folder, uploaded, show_progress="hidden")
     on(controls.remove.click, removed, controls.uploads, controls.uploads)
 
 
