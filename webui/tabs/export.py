@@ -170,7 +170,8 @@ def _files(folder: Path, files: list[Path]) -> str:
     for path in files:
         name = views.text(path.relative_to(folder))
         rows.append([name, _size(path.stat().st_size), views.download(str(path))])
-    return views.table(["file", "size", "to keep"], rows, str(folder))
+    table = views.table(["file", "size", "to keep"], rows, str(folder))
+    return f'<div class="stacked">{table}</div>'
 
 
 def _is_inside(places: Places, path: Path) -> bool:
