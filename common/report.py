@@ -1,6 +1,7 @@
 """Reports of a run: progress bar, metrics.jsonl, training.png. They read numbers on
 the host only."""
 
+import collections
 import contextlib
 import json
 import shutil
@@ -15,6 +16,7 @@ from common.errors import cannot_write, require
 from common.files import write_file, write_text
 
 PLAIN_SECONDS = 10  # between progress lines if stderr is not a terminal
+PACE_LINES = 30  # by which the time that is left is told: a pause is forgotten after them
 ERROR_RATES = ("cer", "wer")  # which are shown in per cent
 
 
@@ -45,14 +47,13 @@ class Report:
         enabled: bool = True,
     ):
         self.log_dir = log_dir
-        self.first_step = step
         self.total = total_steps
         self.enabled = enabled
         self.bar = None
         self.metrics = None
         self.problem = None
-        self.started = time.monotonic()
-        self.last_line = self.started
+        self.last_line = time.monotonic()
+        self.printed = collections.deque([(self.last_line, step)], PACE_LINES)  # (time, step)
         if not enabled:
             return
         check_folder(log_dir)
@@ -129,8 +130,9 @@ class Report:
             self.bar.update(step - self.bar.n)
         elif time.monotonic() - self.last_line >= PLAIN_SECONDS or step == self.total:
             self.last_line = time.monotonic()
-            elapsed = self.last_line - self.started
-            left = elapsed / max(1, step - self.first_step) * (self.total - step)
+            begun, first = self.printed[0]
+            left = (self.last_line - begun) / max(1, step - first) * (self.total - step)
+            self.printed.append((self.last_line, step))
             parts = [
                 f"step {step}/{self.total}",
                 f"loss {loss:.3f}",

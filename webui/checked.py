@@ -11,7 +11,8 @@ from common.errors import Failure
 from speech.columns import ADVICE, Rejections, printable
 from speech.headers import probe
 from speech.manifest import find_audio, parse, row_fields
-from webui.places import UPLOADED_AS, Places
+from webui.places import Places
+from webui.uploads import UPLOADED_AS
 
 ROW = re.compile(r"  +([\d.]+)  (.+)")  # what `Rejections.table` prints, and similar tables
 EXAMPLE = " " * 11  # begins the lines below a row

@@ -1,36 +1,29 @@
 """The two folders that the page may use: the data, and the runs with what was uploaded."""
 
-import json
 import os
 import shutil
 import threading
-import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 
 from common.errors import Failure, UsageError, cannot_write
-from common.files import TEXT_BYTES, require_file
+from common.files import require_file
 from speech.columns import Rejections, printable
 from speech.folders import write_folder
-from speech.headers import BEGINNINGS, FORMATS, audio_suffix
 from speech.manifest import AUDIO_KEYS, parse
+from webui import uploads
+from webui.uploads import AUDIO_SUFFIXES, NOT_USED, START, TABLE_SUFFIXES
 
-FILE_BYTES = 200 << 20  # of an uploaded file
 UPLOADS_BYTES = 10 << 30  # of all uploads
 UPLOADS = "uploads"  # the folder in `Places.runs`
-MANIFEST = "manifest.jsonl"  # of an upload
-UPLOADED_AS = "uploaded_as"  # the key in its rows of a file's own name
-NOT_USED = "not_used.txt"  # of an upload: a table of what was left out, as `Rejections` prints it
-NOT_AUDIO = "file is not audio that can be read here"
+DRAFT = "draft.jsonl"  # in a run's folder: what it has transcribed
+CORRECTED = "corrected.jsonl"  # beside a table: the same with texts that were corrected
 DEPTH = 6  # of folders that are searched
 ENTRIES = 100_000  # that a search looks at
 CHOICES = 1_000  # that a list offers
-TABLE_SUFFIXES = {".json", ".jsonl", ".csv", ".tsv"}  # beside audio files
 MODEL_SUFFIXES = {".nemo", ".pt", ".pth", ".safetensors"}
-START = 1 << 16  # bytes of a file that tell its kind
-AUDIO_SUFFIXES = {*FORMATS.values(), *BEGINNINGS.values(), ".aif", ".opus", ".oga", ".mp4"}
 _uploading = threading.Lock()  # two uploads at once could exceed UPLOADS_BYTES
 
 
@@ -81,8 +74,23 @@ class Places:
     def manifests(self, folder: str = "") -> list[str]:
         """Tables of recordings below the folders, or below one `folder` of them, to choose from."""
         bases = [self.inside(folder)] if folder else [self.data, self.runs / UPLOADS]
-        tables = (path for path in self._below(bases) if path.suffix.lower() in TABLE_SUFFIXES)
+        tables = [path for path in self._below(bases) if path.suffix.lower() in TABLE_SUFFIXES]
+        if not folder:
+            tables += self._drafts()
         return self._names(path for path in tables if _is_manifest(path))
+
+    def _drafts(self) -> Iterator[Path]:
+        """The transcripts in folders of runs, and what is corrected of them."""
+        for entry in _entries(self.runs):
+            for name in (DRAFT, CORRECTED):
+                path = Path(entry.path, name)
+                with suppress(UsageError):  # none, or a link that leads out
+                    self.file(path)
+                    yield path
+
+    def audio_folders(self) -> list[str]:
+        """Folders with audio files, to choose from."""
+        return sorted({str(Path(name).parent) for name in self.clips()})
 
     def models(self) -> list[str]:
         """Folders and files of released models and exports, to choose from. The weights of runs are
@@ -151,21 +159,23 @@ class Places:
         table, the folder. What cannot be used is left out and listed by `not_used`. Raises
         `UsageError` if nothing can be used, and `RunError` if it cannot be written."""
         with _uploading:
-            uploads = self.runs / UPLOADS
-            total = sum(_size(Path(file), name) for file, name in zip(files, names, strict=True))
-            room = UPLOADS_BYTES - sum(path.stat().st_size for path in self._below([uploads]))
+            place = self.runs / UPLOADS
+            total = sum(map(uploads.check_size, files, names))
+            room = UPLOADS_BYTES - sum(path.stat().st_size for path in self._below([place]))
             if total > room:
                 raise UsageError(
                     f"these files have {total >> 20} MiB, and there is room for"
-                    f" {max(0, room) >> 20} MiB more: remove earlier uploads from {uploads}, or put"
+                    f" {max(0, room) >> 20} MiB more: remove earlier uploads from {place}, or put"
                     f" the data into {self.data}"
                 )
-            numbers = [int(each.name) for each in _entries(uploads) if each.name.isdecimal()]
-            folder = uploads / str(max(numbers, default=0) + 1)
+            numbers = [int(each.name) for each in _entries(place) if each.name.isdecimal()]
+            folder = place / str(max(numbers, default=0) + 1)
             try:
-                return folder / write_folder(folder, lambda aside: _fill(aside, files, names), {})
+                return folder / write_folder(
+                    folder, lambda aside: uploads.fill(aside, files, names, room), {}
+                )
             except OSError as error:
-                raise cannot_write(uploads, error, "--runs") from None
+                raise cannot_write(place, error, "--runs") from None
 
     def not_used(self, upload: str | Path) -> str:
         """What was left out of an upload, a table as `Rejections` prints it; "" for other files."""
@@ -180,9 +190,9 @@ class Places:
 
     def _upload(self, path: str | Path) -> Path:
         real = self.inside(path)
-        uploads = self.runs / UPLOADS
-        folder = real if real.parent == uploads else real.parent
-        if folder.parent != uploads or not (folder / NOT_USED).is_file():
+        place = self.runs / UPLOADS
+        folder = real if real.parent == place else real.parent
+        if folder.parent != place or not (folder / NOT_USED).is_file():
             raise UsageError(f"{printable(str(path))}: it was not uploaded")
         return folder
 
@@ -205,98 +215,3 @@ def _is_manifest(path: Path) -> bool:
         return next(parse(path, Rejections()), None) is not None
     except (Failure, OSError):
         return False
-
-
-def _size(path: Path, name: str) -> int:
-    """The bytes of an uploaded file. Raises `UsageError` if there are too many."""
-    size = require_file(path).stat().st_size
-    if size > FILE_BYTES:
-        raise UsageError(
-            f"{printable(name)} has {size >> 20} MiB, and {FILE_BYTES >> 20} are taken: cut it, or"
-            " put it into the folder of the data"
-        )
-    return size
-
-
-def _fill(folder: Path, files: list[str], names: list[str]) -> str:
-    """Copies the audio, and writes the manifest. Returns the manifest's name, "" without one."""
-    rejected = Rejections()
-    tables = []
-    copies: dict[str, str] = {}  # names here by uploaded names; "" for what is not audio
-    for file, name in zip(map(Path, files), map(_last, names), strict=True):
-        suffix = audio_suffix(file)
-        if not suffix and Path(name).suffix.lower() in TABLE_SUFFIXES:
-            tables.append((file, name))
-            continue
-        if name in copies:
-            raise UsageError(f"two files are called {printable(name)}: rename one of them")
-        copies[name] = f"{len(copies) + 1:04}{suffix}" if suffix else ""
-        if suffix:
-            shutil.copyfile(file, folder / copies[name])
-    if len(tables) > 1:
-        several = ", ".join(printable(name) for _, name in tables)
-        raise UsageError(f"these are several tables: {several}; give one for the audio files")
-    if tables:
-        count = _write_manifest(*tables[0], copies, folder / MANIFEST, rejected)
-    else:
-        count = sum(map(bool, copies.values()))
-        for name in (name for name, copy in copies.items() if not copy):
-            rejected.add(NOT_AUDIO, name)
-    lines = rejected.table()
-    (folder / NOT_USED).write_text(lines, encoding="utf-8", errors="backslashreplace")
-    if not count:
-        reasons = "; ".join(
-            f"{reason} ({', '.join(examples)})" for reason, examples in rejected.examples.items()
-        )
-        raise UsageError(f"nothing of this can be used: {reasons or 'there is no audio file'}")
-    return MANIFEST if tables else ""
-
-
-def _write_manifest(
-    table: Path, name: str, copies: dict[str, str], path: Path, rejected: Rejections
-) -> int:
-    """Writes the rows of the uploaded `table`, called `name`, whose audio is among `copies`.
-    Returns their number. Raises `UsageError` if it is not a table."""
-    if table.stat().st_size > TEXT_BYTES:
-        raise UsageError(f"{printable(name)}: a table of over {TEXT_BYTES >> 20} MiB is not taken")
-    unused = dict(copies)
-    count = 0
-    try:
-        with open(path, "w", encoding="ascii") as file:
-            for line, row in parse(table, rejected):
-                key = _audio_key(row)
-                if not key:
-                    rejected.add("no audio path", f"{table}:{line}")
-                    continue
-                audio = _last(row[key])
-                unused.pop(audio, None)
-                if not copies.get(audio):
-                    reason = NOT_AUDIO if audio in copies else "file was not uploaded"
-                    rejected.add(reason, f"{table}:{line}: {audio}")
-                    continue
-                others = {field: value for field, value in row.items() if field not in AUDIO_KEYS}
-                content = {key: copies[audio], **others, UPLOADED_AS: audio}
-                file.write(json.dumps(content) + "\n")
-                count += 1
-    except Failure as failure:
-        raise UsageError(str(failure).replace(str(table), printable(name))) from None
-    for audio, copy in unused.items():
-        rejected.add("the table has no line for this file" if copy else NOT_AUDIO, audio)
-    for examples in rejected.examples.values():
-        examples[:] = [example.replace(str(table), printable(name)) for example in examples]
-    return count
-
-
-def _audio_key(row) -> str:
-    """The key of a manifest's row that names its audio, "" if there is none."""
-    if isinstance(row, dict):
-        for key in AUDIO_KEYS:
-            if isinstance(row.get(key), str) and row[key]:
-                return key
-    return ""
-
-
-def _last(name: str) -> str:
-    """The last part of a path of any system, as it is compared: some systems write an umlaut as two
-    characters."""
-    return unicodedata.normalize("NFC", PureWindowsPath(name).name)

@@ -13,6 +13,7 @@ from common.errors import UsageError
 from common.report import shown
 from webui import launch, outputs
 from webui.outputs import CHECKPOINTS
+from webui.places import DRAFT
 from webui.runs import Run, is_alive, processes
 
 LENGTH = re.compile(r"^length: (\d+) updates", re.MULTILINE)  # `common.run_length` prints it
@@ -58,9 +59,16 @@ def state(run: Run) -> State:
         return State(word, f"waits for {other}")
     if word == "stopping":
         return State(word, "it saves its state and ends")
+    if is_draft(run):
+        return State("running", "it transcribes")
     if recipe is None and not _has_locked(run):
         return State("starting", _last_line(run) or "it loads its libraries")
     return State("running", _position(run))
+
+
+def is_draft(run: Run) -> bool:
+    """Whether this run does not train, but transcribes."""
+    return "transcribe" in run.settings.get("values", {})
 
 
 def _has_locked(run: Run) -> bool:
@@ -184,6 +192,8 @@ def _ended(run: Run) -> State:
         return _without_log(run)
     if status is None:
         status = _status_in(text)
+    if status == 0 and is_draft(run):
+        return State("finished", f"its texts are in the table {run.name}/{DRAFT} of the Data tab")
     if status == 0:
         return State("finished", _best(run) or _saved(run))
     if status in STOPPED:

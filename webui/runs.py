@@ -116,6 +116,14 @@ def _recipe_of(folder: Path) -> str:
         return ""
 
 
+def new_name(runs: Path, kind: str) -> str:
+    """The first of kind_1, kind_2, ... that no run has."""
+    number = 1
+    while os.path.lexists(runs / f"{kind}_{number}"):
+        number += 1
+    return f"{kind}_{number}"
+
+
 def create(runs: Path, name: str, settings: dict, words: list[str]) -> Run:
     """Makes the folder of a run that has these `settings` and this command, with its output there.
     Raises `UsageError` for a name that is taken or has other characters, and `RunError`."""

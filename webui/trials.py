@@ -3,6 +3,7 @@ that an evaluation got wrong."""
 
 import hashlib
 import json
+import os
 import re
 import shlex
 import shutil
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from common.errors import Failure, UsageError, cannot_write
 from common.files import write_file
-from speech import metrics
+from speech import metrics, subtitles
 from speech.columns import Rejections, printable
 from speech.headers import audio_suffix
 from speech.manifest import AUDIO_KEYS, SPEAKER_KEYS, TEXT_KEYS, find_audio, parse
@@ -26,6 +27,7 @@ from webui.catalogue import Recipe
 from webui.commands import words_of
 from webui.places import Places
 from webui.runs import Run
+from webui.uploads import audio_suffix
 from webui.use import Models
 
 CPU, GPU = "CPU", "GPU"
@@ -136,13 +138,39 @@ def checked_audio(path: str | None, what: str) -> Path:
     return Path(path)
 
 
-def transcribe(models: Models, recipe: str, audio: Path, words: tuple[str, ...]) -> dict:
+def transcribe(
+    models: Models, recipe: str, audio: Path, words: tuple[str, ...], extra: Iterable[str] = ()
+) -> dict:
     """The transcript of a recording by the model that `words` name: "text", "seconds", and timed
-    "pieces" and, for some recipes, "words". Raises `Failure`."""
+    "pieces" and, for some recipes, "words"; with `extra` flags. Raises `Failure`."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "transcript.jsonl"
-        models.ask(recipe, ["--transcribe", str(audio), "--output", str(output)], words)
+        models.ask(recipe, ["--transcribe", str(audio), "--output", str(output), *extra], words)
         return json.loads(output.read_text(encoding="utf-8"))
+
+
+def times_of(recipe: Recipe, model: Model, before: Model | None) -> list[str]:
+    """The flags with which a recogniser tells times for subtitles. The time tokens of Whisper are
+    those of a released model, or of one that began from it (`before`)."""
+    is_released = before is not None or "--resume" not in model.words
+    names = {option.name for option in recipe.options}
+    return ["--timestamps"] if is_released and "timestamps" in names else []
+
+
+def write_subtitles(rows: list[dict]) -> list[str]:
+    """Writes the subtitles of transcripts as "name".srt into gradio's folder, which the page may
+    show and removes. Without times of words or segments, the words share the time of their piece.
+    Returns the files."""
+    made = []
+    for row in rows:
+        if "words" not in row:
+            row = {"segments": row.get("pieces", []), **row}
+        folder = tempfile.mkdtemp(dir=os.environ["GRADIO_TEMP_DIR"])
+        name = printable(row["name"]).replace("/", "_")
+        file = Path(folder, f"{Path(name).stem[:100]}.srt")
+        file.write_text(subtitles.FORMATS[".srt"].whole(row), encoding="utf-8")
+        made.append(str(file))
+    return made
 
 
 # --- speech ---------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Run them with `./run_tests.sh -m browser`."""
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,12 @@ import soundfile
 ROOT = Path(__file__).parents[2]
 WAIT = 180_000  # milliseconds
 SMALL = {"--d_model": "32", "--encoder_layers": "1", "--decoder_layers": "1"}
-FONT = "body, .gradio-container { font-size: 32px !important }"
+LEARN_FROM = "Recordings to learn from"
+MORE = re.compile("^More: ")  # what is folded on the Train tab
+FLIP = """() => {
+  const mark = document.querySelector("[class^=wanted-]")
+  mark.className = "wanted-" + (1 - mark.className.slice(-1))
+}"""
 pytestmark = pytest.mark.browser
 
 
@@ -65,8 +71,8 @@ def folders(tmp_path_factory) -> tuple[Path, Path]:
 class Server:
     """The program, as the script starts it."""
 
-    def __init__(self, data: Path, runs: Path):
-        words = ["webui/app.py", "--port", "0", "--data", str(data), "--runs", str(runs)]
+    def __init__(self, data: Path, runs: Path, port: int = 0):
+        words = ["webui/app.py", "--port", str(port), "--data", str(data), "--runs", str(runs)]
         self.process = subprocess.Popen(
             [sys.executable, *words],
             cwd=ROOT,
@@ -167,11 +173,14 @@ def test_from_data_to_a_recogniser(page, folders, servers):
     assert page.request.get(page.url + player).headers["content-type"] == "audio/wav"
     press(page, "Train with these data")
 
-    expect_value(page, "--train_manifest", "combobox", "train.json")  # the form is made anew
+    expect_value(page, LEARN_FROM, "combobox", "train.json")  # the form is made anew
+    press(page, MORE)
     fill(page, "--max_steps", "300")
-    press(page, re.compile("^model"))
+    press(page, re.compile("^Model"))
     for label, value in SMALL.items():
         fill(page, label, value)
+    for title in (MORE, re.compile("^Model")):
+        press(page, title)  # what is folded again is kept
     choose(page, "GPU to predict for", "8gb")
     press(page, "Will it fit?")
     see(page, "It fits.")
@@ -241,14 +250,140 @@ def whisper(folders) -> subprocess.Popen:
     process.kill()
 
 
+def test_a_draft_is_corrected_and_trained_on(page, folders):
+    """After the test above: its recogniser writes the draft of two dropped recordings."""
+    data, runs = folders
+    tab(page, "Data")
+    files = [data / "audio" / f"{number:02d}.wav" for number in (0, 1)]
+    page.set_input_files("input[type=file] >> nth=0", files)
+    see(page, "A table of their texts is missing")
+    press(page, re.compile("^There are no texts yet"))
+    expect_value(page, "Weights", "combobox", "best evaluation")
+    press(page, "Write a draft")
+    expect_state(page, "draft_1", "finished")
+    see(page, re.compile("its texts are in the table draft_1/draft.jsonl"))
+    tab(page, "Data")
+    choose(page, "Table of the recordings", "draft_1/draft.jsonl")
+    press(page, re.compile("^Correct the texts"))
+    see(page, "draft_1/draft.jsonl: texts 1 to 2 of 2")
+    fill(page, "Text 2", "abcdefgh")
+    picture(page, "correct")
+    press(page, "Save")
+    see(page, "draft_1/corrected.jsonl: texts 1 to 2 of 2")
+    expect_value(page, "Table of the recordings", "combobox", "draft_1/corrected.jsonl")
+    saved = (runs / "draft_1" / "corrected.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["text"] for line in saved][1] == "abcdefgh"
+    press(page, "Train with these data")
+    expect_value(page, LEARN_FROM, "combobox", "draft_1/corrected.jsonl")
+
+
+def test_several_recordings_and_their_subtitles(page, folders):
+    data, _ = folders
+    tab(page, "Try")
+    expect_value(page, "Weights", "combobox", "best evaluation")
+    block = page.locator(".block").filter(has=page.get_by_text("Or several recordings"))
+    files = [data / "audio" / name for name in ("00.wav", "text.wav", "01.wav")]
+    shown(block).locator("input[type=file]").set_input_files(files)
+    shown(page.get_by_label("Subtitles (.srt) to download")).check()
+    press(page, "Transcribe")
+    see(page, re.compile("the recording is not an audio file"))
+    with page.expect_download() as download:
+        block = page.locator(".block").filter(has=page.get_by_text("Subtitles", exact=True))
+        shown(block).get_by_role("link").first.click()
+    text = Path(download.value.path()).read_text(encoding="utf-8")
+    assert text.startswith("1\n00:00:0") and " --> " in text
+
+
+def test_a_folder_a_zip_and_a_corrected_table(page, folders, tmp_path):
+    data, runs = folders
+    for number, name in enumerate(("ann/1.wav", "bob/1.wav")):
+        (tmp_path / "set" / name).parent.mkdir(parents=True)
+        shutil.copyfile(data / "audio" / f"{number:02d}.wav", tmp_path / "set" / name)
+    table = tmp_path / "set" / "t.csv"
+    table.write_text("audio_file|text\nann/1.wav|one\nbob/1.wav|two\n")
+    shutil.make_archive(str(tmp_path / "all"), "zip", tmp_path / "set")
+    tab(page, "Data")
+    page.set_input_files("input[type=file] >> nth=1", tmp_path / "set")
+    see(page, re.compile("several files in this folder are called 1.wav: drop a .zip"))
+    page.set_input_files("input[type=file] >> nth=0", tmp_path / "all.zip")
+    see(page, "Uploaded.")
+    page.reload()
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    shutil.copyfile(data / "audio" / "00.wav", flat / "1.wav")
+    (flat / "t.csv").write_text("audio_file|text\n1.wav|wrong\n")
+    page.set_input_files("input[type=file] >> nth=1", flat)
+    see(page, "Uploaded.")
+    page.reload()
+    page.set_input_files("input[type=file] >> nth=0", [flat / "1.wav", flat / "t.csv"])
+    see(page, "Uploaded.")
+    (flat / "t.csv").write_text("audio_file|text\n1.wav|right\n")
+    page.set_input_files("input[type=file] >> nth=0", flat / "t.csv")
+    see(page, re.compile("a later file of this name is used"))
+    tables = [path.read_text() for path in sorted((runs / "uploads").glob("*/manifest.jsonl"))]
+    texts = [[json.loads(line)["text"] for line in table.splitlines()] for table in tables]
+    assert texts[-4:] == [["one", "two"], ["wrong"], ["wrong"], ["right"]]
+
+
+def test_start_waits_for_the_form(page):
+    """The answers of the server that draw the form anew come late."""
+    held = []
+    holds = [False]
+
+    def answer(route) -> None:
+        if holds[0]:
+            held.append(route)
+        else:
+            route.continue_()
+
+    tab(page, "Train")
+    see(page, LEARN_FROM)
+    page.evaluate(FLIP)  # as if another form were wanted: nothing can be typed into this one
+    page.get_by_role("combobox", name=LEARN_FROM).wait_for(state="hidden")
+    page.evaluate(FLIP)
+    see(page, LEARN_FROM)
+    tab(page, "Data")
+    choose(page, "Table of the recordings", "train.json")
+    page.route("**/gradio_api/queue/join*", answer)
+    with page.expect_response("**/gradio_api/queue/join*"):
+        press(page, "Train with these data")
+    holds[0] = True
+    page.get_by_role("tab", name="Train", selected=True).wait_for()
+    page.wait_for_timeout(500)
+    holds[0] = False
+    fill(page, "Name of the run", "too_early")
+    press(page, "Start")
+    see(page, re.compile("the form does not show what was chosen yet"))
+    # The message covers neither the tabs nor what can be pressed.
+    page.get_by_role("tab", name="Runs", exact=True).click(trial=True)
+    shown(page.get_by_role("button", name="Start", exact=True)).click(trial=True)
+    page.locator(".toast-close").click()
+    for route in held:
+        route.continue_()
+    expect_value(page, LEARN_FROM, "combobox", "train.json")
+    tab(page, "Runs")
+    assert held and not page.get_by_text("too_early").count()
+
+
+def test_an_old_tab_says_why_it_is_dead(page, folders, servers):
+    """The page is started again at the same address."""
+    port = urlsplit(servers[-1].address).port
+    tab(page, "Data")
+    servers[-1].kill()
+    servers.append(Server(*folders, port))
+    page.get_by_role("dialog").get_by_text("The page was started again").wait_for()
+
+
 def test_speech_and_an_export(page, whisper):
     """XTTS from scratch, two updates of each stage: what it says is noise, but it speaks. Whisper
     is exported for other programs."""
     tab(page, "Train")
     choose(page, "Recipe", "xtts_amharic")
+    shown(page.get_by_role("button", name=re.compile("^XTTS"))).wait_for()  # its own form
+    press(page, MORE)
     shown(page.get_by_role("combobox", name="--use_amharic_g2p")).wait_for()
     fill(page, "--max_steps", "2")
-    press(page, re.compile("^data"))
+    press(page, re.compile("^Data"))
     fill(page, "--max_samples", "60")
     fill(page, "Name of the run", "voice")
     press(page, "Start")

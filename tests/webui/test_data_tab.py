@@ -110,6 +110,7 @@ def test_uploads(page, here, wav, tmp_path):
     clip = wav(tmp_path / "0.wav")
     table = tmp_path / "0.csv"
     table.write_text(f"audio_file|text\n{HARMFUL}.wav|one\nlost.wav|two\n")
+    assert call("upload", [])[-1] == data.HELP
     *_, said = call("upload", [(clip, f"{HARMFUL}.wav")])
     assert "A table of their texts is missing" in said and not here.uploads()
     chosen, *_, said = call("upload", [(clip, f"{HARMFUL}.wav"), (str(table), "t.csv")])
@@ -121,6 +122,41 @@ def test_uploads(page, here, wav, tmp_path):
     assert call("refresh")[2].choices == [("uploads/1", "uploads/1")]
     call("removed", "uploads/1")
     assert not here.uploads()
+
+
+def test_an_upload_that_is_refused_says_so_until_the_next_one(page, here, wav, tmp_path):
+    _, call = page
+    clip, table = wav(tmp_path / "0.wav"), tmp_path / "0.csv"
+    table.write_text("audio_file|text\n1.wav|one\n")
+    pairs = [(clip, "1.wav"), (str(table), "t.csv")]
+    *_, said = call("upload", [*pairs, (str(table), HARMFUL + ".csv")])
+    assert "Not uploaded: these are several tables" in said and "<img" not in said
+    *_, said = call("upload_folder", [*pairs, (clip, "1.wav")])
+    assert "several files in this folder are called 1.wav" in said and not here.uploads()
+    *_, said = call("upload_folder", pairs)
+    assert "Uploaded." in said and here.uploads() == ["uploads/1"]
+
+
+def test_a_draft_is_trained_on_in_pieces(page, here, wav, json_lines):
+    _, call = page
+    (here.runs / "one").mkdir()
+    row = {"file": wav(here.data / "a.wav"), "text": "one", "pieces": []}
+    json_lines(here.runs / "one/draft.jsonl", [row])
+    (here.runs / "one/corrected.jsonl").write_bytes((here.runs / "one/draft.jsonl").read_bytes())
+    options = [""] * len(data.OPTIONS)
+    for name in ("one/draft.jsonl", "one/corrected.jsonl"):
+        settings, _ = call("to_training", {}, name, None, "konkani_conformer", *options)
+        assert settings["values"] == {"train_manifest": name, "use_chunking": "on"}
+
+
+def test_a_draft_needs_recordings_and_a_recogniser(page, here):
+    _, call = page
+    chosen = ["A run", None, None, None, None, "", "CPU", False]
+    with pytest.raises(gr.Error, match="no recordings"):
+        call("write", "", [], [], *chosen)
+    with pytest.raises(gr.Error, match="choose a run"):
+        call("write", "uploads/1", [], [], *chosen)
+    assert not list(here.runs.iterdir())
 
 
 def test_texts_are_shown_as_text(here, wav):
@@ -183,9 +219,9 @@ def test_harmful_names_and_players_in_a_browser(here, wav, tmp_path, browser, re
         tab.get_by_text("Uploaded.").wait_for()
         assert tab.get_by_text(f"{HARMFUL}2.wav").is_visible()
         tab.set_input_files("input[type=file]", [str(two[0])])  # adds it to the others
-        tab.get_by_text(f"two files are called {HARMFUL}.wav").wait_for()
+        tab.get_by_text("a later file of this name is used").wait_for()
         assert problems == [] and not tab.locator("img[src=x]").count()
         tab.get_by_role("button", name="Train with these data").press("Enter")
         tab.get_by_role("tab", name="Train", selected=True).wait_for()
-        manifest = tab.get_by_label("--train_manifest")
-        playwright.expect(manifest).to_have_value("uploads/1/manifest.jsonl", timeout=30_000)
+        manifest = tab.get_by_label("Recordings to learn from")
+        playwright.expect(manifest).to_have_value("uploads/2/manifest.jsonl", timeout=30_000)

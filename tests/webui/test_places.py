@@ -3,13 +3,15 @@
 import json
 import os
 import socket
+import zipfile
+from pathlib import Path
 
 import pytest
 
 from common.errors import Failure, UsageError
 from speech.columns import Rejections
 from speech.manifest import parse
-from webui import places
+from webui import places, uploads
 from webui.places import Places
 
 
@@ -255,8 +257,6 @@ def test_only_audio_is_taken(here, tmp_path, wav, content):
 def test_uploads_that_are_refused(here, tmp_path, wav, monkeypatch):
     clip = wav(tmp_path / "a.wav")
     table = written(tmp_path / "t.csv", b"audio_file,text\na.wav,one\n")
-    with pytest.raises(UsageError, match=r"two files are called a\.wav"):
-        here.save_upload([clip, clip], ["x/a.wav", "y\\a.wav"])
     with pytest.raises(UsageError, match=r"several tables: t\.csv, u\.csv"):
         here.save_upload([clip, table, table], ["a.wav", "t.csv", "u.csv"])
     with pytest.raises(UsageError, match=r"file was not uploaded \(t\.csv:2: a\.wav\)"):
@@ -271,9 +271,80 @@ def test_uploads_that_are_refused(here, tmp_path, wav, monkeypatch):
     os.mkfifo(tmp_path / "pipe.wav")
     with pytest.raises(UsageError, match="regular"):
         here.save_upload([str(tmp_path / "pipe.wav")], ["a.wav"])
-    monkeypatch.setattr(places, "FILE_BYTES", 100)
+    monkeypatch.setattr(uploads, "FILE_BYTES", 100)
     with pytest.raises(UsageError, match="are taken"):
         here.save_upload([clip], ["a.wav"])
+    assert not list((here.runs / "uploads").glob("*"))
+
+
+def test_a_corrected_file_beside_the_one_that_it_replaces(here, tmp_path, wav):
+    first, second = (wav(tmp_path / f"{seconds}.wav", seconds) for seconds in (1, 2))
+    old = written(tmp_path / "old.csv", b"audio_file,text\na.wav,wrong\n")
+    new = written(tmp_path / "new.csv", b"audio_file,text\na.wav,right\n")
+    names = ["a.wav", "t.csv", "t.csv", "a.wav"]
+    manifest = here.save_upload([first, old, new, second], names)
+    (row,) = rows_of(manifest)
+    assert row["text"] == "right"
+    (copy,) = manifest.parent.glob("*.wav")
+    assert copy.read_bytes() == (tmp_path / "2.wav").read_bytes()
+    notes = here.not_used(manifest)
+    assert "2  a later file of this name is used" in notes
+    assert "t.csv" in notes and "a.wav" in notes
+
+
+def zipped(path, files: dict[str, str | bytes]) -> str:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return str(path)
+
+
+def test_a_zip_with_equal_names_in_its_folders(here, tmp_path, wav):
+    clips = [(tmp_path / wav(tmp_path / f"{n}.wav", n)).read_bytes() for n in (1, 2, 3)]
+    table = "audio_file,text\nann/1.wav,one\n/x/set/bob/1.wav,two\n1.wav,three\nann/2.wav,four\n"
+    files = {
+        "set/ann/1.wav": clips[0],
+        "set/bob/1.wav": clips[1],
+        "../../up/2.wav": clips[2],
+        "set/t.csv": table,
+        "__MACOSX/set/._t.csv": "x",
+        "set/.DS_Store": "x",
+    }
+    manifest = here.save_upload([zipped(tmp_path / "a.zip", files)], ["my.ZIP"])
+    rows = rows_of(manifest)
+    assert [row["text"] for row in rows] == ["one", "two", "four"]
+    for row, clip in zip(rows, clips, strict=True):
+        assert (manifest.parent / row["audio_file"]).read_bytes() == clip
+    notes = here.not_used(manifest)
+    assert "several uploaded files have this name" in notes and "t.csv:4: 1.wav" in notes
+    assert "DS_Store" not in notes and "MACOSX" not in notes
+    found = {path.name for path in manifest.parent.iterdir()}
+    copies = {row["audio_file"] for row in rows}
+    assert found == {*copies, "manifest.jsonl", "not_used.txt", "made_from.json"}
+    folder = here.save_upload([zipped(tmp_path / "b.zip", {"1.wav": clips[0]})], ["b.zip"])
+    assert folder == here.runs / "uploads/2" and len(list(folder.glob("*.wav"))) == 1
+
+
+def test_zips_that_are_refused(here, tmp_path, monkeypatch):
+    bomb = zipped(tmp_path / "bomb.zip", {"a.wav": bytes(1 << 20)})
+    damaged = bytearray(Path(bomb).read_bytes())
+    damaged[40:60] = b"x" * 20
+    for content in (bytes(damaged), b"PK\3\4", b"no archive", b""):
+        with pytest.raises(UsageError, match=r"a\.zip cannot be unpacked"):
+            here.save_upload([written(tmp_path / "bad.zip", content)], ["a.zip"])
+    with pytest.raises(UsageError, match="nothing of this"):
+        here.save_upload([zipped(tmp_path / "none.zip", {})], ["none.zip"])
+    monkeypatch.setattr(uploads, "ZIP_FILES", 0)
+    with pytest.raises(UsageError, match=r"bomb\.zip has more than 0 files"):
+        here.save_upload([bomb], ["bomb.zip"])
+    monkeypatch.undo()
+    monkeypatch.setattr(uploads, "FILE_BYTES", 1 << 19)
+    with pytest.raises(UsageError, match=r"bomb\.zip: a\.wav has more than"):
+        here.save_upload([bomb], ["bomb.zip"])
+    monkeypatch.setattr(uploads, "FILE_BYTES", 1 << 30)
+    monkeypatch.setattr(places, "UPLOADS_BYTES", 1 << 19)
+    with pytest.raises(UsageError, match=r"bomb\.zip: a\.wav has more than"):
+        here.save_upload([bomb], ["bomb.zip"])
     assert not list((here.runs / "uploads").glob("*"))
 
 

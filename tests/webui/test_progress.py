@@ -76,7 +76,7 @@ def test_progress_is_read_as_the_report_writes_it(tmp_path, capfd):
     length = run_length.RunLength(600, None, 600, 100, 5)
     report = Report(run.folder / "logs", 0, 600)
     report.bar, report.last_line = None, -1e9
-    report.started -= 90
+    report.printed[0] = (time.monotonic() - 90, 0)
     print(run_length.describe(length, batches))
     report.write(100, **{"eval/wer": 0.5, "eval/loss": 3.0, "eval/cer": 0.25})
     values = {"loss": 1.5, "learning_rate": 1e-3, "utterances_per_second": 3.0}

@@ -7,7 +7,7 @@ from common.errors import UsageError
 from webui import catalogue, runs
 from webui.context import Context
 from webui.places import Places
-from webui.tabs import export, train, watch
+from webui.tabs import events, export, train, watch
 from webui.tabs.shared import Shared
 
 KONKANI = "konkani_conformer"
@@ -53,3 +53,19 @@ def test_the_panel_names_its_run_and_the_best_weights_can_be_kept(context):
     (run.folder / "checkpoints" / "best.safetensors").write_bytes(b"x" * 100)
     about = export._about(run, context.recipes[KONKANI])
     assert "Download best.safetensors</a> (100 bytes)" in about and "\n" not in about
+    about = export._kept(run, "there is no recipe")  # of a copy that was removed
+    assert "there is no recipe" in about and "Download best.safetensors</a>" in about
+
+
+def test_messages_end():
+    """They are shown as HTML, so what they name is escaped."""
+    actions = []
+
+    def fail() -> None:
+        raise UsageError("<img src=x>")
+
+    with gr.Blocks():
+        events.on(lambda action, *_, **__: actions.append(action), fail)
+    with pytest.raises(gr.Error) as caught:
+        actions[0]()
+    assert 0 < caught.value.duration <= 60 and "<img" not in str(caught.value)

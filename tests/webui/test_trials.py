@@ -142,6 +142,35 @@ def test_a_transcript_is_that_of_the_command(model):
     assert (recipe, words[:2], given) == (model.recipe, ["--transcribe", "/x.wav"], model.words)
 
 
+def test_subtitles(monkeypatch, tmp_path):
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
+    words = [{"start": 0.5, "end": 1.0, "text": "haanv"}]
+    pieces = [{"start": 0.0, "end": 2.0, "text": "one"}, {"start": 2.0, "end": 3.0, "text": "two"}]
+    rows = [
+        {"name": "a/../b.wav", "text": "haanv", "words": words, "pieces": pieces},
+        {"name": "b.mp3", "text": "one two", "pieces": pieces},
+        {"name": "c", "text": "", "pieces": []},
+    ]
+    files = [Path(path) for path in trials.write_subtitles(rows)]
+    assert [file.name for file in files] == ["a_.._b.srt", "b.srt", "c.srt"]
+    assert all(file.is_relative_to(tmp_path) for file in files)
+    texts = [file.read_text() for file in files]
+    assert texts[0] == "1\n00:00:00,500 --> 00:00:01,000\nhaanv\n\n" and texts[2] == ""
+    assert "00:00:00,000 --> 00:00:02,000\none" in texts[1] and "2\n00:00:02,000" in texts[1]
+
+
+def test_time_tokens_are_those_of_released_whispers(places, recipes, model):
+    (places.data / "base").mkdir()
+    released = trials.released_model(places, recipes["whisper_vietnamese"], "base")
+    for name, each, before, expected in (
+        ("whisper_vietnamese", released, None, ["--timestamps"]),
+        ("whisper_vietnamese", model, released, ["--timestamps"]),
+        ("whisper_vietnamese", model, None, []),
+        ("konkani_conformer", model, None, []),
+    ):
+        assert trials.times_of(recipes[name], each, before) == expected
+
+
 def test_what_was_said_is_kept_with_the_weights(places, run, model):
     models = Models()
     voice = places.data / "voice.wav"

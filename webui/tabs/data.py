@@ -7,13 +7,15 @@ from pathlib import Path
 
 import gradio as gr
 
-from common.errors import UsageError
+from common.errors import Failure, UsageError
 from webui import checked, commands, views
 from webui.catalogue import Recipe
 from webui.context import Context
-from webui.places import TABLE_SUFFIXES, Places
+from webui.places import DRAFT, Places
+from webui.tabs import drafts
 from webui.tabs.events import on
-from webui.tabs.shared import HTML, Shared
+from webui.tabs.shared import HTML, Shared, with_own_names
+from webui.uploads import TABLE_SUFFIXES
 
 CHECK_SECONDS = 3600.0  # of a check at most: it listens to all recordings, the first time
 WAIT = "<p>Checking: every recording is listened to once.</p>"
@@ -30,6 +32,7 @@ OPTIONS = {
     "use_chunking": "Long recordings in pieces",
     "audio_root": "Folder of the audio files",
 }
+MISSING = "A table of their texts is missing: add it, or let a recogniser write a draft (below)."
 EVALUATION = ("dev", "val", "valid", "validation", "eval")  # names of tables beside a train.*
 HELP = (
     "<p>The table says what is spoken in each file. Its first line is <code>audio_file|text</code>,"
@@ -46,6 +49,7 @@ class Controls:
     table: gr.Dropdown
     evaluation: gr.Dropdown
     files: gr.File
+    folder: gr.File
     said: gr.Markdown
     recipe: gr.Dropdown
     options: list[gr.Dropdown]
@@ -60,23 +64,23 @@ class Controls:
 def build(context: Context, shared: Shared) -> None:
     places = context.places
     recipes = {name: each for name, each in context.recipes.items() if _can_check(each)}
-    controls = _controls(places, recipes)
+    controls = _controls(context, recipes, shared)
     _connect_tables(places, shared, controls)
+    _connect_uploads(places, controls)
     _connect_check(places, recipes, shared, controls)
 
 
-def _controls(places: Places, recipes: dict[str, Recipe]) -> Controls:
+def _controls(context: Context, recipes: dict[str, Recipe], shared: Shared) -> Controls:
+    places = context.places
     custom = {"allow_custom_value": True, "min_width": 240}
     with gr.Row():
         info = f"a file or a folder in {places.data}"
         table = gr.Dropdown([], label="Table of the recordings", info=info, **custom)
         info = "may be empty: a part of the recordings is kept for it"
         evaluation = gr.Dropdown([], label="Table for evaluation", info=info, **custom)
-    files = gr.File(
-        file_count="multiple", label="Or drop audio files and their table here", height="9.5rem"
-    )
-    files.preprocess = _pairs  # this holds as long as no event changes this component
+    dropped = _dropped()
     said = gr.Markdown(HELP, **HTML)
+    drafts.build_draft(context, shared, dropped, lambda pairs: _save(places, pairs, True))
     names = [(f"{name}: {each.title}", name) for name, each in recipes.items()]
     first = next(iter(recipes), None)
     recipe = gr.Dropdown(names, value=first, label="For which training")
@@ -91,6 +95,7 @@ def _controls(places: Places, recipes: dict[str, Recipe]) -> Controls:
     result = gr.Markdown(**HTML)
     with gr.Accordion("All that the check has printed", open=False):
         printed = gr.Textbox(label="Printed text", lines=12, max_lines=24, interactive=False)
+    drafts.build_editor(context, table)
     with gr.Accordion("Remove uploaded files", open=False):
         info = "a training that uses it cannot be resumed afterwards"
         uploads = gr.Dropdown([], label="Upload", info=info)
@@ -98,7 +103,7 @@ def _controls(places: Places, recipes: dict[str, Recipe]) -> Controls:
     return Controls(
         table,
         evaluation,
-        files,
+        *dropped,
         said,
         recipe,
         options,
@@ -111,8 +116,20 @@ def _controls(places: Places, recipes: dict[str, Recipe]) -> Controls:
     )
 
 
+def _dropped() -> list[gr.File]:
+    """Where files, and where a folder can be dropped."""
+    with gr.Row():
+        label = "Or drop audio and its table, or a .zip"
+        files = gr.File(file_count="multiple", label=label, height="11rem", min_width=240)
+        label = "Or choose a folder with them"
+        folder = gr.File(file_count="directory", label=label, height="11rem", min_width=240)
+    for each in (files, folder):
+        each.preprocess = with_own_names  # this holds as long as no event changes this component
+    return [files, folder]
+
+
 def _connect_tables(places: Places, shared: Shared, controls: Controls) -> None:
-    """Tables to choose from, and uploads."""
+    """Tables to choose from."""
 
     def refresh(chosen=None, other=None) -> tuple:
         """What there is to choose from now. What is chosen stays: it may change meanwhile."""
@@ -132,17 +149,44 @@ def _connect_tables(places: Places, shared: Shared, controls: Controls) -> None:
             gr.Dropdown(choices=every, value=_evaluation(places, path)),
         )
 
+    tables = [controls.table, controls.evaluation]
+    refreshed = [*tables, controls.uploads]
+    on(functools.partial(gr.on, None), refresh, None, refreshed)  # when the page is loaded
+    on(shared.tab.select, refresh, tables, refreshed)
+    on(controls.table.input, pick, controls.table, tables, show_progress="hidden")
+
+
+def _connect_uploads(places: Places, controls: Controls) -> None:
+    """Dropped files, and their end."""
+
+    def refused(reason) -> tuple:
+        """What is said stays, because the files have to be chosen again."""
+        text = f"<p><b>Not uploaded: {views.text(reason)}</b></p>"
+        return gr.skip(), gr.skip(), gr.skip(), text
+
     def upload(pairs: list[tuple[str, str]]) -> tuple:
-        names = [name for _, name in pairs]
-        if not any(Path(name).suffix.lower() in TABLE_SUFFIXES for name in names):
-            text = f"<p><b>A table of their texts is missing: add it.</b></p>{HELP}"
-            return gr.skip(), gr.skip(), gr.skip(), text
-        path = places.save_upload([file for file, _ in pairs], names)
+        if not pairs:  # the last file was taken away
+            return gr.skip(), gr.skip(), gr.skip(), HELP
+        try:
+            path = _save(places, pairs)
+        except Failure as failure:
+            return refused(failure)
+        if path is None or path.is_dir():
+            saved = f"The audio is now in {places.name(path)}. " if path else ""
+            text = f"<p><b>{saved}{MISSING}</b></p>{HELP}"
+            return gr.skip(), gr.skip(), gr.Dropdown(choices=places.uploads()), text
         name = places.name(path)
         text = f"<p>Uploaded. The table is now called <b>{views.text(name)}</b>.</p>"
         text += _left_out(places, [path])
         table = gr.Dropdown(choices=_with(places.manifests(), name), value=name)
         return table, None, gr.Dropdown(choices=places.uploads()), text
+
+    def upload_folder(pairs: list[tuple[str, str]]) -> tuple:
+        names = [name for _, name in pairs]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice:  # the browser does not say in which of its folders each file is
+            return refused(f"several files in this folder are called {twice}: drop a .zip of it")
+        return upload(pairs)
 
     def removed(name: str | None) -> gr.Dropdown:
         if not name:
@@ -150,13 +194,11 @@ def _connect_tables(places: Places, shared: Shared, controls: Controls) -> None:
         places.remove_upload(name)
         return gr.Dropdown(choices=places.uploads(), value=None)
 
-    tables = [controls.table, controls.evaluation]
-    refreshed = [*tables, controls.uploads]
-    on(functools.partial(gr.on, None), refresh, None, refreshed)  # when the page is loaded
-    on(shared.tab.select, refresh, tables, refreshed)
-    on(controls.table.input, pick, controls.table, tables, show_progress="hidden")
-    uploaded = [*refreshed, controls.said]
-    on(controls.files.upload, upload, controls.files, uploaded, show_progress="hidden")
+    uploaded = [controls.table, controls.evaluation, controls.uploads, controls.said]
+    for trigger in (controls.files.upload, controls.files.delete):
+        on(trigger, upload, controls.files, uploaded, show_progress="hidden")
+    folder = controls.folder
+    on(folder.upload, upload_folder, folder, uploaded, show_progress="hidden")
     on(controls.remove.click, removed, controls.uploads, controls.uploads)
 
 
@@ -180,11 +222,13 @@ def _connect_check(
         for option, value in zip(OPTIONS, values, strict=True):
             if value and option in known:
                 settings["values"][option] = value
+        if (path.parent / DRAFT).is_file() and "use_chunking" in known:
+            settings["values"].setdefault("use_chunking", "on")  # its recordings have pieces
         return settings
 
-    def begin(*values) -> tuple[str, str, str]:
+    def begin(*values) -> tuple[str, str]:
         settings_of(*values)  # what is missing
-        return HELP, WAIT, ""
+        return WAIT, ""
 
     def run_check(*values) -> tuple[str, str]:
         settings = settings_of(*values)
@@ -201,17 +245,22 @@ def _connect_check(
     chosen = [controls.table, controls.evaluation, controls.recipe, *controls.options]
     shown = [controls.result, controls.printed]
     on(controls.recipe.change, adapt, controls.recipe, controls.options)
-    wait = on(controls.check.click, begin, chosen, [controls.said, *shown], show_progress="hidden")
+    wait = on(controls.check.click, begin, chosen, shown, show_progress="hidden")
     run = on(wait.success, run_check, chosen, shown, concurrency_limit=2)
     on(run.failure, lambda: "", None, controls.result)
     to_form = [shared.settings, shared.tabs]
     on(controls.train.click, to_training, [shared.settings, *chosen], to_form)
 
 
-def _pairs(payload) -> list[tuple[str, str]]:
-    """Uploaded files as pairs (path, the name that the user knows). Gradio would give paths alone,
-    whose names lack some signs."""
-    return [(file.path, file.orig_name or Path(file.path).name) for file in payload or []]
+def _save(places: Places, pairs: list[tuple[str, str]], without_texts: bool = False) -> Path | None:
+    """The manifest of dropped files, or the folder of files without a table. None if nothing is
+    kept, because a table of their texts is missing. Raises `Failure`."""
+    names = [name for _, name in pairs]
+    if not without_texts and not any(
+        Path(name).suffix.lower() in {*TABLE_SUFFIXES, ".zip"} for name in names
+    ):
+        return None
+    return places.save_upload([file for file, _ in pairs], names)
 
 
 def _can_check(recipe: Recipe) -> bool:

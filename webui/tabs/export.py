@@ -13,9 +13,9 @@ from webui.catalogue import Recipe
 from webui.context import Context
 from webui.places import Places
 from webui.runs import Run
+from webui.tabs.choice import recipe_of, usable, weights_of
 from webui.tabs.events import on
 from webui.tabs.shared import HTML, Shared
-from webui.tabs.try_it import recipe_of, usable, weights_of
 from webui.use import error_of
 
 FORMAT = "export_format"
@@ -54,7 +54,12 @@ def build(context: Context, shared: Shared) -> None:
             nothing = "<p>There is no run with weights yet: the Train tab starts one.</p>"
             return (nothing, "", "", *[gr.skip()] * 4)
         run = context.run(name)
-        recipe = recipe_of(context, run.recipe)
+        try:
+            recipe = recipe_of(context, run.recipe)
+        except UsageError as error:  # its weights can be kept all the same
+            hidden = [gr.Dropdown(visible=False), gr.Button(visible=False)]
+            weights = weights_of(context, name, before)
+            return (_kept(run, str(error)), "", "", weights, *hidden, gr.Accordion(visible=False))
         exports = "export" in _names(recipe)
         section = section_of(recipe)
         return (
@@ -131,15 +136,20 @@ def _forms(recipe: Recipe) -> gr.Dropdown:
 
 def _about(run: Run, recipe: Recipe) -> str:
     about = ABOUT if "export" in _names(recipe) else NO_FORMS.format(recipe=recipe.name)
+    act = "transcribe recording.wav" if "transcribe" in recipe.commands else "evaluate"
+    return _kept(run, about, f"python recipes/{recipe.name}.py --{act} --resume")
+
+
+def _kept(run: Run, about: str, command: str = "") -> str:
+    """The best weights to download, whatever else can be exported, below a text; the command that
+    uses them."""
     best = run.folder / outputs.CHECKPOINTS / "best.safetensors"
     if not best.is_file():
         return f"<p>{views.text(about)}</p>"
-    act = "transcribe recording.wav" if "transcribe" in recipe.commands else "evaluate"
-    command = f"python recipes/{recipe.name}.py --{act} --resume {best}"
+    used = f"<pre><code>{views.text(f'{command} {best}')}</code></pre>" if command else ""
     return (
         f"<div><p>{views.text(about)}</p><p>{views.text(BEST)}"
-        f" {views.download(str(best))} ({_size(best.stat().st_size)})</p>"
-        f"<pre><code>{views.text(command)}</code></pre></div>"
+        f" {views.download(str(best))} ({_size(best.stat().st_size)})</p>{used}</div>"
     )
 
 
@@ -160,7 +170,8 @@ def _files(folder: Path, files: list[Path]) -> str:
     for path in files:
         name = views.text(path.relative_to(folder))
         rows.append([name, _size(path.stat().st_size), views.download(str(path))])
-    return views.table(["file", "size", "to keep"], rows, str(folder))
+    table = views.table(["file", "size", "to keep"], rows, str(folder))
+    return f'<div class="stacked">{table}</div>'
 
 
 def _is_inside(places: Places, path: Path) -> bool:

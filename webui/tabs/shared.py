@@ -1,6 +1,7 @@
 """What the tabs of the page share."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import gradio as gr
 
@@ -18,3 +19,9 @@ class Shared:
     tab: gr.Tab
     settings: gr.State
     chosen: gr.State
+
+
+def with_own_names(payload) -> list[tuple[str, str]]:
+    """Uploaded files as pairs (path, the name that the user knows). In place of
+    `preprocess` of `gr.File`, which gives paths alone, whose names lack some signs."""
+    return [(file.path, file.orig_name or Path(file.path).name) for file in payload or []]

@@ -20,6 +20,22 @@ STARTS = ("model_dir", "model_file")
 MANIFESTS = ("train_manifest", "val_manifest", "test_manifest")
 WEIGHTS = ("init_from", "resume")  # whose values may be weights of other runs
 LISTED = (*STARTS, *MANIFESTS, *WEIGHTS)  # options with a list of paths
+# What every training asks, in plain words: (label, what it is). They are open, all else is folded.
+OPEN = {
+    "train_manifest": (
+        "Recordings to learn from",
+        "a table of files and their texts, as on the Data tab; none: the recipe makes a small demo",
+    ),
+    "val_manifest": (
+        "Recordings to evaluate on",
+        "none: a part of the others is kept for it",
+    ),
+    "model_dir": (
+        "Released model to begin from",
+        "its folder; with little speech, this counts most",
+    ),
+    "language": ("Language", ""),
+}
 DATA = "data"  # the group of options that stay when another recipe is chosen
 PICKED = re.compile(r"tier: (\S+) \(auto\)")  # what a preset script says
 CPU = "cpu"  # the tier without a GPU
@@ -54,7 +70,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Parts:
-    """What is below the form, and the settings in it when it was left."""
+    """What is above the form, and the settings in it when it was left."""
 
     typed: gr.State
     card: gr.Dropdown
@@ -73,30 +89,45 @@ def build(context: Context, shared: Shared) -> None:
     if not context.recipes:
         gr.Markdown("There are no recipes in the folder recipes/.")
         return
-    place = gr.Column()
     parts = _parts()
+    wanted = gr.Markdown(_mark("wanted", 0), **HTML)
+    place = gr.Column(elem_classes="drawn-form")
     drawn = gr.State(({}, 0))  # the settings that the form was made of, and how often it was made
 
     def draw(settings: dict, typed: dict, before: tuple) -> tuple:
         if settings == typed:  # the form has them, and its events must stay
-            return gr.skip(), gr.skip()
-        return (settings, before[1] + 1), settings
+            return (gr.skip(),) * 3
+        return (settings, before[1] + 1), settings, _mark("wanted", before[1] + 1)
 
     inputs = [shared.settings, parts.typed, drawn]
-    on(shared.settings.change, draw, inputs, [drawn, parts.typed], show_progress="hidden")
+    outputs = [drawn, parts.typed, wanted]
+    on(shared.settings.change, draw, inputs, outputs, show_progress="hidden")
     with place:
 
         @gr.render(inputs=[drawn])
         def render(state: tuple) -> None:
+            gr.Markdown(_mark("drawn", state[1]), **HTML)
             form = _form(context, state[0])
             _follow(context, shared, form, parts)
             _connect(context, form, parts, shared, state, drawn)
+
+
+def _mark(kind: str, number: int) -> str:
+    """How often the form was `wanted` or `drawn` anew. The style sheet hides the form while these
+    differ: what is typed into the old one would be lost."""
+    return f'<i class="{kind}-{number % 2}"></i>'
 
 
 def _parts() -> Parts:
     here = plans.this_card()
     cards = [(f"{HERE} ({here})", "")] if here else []
     with gr.Row():
+        name = gr.Textbox(
+            label="Name of the run",
+            info="letters, digits, hyphens and underscores",
+            placeholder="the recipe's name and a number",
+            **LIVE,
+        )
         card = gr.Dropdown(
             [*cards, *((name, name) for name in plans.cards())],
             value="" if here else "8gb",
@@ -105,16 +136,10 @@ def _parts() -> Parts:
             allow_custom_value=True,
             **LIVE,
         )
-        name = gr.Textbox(
-            label="Name of the run",
-            info="letters, digits, hyphens and underscores",
-            placeholder="the recipe's name and a number",
-            **LIVE,
-        )
     with gr.Row():
+        start = gr.Button("Start", variant="primary", min_width=140)
         plan = gr.Button("Will it fit?", min_width=140)
         show = gr.Button("Show the command", min_width=140)
-        start = gr.Button("Start", variant="primary", min_width=140)
     planned = gr.Markdown(**HTML)
     use = gr.Button("Use these flags", visible=False)
     details = gr.Markdown(**HTML)
@@ -141,25 +166,30 @@ def _form(context: Context, settings: dict) -> Form:
     preset, notes = _preset(context, recipe, settings)
     values = settings.get("values", {})
     by_name = {option.name: option for option in recipe.options}
-    form = Form(recipe, [chosen, *_tier_and_size(recipe, settings, notes)], [])
+    form = Form(recipe, [chosen], [])
 
-    def add(options: list[Option]) -> None:
-        with gr.Row(elem_classes="options"):
+    def add(options: list[Option], look: str = "options") -> None:
+        with gr.Row(elem_classes=look):
             for option in options:
                 control = _control(context, option, values.get(option.name, ""), preset)
                 if not option.own:
                     form.options.append(option)
                     form.controls.append(control)
 
-    above = [by_name[name] for name in (*STARTS, *MANIFESTS, *recipe.first) if name in by_name]
-    add(above)
-    groups: dict[str, list[Option]] = {}
-    for option in recipe.options:
-        if option not in above:
-            groups.setdefault(option.group, []).append(option)
+    add([by_name[name] for name in OPEN if name in by_name], "options few")
+    often = [by_name[name] for name in (*STARTS, *MANIFESTS, *recipe.first) if name in by_name]
+    groups: dict[str, list[Option]] = {"More: tier, size and what is changed often": []}
+    (first,) = groups
+    for option in (*often, *(each for each in recipe.options if each not in often)):
+        title = first if option in often else option.group
+        if option.name not in OPEN:
+            groups.setdefault(title, []).append(option)
     for title, options in groups.items():
         given = sum(option.name in values for option in options)
-        with gr.Accordion(f"{title} ({given} set)" if given else title, open=False):
+        shown = title[:1].upper() + title[1:]
+        with gr.Accordion(f"{shown} ({given} set)" if given else shown, open=False):
+            if title == first:
+                form.controls[1:1] = _tier_and_size(recipe, settings, notes)
             add(options)
     return form
 
@@ -210,7 +240,8 @@ def _picked(notes: list[str]) -> str:
 
 def _control(context: Context, option: Option, value: str, preset: dict[str, str]):
     """The control of an option."""
-    settings = {"label": option.flag, "info": option.help}
+    label, about = OPEN.get(option.name, ("", ""))
+    settings = {"label": label or option.flag, "info": about or option.help}
     if option.own:
         return gr.Textbox(placeholder=option.own, interactive=False, min_width=WIDTH, **settings)
     settings |= LIVE
@@ -347,7 +378,7 @@ def _connect(
         if wanted != typed or drawn[1] != state[1]:  # `draw` is on its way, and then `render`
             raise UsageError("the form does not show what was chosen yet: try again in a second")
         settings = form.read(values)
-        run = folder / (name or _new_name(folder, recipe))
+        run = folder / (name or runs.new_name(folder, recipe.name))
         made = commands.command(context.places, recipe, settings, run, card)
         return settings, made.words, made.notes
 
@@ -373,7 +404,7 @@ def _connect(
 
     def start(name: str, *values) -> tuple:
         settings, words, _ = command(values, name)
-        run = runs.create(folder, name or _new_name(folder, recipe), settings, words)
+        run = runs.create(folder, name or runs.new_name(folder, recipe.name), settings, words)
         context.release_gpu(words)
         runs.start(run)
         return settings, settings, run.name, gr.Tabs(selected="runs"), ""
@@ -393,13 +424,6 @@ def _connect(
     )
 
 
-def _new_name(folder, recipe: Recipe) -> str:
-    number = 1
-    while (folder / f"{recipe.name}_{number}").exists():
-        number += 1
-    return f"{recipe.name}_{number}"
-
-
 def _said(verdict: plans.Verdict) -> str:
     """Whether a run fits, as HTML."""
     word = {"fits": "It fits.", "tight": "It is tight.", "does not fit": "It does not fit."}
@@ -413,5 +437,5 @@ def _details(verdict: plans.Verdict, notes: list[str]) -> str:
     """What else a plan says, as HTML."""
     rows = [[views.text(name), views.text(size)] for name, size in verdict.memory]
     table = views.table(["what", "memory"], rows, "Memory of the GPU at the peak")
-    lines = "<br>".join(views.text(line) for line in (*notes, *verdict.lines))
-    return f"<details><summary>Memory and its details</summary>{table}<p>{lines}</p></details>"
+    lines = "".join(f"<li>{views.text(line)}</li>" for line in (*notes, *verdict.lines))
+    return f"<details><summary>Memory and its details</summary>{table}<ul>{lines}</ul></details>"

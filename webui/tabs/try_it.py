@@ -1,27 +1,25 @@
 """The Try tab: what a trained or released model hears or says."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import gradio as gr
 
-from common.checkpoint import CHECKPOINT
 from common.errors import Failure, UsageError
 from speech.text import for_scoring
-from webui import outputs, plans, runs, trials, views
-from webui.catalogue import Recipe
+from webui import runs, trials, views
 from webui.context import Context
 from webui.runs import Run
+from webui.tabs.choice import OF_RUN, Choice, Chosen, choose, connect, model_of
 from webui.tabs.events import on
-from webui.tabs.shared import HTML, Shared
-from webui.trials import CPU, GPU, Model, Utterance
+from webui.tabs.shared import HTML, Shared, with_own_names
+from webui.trials import GPU, Model, Utterance
 
-OF_RUN, RELEASED = "A run", "A released model"
 NOTHING = "nothing was recognised"
 NO_EVALUATION = "<p>This run has no results of an evaluation set yet.</p>"
 SHOWN = 10  # utterances of a table
 SAID = 50  # rows of a history
 MOST_WORDS = 1_000  # of a table of times
-WEIGHTS = {"best.safetensors": "best evaluation"}
 SOUND = {"type": "filepath", "sources": ["upload", "microphone"], "buttons": ["download"]}
 WORST = "The worst utterances of the last evaluation"
 MARKS = (
@@ -30,40 +28,8 @@ MARKS = (
 )
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The controls that say which model is tried, and where. Their values are the first inputs of
-    every event."""
-
-    kind: gr.Radio
-    run: gr.Dropdown
-    weights: gr.Dropdown
-    recipe: gr.Dropdown
-    path: gr.Dropdown
-    language: gr.Textbox
-    device: gr.Radio
-    allowed: gr.Checkbox
-
-    def all(self) -> list:
-        return list(vars(self).values())
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """What these controls say."""
-
-    kind: str
-    run: str | None
-    weights: str | None
-    recipe: str | None
-    path: str | None
-    language: str
-    device: str
-    allowed: bool
-
-
 def build(context: Context, shared: Shared) -> None:
-    choice = _choose(context)
+    choice = choose(context)
     state = gr.Markdown(**HTML)
     with gr.Column(visible=False) as hearing:
         heard = _hearing(context, choice)
@@ -71,38 +37,10 @@ def build(context: Context, shared: Shared) -> None:
         said = _speaking(context, choice)
     clip = said[0]
 
-    def choices(name: str | None, run: str | None, path: str | None) -> tuple:
-        """The runs and the released models that there are now. `name` is the run that the other
-        tabs look at."""
-        names = [each.name for each in usable(context)]
-        run = next((each for each in (name, run) if each in names), next(iter(names), None))
-        models = context.places.models()
-        path = path if path in models else next(iter(models), None)
-        return gr.Dropdown(choices=names, value=run), gr.Dropdown(choices=models, value=path)
-
-    def weights(run: str | None, before: str | None) -> gr.Dropdown:
-        return weights_of(context, run, before)
-
-    def switch(kind: str) -> list:
-        is_run = kind == OF_RUN
-        of_run = [gr.Dropdown(visible=is_run)] * 2
-        return [*of_run, *[gr.Dropdown(visible=not is_run)] * 2, gr.Textbox(visible=not is_run)]
-
     def look(voice: str | None, *values) -> list:
         return _look(context, voice, Chosen(*values))
 
-    paths = [choice.run, choice.path]
-    chosen = [
-        on(shared.tab.select, choices, [shared.chosen, *paths], paths),
-        on(choice.run.input, lambda name: name, choice.run, shared.chosen),
-    ]
-    looks = [
-        on(each.then, weights, [choice.run, choice.weights], choice.weights) for each in chosen
-    ]
-    looks.append(on(choice.kind.input, switch, choice.kind, choice.all()[1:6]))
-    triggers = [each.then for each in looks]
-    for control in (choice.weights, choice.recipe, choice.path, choice.device):
-        triggers.append(control.input)
+    triggers = connect(context, shared.tab.select, shared.chosen, choice)
     for trigger in triggers:
         on(trigger, look, [clip, *choice.all()], [state, hearing, speaking, *heard, *said])
 
@@ -110,73 +48,84 @@ def build(context: Context, shared: Shared) -> None:
 # --- controls -------------------------------------------------------------------------------------
 
 
-def _choose(context: Context) -> Choice:
-    card = plans.this_card()
-    devices = [GPU, CPU] if card else [CPU]
-    known = [recipe.name for recipe in context.recipes.values() if _uses(recipe)]
-    kind = gr.Radio([OF_RUN, RELEASED], value=OF_RUN, label="Try")
-    with gr.Row():
-        run = gr.Dropdown([], label="Run", info="that has weights", min_width=200)
-        weights = gr.Dropdown([], label="Weights", info="of which moment", min_width=200)
-        recipe = gr.Dropdown(
-            known, value=next(iter(known), None), label="Recipe", visible=False, min_width=200
-        )
-        path = gr.Dropdown(
-            [],
-            label="Released model",
-            info="a folder or file in the data",
-            visible=False,
-            min_width=200,
-        )
-        language = gr.Textbox(
-            label="Language", info="a code such as en; may stay empty", visible=False
-        )
-    with gr.Row():
-        device = gr.Radio(
-            devices, value=devices[0], label="Where", info=card or "there is no GPU here"
-        )
-        allowed = gr.Checkbox(
-            False,
-            label="Use the GPU also while it trains",
-            info="the training may run out of memory",
-            visible=bool(card),
-        )
-    return Choice(kind, run, weights, recipe, path, language, device, allowed)
+@dataclass(frozen=True)
+class Asked:
+    """What is wanted of recordings: (file, the user's own name of it)."""
+
+    recordings: list[tuple[str, str]]
+    with_released: bool
+    subtitles: bool
 
 
 def _hearing(context: Context, choice: Choice) -> list:
     """The controls of recognisers. Returns those that show what a run's evaluation got wrong."""
-    audio = gr.Audio(label="Recording", **SOUND)
+    with gr.Row():
+        audio = gr.Audio(label="Recording", min_width=240, **SOUND)
+        several = gr.File(
+            label="Or several recordings", file_count="multiple", height="11rem", min_width=240
+        )
+        several.preprocess = with_own_names
     beside = gr.Checkbox(label="Also by the released model that the run began from")
+    subtitles = gr.Checkbox(label="Subtitles (.srt) to download")
     button = gr.Button("Transcribe", variant="primary")
     text = gr.Textbox(label="Transcript", lines=2, interactive=False)
     other = gr.Textbox(
         label="Transcript of the released model", lines=2, interactive=False, visible=False
     )
+    files = gr.File(label="Subtitles", file_count="multiple", interactive=False, visible=False)
     times = gr.Markdown(**HTML)
     worst = gr.Markdown(**HTML)
     best = gr.Markdown(**HTML)
+    results = [text, other, files, times]
 
-    def transcribe(path: str | None, with_released: bool, *values) -> list:
-        chosen = Chosen(*values)
-        recipe, run, model = _model(context, chosen)
-        recording = trials.checked_audio(path, "recording")
-        before = trials.released_before(context.places, recipe, run) if run else None
-        models = [each for each in (model, before if with_released else None) if each]
-        found, texts = [], []
+    def transcribe(path: str | None, pairs: list, released: bool, wants: bool, *values) -> list:
+        recordings = pairs or [(path, Path(path or "").name)]
+        return _transcribe(context, Asked(recordings, released, wants), Chosen(*values))
+
+    def forget() -> list:
+        return [gr.Textbox("", visible=True), *[gr.Textbox(visible=False)] * 2, ""]
+
+    on(button.click, transcribe, [audio, several, beside, subtitles, *choice.all()], results)
+    for trigger in (audio.change, several.upload, several.delete, several.clear):
+        on(trigger, forget, None, results, show_progress="hidden")
+    return [beside, worst, best]
+
+
+def _transcribe(context: Context, asked: Asked, chosen: Chosen) -> list:
+    """The transcript of one recording, and of the released model; the subtitles; the times of a
+    recording, or a table of several, in which each has its own error."""
+    recipe, run, model = model_of(context, chosen)
+    before = trials.released_before(context.places, recipe, run) if run else None
+    models = [each for each in (model, before if asked.with_released else None) if each]
+    is_one = len(asked.recordings) == 1
+    rows, cells = [], []
+    for path, name in asked.recordings:
+        cells.append([views.text(name)])
         for each in models:
             words = _words(context, each, chosen)
-            found.append(trials.transcribe(context.models, recipe.name, recording, words))
-            info = f"by {each.label}"  # another model may be chosen before this is read
-            texts.append(
-                gr.Textbox(found[-1]["text"], info=info, placeholder=NOTHING, visible=True)
-            )
-        texts += [gr.Textbox(visible=False)] * (2 - len(texts))
-        return [*texts, _times(found[0])]
-
-    on(button.click, transcribe, [audio, beside, *choice.all()], [text, other, times])
-    on(audio.change, lambda: ("", gr.Textbox(visible=False), ""), None, [text, other, times])
-    return [beside, worst, best]
+            try:
+                audio = trials.checked_audio(path, "recording")
+                extra = trials.times_of(recipe, each, before) if asked.subtitles else []
+                row = trials.transcribe(context.models, recipe.name, audio, words, extra)
+            except Failure as failure:
+                if is_one:
+                    raise
+                row = {"text": f"({failure})", "failed": True}
+            rows.append({**row, "name": name, "is_chosen": each is model})
+            cells[-1].append(views.text(row["text"]))
+    written = [row for row in rows if row["is_chosen"] and "failed" not in row]
+    made = trials.write_subtitles(written) if asked.subtitles else []
+    files = gr.File(value=made, visible=bool(made))
+    if not is_one:
+        header = ["recording", *(each.label for each in models)]
+        hidden = [gr.Textbox(visible=False)] * 2
+        return [*hidden, files, views.table(header, cells, "Transcripts")]
+    texts = [
+        gr.Textbox(row["text"], info=f"by {each.label}", placeholder=NOTHING, visible=True)
+        for row, each in zip(rows, models, strict=True)  # another may be chosen before it is read
+    ]
+    texts += [gr.Textbox(visible=False)] * (2 - len(texts))
+    return [*texts, files, _times(rows[0])]
 
 
 def _speaking(context: Context, choice: Choice) -> list:
@@ -200,7 +149,7 @@ def _speaking(context: Context, choice: Choice) -> list:
 
     def speak(said: str, dropped: str | None, named: str | None, heat: float, number: int, *values):
         chosen = Chosen(*values)
-        _, _, model = _model(context, chosen)
+        _, _, model = model_of(context, chosen)
         words = _words(context, model, chosen)
         if dropped:
             voice = trials.keep_voice(
@@ -219,53 +168,6 @@ def _speaking(context: Context, choice: Choice) -> list:
     return [clip, history, held_out]
 
 
-# --- what is chosen -------------------------------------------------------------------------------
-
-
-def _uses(recipe: Recipe) -> bool:
-    """Whether a recipe can be tried with a released model."""
-    names = {option.name for option in recipe.options}
-    return bool(names & {"transcribe", "synthesize"} and names & set(trials.RELEASED))
-
-
-def usable(context: Context) -> list[Run]:
-    """The runs that have weights."""
-    return [run for run in runs.list_runs(context.places.runs) if outputs.weights(run.folder)]
-
-
-def weights_of(context: Context, name: str | None, before: str | None) -> gr.Dropdown:
-    """The weights of a run to choose from; those of the name `before` if the run has them."""
-    found = [path.name for path in outputs.weights(context.run(name).folder)] if name else []
-    steps = [int(each) for name in found for each in CHECKPOINT.findall(name)]
-    labels = [WEIGHTS[name] for name in found if name in WEIGHTS] + [f"step {s}" for s in steps]
-    choices = list(zip(labels, found, strict=True))
-    value = before if before in found else next(iter(found), None)
-    return gr.Dropdown(choices=choices, value=value)
-
-
-def recipe_of(context: Context, name: str | None) -> Recipe:
-    recipe = context.recipes.get(name or "")
-    if recipe is None or recipe.fault:
-        fault = recipe.fault if recipe else f"there is no recipe {name!r}"
-        raise UsageError(f"this cannot be used: {fault}")
-    return recipe
-
-
-def _model(context: Context, chosen: Chosen) -> tuple[Recipe, Run | None, Model]:
-    if chosen.kind == OF_RUN:
-        run = context.run(chosen.run)
-        return (
-            recipe_of(context, run.recipe),
-            run,
-            trials.model_of_run(context.places, run, chosen.weights),
-        )
-    recipe = recipe_of(context, chosen.recipe)
-    if not chosen.path:
-        raise UsageError("there is no released model in the folder of the data: copy one there")
-    model = trials.released_model(context.places, recipe, chosen.path, chosen.language)
-    return recipe, None, model
-
-
 def _words(context: Context, model: Model, chosen: Chosen) -> tuple[str, ...]:
     return trials.on_device(model, context.places, chosen.device, chosen.allowed)
 
@@ -274,7 +176,7 @@ def _look(context: Context, voice: str | None, chosen: Chosen) -> list:
     """What is shown of the chosen model: a message; the two panels; whether there is a released
     model beside it, worst and best utterances; voices, history and held-out sentences."""
     try:
-        recipe, run, model = _model(context, chosen)
+        recipe, run, model = model_of(context, chosen)
     except Failure as failure:
         nothing = "There is no run with weights yet: the Train tab starts one."
         message = nothing if chosen.kind == OF_RUN and not chosen.run else str(failure)
@@ -320,7 +222,7 @@ def _player(context: Context, path: str, offset: float = 0.0, seconds: float | N
 
 def _times(row: dict) -> str:
     """The times of words or, without them, of the pieces that a recording was cut into."""
-    parts = row.get("words") or row.get("pieces", [])
+    parts = row.get("words") or row.get("segments") or row.get("pieces", [])
     if len(parts) < 2:
         return ""
     rows = [
@@ -352,7 +254,9 @@ def _utterances(context: Context, found: list[Utterance], title: str, marks: str
     header = ["play", "difference", "wrong words", "wrong characters"]
     if not rows:
         return ""
-    return f"<div>{views.table(header, rows, title)}<p>{views.text(marks)}</p></div>"
+    return (
+        f'<div class="stacked">{views.table(header, rows, title)}<p>{views.text(marks)}</p></div>'
+    )
 
 
 def _spoken(path: str) -> str:

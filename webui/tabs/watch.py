@@ -81,6 +81,7 @@ def _look(found: list[Run], name: str | None, second: str) -> tuple:
     states = {run.name: progress.state(run) for run in found}
     rows = [_row(run, states[run.name]) for run in found]
     table = views.table(["run", "state", "began"], rows, "Runs")
+    table = f'<div class="stacked">{table}</div>'
     if not found:
         table = "<p>There is no run yet. The Train tab starts one.</p>"
     chosen = next((run for run in found if run.name == name), None)
@@ -94,7 +95,7 @@ def _look(found: list[Run], name: str | None, second: str) -> tuple:
     return (
         table,
         _status(chosen, state),
-        _plots(shown),
+        "" if progress.is_draft(chosen) else _plots(shown),
         f"<div>{views.log(outputs.log(chosen.folder))}{whole}</div>",
         gr.Button(interactive=not is_over and state.word != "stopping"),
         gr.Button(interactive=is_over and state.word != "finished" and bool(chosen.settings)),

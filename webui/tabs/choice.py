@@ -1,0 +1,169 @@
+"""Which model: weights of a run, or a released one. What the tabs share that use models."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import gradio as gr
+
+from common.checkpoint import CHECKPOINT
+from common.errors import UsageError
+from webui import outputs, plans, runs, trials
+from webui.catalogue import Recipe
+from webui.context import Context
+from webui.runs import Run
+from webui.tabs.events import on
+from webui.trials import CPU, GPU, Model
+
+OF_RUN, RELEASED = "A run", "A released model"
+WEIGHTS = {"best.safetensors": "best evaluation", "averaged.safetensors": "average of checkpoints"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The controls that say which model is tried, and where. Their values are the first inputs of
+    every event."""
+
+    kind: gr.Radio
+    run: gr.Dropdown
+    weights: gr.Dropdown
+    recipe: gr.Dropdown
+    path: gr.Dropdown
+    language: gr.Textbox
+    device: gr.Radio
+    allowed: gr.Checkbox
+
+    def all(self) -> list:
+        return list(vars(self).values())
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What these controls say."""
+
+    kind: str
+    run: str | None
+    weights: str | None
+    recipe: str | None
+    path: str | None
+    language: str
+    device: str
+    allowed: bool
+
+
+def choose(context: Context, command: str = "") -> Choice:
+    """The controls for models that know `command`. Without one they are used on this page, on a
+    device to choose."""
+    card = plans.this_card()
+    devices = [GPU, CPU] if card else [CPU]
+    known = [recipe.name for recipe in context.recipes.values() if _uses(recipe, command)]
+    kind = gr.Radio([OF_RUN, RELEASED], value=OF_RUN, label="Recogniser" if command else "Try")
+    with gr.Row():
+        run = gr.Dropdown([], label="Run", info="that has weights", min_width=200)
+        weights = gr.Dropdown([], label="Weights", info="of which moment", min_width=200)
+        recipe = gr.Dropdown(
+            known, value=next(iter(known), None), label="Recipe", visible=False, min_width=200
+        )
+        path = gr.Dropdown(
+            [],
+            label="Released model",
+            info="a folder or file in the data",
+            visible=False,
+            min_width=200,
+        )
+        language = gr.Textbox(
+            label="Language", info="a code such as en; may stay empty", visible=False
+        )
+    with gr.Row(visible=not command):
+        device = gr.Radio(
+            devices, value=devices[0], label="Where", info=card or "there is no GPU here"
+        )
+        allowed = gr.Checkbox(
+            False,
+            label="Use the GPU also while it trains",
+            info="the training may run out of memory",
+            visible=bool(card),
+        )
+    return Choice(kind, run, weights, recipe, path, language, device, allowed)
+
+
+def connect(
+    context: Context, shown: Callable, chosen: gr.State, choice: Choice, command: str = ""
+) -> list[Callable]:
+    """Finds what there is to choose from when `shown` happens; `chosen` as in `Shared`, `command` as
+    in `choose`. Returns the triggers of what shows the chosen model."""
+
+    def choices(name: str | None, run: str | None, path: str | None) -> tuple:
+        """The runs and the released models that there are now. `name` is the run that the other
+        tabs look at."""
+        names = [each.name for each in usable(context, command)]
+        run = next((each for each in (name, run) if each in names), next(iter(names), None))
+        models = context.places.models()
+        path = path if path in models else next(iter(models), None)
+        return gr.Dropdown(choices=names, value=run), gr.Dropdown(choices=models, value=path)
+
+    def weights(run: str | None, before: str | None) -> gr.Dropdown:
+        return weights_of(context, run, before)
+
+    def switch(kind: str) -> list:
+        is_run = kind == OF_RUN
+        of_run = [gr.Dropdown(visible=is_run)] * 2
+        return [*of_run, *[gr.Dropdown(visible=not is_run)] * 2, gr.Textbox(visible=not is_run)]
+
+    paths = [choice.run, choice.path]
+    found = [
+        on(shown, choices, [chosen, *paths], paths),
+        on(choice.run.input, lambda name: name, choice.run, chosen),
+    ]
+    looks = [on(each.then, weights, [choice.run, choice.weights], choice.weights) for each in found]
+    looks.append(on(choice.kind.input, switch, choice.kind, choice.all()[1:6]))
+    triggers = [each.then for each in looks]
+    for control in (choice.weights, choice.recipe, choice.path, choice.device):
+        triggers.append(control.input)
+    return triggers
+
+
+def _uses(recipe: Recipe, command: str) -> bool:
+    """Whether a recipe can do this, or anything that is tried, with a released model."""
+    names = {option.name for option in recipe.options}
+    wanted = {command} if command else {"transcribe", "synthesize"}
+    return bool(names & wanted and names & set(trials.RELEASED))
+
+
+def usable(context: Context, command: str = "") -> list[Run]:
+    """The runs that have weights, of recipes that know `command` if there is one."""
+    found = [run for run in runs.list_runs(context.places.runs) if outputs.weights(run.folder)]
+    knows = {name for name, each in context.recipes.items() if command in each.commands}
+    return [run for run in found if not command or run.recipe in knows]
+
+
+def weights_of(context: Context, name: str | None, before: str | None) -> gr.Dropdown:
+    """The weights of a run to choose from; those of the name `before` if the run has them."""
+    found = [path.name for path in outputs.weights(context.run(name).folder)] if name else []
+    steps = [int(each) for name in found for each in CHECKPOINT.findall(name)]
+    labels = [WEIGHTS[name] for name in found if name in WEIGHTS] + [f"step {s}" for s in steps]
+    choices = list(zip(labels, found, strict=True))
+    value = before if before in found else next(iter(found), None)
+    return gr.Dropdown(choices=choices, value=value)
+
+
+def recipe_of(context: Context, name: str | None) -> Recipe:
+    recipe = context.recipes.get(name or "")
+    if recipe is None or recipe.fault:
+        fault = recipe.fault if recipe else f"there is no recipe {name!r}"
+        raise UsageError(f"this cannot be used: {fault}")
+    return recipe
+
+
+def model_of(context: Context, chosen: Chosen) -> tuple[Recipe, Run | None, Model]:
+    if chosen.kind == OF_RUN:
+        run = context.run(chosen.run)
+        return (
+            recipe_of(context, run.recipe),
+            run,
+            trials.model_of_run(context.places, run, chosen.weights),
+        )
+    recipe = recipe_of(context, chosen.recipe)
+    if not chosen.path:
+        raise UsageError("there is no released model in the folder of the data: copy one there")
+    model = trials.releasedmodel_of(context.places, recipe, chosen.path, chosen.language)
+    return recipe, None, model
