@@ -972,36 +972,39 @@ def test_faster_whisper_reads_an_export(exported_with_times, recorded, tmp_path)
 # --- export, transcribing, evaluating -------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def memorised(spoken, tmp_path_factory):
-    """A run that knows two sentences by heart, padded to its longest input: its folder, and
-    [(file, sentence)]."""
-    folder = tmp_path_factory.mktemp("memorised")
+def memorise(recipe, spoken, folder: Path, sentences: list[str] | None = None) -> list[tuple]:
+    """Trains a model in `folder` that knows two sentences by heart, padded to its longest input.
+    Returns [(file, sentence)]. `sentences` take the place of what is said."""
     rows = [
         json.loads(line) for line in Path(spoken["train"]).read_text(encoding="utf-8").splitlines()
     ]
     rows = sorted(rows, key=lambda row: row["duration"])
     rows = [rows[0], rows[-1]]
-    for row in rows:
+    for row, sentence in zip(rows, sentences or [row["text"] for row in rows], strict=True):
         row["audio_filepath"] = str(Path(spoken["train"]).parent / row["audio_filepath"])
+        row["text"] = sentence
     manifest = folder / "two.json"
     manifest.write_text(
         "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
     )
     files = ["--train_manifest", manifest, "--val_manifest", manifest, "--output_dir", folder]
     flags = (
-        "--from_scratch --d_model 32 --max_steps 50 --learning_rate 1e-2 --eval_every 50"
-        " --pad_to_30s --no_spec_augment --no_speed_perturbation --max_duration 3"
+        "--from_scratch --model_size base --d_model 32 --max_steps 50 --learning_rate 1e-2"
+        " --eval_every 50 --pad_to_30s --no_spec_augment --no_speed_perturbation --max_duration 3"
     )
     with pytest.MonkeyPatch.context() as patch:  # an input of 3 s takes a tenth of the time
-        patch.setitem(
-            vietnamese.SIZES, "base", {**vietnamese.SIZES["base"], "max_source_positions": 150}
-        )
-        out = ran(
-            vietnamese, *files, *TINY, *SHORT, *flags.split(), "--export", folder / "exported"
-        )
+        short = {**recipe.SIZES["base"], "max_source_positions": 150}
+        patch.setitem(recipe.SIZES, "base", short)
+        out = ran(recipe, *files, *TINY, *SHORT, *flags.split(), "--export", folder / "exported")
     assert "cer 0.00 %" in out
-    return folder, [(row["audio_filepath"], row["text"]) for row in rows]
+    return [(row["audio_filepath"], row["text"]) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def memorised(spoken, tmp_path_factory):
+    """A run that knows two sentences by heart: its folder, and [(file, sentence)]."""
+    folder = tmp_path_factory.mktemp("memorised")
+    return folder, memorise(vietnamese, spoken, folder)
 
 
 def test_transformers_decodes_an_export_as_we_do(memorised, tmp_path):
@@ -1034,21 +1037,27 @@ def test_transformers_decodes_an_export_as_we_do(memorised, tmp_path):
     assert ours[1] in ran(vietnamese, "--transcribe", *paths, "--resume", best, *beam)
 
 
-def test_step_0_is_the_released_model_as_other_programs_read_it(memorised, tmp_path):
+@BOTH
+def test_step_0_is_the_released_model_as_other_programs_read_it(
+    recipe, memorised, spoken, tmp_path
+):
     """Padded to its longest input, as by --evaluate --model_dir, whatever is trained on."""
     folder, _ = memorised
+    if recipe is morse:
+        folder = tmp_path
+        memorise(morse, spoken, folder, ["CQ TEST", "73 TU"])
     two = folder / "two.json"
-    flags = ["--model_dir", folder / "exported", "--max_duration", 3, "--output_dir", tmp_path]
+    output = tmp_path / "tuned"
+    flags = ["--model_dir", folder / "exported", "--max_duration", 3, "--output_dir", output]
     data = ["--train_manifest", two, "--val_manifest", two, "--watch_manifest", two]
-    ran(vietnamese, *data, *SHORT, *flags)
-    best = json.loads((tmp_path / "checkpoints" / "best.json").read_text())
+    ran(recipe, *data, *SHORT, *flags)
+    best = json.loads((output / "checkpoints" / "best.json").read_text())
     assert best["evaluations"][0] == [0, 0.0] and best["watched"]["two"][0] == [0, 0.0]
-    ran(vietnamese, "--evaluate", "--test_manifest", two, *flags)
-    results = json.loads((tmp_path / "logs" / "results.json").read_text())
+    ran(recipe, "--evaluate", "--test_manifest", two, *flags)
+    results = json.loads((output / "logs" / "results.json").read_text())
     assert all(rates["cer"]["rate"] == 0 for rates in results["rates"].values())
-    info = dataclasses.replace(
-        start.ModelInfo(**newest(tmp_path, vietnamese).model_info), pad_to_30s=False
-    )
+    saved = newest(output, recipe).model_info
+    info = dataclasses.replace(start.ModelInfo(**saved), pad_to_30s=False)
     assert start.make_model(info).pad_to_longest  # after fine-tuning, too
     assert not start.make_model(dataclasses.replace(info, pretrained=False)).pad_to_longest
 
