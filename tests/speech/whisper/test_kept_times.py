@@ -107,11 +107,11 @@ def test_windows_of_several_utterances_are_taken():
             return index
 
     unreadable = None
-    taken = list(kept_times.windows(Data(), list, 0))
+    taken = list(kept_times.windows(Data(), list))
     assert all(index % 2 for batch in taken for index in batch)
     assert sum(map(len, taken)) == kept_times.WINDOWS == 24
     unreadable = taken[0][0]
-    assert sum(map(len, kept_times.windows(Data(), list, 0))) == 23
+    assert sum(map(len, kept_times.windows(Data(), list))) == 23
 
 
 def test_the_table_and_its_warning():
