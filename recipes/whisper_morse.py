@@ -54,10 +54,20 @@ from speech.morse.alphabet import SYMBOLS
 from speech.morse.scores import for_scoring
 from speech.morse.synthesis import Choice, Synthetic
 from speech.recogniser import SPEEDS, decode_set, decode_texts
-from speech.whisper import decoding, formats, scratch, start
-from speech.whisper.model import FRAME, LAYERS, Whisper, alignment_loss, ctc_loss, token_loss
+from speech.whisper import decoding, formats, start
+from speech.whisper.model import FRAME, Whisper, alignment_loss, ctc_loss, token_loss
 from speech.whisper.padding import Padding, middle_epoch
-from speech.whisper.start import ModelInfo, Options, input_seconds, make_search
+from speech.whisper.start import (
+    BEAM_SIZE,
+    ModelInfo,
+    Options,
+    first_model,
+    for_task,
+    input_seconds,
+    make_search,
+    trained,
+    with_longest,
+)
 from speech.whisper.tokenizer import WhisperTokenizer, train_symbols
 
 RECIPE = Path(__file__).stem
@@ -102,7 +112,7 @@ def add_arguments(parser) -> None:
     splits.add_arguments(parser)
     replay.add_arguments(parser)
     methods = ("greedy", "beam")
-    recogniser.add_arguments(parser, methods, "greedy", start.BEAM_SIZE, normalisers=False)
+    recogniser.add_arguments(parser, methods, "greedy", BEAM_SIZE, normalisers=False)
     clips.add_arguments(parser)
     own = parser.add_argument_group("Morse")
     own.add_argument(
@@ -125,7 +135,7 @@ def resolve(args) -> tuple[Options, clips.Options]:
     usual = (None, None) if recorded else (20_000, 1000)  # updates, and between evaluations
     options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, NEEDS, *usual)
     # Without augmentation by default: a masked span would take symbols away.
-    how = recogniser.resolve(args, is_demo, start.BEAM_SIZE, augments=False)
+    how = recogniser.resolve(args, is_demo, BEAM_SIZE, augments=False)
     source = clips.resolve(args, is_demo)
     if args.alignment_weight is None:
         has_alignment = not (recorded or is_released or args.ctc_weight)
@@ -155,17 +165,10 @@ def read_data(args, source: clips.Options, before: RunInfo | None = None) -> dic
 
 
 class Utterances:
-    """A set of clips as the model takes them. Only the training set is augmented and padded, and
-    both depend on (seed, epoch, index) alone."""
+    """A set of utterances as the model takes them. Only the training set is augmented and padded,
+    and both depend on (seed, epoch, index) alone."""
 
-    def __init__(
-        self,
-        args,
-        corpus: clips.Clips,
-        tokenizer: WhisperTokenizer,
-        info: ModelInfo,
-        training: bool,
-    ):
+    def __init__(self, args, corpus: clips.Clips, tokenizer, info: ModelInfo, training: bool):
         self.args = args
         self.corpus = corpus
         self.tokenizer = tokenizer
@@ -198,28 +201,50 @@ class Utterances:
         return speed_factors(self.args.seed, epoch, len(self), SPEEDS)
 
     def seconds(self, epoch: int) -> np.ndarray:
-        """(N,) lengths in an epoch: after speed perturbation, with silence at the ends, and the
-        longest input's if an utterance is padded."""
+        """(N,) lengths in an epoch."""
         seconds = self.corpus.seconds(epoch)
         if self.training and self.args.speed_perturbation:
             seconds = np.minimum(seconds / self.speeds(epoch), self.longest)
+        return self.lengths(seconds, epoch)
+
+    def lengths(self, seconds: np.ndarray, epoch: int) -> np.ndarray:
+        """(N,) lengths of what takes `seconds` (N,): with silence at the ends, and the longest
+        input's if it is padded."""
         if self.augmentation:
             seconds = self.augmentation.lengths(seconds, epoch)
         return self.padding.lengths(seconds, epoch) if self.training else seconds
 
     def item(self, index: int, epoch: int) -> dict:
-        """What the model learns from: waveform (T,), decoder input and labels (U,), CTC's targets
-        (S,), masks of SpecAugment; if the synthesis knows it, what each encoder frame says (F,)."""
+        """One clip; see `example`. If the synthesis knows it, also what each encoder frame says
+        (F,)."""
         waveform, transcript, name, spans = self.corpus.load(index, epoch)
         if self.training and self.args.speed_perturbation:
             changed = change_speed(waveform, float(self.speeds(epoch)[index]))
             if len(changed) <= round(self.longest * SAMPLE_RATE):
                 waveform = changed
+        prompt = self.tokenizer.prompt
+        tokens = self.tokenizer.encode(transcript)
+        item = self.example(index, epoch, waveform, prompt, tokens, transcript, name)
+        if self.aligned:
+            item["alignment"] = self.alignment(item["ctc_tokens"].tolist(), spans, item["heard"])
+        return item
+
+    def example(
+        self,
+        index: int,
+        epoch: int,
+        waveform: torch.Tensor,
+        prompt: list[int],
+        tokens: list[int],
+        transcript: str,
+        name: str,
+    ) -> dict:
+        """What the model learns from: waveform (T,), decoder input and labels (U,), CTC's targets
+        (S,), masks of SpecAugment."""
         waveform = waveform[: round(self.longest * SAMPLE_RATE)]
         if self.augmentation:
             waveform = self.augmentation.apply(waveform, index, epoch)
-        tokens = self.tokenizer.encode(transcript)
-        room = self.most_tokens - len(self.tokenizer.prompt)
+        room = self.most_tokens - len(prompt)
         if self.training and len(tokens) > room:
             raise DataError(
                 f"{name}: its text has {len(tokens)} tokens, and --max_target_tokens leaves room"
@@ -227,7 +252,7 @@ class Utterances:
             )
         # Only the loss of an evaluation set is cut short: the whole text is scored.
         tokens = tokens[:room]
-        decoder_input = [*self.tokenizer.prompt, *tokens]
+        decoder_input = [*prompt, *tokens]
         item = {
             "audio": waveform,
             "tokens": torch.tensor(decoder_input),
@@ -238,8 +263,6 @@ class Utterances:
             "name": name,
             "index": index,
         }
-        if self.aligned:
-            item["alignment"] = self.alignment(tokens, spans, len(waveform))
         if self.training:
             item |= self.padding.pad(waveform, index, epoch)
         if self.training and self.args.spec_augment:
@@ -333,7 +356,8 @@ def evaluate(
     def decode_batch(batch: dict) -> tuple[list[str], dict]:
         encoded, mask = model.encode(batch)
         limits = rate.limits(batch["audio_lengths_host"])
-        texts = decoding.greedy_texts(model, tokenizer, encoded, mask, search, limits)
+        spoken = batch.get("languages")
+        texts = decoding.greedy_texts(model, tokenizer, encoded, mask, search, limits, spoken)
         return texts, losses(model, batch, encoded, mask)
 
     rows, sums = decode_set(model, decode_batch, eval_batches, terms)
@@ -345,7 +369,7 @@ def final_texts(
 ) -> list[str]:
     """The texts of a batch by --decoding, with the fallback to higher temperatures."""
     encoded, mask = model.encode(batch)
-    return decoding.texts(model, tokenizer, encoded, mask, search)
+    return decoding.texts(model, tokenizer, encoded, mask, search, batch.get("languages"))
 
 
 def report_results(
@@ -379,7 +403,7 @@ def report_results(
 
 def transcribe(args, asked: Options) -> None:
     setup = device.setup(args, quiet=True)
-    model, info, before = start.trained(asked, RECIPE, RunInfo, setup)
+    model, info, before = trained(asked, RECIPE, RunInfo, setup)
     tokenizer, search = make_search(asked, info)
     # Within a word of Morse there are pauses, too.
     longest, cutting = start.long_recordings(info, before and before.data, short=BY_SILENCES)
@@ -391,7 +415,7 @@ def transcribe(args, asked: Options) -> None:
 def evaluate_only(args, asked: Options, source: clips.Options) -> None:
     """--evaluate on the test set, --export, or both, without training."""
     setup = device.setup(args)
-    model, info, before = start.trained(asked, RECIPE, RunInfo, setup)
+    model, info, before = trained(asked, RECIPE, RunInfo, setup)
     results = None
     if args.evaluate:
         check_folder(args.log_dir)
@@ -424,7 +448,6 @@ def make_sets(
     args, asked: Options, info: ModelInfo, corpora: dict[str, clips.Clips]
 ) -> dict[str, Utterances]:
     """The sets of clips."""
-    start.check_limits(asked, info.config)
     tokenizer, _ = make_search(asked, info)
     sets = {}
     for name, corpus in corpora.items():
@@ -444,13 +467,13 @@ def about_run(
     """What is kept with the weights beside the model. `before`: the same of the run that is
     resumed."""
     data = clips.run_info(splits.resolve(args), corpora)
-    longest = start.longest_heard(info, data.longest, before and before.data)
+    data = with_longest(info, data, before and before.data)
     steps = run_length.choose(args, global_batches, info.pretrained).total
     pad_from = middle_epoch(steps, global_batches.per_epoch)
     if before:
         pad_from = before.pad_from
     synthesis = source.choice if isinstance(corpora["train"], Synthetic) else None
-    return RunInfo(dataclasses.replace(data, longest=longest), pad_from, synthesis)
+    return RunInfo(data, pad_from, synthesis)
 
 
 def make_task(
@@ -469,11 +492,6 @@ def make_task(
     rate = decoding.TokenRate(heard, args.seed)
     terms = loss_weights(args, info)
     last_steps = decoding.last_steps(search, info.config)
-    fit = None
-    freeze = Whisper.freeze_encoder
-    if not info.pretrained:
-        fit = functools.partial(scratch.fit, seed=args.seed, initialised=bool(args.init_from))
-        freeze = None
     return Task(
         RECIPE,
         compute_loss,
@@ -483,18 +501,10 @@ def make_task(
         run_info,
         metric="cer",
         higher_is_better=False,
-        fit=fit,
-        freeze=freeze,
-        learning_rate=start.learning_rate(info),
-        checkpointed=LAYERS,
-        compiled=LAYERS,
         last_steps=functools.partial(evaluate, tokenizer, last_steps, rate, terms),
-        evaluate_first=info.pretrained,
-        fine_tunes=info.pretrained,
-        vocabulary=start.vocabulary(info, run.initial),
         reports=(*recogniser.REPORTS, "evaluation.json"),
-        adapters=functools.partial(released.usual_adapters, start.family(asked), info),
         watched=watched,
+        **for_task(asked, info, run.initial),
     )
 
 
@@ -515,18 +525,18 @@ def main(args) -> None:
     before = released.read_run_info(RunInfo, run.resumed)
 
     corpora = read_data(args, source, before)
-    info, model = start.first_model(asked, run, lambda: train_symbols(SYMBOLS, args.language))
+    info, model = first_model(asked, run, lambda: train_symbols(SYMBOLS, args.language))
     sets = make_sets(args, asked, info, corpora)
 
-    trained = {name: sets.pop(name) for name in replay.TRAINED if name in sets}
+    learned = {name: sets.pop(name) for name in replay.TRAINED if name in sets}
     global_batches = GlobalBatches(
-        args, trained["train"], collate, run.setup, trained.get(replay.REPLAY)
+        args, learned["train"], collate, run.setup, learned.get(replay.REPLAY)
     )
     run_info = about_run(args, info, source, corpora, global_batches, before)
-    for each in trained.values():
+    for each in learned.values():
         each.padding.begin = run_info.pad_from
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
-    task = make_task(args, asked, run, info, run_info, trained["train"], evaluation)
+    task = make_task(args, asked, run, info, run_info, learned["train"], evaluation)
     progress = train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, args, asked, info, model, evaluation)
     weights = finish(args, run, model, task, evaluation["val"], report)

@@ -51,11 +51,23 @@ from speech.columns import Corpus
 from speech.features import random_masks
 from speech.recogniser import SPEEDS, decode_set, decode_texts
 from speech.text import in_lower_case as for_scoring  # as PhoWhisper's error rates are computed
-from speech.whisper import comparing, decoding, formats, kept_times, packs, scratch, start, timed
-from speech.whisper.model import LAYERS, Whisper, ctc_loss, token_loss
+from speech.whisper import comparing, decoding, formats, kept_times, packs, start, timed
+from speech.whisper.model import Whisper, ctc_loss, token_loss
 from speech.whisper.padding import Padding, middle_epoch
-from speech.whisper.start import ModelInfo, Options, input_seconds, make_search
-from speech.whisper.tokenizer import WhisperTokenizer, make_tokenizer, train_bpe
+from speech.whisper.start import (
+    BEAM_SIZE,
+    ModelInfo,
+    Options,
+    first_model,
+    for_task,
+    input_seconds,
+    learning_rate,
+    make_search,
+    read_released,
+    trained,
+    with_longest,
+)
+from speech.whisper.tokenizer import WhisperTokenizer, train_bpe
 
 RECIPE = Path(__file__).stem
 FREQUENCY_MASKS = 2
@@ -68,9 +80,7 @@ USUAL_TOKENS = 500
 DEMO_TOKENS = 320  # with whole syllables as tokens the demo's CER was 62 % instead of 26 %
 PROMPT = 4  # tokens before a text
 SIZES = {"demo": formats.make_config(144, (4, 2), 4), **formats.SIZES}
-MANIFESTS = ("train_manifest", "val_manifest", "test_manifest")
 READING = text.NAMES[for_scoring]
-NO_TIMES = "a model from scratch has no time tokens"
 OWN_VOCABULARY = "trained weights have their own vocabulary; leave the first out"
 EXCLUDES = (
     *recogniser.EXCLUDES,
@@ -78,19 +88,16 @@ EXCLUDES = (
     *start.EXCLUDES,
     *(("vocab_size", model, OWN_VOCABULARY) for model in released.MODELS),
     ("vocab_size", options.COMMAND, OWN_VOCABULARY),
-    ("timestamp_share", options.COMMAND, options.TRAINS),
-    ("compare_to", "transcribe", "files to transcribe have no reference; leave the first out"),
-    ("timestamps", "piece_seconds", "the second cuts recordings to train on; leave one out"),
-    *(("long", manifest, "their results are apart; leave one out") for manifest in MANIFESTS),
+    *packs.EXCLUDES,
+    *comparing.EXCLUDES,
 )
 NEEDS = (
     *splits.NEEDS,
     *recogniser.NEEDS,
     *replay.NEEDS,
     *start.NEEDS,
-    ("timestamps", ("transcribe",), ""),
-    ("long", ("evaluate",), ""),
-    ("timestamp_share", (*released.MODELS, "resume", "init_from"), NO_TIMES),
+    *packs.NEEDS,
+    *comparing.NEEDS,
 )
 
 
@@ -108,7 +115,7 @@ def add_arguments(parser) -> None:
     start.add_arguments(parser, SIZES, language="vi")
     splits.add_arguments(parser)
     replay.add_arguments(parser)
-    recogniser.add_arguments(parser, ("greedy", "beam"), "greedy", start.BEAM_SIZE)
+    recogniser.add_arguments(parser, ("greedy", "beam"), "greedy", BEAM_SIZE)
     own = parser.add_argument_group("Vietnamese")
     own.add_argument(
         "--vocab_size",
@@ -119,40 +126,8 @@ def add_arguments(parser) -> None:
             " the demo)"
         ),
     )
-    own.add_argument(
-        "--timestamp_share",
-        type=options.SHARE,
-        metavar="S",
-        help=(
-            "train a released model on windows of several utterances, and this share of them with"
-            " times, so that programs which read long recordings lose no text; 0: on single"
-            " utterances (0.25 if utterances follow each other in their recordings, else 0)"
-        ),
-    )
-    own.add_argument(
-        "--compare_to",
-        type=options.path,
-        metavar="PATH",
-        help=(
-            "a baseline for the results at the end: a Hugging Face folder, OpenAI's .pt, or weights"
-            " of this recipe"
-        ),
-    )
-    own.add_argument(
-        "--timestamps",
-        action=options.OnOff,
-        default=False,
-        help="transcribe in segments with times, by the model's time tokens (off)",
-    )
-    own.add_argument(
-        "--long",
-        type=options.path,
-        metavar="FILE",
-        help=(
-            "evaluate on this manifest of whole recordings of any length, decoded in segments with"
-            " times"
-        ),
-    )
+    packs.add_arguments(own)
+    comparing.add_arguments(own)
     rate = (None, "by the model's width, and whether it is fine-tuned")
     options.add_arguments(parser, learning_rate=rate)
 
@@ -160,7 +135,7 @@ def add_arguments(parser) -> None:
 def resolve(args) -> Options:
     is_demo = not args.train_manifest
     options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, NEEDS)
-    how = recogniser.resolve(args, is_demo, start.BEAM_SIZE, has_times=args.timestamps)
+    how = recogniser.resolve(args, is_demo, BEAM_SIZE, has_times=args.timestamps)
     if args.vocab_size is None:
         args.vocab_size = DEMO_TOKENS if is_demo else USUAL_TOKENS
     asked = start.resolve(args, SIZES, is_demo, how)
@@ -198,16 +173,12 @@ def read_for(
 ) -> tuple[dict[str, Corpus], float]:
     """The corpora that a training of this model has, and its --timestamp_share. `read`: `read_data`
     by `times`."""
-    tokenizer = make_tokenizer(info.tokenizer)
-    had_times = info.times if resumes else None
-    share = packs.asked_share(args.timestamp_share, tokenizer, info.pretrained, had_times)
-    corpora = read(share != 0)
-    if share is None:
-        rate = start.learning_rate(info)
-        share = packs.usual_share(corpora["train"], args.learning_rate, rate)
-        if not share and args.use_chunking:  # their segments are joined after all
-            corpora = read(False)
-    return corpora, share
+    rates = args.learning_rate, learning_rate(info)
+
+    def read_once(times: bool) -> dict[str, Corpus]:  # only chunks are joined
+        return read(times and args.use_chunking)
+
+    return packs.read_for(args.timestamp_share, info, resumes, rates, read_once)
 
 
 def check_data(args, asked: Options) -> None:
@@ -216,7 +187,7 @@ def check_data(args, asked: Options) -> None:
     corpora = None
     if asked.origin.path:
         with torch.device("meta"):
-            info, _ = start.read_released(asked, asked.origin.path)
+            info, _ = read_released(asked, asked.origin.path)
         corpora, _ = read_for(args, info, False, read)
     splits.report_checked(corpora or read(False))
 
@@ -242,9 +213,7 @@ class Utterances:
     """A set of utterances as the model takes them. Only the training set is augmented and padded,
     and both depend on (seed, epoch, index) alone."""
 
-    def __init__(
-        self, args, corpus: Corpus, tokenizer: WhisperTokenizer, info: ModelInfo, training: bool
-    ):
+    def __init__(self, args, corpus: Corpus, tokenizer, info: ModelInfo, training: bool):
         self.args = args
         self.corpus = corpus
         self.tokenizer = tokenizer
@@ -288,7 +257,7 @@ class Utterances:
 
     def lengths(self, seconds: np.ndarray, epoch: int) -> np.ndarray:
         """(N,) lengths of what takes `seconds` (N,): with silence at the ends, and the longest
-        input's if an utterance is padded."""
+        input's if it is padded."""
         if self.augmentation:
             seconds = self.augmentation.lengths(seconds, epoch)
         return self.padding.lengths(seconds, epoch) if self.training else seconds
@@ -300,19 +269,14 @@ class Utterances:
             changed = change_speed(waveform, float(self.speeds(epoch)[index]))
             if len(changed) <= round(self.longest * SAMPLE_RATE):
                 waveform = changed
-        waveform, _ = self.prepare(waveform, index, epoch)
         transcript = self.corpus.texts[index]
-        prompt = self.tokenizer.in_language(self.tokenizer.prompt, self.corpus.languages[index])
-        return self.example(index, epoch, waveform, prompt, self.encode(transcript), transcript)
-
-    def prepare(self, waveform: torch.Tensor, index: int, epoch: int) -> tuple[torch.Tensor, float]:
-        """A waveform (T,) that is cut to the longest input and augmented, and the seconds of
-        silence in front."""
-        waveform = waveform[: round(self.longest * SAMPLE_RATE)]
-        if not self.augmentation:
-            return waveform, 0.0
-        lead = float(self.augmentation.ends(len(waveform) / SAMPLE_RATE, epoch, index)[0])
-        return self.augmentation.apply(waveform, index, epoch), lead
+        language = self.corpus.languages[index]
+        prompt = self.tokenizer.in_language(self.tokenizer.prompt, language)
+        tokens = self.encode(transcript)
+        name = self.corpus.where(index)
+        item = self.example(index, epoch, waveform, prompt, tokens, transcript, name)
+        item["language"] = language
+        return item
 
     def example(
         self,
@@ -322,10 +286,13 @@ class Utterances:
         prompt: list[int],
         tokens: list[int],
         transcript: str,
+        name: str,
     ) -> dict:
         """What the model learns from: waveform (T,), decoder input and labels (U,), CTC's targets
         (S,), masks of SpecAugment."""
-        name = self.corpus.where(index)
+        waveform = waveform[: round(self.longest * SAMPLE_RATE)]
+        if self.augmentation:
+            waveform = self.augmentation.apply(waveform, index, epoch)
         room = self.most_tokens - len(prompt)
         if self.training and len(tokens) > room:
             raise DataError(
@@ -342,7 +309,6 @@ class Utterances:
             "ctc_tokens": torch.tensor(tokens, dtype=torch.long),
             "heard": len(waveform),
             "text": transcript,
-            "language": self.corpus.languages[index],
             "name": name,
             "index": index,
         }
@@ -363,7 +329,6 @@ def collate(items: list[dict]) -> dict:
         "names": [item["name"] for item in items],
         "texts": [item["text"] for item in items],
         "indices": [item["index"] for item in items],
-        "languages": [item["language"] for item in items],
         "seconds": [len(item["audio"]) / SAMPLE_RATE for item in items],
         "heard_lengths": torch.tensor([item["heard"] for item in items]),
     }
@@ -378,6 +343,7 @@ def collate(items: list[dict]) -> dict:
         "attention": int(batch["labels_lengths"].sum()),
         "ctc": int(batch["ctc_tokens_lengths"].sum()),
     }
+    batch["languages"] = [item["language"] for item in items]
     if "unscored" in items[0]:
         batch["unscored_lengths"] = torch.tensor([item["unscored"] for item in items])
         batch["counts"]["attention"] -= int(batch["unscored_lengths"].sum())
@@ -424,7 +390,7 @@ def evaluate(
     def decode_batch(batch: dict) -> tuple[list[str], dict]:
         encoded, mask = model.encode(batch)
         limits = rate.limits(batch["audio_lengths_host"])
-        spoken = batch["languages"]
+        spoken = batch.get("languages")
         texts = decoding.greedy_texts(model, tokenizer, encoded, mask, search, limits, spoken)
         return texts, losses(model, batch, encoded, mask)
 
@@ -441,19 +407,6 @@ def measure_times(data: Utterances, info: ModelInfo, model: Whisper) -> kept_tim
     utterances = Utterances(data.args, data.corpus, data.tokenizer, info, training=False)
     batches = kept_times.windows(packs.Windows(utterances, share=1.0), collate)
     return kept_times.measure(model, data.tokenizer, batches)
-
-
-def first_times(
-    run: Run, before: RunInfo | None, data: Utterances, info: ModelInfo, model: Whisper
-) -> list[float]:
-    """What `measure_times` finds before the first update, or found in the run that is resumed.
-    Nothing with --init_from, whose weights the loop loads."""
-    if before:
-        return before.times_before
-    if run.initial:
-        return []
-    measure = functools.partial(measure_times, data, info)
-    return kept_times.at_start(model, run.setup, measure)
 
 
 def final_texts(
@@ -519,7 +472,7 @@ def report_long(args, asked: Options, info: ModelInfo, model: Whisper) -> None:
 
 def transcribe(args, asked: Options) -> None:
     setup = device.setup(args, quiet=True)
-    model, info, before = start.trained(asked, RECIPE, RunInfo, setup)
+    model, info, before = trained(asked, RECIPE, RunInfo, setup)
     tokenizer, search = make_search(asked, info)
     if args.timestamps:
         search = timed.make_search(tokenizer, search, "--timestamps")
@@ -535,7 +488,7 @@ def transcribe(args, asked: Options) -> None:
 def evaluate_only(args, asked: Options) -> None:
     """--evaluate on the test set or on --long, --export, or both, without training."""
     setup = device.setup(args)
-    model, info, before = start.trained(asked, RECIPE, RunInfo, setup)
+    model, info, before = trained(asked, RECIPE, RunInfo, setup)
     results = None
     if args.evaluate:
         check_folder(args.log_dir)
@@ -574,7 +527,6 @@ def make_sets(
 ) -> dict[str, Utterances]:
     """The sets of utterances. Of those that the model learns from, `corpora` loses what cannot be
     trained on."""
-    start.check_limits(asked, info.config)
     tokenizer, _ = make_search(asked, info)
     sets = {}
     for name, corpus in corpora.items():
@@ -605,12 +557,12 @@ def about_run(
     """What is kept with the weights beside the model. `before`: the same of the run that is
     resumed."""
     data = splits.run_info(splits.resolve(args), corpora)
-    longest = start.longest_heard(info, data.longest, before and before.data)
+    data = with_longest(info, data, before and before.data)
     steps = run_length.choose(args, global_batches, info.pretrained).total
     pad_from = middle_epoch(steps, global_batches.per_epoch)
     if before:
         pad_from = before.pad_from
-    return RunInfo(dataclasses.replace(data, longest=longest), pad_from, times_before)
+    return RunInfo(data, pad_from, times_before)
 
 
 def make_task(
@@ -629,11 +581,6 @@ def make_task(
     rate = decoding.TokenRate(heard, args.seed)
     terms = loss_weights(args, info)
     last_steps = decoding.last_steps(search, info.config)
-    fit = None
-    freeze = Whisper.freeze_encoder
-    if not info.pretrained:
-        fit = functools.partial(scratch.fit, seed=args.seed, initialised=bool(args.init_from))
-        freeze = None
     return Task(
         RECIPE,
         compute_loss,
@@ -643,19 +590,11 @@ def make_task(
         run_info,
         metric="cer",
         higher_is_better=False,
-        fit=fit,
-        freeze=freeze,
-        learning_rate=start.learning_rate(info),
-        checkpointed=LAYERS,
-        compiled=LAYERS,
         last_steps=functools.partial(evaluate, tokenizer, last_steps, rate, terms),
-        evaluate_first=info.pretrained,
-        fine_tunes=info.pretrained,
-        vocabulary=start.vocabulary(info, run.initial),
         compares=bool(args.compare_to),
         reports=recogniser.REPORTS,
-        adapters=functools.partial(released.usual_adapters, start.family(asked), info),
         watched=watched,
+        **for_task(asked, info, run.initial),
     )
 
 
@@ -677,20 +616,21 @@ def main(args) -> None:
     def new_tokenizer() -> WhisperTokenizer:
         return train_bpe(replay.texts(read(False)), args.vocab_size, args.language)
 
-    info, model = start.first_model(asked, run, new_tokenizer)
+    info, model = first_model(asked, run, new_tokenizer)
     corpora, share = read_for(args, info, before is not None, read)
     info = dataclasses.replace(info, times=share > 0)
     sets = make_sets(args, asked, info, corpora)
-    times_before = first_times(run, before, sets["val"], info, model)
+    measure = functools.partial(measure_times, sets["val"], info)
+    times_before = kept_times.at_start(model, run, before and before.times_before, measure)
 
-    trained = {name: sets.pop(name) for name in replay.TRAINED if name in sets}
-    taken = [as_windows(each, share) for each in trained.values()]
+    learned = {name: sets.pop(name) for name in replay.TRAINED if name in sets}
+    taken = [as_windows(each, share) for each in learned.values()]
     global_batches = GlobalBatches(args, taken[0], collate, run.setup, *taken[1:])
     run_info = about_run(args, info, corpora, global_batches, before, times_before)
-    for each in trained.values():
+    for each in learned.values():
         each.padding.begin = run_info.pad_from
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
-    task = make_task(args, asked, run, info, run_info, trained["train"], evaluation)
+    task = make_task(args, asked, run, info, run_info, learned["train"], evaluation)
     progress = train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, args, asked, info, model, evaluation, times_before)
     weights = finish(args, run, model, task, evaluation["val"], report)

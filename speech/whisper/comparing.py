@@ -1,4 +1,4 @@
-"""Another model on the same data, --compare_to, and the tables of whole recordings."""
+"""Another model on the same data (--compare_to), and whole recordings (--timestamps, --long)."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from common import checkpoint, memory
+from common import checkpoint, memory, options
 from speech import metrics, recogniser, released
 from speech.whisper import timed
 from speech.whisper.decoding import Search
@@ -21,6 +21,42 @@ from speech.whisper.start import (
     read_released,
 )
 from speech.whisper.tokenizer import WhisperTokenizer
+
+# Rows for common.options: flags that exclude each other, and flags that need another one.
+MANIFESTS = ("train_manifest", "val_manifest", "test_manifest")
+EXCLUDES = (
+    ("compare_to", "transcribe", "files to transcribe have no reference; leave the first out"),
+    ("timestamps", "piece_seconds", "the second cuts recordings to train on; leave one out"),
+    *(("long", manifest, "their results are apart; leave one out") for manifest in MANIFESTS),
+)
+NEEDS = (("timestamps", ("transcribe",), ""), ("long", ("evaluate",), ""))
+
+
+def add_arguments(group) -> None:
+    group.add_argument(
+        "--compare_to",
+        type=options.path,
+        metavar="PATH",
+        help=(
+            "a baseline for the results at the end: a Hugging Face folder, OpenAI's .pt, or weights"
+            " of this recipe"
+        ),
+    )
+    group.add_argument(
+        "--timestamps",
+        action=options.OnOff,
+        default=False,
+        help="transcribe in segments with times, by the model's time tokens (off)",
+    )
+    group.add_argument(
+        "--long",
+        type=options.path,
+        metavar="FILE",
+        help=(
+            "evaluate on this manifest of whole recordings of any length, decoded in segments with"
+            " times"
+        ),
+    )
 
 
 def check(asked: Options, recipe: str, path: str, with_times: bool) -> None:

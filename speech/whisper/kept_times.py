@@ -152,13 +152,16 @@ def warning(now: Times, before: Times | None) -> str:
 
 
 def at_start(
-    model: Whisper, setup: Setup, measure: Callable[[Whisper], Times | None]
+    model: Whisper, run, before: list[float] | None, measure: Callable[[Whisper], Times | None]
 ) -> list[float]:
-    """What `measure(model)` finds of a model on the host that will be trained, for a record that is
-    saved. Empty in a plan, where weights have no values."""
-    if next(model.parameters()).is_meta:
+    """What `measure(model)` finds of the model on the host that a `run` (`common.loop.begin`) will
+    train, for a record that is saved, or found `before` in the run that is resumed. Empty with
+    --init_from, whose weights the loop loads later, and in a plan, where weights have no values."""
+    if before is not None:
+        return before
+    if run.initial or next(model.parameters()).is_meta:
         return []
-    with in_use(model, setup):
+    with in_use(model, run.setup):
         return to_list(measure(model))
 
 

@@ -21,10 +21,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from common import options
 from common.errors import UsageError
+from speech import released
 from speech.audio import SAMPLE_RATE, change_speed, read_audio, read_utterance
 from speech.columns import Codes, Corpus
-from speech.whisper.tokenizer import WhisperTokenizer
+from speech.whisper.start import ModelInfo
+from speech.whisper.tokenizer import WhisperTokenizer, make_tokenizer
 
 DRAW = 13  # joins seed and epoch
 USUAL_SHARE = 0.25  # of the windows have times, if utterances follow each other
@@ -50,6 +53,11 @@ LONGEST_LEAD = 2.0
 LONG_PAUSE = 0.3  # seconds
 EDGE = 0.25  # seconds of such a pause at its ends, or a quarter of it, that are left as they are
 LOUD = 0.05  # mean square relative to that of the window
+
+# Rows for common.options: flags that exclude each other, and flags that need another one.
+EXCLUDES = (("timestamp_share", options.COMMAND, options.TRAINS),)
+NO_TIMES = "a model from scratch has no time tokens"
+NEEDS = (("timestamp_share", (*released.MODELS, "resume", "init_from"), NO_TIMES),)
 
 
 @dataclass(frozen=True)
@@ -151,6 +159,26 @@ def usual_share(corpus: Corpus, rate: float | None, usual_rate: float) -> float:
         " followed by another one of their recording; windows of them are trained on"
     )
     return USUAL_SHARE
+
+
+def read_for(
+    given: float | None,
+    info: ModelInfo,
+    resumes: bool,
+    rates: tuple[float | None, float],
+    read: Callable[[bool], dict[str, Corpus]],
+) -> tuple[dict[str, Corpus], float]:
+    """The corpora that a training of this model has, and the share of its windows that have times.
+    `given`: --timestamp_share. `rates`: --learning_rate and the usual one. `read(times)` reads the
+    corpora; without `times`, short segments of a recording are joined. Raises `UsageError`."""
+    tokenizer = make_tokenizer(info.tokenizer)
+    share = asked_share(given, tokenizer, info.pretrained, info.times if resumes else None)
+    corpora = read(share != 0)
+    if share is None:
+        share = usual_share(corpora["train"], *rates)
+        if not share:
+            corpora = read(False)
+    return corpora, share
 
 
 def drawn(groups: np.ndarray, seconds: np.ndarray, random: np.random.Generator) -> Line:
@@ -342,13 +370,26 @@ class Packs:
         return np.arange(max(earliest, first), place)
 
 
+def add_arguments(group) -> None:
+    group.add_argument(
+        "--timestamp_share",
+        type=options.SHARE,
+        metavar="S",
+        help=(
+            "train a released model on windows of several utterances, and this share of them with"
+            " times, so that programs which read long recordings lose no text; 0: on single"
+            " utterances (0.25 if utterances follow each other in their recordings, else 0)"
+        ),
+    )
+
+
 class Windows:
     """The windows that begin with each of `utterances`, as a data set beside these, of which a
     `share` has times; see `Packs`.
 
-    `utterances` is a recipe's data set. It has `corpus`, `tokenizer`, the `longest` input in
-    seconds, the `most_tokens` of the decoder's input, `encode(text)`, `lengths(seconds, epoch)` and
-    `prepare(waveform, index, epoch)` for augmentation, and `example(...)`, which makes an item."""
+    `utterances` is a recipe's data set. It has `corpus`, `tokenizer`, its `augmentation` or None,
+    the `longest` input in seconds, the `most_tokens` of the decoder's input, `encode(text)`,
+    `lengths(seconds, epoch)`, and `example(...)`, which makes an item."""
 
     def __init__(
         self,
@@ -386,12 +427,19 @@ class Windows:
         corpus = utterances.corpus
         window = self.packs.window(index, epoch)
         waveform = change_speed(read(corpus, window), window.speed)
-        waveform, lead = utterances.prepare(waveform, index, epoch)
+        waveform = waveform[: round(utterances.longest * SAMPLE_RATE)]
+        lead = 0.0
+        if utterances.augmentation:
+            seconds = len(waveform) / SAMPLE_RATE
+            lead = float(utterances.augmentation.ends(seconds, epoch, index)[0])
         before, prompt, tokens = self.written(window, lead)
         rows = window.rows[: len(window.rows) - window.cut]
         text = utterances.tokenizer.space.join(corpus.texts[row] for row in rows)
-        item = utterances.example(index, epoch, waveform, [*before, *prompt], tokens, text)
-        return {**item, "unscored": len(before)}
+        name = corpus.where(index)
+        item = utterances.example(index, epoch, waveform, [*before, *prompt], tokens, text, name)
+        item["language"] = corpus.languages[index]
+        item["unscored"] = len(before)
+        return item
 
     def written(self, window: Window, lead: float) -> tuple[list[int], list[int], list[int]]:
         """A window as tokens: what was said before it, the prompt, and its text. `lead`: seconds of

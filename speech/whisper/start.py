@@ -1,10 +1,8 @@
 """Where a Whisper starts: its flags, what a checkpoint keeps about it, its learning rate, and its
 export."""
 
-import argparse
 import functools
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -18,15 +16,14 @@ from common.errors import UsageError
 from speech import card, recogniser, released, splits
 from speech.audio import SAMPLE_RATE
 from speech.long import BY_OVERLAP, BY_PAUSES, SHORT_CLIPS, Cutting
-from speech.whisper import decoding, formats
-from speech.whisper.model import FRAME, Whisper
+from speech.whisper import decoding, formats, scratch
+from speech.whisper.model import FRAME, LAYERS, Whisper
 from speech.whisper.tokenizer import (
-    NO_SPEECH,
     STATE,
     WhisperTokenizer,
+    language_code,
     make_tokenizer,
     read_tokenizer,
-    special_tokens,
 )
 
 BEAM_SIZE = 5
@@ -161,18 +158,6 @@ class Options:
 # --- flags ----------------------------------------------------------------------------------------
 
 
-def language_code(text: str) -> str:
-    """An argparse type: a language code in lower case, as transformers looks it up: vi, kok,
-    zh-tw."""
-    code = text.lower()
-    is_code = re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", code) and 2 <= len(code) <= 20
-    if not is_code or f"<|{code}|>" in (*special_tokens(0, (), timestamps=False), *NO_SPEECH):
-        raise argparse.ArgumentTypeError(
-            f"{text[:40]!r} is not a language code, such as vi, kok or zh-tw"
-        )
-    return code
-
-
 def add_arguments(parser, sizes: dict[str, dict], language: str) -> None:
     """`sizes`: names of model sizes to configurations; `language`: the default."""
     model = released.add_arguments(parser, FORMS, sizes, "base")
@@ -273,7 +258,7 @@ def resolve(
         args.pad_share = PAD_SHARE
     shape = {name: getattr(args, name) for name in SHAPE if getattr(args, name)}
     if origin.size:
-        origin = replace(origin, size=reshape(origin.size, shape))
+        origin = replace(origin, size=formats.reshape(origin.size, shape))
     vocab_size = args.vocab_size if "vocab_size" in args.given else None
     vocabulary = None
     has_data = args.train_manifest or getattr(args, "data_dir", None)
@@ -296,30 +281,6 @@ def resolve(
         max_duration=args.max_duration,
         training=Training(*(getattr(args, each.name) for each in fields(Training))),
     )
-
-
-def reshape(size: dict, shape: dict[str, int]) -> dict:
-    """The configuration of a size, changed by the flags in `shape`. Raises `UsageError`."""
-    width = shape.get("d_model", size["d_model"])
-    heads = size["encoder_attention_heads"]
-    if "d_model" in shape:
-        heads = max(1, width // 64)
-    heads = shape.get("attention_heads", heads)
-    if width % (2 * heads) or width < 4:
-        raise UsageError(
-            f"--d_model {width} must be a multiple of twice --attention_heads {heads}, and at"
-            " least 4"
-        )
-    return {
-        **size,
-        "d_model": width,
-        "encoder_layers": shape.get("encoder_layers", size["encoder_layers"]),
-        "decoder_layers": shape.get("decoder_layers", size["decoder_layers"]),
-        "encoder_attention_heads": heads,
-        "decoder_attention_heads": heads,
-        "encoder_ffn_dim": formats.FFN * width,
-        "decoder_ffn_dim": formats.FFN * width,
-    }
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -499,6 +460,8 @@ def trained(
     """The model of --model_dir or --model_file, of --resume, or of the best evaluation, and the
     `run_info` of the run that trained it, which is None for a released one. Raises `UsageError`."""
     info, weights, saved = released.use(asked.origin, family(asked), recipe)
+    if not asked.how.transcribe:
+        check_limits(asked, info.config)
     model = make_model(info, weights=weights).to(setup.device).eval()
     return model, info, released.read_run_info(run_info, saved)
 
@@ -561,15 +524,40 @@ def describe(info: ModelInfo, model: Whisper, given_rate: float | None) -> None:
     )
 
 
-def longest_heard(info: ModelInfo, seconds: float, before: splits.RunInfo | None) -> float:
-    """The longest utterance that a model has been trained on, seconds: `seconds` in this run, or
-    more in the run that it resumes, or when it was released."""
-    longest = seconds
+def for_task(asked: Options, info: ModelInfo, initial: Saved | None) -> dict:
+    """What the loop's `Task` has to know of a Whisper, by the names of its fields. `initial`: the
+    weights of --init_from."""
+    fit = None
+    freeze = Whisper.freeze_encoder
+    if not info.pretrained:
+        fit = functools.partial(
+            scratch.fit, seed=asked.training.seed, initialised=initial is not None
+        )
+        freeze = None
+    return {
+        "fit": fit,
+        "freeze": freeze,
+        "learning_rate": learning_rate(info),
+        "checkpointed": LAYERS,
+        "compiled": LAYERS,
+        "evaluate_first": info.pretrained,
+        "fine_tunes": info.pretrained,
+        "vocabulary": vocabulary(info, initial),
+        "adapters": functools.partial(released.usual_adapters, family(asked), info),
+    }
+
+
+def with_longest(
+    info: ModelInfo, data: splits.RunInfo, before: splits.RunInfo | None
+) -> splits.RunInfo:
+    """`data` with the longest utterance that a model has been trained on: in this run, or in the
+    run `before` that it resumes, or when it was released."""
+    longest = data.longest
     if info.pretrained:
         longest = max(longest, input_seconds(info.config))
     if before:
         longest = max(longest, before.longest)
-    return longest
+    return replace(data, longest=longest)
 
 
 # --- use ------------------------------------------------------------------------------------------
