@@ -9,8 +9,8 @@ every form of its export and every program.
 
 Each model is trained on its demo's corpus and exported, then held-out clips of the demo go through
 --transcribe and through each program, as the files are. A Whisper hears windows of 30 s there, so
-here as well, with silence after the clip, in one greedy pass over what is exported. faster-whisper
-fills the window with zeros for features instead. XTTS speaks held-out sentences by --synthesize and
+here as well, in one greedy pass over what is exported: with silence after the clip, or with zeros
+for features where the program fills its window with these, as faster-whisper does. XTTS speaks held-out sentences by --synthesize and
 by each program, and the waveforms are compared; both take the likeliest code. A program that is not
 installed has a row that says so. Each reads in a separate process, because some end the process
 if a file displeases them.
@@ -64,13 +64,15 @@ WORD = re.compile("Ġ[a-z]{4,}")  # a token that is a whole word
 @dataclass(frozen=True)
 class Row:
     """`model` is a key of MODELS, `form` are the flags of the export, `package` is the program's
-    distribution, and `read` takes the exported folder and files."""
+    distribution, and `read` takes the exported folder and files. `zeros`: whether the program fills
+    the window after a clip with zeros for features."""
 
     model: str
     form: str
     program: str
     package: str
     read: Callable[[Path, list[Path]], list[str]]
+    zeros: bool = False
 
 
 def samples_of(path: Path) -> np.ndarray:
@@ -264,13 +266,13 @@ ROWS = (
     Row("konkani_conformer", "", "sherpa-onnx", "sherpa-onnx", sherpa_ctc),
     Row("konkani_conformer", "", "onnx-asr", "onnx-asr", onnx_asr),
     Row("whisper_vietnamese", "", "transformers", "transformers", whisper_pipeline),
-    Row("whisper_vietnamese", "", "faster-whisper", "faster-whisper", faster_whisper),
+    Row("whisper_vietnamese", "", "faster-whisper", "faster-whisper", faster_whisper, zeros=True),
     Row("whisper_released", "", "transformers", "transformers", whisper_pipeline),
-    Row("whisper_released", "", "faster-whisper", "faster-whisper", faster_whisper),
+    Row("whisper_released", "", "faster-whisper", "faster-whisper", faster_whisper, zeros=True),
     Row("whisper_released", "", "whisper.cpp, folder", "pywhispercpp", whisper_cpp_folder),
     Row("whisper_released", "", "whisper.cpp, model.pt", "pywhispercpp", whisper_cpp_file),
     Row("whisper_morse", "", "transformers", "transformers", whisper_pipeline),
-    Row("whisper_morse", "", "faster-whisper", "faster-whisper", faster_whisper),
+    Row("whisper_morse", "", "faster-whisper", "faster-whisper", faster_whisper, zeros=True),
     Row("xtts_amharic", "", "Coqui, speakers_xtts.pth", "coqui-tts", coqui),
     Row("xtts_amharic", "", "Coqui, reference.wav", "coqui-tts", coqui_clip),
 )
@@ -410,10 +412,11 @@ def texts_of(recipe: str, weights: list, files: list[Path], folder: Path) -> lis
 
 
 @torch.no_grad()
-def window_texts(folder: Path, files: list[Path]) -> list[str]:
-    """What our code writes of clips in windows of 30 s with an exported Whisper."""
+def window_texts(folder: Path, files: list[Path], zeros: bool = False) -> list[str]:
+    """What our code writes of clips in windows of 30 s with an exported Whisper, with silence or
+    with `zeros` for features after a clip."""
     from speech.whisper import decoding, formats
-    from speech.whisper.model import Whisper
+    from speech.whisper.model import HOP, Whisper
     from speech.whisper.tokenizer import read_tokenizer
 
     weights, config, extras = formats.read_model(folder)
@@ -427,6 +430,8 @@ def window_texts(folder: Path, files: list[Path]) -> list[str]:
         samples = torch.from_numpy(samples_of(path))[None]
         lengths = torch.tensor([samples.shape[1]])
         batch = {"audio": samples, "audio_lengths": lengths, "audio_lengths_host": lengths}
+        if zeros:
+            batch["fill_from"] = lengths // HOP
         texts += decoding.greedy_texts(model, tokenizer, *model.encode(batch), search)
     return texts
 
@@ -514,6 +519,7 @@ def results(args, name: str, folder: Path, runs: dict[str, Path]) -> None:
     run = runs.get(name, runs.get(recipe))
     exported = {}
     more = []
+    filled = []
     judge = compared
     if recipe == "xtts_amharic":
         rows = held_out(run, "val", args.clips)
@@ -527,6 +533,7 @@ def results(args, name: str, folder: Path, runs: dict[str, Path]) -> None:
             exported[""] = folder / "form" / "export"
             recipe_of(recipe, "--export", exported[""], *weights)
             ours = window_texts(exported[""], files)
+            filled = window_texts(exported[""], files, zeros=True)
         else:
             ours = texts_of(recipe, weights, files, folder)
     for row in (row for row in ROWS if row.model == name):
@@ -540,7 +547,7 @@ def results(args, name: str, folder: Path, runs: dict[str, Path]) -> None:
             outcome = "not installed"
             if version:
                 found = read(row, python, exported[row.form], files, args.whisper_cpp)
-                outcome = judge(found, ours)
+                outcome = judge(found, filled if row.zeros else ours)
         except (RunError, subprocess.TimeoutExpired) as error:
             outcome = f"failed: {first_line(error)}"
         form = f"`{row.form or '--export'}`"

@@ -1,6 +1,7 @@
 """Reports of a run: progress bar, metrics.jsonl, TensorBoard, training.png. They read numbers on
 the host only."""
 
+import collections
 import contextlib
 import json
 import os
@@ -17,6 +18,7 @@ from common.errors import cannot_write, require
 from common.files import write_file, write_text
 
 PLAIN_SECONDS = 10  # between progress lines if stderr is not a terminal
+RECENT = 100  # updates, by which the time left is estimated: later ones may be longer
 ERROR_RATES = ("cer", "wer")  # which are shown in per cent
 
 
@@ -55,15 +57,14 @@ class Report:
         enabled: bool = True,
     ):
         self.log_dir = log_dir
-        self.first_step = step
         self.total = total_steps
         self.enabled = enabled
         self.bar = None
         self.events = None
         self.metrics = None
         self.problem = None
-        self.started = time.monotonic()
-        self.last_line = self.started
+        self.last_line = time.monotonic()
+        self.ends = collections.deque([self.last_line], maxlen=RECENT + 1)  # of the last updates
         if not enabled:
             return
         check_folder(log_dir)
@@ -142,6 +143,8 @@ class Report:
         waited for data and the GPU computed."""
         if not self.enabled:
             return
+        now = time.monotonic()
+        self.ends.append(now)
         gpu = [] if utilisation is None else [f"GPU {utilisation:.0%}"]
         gib = memory / 2**30
         if self.bar is not None:
@@ -149,10 +152,9 @@ class Report:
             text += f" wait {waiting:.0%}"
             self.bar.set_description_str(" ".join([text, *gpu]), refresh=False)
             self.bar.update(step - self.bar.n)
-        elif time.monotonic() - self.last_line >= PLAIN_SECONDS or step == self.total:
-            self.last_line = time.monotonic()
-            elapsed = self.last_line - self.started
-            left = elapsed / max(1, step - self.first_step) * (self.total - step)
+        elif now - self.last_line >= PLAIN_SECONDS or step == self.total:
+            self.last_line = now
+            left = (now - self.ends[0]) / (len(self.ends) - 1) * (self.total - step)
             parts = [
                 f"step {step}/{self.total}",
                 f"loss {loss:.3f}",

@@ -56,7 +56,7 @@ from speech.morse.synthesis import Choice, Synthetic
 from speech.recogniser import SPEEDS, decode_set, decode_texts
 from speech.whisper import decoding, formats, start
 from speech.whisper.model import FRAME, Whisper, alignment_loss, ctc_loss, token_loss
-from speech.whisper.padding import Padding, middle_epoch
+from speech.whisper.padding import Padding, middle_epoch, note_longer_epochs
 from speech.whisper.start import (
     BEAM_SIZE,
     ModelInfo,
@@ -535,6 +535,7 @@ def main(args) -> None:
     run_info = about_run(args, info, source, corpora, global_batches, before)
     for each in learned.values():
         each.padding.begin = run_info.pad_from
+    note_longer_epochs(global_batches, run_info.pad_from)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
     task = make_task(args, asked, run, info, run_info, learned["train"], evaluation)
     progress = train(args, run, model, task, global_batches, evaluation["val"])

@@ -53,7 +53,7 @@ from speech.recogniser import SPEEDS, decode_set, decode_texts
 from speech.text import in_lower_case as for_scoring  # as PhoWhisper's error rates are computed
 from speech.whisper import comparing, decoding, formats, kept_times, packs, start, timed
 from speech.whisper.model import Whisper, ctc_loss, token_loss
-from speech.whisper.padding import Padding, middle_epoch
+from speech.whisper.padding import Padding, middle_epoch, note_longer_epochs
 from speech.whisper.start import (
     BEAM_SIZE,
     ModelInfo,
@@ -629,6 +629,7 @@ def main(args) -> None:
     run_info = about_run(args, info, corpora, global_batches, before, times_before)
     for each in learned.values():
         each.padding.begin = run_info.pad_from
+    note_longer_epochs(global_batches, run_info.pad_from)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
     task = make_task(args, asked, run, info, run_info, learned["train"], evaluation)
     progress = train(args, run, model, task, global_batches, evaluation["val"])

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from speech.audio import SAMPLE_RATE
 from speech.whisper.model import HOP
 
+LONGER = 1.1  # times as much audio: worth a line
+
 
 @functools.lru_cache(maxsize=4)
 def drawn(seed: int, epoch: int, count: int, share: float) -> np.ndarray:
@@ -22,6 +24,21 @@ def middle_epoch(updates: int, per_epoch: int) -> int:
     epoch. Before the model can read anything, 30 s of mostly silence teach it little and cost as
     much as ten short utterances."""
     return int(updates / per_epoch / 2)
+
+
+def note_longer_epochs(global_batches, begin: int) -> None:
+    """Prints by how much the epochs of a training set become longer at the epoch `begin`, which an
+    estimate of the time left cannot know before."""
+    if begin == 0:
+        return
+    seconds = global_batches.data.seconds
+    ratio = float(seconds(begin).sum() / seconds(begin - 1).sum())
+    if ratio > LONGER:
+        first = global_batches.count(0, begin) + 1
+        print(
+            f"padding: from update {first} on (--pad_share), an epoch has {ratio:.1f} times the"
+            " audio, and updates take longer than the time left says before"
+        )
 
 
 class Padding:
