@@ -41,7 +41,7 @@ import torch
 
 from common import device, options, run_length
 from common.batches import EvalBatches, GlobalBatches, pad
-from common.errors import DataError, UsageError, exit_with_one_line
+from common.errors import DataError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
 from speech import card, metrics, recogniser, released, replay, splits
@@ -78,21 +78,11 @@ TIME_MASK_WIDTH = 0.05  # share of the utterance
 DEMO_STEPS = 1100
 SIZES = {"demo": formats.make_config(128, (4, 2), 4), **formats.SIZES}
 CARD = {"languages": (), "reading": recogniser.AS_SENT}  # what a model card has of the symbols
-ALIGNED = "a released encoder is aligned already; leave the first out"
-NOT_ALIGNED = "recordings do not say when a symbol is sent; give --ctc_weight instead"
 EXCLUDES = (
     *recogniser.EXCLUDES,
     *replay.EXCLUDES,
     *start.EXCLUDES,
     *clips.EXCLUDES,
-    (
-        "alignment_weight",
-        "ctc_weight",
-        "both train the same output layer of the encoder; give one of them",
-    ),
-    *(("alignment_weight", model, ALIGNED) for model in released.MODELS),
-    *(("alignment_weight", source, NOT_ALIGNED) for source in clips.RECORDED),
-    ("alignment_weight", options.COMMAND, options.TRAINS),
 )
 NEEDS = (*splits.NEEDS, *recogniser.NEEDS, *replay.NEEDS, *start.NEEDS, *clips.NEEDS)
 
@@ -114,16 +104,6 @@ def add_arguments(parser) -> None:
     methods = ("greedy", "beam")
     recogniser.add_arguments(parser, methods, "greedy", BEAM_SIZE, normalisers=False)
     clips.add_arguments(parser)
-    own = parser.add_argument_group("Morse")
-    own.add_argument(
-        "--alignment_weight",
-        type=options.SHARE,
-        metavar="X",
-        help=(
-            "share of an auxiliary loss on the encoder (which symbol is sent in every frame), for"
-            " synthetic clips from scratch (0.3 there)"
-        ),
-    )
     rate = (None, "by the model's width, and whether it is fine-tuned")
     options.add_arguments(parser, learning_rate=rate)
 
@@ -136,18 +116,7 @@ def resolve(args) -> tuple[Options, clips.Options]:
     options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, NEEDS, *usual)
     # Without augmentation by default: a masked span would take symbols away.
     how = recogniser.resolve(args, is_demo, BEAM_SIZE, augments=False)
-    source = clips.resolve(args, is_demo)
-    if args.alignment_weight is None:
-        has_alignment = not (recorded or is_released or args.ctc_weight)
-        args.alignment_weight = start.AUXILIARY_WEIGHT if has_alignment else 0.0
-    if args.alignment_weight:
-        args.ctc_weight = 0.0
-    if args.alignment_weight and (args.speed_perturbation or args.wave_augment):
-        flag = "speed_perturbation" if args.speed_perturbation else "wave_augment"
-        raise UsageError(
-            f"--{flag} would move what --alignment_weight trains on; synthetic clips have speeds,"
-            " silence and noise of their own: --wpm LOW HIGH, --snr_db LOW HIGH"
-        )
+    source = clips.resolve(args, is_demo, start.AUXILIARY_WEIGHT)
     # Released models forbid / = + - : when they decode. In Morse these are sent.
     losses = ("ctc_weight", "alignment_weight")
     asked = start.resolve(args, SIZES, is_demo, how, losses, suppress=False)

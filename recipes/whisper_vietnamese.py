@@ -174,11 +174,8 @@ def read_for(
     """The corpora that a training of this model has, and its --timestamp_share. `read`: `read_data`
     by `times`."""
     rates = args.learning_rate, learning_rate(info)
-
-    def read_once(times: bool) -> dict[str, Corpus]:  # only chunks are joined
-        return read(times and args.use_chunking)
-
-    return packs.read_for(args.timestamp_share, info, resumes, rates, read_once)
+    given = args.timestamp_share
+    return packs.read_for(given, info, resumes, rates, read, joins=args.use_chunking)
 
 
 def check_data(args, asked: Options) -> None:
@@ -192,21 +189,10 @@ def check_data(args, asked: Options) -> None:
     splits.report_checked(corpora or read(False))
 
 
-def drop_untrainable(
-    args, name: str, corpus: Corpus, tokenizer: WhisperTokenizer, info: ModelInfo
-) -> Corpus:
-    """Without the utterances whose decoder input would be longer than the model's."""
-    max_tokens = args.max_target_tokens or info.config["max_target_positions"]
-    space = tokenizer.space if info.times else ""
-
-    def fault(index: int) -> tuple[str, str] | None:
-        tokens = len(tokenizer.prompt) + len(tokenizer.encode(space + corpus.texts[index]))
-        if tokens <= max_tokens:
-            return None
-        reason = f"text is longer than {max_tokens} tokens (--max_target_tokens)"
-        return reason, f"{tokens} tokens with the prompt"
-
-    return splits.drop(corpus, f"{replay.NAMES[name]} set", fault, args.strict_data)
+def encode(tokenizer: WhisperTokenizer, times: bool, transcript: str) -> list[int]:
+    """The tokens of a text. A released model writes a space before it, and keeps doing so if it is
+    trained with times."""
+    return tokenizer.encode((tokenizer.space if times else "") + transcript)
 
 
 class Utterances:
@@ -220,8 +206,7 @@ class Utterances:
         self.training = training
         self.longest = input_seconds(info.config)
         self.most_tokens = args.max_target_tokens or info.config["max_target_positions"]
-        # A released model writes it before a text, and keeps doing so if it is trained with times.
-        self.space = tokenizer.space if info.times else ""
+        self.encode = functools.partial(encode, tokenizer, info.times)
         padding = (args.pad_share, args.pad_to_30s)
         self.padding = Padding(args.seed, len(corpus), self.longest, *padding)
         self.augmentation = None
@@ -241,9 +226,6 @@ class Utterances:
 
     def text_length(self, index: int) -> int:
         return len(self.corpus.texts[index])
-
-    def encode(self, transcript: str) -> list[int]:
-        return self.tokenizer.encode(self.space + transcript)
 
     def speeds(self, epoch: int) -> np.ndarray:
         return speed_factors(self.args.seed, epoch, len(self), SPEEDS)
@@ -452,19 +434,17 @@ def report_results(
 
 
 def report_long(args, asked: Options, info: ModelInfo, model: Whisper) -> None:
-    """Prints error rates of the whole recordings of --long and what they lose in a row; with
-    --compare_to also a baseline's, for which the model is moved to the host."""
+    """Prints error rates of the whole recordings of --long; with --compare_to also a baseline's,
+    for which the model is moved to the host."""
     corpus = splits.load_splits(splits.resolve(args), text.normalise)["long"]
     rows = timed.decode_corpus(model, *make_search(asked, info), corpus, "--long")
-    print(
-        f"\n{len(rows)} whole recordings, the weights named, decoding with times: {args.decoding}"
-    )
+    title = f"{len(rows)} whole recordings, the weights named, decoding with times"
+    print(f"\n{title}: {args.decoding}")
     before = None
-    if args.compare_to:
-        baseline, search = comparing.baseline(asked, RECIPE, args.compare_to, model)
-        flag = f"--compare_to {args.compare_to}"
-        before = timed.decode_corpus(baseline, *search, corpus, flag)
-    comparing.print_recordings(rows, before, args.compare_to, asked.how, for_scoring)
+    if path := args.compare_to:
+        baseline, search = comparing.baseline(asked, RECIPE, path, model)
+        before = timed.decode_corpus(baseline, *search, corpus, f"--compare_to {path}")
+    comparing.print_recordings(rows, before, path, asked.how, for_scoring)
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -528,11 +508,17 @@ def make_sets(
     """The sets of utterances. Of those that the model learns from, `corpora` loses what cannot be
     trained on."""
     tokenizer, _ = make_search(asked, info)
+    most_tokens = args.max_target_tokens or info.config["max_target_positions"]
+
+    def tokens_of(text: str) -> int:
+        return len(tokenizer.prompt) + len(encode(tokenizer, info.times, text))
+
     sets = {}
     for name, corpus in corpora.items():
         is_trained = name in replay.TRAINED
         if is_trained:
-            corpora[name] = drop_untrainable(args, name, corpus, tokenizer, info)
+            about = (f"{replay.NAMES[name]} set", tokens_of, most_tokens)
+            corpora[name] = splits.drop_long_texts(corpus, *about, args.strict_data)
         sets[name] = Utterances(args, corpora[name], tokenizer, info, is_trained)
     return sets
 

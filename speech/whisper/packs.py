@@ -167,16 +167,18 @@ def read_for(
     resumes: bool,
     rates: tuple[float | None, float],
     read: Callable[[bool], dict[str, Corpus]],
+    joins: bool,
 ) -> tuple[dict[str, Corpus], float]:
     """The corpora that a training of this model has, and the share of its windows that have times.
     `given`: --timestamp_share. `rates`: --learning_rate and the usual one. `read(times)` reads the
-    corpora; without `times`, short segments of a recording are joined. Raises `UsageError`."""
+    corpora; without `times` it `joins` short segments of a recording, if at all. Raises
+    `UsageError`."""
     tokenizer = make_tokenizer(info.tokenizer)
     share = asked_share(given, tokenizer, info.pretrained, info.times if resumes else None)
     corpora = read(share != 0)
     if share is None:
         share = usual_share(corpora["train"], *rates)
-        if not share:
+        if joins and not share:
             corpora = read(False)
     return corpora, share
 
