@@ -65,7 +65,6 @@ from speech.whisper.start import (
     for_task,
     input_seconds,
     make_search,
-    trained,
     with_longest,
 )
 from speech.whisper.tokenizer import WhisperTokenizer, train_symbols
@@ -370,9 +369,14 @@ def report_results(
 # --- main -----------------------------------------------------------------------------------------
 
 
+def trained(asked: Options, setup: device.Setup) -> tuple[Whisper, ModelInfo, RunInfo | None]:
+    """The model that is used without training, and what the run that trained it has saved."""
+    return start.trained(asked, RECIPE, RunInfo, setup)
+
+
 def transcribe(args, asked: Options) -> None:
     setup = device.setup(args, quiet=True)
-    model, info, before = trained(asked, RECIPE, RunInfo, setup)
+    model, info, before = trained(asked, setup)
     tokenizer, search = make_search(asked, info)
     # Within a word of Morse there are pauses, too.
     longest, cutting = start.long_recordings(info, before and before.data, short=BY_SILENCES)
@@ -384,7 +388,7 @@ def transcribe(args, asked: Options) -> None:
 def evaluate_only(args, asked: Options, source: clips.Options) -> None:
     """--evaluate on the test set, --export, or both, without training."""
     setup = device.setup(args)
-    model, info, before = trained(asked, RECIPE, RunInfo, setup)
+    model, info, before = trained(asked, setup)
     results = None
     if args.evaluate:
         check_folder(args.log_dir)
@@ -512,8 +516,7 @@ def main(args) -> None:
     weights = finish(args, run, model, task, evaluation["val"], report)
     if run.setup.ranks.first:
         recogniser.add_watched(asked.how, progress)
-        results = recogniser.read_results(args.log_dir)
-        export(asked, info, model, weights, run_info.data, results)
+        export(asked, info, model, weights, run_info.data, recogniser.read_results(args.log_dir))
 
 
 if __name__ == "__main__":
