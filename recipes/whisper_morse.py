@@ -58,12 +58,14 @@ from speech.whisper import decoding, formats, start
 from speech.whisper.model import FRAME, Whisper, alignment_loss, ctc_loss, token_loss
 from speech.whisper.padding import Padding, middle_epoch, note_longer_epochs
 from speech.whisper.start import (
+    AUXILIARY_WEIGHT,
     BEAM_SIZE,
     ModelInfo,
     Options,
     first_model,
     for_task,
     input_seconds,
+    long_recordings,
     make_search,
     with_longest,
 )
@@ -115,7 +117,7 @@ def resolve(args) -> tuple[Options, clips.Options]:
     options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, NEEDS, *usual)
     # Without augmentation by default: a masked span would take symbols away.
     how = recogniser.resolve(args, is_demo, BEAM_SIZE, augments=False)
-    source = clips.resolve(args, is_demo, start.AUXILIARY_WEIGHT)
+    source = clips.resolve(args, is_demo, AUXILIARY_WEIGHT)
     # Released models forbid / = + - : when they decode. In Morse these are sent.
     losses = ("ctc_weight", "alignment_weight")
     asked = start.resolve(args, SIZES, is_demo, how, losses, suppress=False)
@@ -379,7 +381,7 @@ def transcribe(args, asked: Options) -> None:
     model, info, before = trained(asked, setup)
     tokenizer, search = make_search(asked, info)
     # Within a word of Morse there are pauses, too.
-    longest, cutting = start.long_recordings(info, before and before.data, short=BY_SILENCES)
+    longest, cutting = long_recordings(info, before and before.data, short=BY_SILENCES)
     texts_of = functools.partial(final_texts, model, tokenizer, search)
     recogniser.transcribe_files(asked.how, texts_of, setup, longest, cutting)
 

@@ -62,6 +62,7 @@ from speech.whisper.start import (
     for_task,
     input_seconds,
     learning_rate,
+    long_recordings,
     make_search,
     read_released,
     with_longest,
@@ -463,7 +464,7 @@ def transcribe(args, asked: Options) -> None:
         decode = functools.partial(timed.transcripts, model, tokenizer, search)
         recogniser.transcribe_files(asked.how, decode, setup, longest=None, parts=("segments",))
         return
-    longest, cutting = start.long_recordings(info, before and before.data)
+    longest, cutting = long_recordings(info, before and before.data)
     texts_of = functools.partial(final_texts, model, tokenizer, search)
     recogniser.transcribe_files(asked.how, texts_of, setup, longest, cutting)
 
