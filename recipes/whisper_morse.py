@@ -62,6 +62,7 @@ from speech.whisper.start import (
     BEAM_SIZE,
     ModelInfo,
     Options,
+    check_limits,
     first_model,
     for_task,
     input_seconds,
@@ -423,6 +424,7 @@ def make_sets(
     args, asked: Options, info: ModelInfo, corpora: dict[str, clips.Clips]
 ) -> dict[str, Utterances]:
     """The sets of clips."""
+    check_limits(asked, info.config)
     tokenizer, _ = make_search(asked, info)
     sets = {}
     for name, corpus in corpora.items():

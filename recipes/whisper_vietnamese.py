@@ -58,6 +58,7 @@ from speech.whisper.start import (
     BEAM_SIZE,
     ModelInfo,
     Options,
+    check_limits,
     first_model,
     for_task,
     input_seconds,
@@ -512,6 +513,7 @@ def make_sets(
 ) -> dict[str, Utterances]:
     """The sets of utterances. Of those that the model learns from, `corpora` loses what cannot be
     trained on."""
+    check_limits(asked, info.config)
     tokenizer, _ = make_search(asked, info)
     most_tokens = args.max_target_tokens or info.config["max_target_positions"]
 

@@ -460,8 +460,6 @@ def trained(
     """The model of --model_dir or --model_file, of --resume, or of the best evaluation, and the
     `run_info` of the run that trained it, which is None for a released one. Raises `UsageError`."""
     info, weights, saved = released.use(asked.origin, family(asked), recipe)
-    if not asked.how.transcribe:
-        check_limits(asked, info.config)
     model = make_model(info, weights=weights).to(setup.device).eval()
     return model, info, released.read_run_info(run_info, saved)
 
