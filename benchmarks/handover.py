@@ -9,8 +9,9 @@ every form of its export and every program.
 
 Each model is trained on its demo's corpus and exported, then held-out clips of the demo go through
 --transcribe and through each program, as the files are. A Whisper hears windows of 30 s there, so
-here as well, with silence after the clip, in one greedy pass over what is exported. faster-whisper
-fills the window with zeros for features instead. XTTS speaks held-out sentences by --synthesize and
+here as well, in one greedy pass over what is exported, or with a beam of five: with silence after
+the clip, or with zeros for features where the program fills its window with these, as
+faster-whisper does. XTTS speaks held-out sentences by --synthesize and
 by each program, and the waveforms are compared; both take the likeliest code. A program that is not
 installed has a row that says so. Each reads in a separate process, because some end the process
 if a file displeases them.
@@ -64,13 +65,16 @@ WORD = re.compile("Ġ[a-z]{4,}")  # a token that is a whole word
 @dataclass(frozen=True)
 class Row:
     """`model` is a key of MODELS, `form` are the flags of the export, `package` is the program's
-    distribution, and `read` takes the exported folder and files."""
+    distribution, and `read` takes the exported folder and files. Of a Whisper, how ours is read
+    beside it: with `zeros` for features after a clip, and by which `method`."""
 
     model: str
     form: str
     program: str
     package: str
     read: Callable[[Path, list[Path]], list[str]]
+    zeros: bool = False
+    method: str = "greedy"
 
 
 def samples_of(path: Path) -> np.ndarray:
@@ -149,7 +153,16 @@ def onnx_asr_int8(folder: Path, files: list[Path]) -> list[str]:
     return onnx_asr(folder, files, "int8")
 
 
-def faster_whisper(folder: Path, files: list[Path]) -> list[str]:
+def faster_whisper_beam(folder: Path, files: list[Path]) -> list[str]:
+    """With its own beam and fallback."""
+    return faster_whisper(folder, files)
+
+
+def faster_whisper_greedy(folder: Path, files: list[Path]) -> list[str]:
+    return faster_whisper(folder, files, beam_size=1, temperature=0)
+
+
+def faster_whisper(folder: Path, files: list[Path], **search) -> list[str]:
     from faster_whisper import WhisperModel
 
     converted = folder.parent / "ct2"
@@ -168,10 +181,9 @@ def faster_whisper(folder: Path, files: list[Path]) -> list[str]:
         segments, _ = model.transcribe(
             samples_of(path),
             language=language_of(folder),
-            beam_size=1,
-            temperature=0,
             suppress_tokens=suppressed,
             without_timestamps=True,  # which a model from scratch does not have
+            **search,
         )
         texts.append("".join(segment.text for segment in segments))
     return texts
@@ -264,13 +276,22 @@ ROWS = (
     Row("konkani_conformer", "", "sherpa-onnx", "sherpa-onnx", sherpa_ctc),
     Row("konkani_conformer", "", "onnx-asr", "onnx-asr", onnx_asr),
     Row("whisper_vietnamese", "", "transformers", "transformers", whisper_pipeline),
-    Row("whisper_vietnamese", "", "faster-whisper", "faster-whisper", faster_whisper),
+    Row("whisper_vietnamese", "", "faster-whisper", "faster-whisper", faster_whisper_greedy, True),
     Row("whisper_released", "", "transformers", "transformers", whisper_pipeline),
-    Row("whisper_released", "", "faster-whisper", "faster-whisper", faster_whisper),
+    Row("whisper_released", "", "faster-whisper", "faster-whisper", faster_whisper_greedy, True),
+    Row(
+        "whisper_released",
+        "",
+        "faster-whisper, beam of 5",
+        "faster-whisper",
+        faster_whisper_beam,
+        True,
+        "beam",
+    ),
     Row("whisper_released", "", "whisper.cpp, folder", "pywhispercpp", whisper_cpp_folder),
     Row("whisper_released", "", "whisper.cpp, model.pt", "pywhispercpp", whisper_cpp_file),
     Row("whisper_morse", "", "transformers", "transformers", whisper_pipeline),
-    Row("whisper_morse", "", "faster-whisper", "faster-whisper", faster_whisper),
+    Row("whisper_morse", "", "faster-whisper", "faster-whisper", faster_whisper_greedy, True),
     Row("xtts_amharic", "", "Coqui, speakers_xtts.pth", "coqui-tts", coqui),
     Row("xtts_amharic", "", "Coqui, reference.wav", "coqui-tts", coqui_clip),
 )
@@ -410,10 +431,10 @@ def texts_of(recipe: str, weights: list, files: list[Path], folder: Path) -> lis
 
 
 @torch.no_grad()
-def window_texts(folder: Path, files: list[Path]) -> list[str]:
-    """What our code writes of clips in windows of 30 s with an exported Whisper."""
+def window_texts(folder: Path, files: list[Path], zeros: bool, method: str) -> list[str]:
+    """What our code writes of clips in windows of 30 s with an exported Whisper; see `Row`."""
     from speech.whisper import decoding, formats
-    from speech.whisper.model import Whisper
+    from speech.whisper.model import HOP, Whisper
     from speech.whisper.tokenizer import read_tokenizer
 
     weights, config, extras = formats.read_model(folder)
@@ -421,13 +442,16 @@ def window_texts(folder: Path, files: list[Path]) -> list[str]:
     model = Whisper(config).eval()
     checkpoint.load_weights(model, weights)
     model.pad_to_longest = True
-    search = decoding.make_search(tokenizer, extras["generation"], config["vocab_size"])
+    search = decoding.make_search(tokenizer, extras["generation"], config["vocab_size"], method)
+    decode = decoding.greedy_texts if method == "greedy" else decoding.texts
     texts = []
     for path in files:
         samples = torch.from_numpy(samples_of(path))[None]
         lengths = torch.tensor([samples.shape[1]])
         batch = {"audio": samples, "audio_lengths": lengths, "audio_lengths_host": lengths}
-        texts += decoding.greedy_texts(model, tokenizer, *model.encode(batch), search)
+        if zeros:
+            batch["fill_from"] = lengths // HOP
+        texts += decode(model, tokenizer, *model.encode(batch), search)
     return texts
 
 
@@ -526,7 +550,6 @@ def results(args, name: str, folder: Path, runs: dict[str, Path]) -> None:
         if recipe.startswith("whisper"):
             exported[""] = folder / "form" / "export"
             recipe_of(recipe, "--export", exported[""], *weights)
-            ours = window_texts(exported[""], files)
         else:
             ours = texts_of(recipe, weights, files, folder)
     for row in (row for row in ROWS if row.model == name):
@@ -540,6 +563,8 @@ def results(args, name: str, folder: Path, runs: dict[str, Path]) -> None:
             outcome = "not installed"
             if version:
                 found = read(row, python, exported[row.form], files, args.whisper_cpp)
+                if recipe.startswith("whisper"):
+                    ours = window_texts(exported[""], files, row.zeros, row.method)
                 outcome = judge(found, ours)
         except (RunError, subprocess.TimeoutExpired) as error:
             outcome = f"failed: {first_line(error)}"

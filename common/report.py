@@ -16,7 +16,7 @@ from common.errors import cannot_write, require
 from common.files import write_file, write_text
 
 PLAIN_SECONDS = 10  # between progress lines if stderr is not a terminal
-PACE_LINES = 30  # by which the time that is left is told: a pause is forgotten after them
+RECENT = 100  # updates, by which the time left is estimated: later ones may be longer
 ERROR_RATES = ("cer", "wer")  # which are shown in per cent
 
 
@@ -53,7 +53,7 @@ class Report:
         self.metrics = None
         self.problem = None
         self.last_line = time.monotonic()
-        self.printed = collections.deque([(self.last_line, step)], PACE_LINES)  # (time, step)
+        self.ends = collections.deque([self.last_line], maxlen=RECENT + 1)  # of the last updates
         if not enabled:
             return
         check_folder(log_dir)
@@ -121,6 +121,8 @@ class Report:
         waited for data and the GPU computed."""
         if not self.enabled:
             return
+        now = time.monotonic()
+        self.ends.append(now)
         gpu = [] if utilisation is None else [f"GPU {utilisation:.0%}"]
         gib = memory / 2**30
         if self.bar is not None:
@@ -128,11 +130,9 @@ class Report:
             text += f" wait {waiting:.0%}"
             self.bar.set_description_str(" ".join([text, *gpu]), refresh=False)
             self.bar.update(step - self.bar.n)
-        elif time.monotonic() - self.last_line >= PLAIN_SECONDS or step == self.total:
-            self.last_line = time.monotonic()
-            begun, first = self.printed[0]
-            left = (self.last_line - begun) / max(1, step - first) * (self.total - step)
-            self.printed.append((self.last_line, step))
+        elif now - self.last_line >= PLAIN_SECONDS or step == self.total:
+            self.last_line = now
+            left = (now - self.ends[0]) / (len(self.ends) - 1) * (self.total - step)
             parts = [
                 f"step {step}/{self.total}",
                 f"loss {loss:.3f}",

@@ -28,6 +28,7 @@ import dataclasses
 import functools
 import sys
 from pathlib import Path
+from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -37,11 +38,10 @@ common.spin_briefly()  # before torch is imported
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from common import device, options, run_length
 from common.batches import EvalBatches, GlobalBatches, pad
-from common.errors import DataError, UsageError, exit_with_one_line
+from common.errors import DataError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.report import check_folder
 from speech import card, metrics, recogniser, released, replay, splits
@@ -54,8 +54,23 @@ from speech.morse.alphabet import SYMBOLS
 from speech.morse.scores import for_scoring
 from speech.morse.synthesis import Choice, Synthetic
 from speech.recogniser import SPEEDS, decode_set, decode_texts
-from speech.whisper import decoding, formats, scratch, start
-from speech.whisper.model import FRAME, HOP, LAYERS, Whisper, alignment_loss, ctc_loss, token_loss
+from speech.whisper import decoding, formats, start
+from speech.whisper.model import FRAME, Whisper, alignment_loss, ctc_loss, token_loss
+from speech.whisper.padding import Padding, middle_epoch, note_longer_epochs
+from speech.whisper.start import (
+    AUXILIARY_WEIGHT,
+    BEAM_SIZE,
+    ModelInfo,
+    Options,
+    check_limits,
+    first_model,
+    for_task,
+    input_seconds,
+    long_recordings,
+    make_search,
+    usual_adapters,
+    with_longest,
+)
 from speech.whisper.tokenizer import WhisperTokenizer, train_symbols
 
 RECIPE = Path(__file__).stem
@@ -66,21 +81,11 @@ TIME_MASK_WIDTH = 0.05  # share of the utterance
 DEMO_STEPS = 1100
 SIZES = {"demo": formats.make_config(128, (4, 2), 4), **formats.SIZES}
 CARD = {"languages": (), "reading": recogniser.AS_SENT}  # what a model card has of the symbols
-ALIGNED = "a released encoder is aligned already; leave the first out"
-NOT_ALIGNED = "recordings do not say when a symbol is sent; give --ctc_weight instead"
 EXCLUDES = (
     *recogniser.EXCLUDES,
     *replay.EXCLUDES,
     *start.EXCLUDES,
     *clips.EXCLUDES,
-    (
-        "alignment_weight",
-        "ctc_weight",
-        "both train the same output layer of the encoder; give one of them",
-    ),
-    *(("alignment_weight", model, ALIGNED) for model in released.MODELS),
-    *(("alignment_weight", source, NOT_ALIGNED) for source in clips.RECORDED),
-    ("alignment_weight", options.COMMAND, options.TRAINS),
 )
 NEEDS = (*splits.NEEDS, *recogniser.NEEDS, *replay.NEEDS, *start.NEEDS, *clips.NEEDS)
 
@@ -91,7 +96,7 @@ class RunInfo:
     what synthetic clips were drawn from (None: the run trained on recordings)."""
 
     data: splits.RunInfo
-    pad_from: int
+    pad_from: Annotated[int, range(1 << 31)]
     synthesis: Choice | None
 
 
@@ -100,45 +105,24 @@ def add_arguments(parser) -> None:
     splits.add_arguments(parser)
     replay.add_arguments(parser)
     methods = ("greedy", "beam")
-    recogniser.add_arguments(parser, methods, "greedy", start.BEAM_SIZE, normalisers=False)
+    recogniser.add_arguments(parser, methods, "greedy", BEAM_SIZE, normalisers=False)
     clips.add_arguments(parser)
-    own = parser.add_argument_group("Morse")
-    own.add_argument(
-        "--alignment_weight",
-        type=options.SHARE,
-        metavar="X",
-        help=(
-            "share of an auxiliary loss on the encoder (which symbol is sent in every frame), for"
-            " synthetic clips from scratch (0.3 there)"
-        ),
-    )
     rate = (None, "by the model's width, and whether it is fine-tuned")
     options.add_arguments(parser, learning_rate=rate)
 
 
-def resolve(args) -> tuple[start.Options, clips.Options]:
+def resolve(args) -> tuple[Options, clips.Options]:
     recorded = any(getattr(args, name) for name in clips.RECORDED)
     is_released = any(getattr(args, name) for name in released.MODELS)
     is_demo = not (recorded or is_released or args.from_scratch or args.conditions)
     usual = (None, None) if recorded else (20_000, 1000)  # updates, and between evaluations
     options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, NEEDS, *usual)
     # Without augmentation by default: a masked span would take symbols away.
-    how = recogniser.resolve(args, is_demo, start.BEAM_SIZE, augments=False)
-    source = clips.resolve(args, is_demo)
-    if args.alignment_weight is None:
-        has_alignment = not (recorded or is_released or args.ctc_weight)
-        args.alignment_weight = start.AUXILIARY_WEIGHT if has_alignment else 0.0
-    if args.alignment_weight:
-        args.ctc_weight = 0.0
-    if args.alignment_weight and (args.speed_perturbation or args.wave_augment):
-        flag = "speed_perturbation" if args.speed_perturbation else "wave_augment"
-        raise UsageError(
-            f"--{flag} would move what --alignment_weight trains on; synthetic clips have speeds,"
-            " silence and noise of their own: --wpm LOW HIGH, --snr_db LOW HIGH"
-        )
-    origin = released.resolve(args, start.FORMS, SIZES, "base", is_demo)
+    how = recogniser.resolve(args, is_demo, BEAM_SIZE, augments=False)
+    source = clips.resolve(args, is_demo, AUXILIARY_WEIGHT)
     # Released models forbid / = + - : when they decode. In Morse these are sent.
-    asked = start.resolve(args, origin, how, ("ctc_weight", "alignment_weight"), suppress=False)
+    losses = ("ctc_weight", "alignment_weight")
+    asked = start.resolve(args, SIZES, is_demo, how, losses, suppress=False)
     return asked, source
 
 
@@ -153,32 +137,25 @@ def read_data(args, source: clips.Options, before: RunInfo | None = None) -> dic
 
 
 class Utterances:
-    """A set of clips as the model takes them. Only the training set is augmented and padded, and
-    both depend on (seed, epoch, index) alone."""
+    """A set of utterances as the model takes them. Only the training set is augmented and padded,
+    and both depend on (seed, epoch, index) alone."""
 
-    def __init__(
-        self,
-        args,
-        corpus: clips.Clips,
-        tokenizer: WhisperTokenizer,
-        info: start.ModelInfo,
-        training: bool,
-    ):
+    def __init__(self, args, corpus: clips.Clips, tokenizer, info: ModelInfo, training: bool):
         self.args = args
         self.corpus = corpus
         self.tokenizer = tokenizer
         self.training = training
-        self.longest = start.input_seconds(info.config)
-        most_tokens = args.max_target_tokens or info.config["max_target_positions"]
-        self.room = most_tokens - len(tokenizer.prompt)
-        self.pad_from = 0  # the epoch from which --pad_share applies
+        self.longest = input_seconds(info.config)
+        self.most_tokens = args.max_target_tokens or info.config["max_target_positions"]
+        # Only the synthesis knows what is being sent in every frame.
+        has_head = args.alignment_weight and info.ctc_tokens
+        self.aligned = bool(has_head) and isinstance(corpus, Synthetic)
+        padding = (args.pad_share, args.pad_to_30s)
+        self.padding = Padding(args.seed, len(corpus), self.longest, *padding)
         self.augmentation = None
         if training and args.wave_augment:
             noises = read_noises(args.noise_dir)
             self.augmentation = Augmentation(args.seed, len(corpus), self.longest, noises)
-        # Only the synthesis knows what is being sent in every frame.
-        has_head = args.alignment_weight and info.ctc_tokens
-        self.aligned = bool(has_head) and isinstance(corpus, Synthetic)
 
     def __len__(self) -> int:
         return len(self.corpus)
@@ -192,74 +169,76 @@ class Utterances:
     def text_length(self, index: int) -> int:
         return self.corpus.text_length(index)
 
-    def seconds(self, epoch: int) -> np.ndarray:
-        """(N,) lengths in an epoch: after speed perturbation, with silence at the ends, and the
-        longest input's if an utterance is padded."""
-        seconds = self.corpus.seconds(epoch)
-        if not self.training:
-            return seconds
-        if self.args.speed_perturbation:
-            seconds = np.minimum(seconds / self.speeds(epoch), self.longest)
-        if self.augmentation:
-            seconds = self.augmentation.lengths(seconds, epoch)
-        return np.where(self.padded(epoch), self.longest, seconds)
-
     def speeds(self, epoch: int) -> np.ndarray:
         return speed_factors(self.args.seed, epoch, len(self), SPEEDS)
 
-    def padded(self, epoch: int) -> np.ndarray:
-        if self.args.pad_to_30s or epoch < self.pad_from:
-            return np.full(len(self), self.args.pad_to_30s)
-        return start.draw_padded(self.args.seed, epoch, len(self), self.args.pad_share)
+    def seconds(self, epoch: int) -> np.ndarray:
+        """(N,) lengths in an epoch."""
+        seconds = self.corpus.seconds(epoch)
+        if self.training and self.args.speed_perturbation:
+            seconds = np.minimum(seconds / self.speeds(epoch), self.longest)
+        return self.lengths(seconds, epoch)
 
-    def filled(self, epoch: int) -> np.ndarray:
-        """(N,) which of the padded utterances have zeros for features after their end, as in
-        faster-whisper and openai-whisper's `transcribe`: half of them. The others have silence, as
-        in transformers and whisper.cpp."""
-        share = 1.0 if self.args.pad_to_30s else self.args.pad_share
-        return start.draw_padded(self.args.seed, epoch, len(self), share / 2)
+    def lengths(self, seconds: np.ndarray, epoch: int) -> np.ndarray:
+        """(N,) lengths of what takes `seconds` (N,): with silence at the ends, and the longest
+        input's if it is padded."""
+        if self.augmentation:
+            seconds = self.augmentation.lengths(seconds, epoch)
+        return self.padding.lengths(seconds, epoch) if self.training else seconds
 
     def item(self, index: int, epoch: int) -> dict:
-        """One clip: waveform (T,), decoder input and labels (U,), CTC's targets (S,), masks of
-        SpecAugment; if the synthesis knows it, what each encoder frame says (F,)."""
-        args = self.args
-        limit = round(self.longest * SAMPLE_RATE)
+        """One clip; see `example`. If the synthesis knows it, also what each encoder frame says
+        (F,)."""
         waveform, transcript, name, spans = self.corpus.load(index, epoch)
-        if self.training and args.speed_perturbation:
+        if self.training and self.args.speed_perturbation:
             changed = change_speed(waveform, float(self.speeds(epoch)[index]))
-            if len(changed) <= limit:
+            if len(changed) <= round(self.longest * SAMPLE_RATE):
                 waveform = changed
-        waveform = waveform[:limit]
+        prompt = self.tokenizer.prompt
+        tokens = self.tokenizer.encode(transcript)
+        item = self.example(index, epoch, waveform, prompt, tokens, transcript, name)
+        if self.aligned:
+            item["alignment"] = self.alignment(item["ctc_tokens"].tolist(), spans, item["heard"])
+        return item
+
+    def example(
+        self,
+        index: int,
+        epoch: int,
+        waveform: torch.Tensor,
+        prompt: list[int],
+        tokens: list[int],
+        transcript: str,
+        name: str,
+    ) -> dict:
+        """What the model learns from: waveform (T,), decoder input and labels (U,), CTC's targets
+        (S,), masks of SpecAugment."""
+        waveform = waveform[: round(self.longest * SAMPLE_RATE)]
         if self.augmentation:
             waveform = self.augmentation.apply(waveform, index, epoch)
-        tokens = self.tokenizer.encode(transcript)
-        if self.training and len(tokens) > self.room:
+        room = self.most_tokens - len(prompt)
+        if self.training and len(tokens) > room:
             raise DataError(
                 f"{name}: its text has {len(tokens)} tokens, and --max_target_tokens leaves room"
-                f" for {self.room}"
+                f" for {room}"
             )
         # Only the loss of an evaluation set is cut short: the whole text is scored.
-        tokens = tokens[: self.room]
+        tokens = tokens[:room]
+        decoder_input = [*prompt, *tokens]
         item = {
             "audio": waveform,
-            "tokens": torch.tensor([*self.tokenizer.prompt, *tokens]),
-            "labels": torch.tensor([*self.tokenizer.prompt[1:], *tokens, self.tokenizer.eos]),
+            "tokens": torch.tensor(decoder_input),
+            "labels": torch.tensor([*decoder_input[1:], self.tokenizer.eos]),
             "ctc_tokens": torch.tensor(tokens, dtype=torch.long),
             "heard": len(waveform),
             "text": transcript,
             "name": name,
             "index": index,
         }
-        if self.aligned:
-            item["alignment"] = self.alignment(tokens, spans, len(waveform))
         if self.training:
-            item["fill_from"] = limit // HOP
-        if self.training and self.padded(epoch)[index]:  # this silence is heard: it is not masked
-            item["audio"] = F.pad(waveform, (0, limit - len(waveform)))
-            if self.filled(epoch)[index]:
-                item["fill_from"] = len(waveform) // HOP
-        if self.training and args.spec_augment:
-            random = np.random.default_rng([args.seed, epoch, index])
+            item |= self.padding.pad(waveform, index, epoch)
+        if self.training and self.args.spec_augment:
+            random = np.random.default_rng([self.args.seed, epoch, index])
             item["frequency_masks"] = random_masks(random, FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH)
             item["time_masks"] = random_masks(random, TIME_MASKS, TIME_MASK_WIDTH)
         return item
@@ -328,7 +307,7 @@ def compute_loss(model: Whisper, batch: dict) -> dict[str, torch.Tensor]:
     return losses(model, batch, encoded, mask)
 
 
-def loss_weights(args, info: start.ModelInfo) -> dict[str, float]:
+def loss_weights(args, info: ModelInfo) -> dict[str, float]:
     """The share of each loss term."""
     for name, share in (("ctc", args.ctc_weight), ("alignment", args.alignment_weight)):
         if info.ctc_tokens and share:
@@ -349,7 +328,8 @@ def evaluate(
     def decode_batch(batch: dict) -> tuple[list[str], dict]:
         encoded, mask = model.encode(batch)
         limits = rate.limits(batch["audio_lengths_host"])
-        texts = decoding.greedy_texts(model, tokenizer, encoded, mask, search, limits)
+        spoken = batch.get("languages")
+        texts = decoding.greedy_texts(model, tokenizer, encoded, mask, search, limits, spoken)
         return texts, losses(model, batch, encoded, mask)
 
     rows, sums = decode_set(model, decode_batch, eval_batches, terms)
@@ -361,13 +341,13 @@ def final_texts(
 ) -> list[str]:
     """The texts of a batch by --decoding, with the fallback to higher temperatures."""
     encoded, mask = model.encode(batch)
-    return decoding.texts(model, tokenizer, encoded, mask, search)
+    return decoding.texts(model, tokenizer, encoded, mask, search, batch.get("languages"))
 
 
 def report_results(
     args,
-    asked: start.Options,
-    info: start.ModelInfo,
+    asked: Options,
+    info: ModelInfo,
     model: Whisper,
     evaluation: dict[str, EvalBatches],
     weights: str,
@@ -378,7 +358,7 @@ def report_results(
     name = "test" if "test" in evaluation else "val"
     eval_batches = evaluation[name].whole()
     corpus = eval_batches.dataset.data.corpus
-    texts_of = functools.partial(final_texts, model, *start.make_search(asked, info))
+    texts_of = functools.partial(final_texts, model, *make_search(asked, info))
     rows = decode_texts(model, texts_of, eval_batches)
     rows = [
         {**corpus.row(row["index"], row["hypothesis"]), "seconds": row["seconds"]} for row in rows
@@ -393,79 +373,70 @@ def report_results(
 # --- main -----------------------------------------------------------------------------------------
 
 
-def trained(
-    asked: start.Options, setup: device.Setup
-) -> tuple[Whisper, start.ModelInfo, RunInfo | None]:
-    """The model of --model_dir or --model_file, of --resume, or of the best evaluation; the run
-    that trained it is None for a released one."""
-    info, weights, saved = released.use(asked.origin, start.family(asked), RECIPE)
-    model = start.make_model(info, weights=weights).to(setup.device).eval()
-    return model, info, released.read_run_info(RunInfo, saved)
+def trained(asked: Options, setup: device.Setup) -> tuple[Whisper, ModelInfo, RunInfo | None]:
+    """The model that is used without training, and what the run that trained it has saved."""
+    return start.trained(asked, RECIPE, RunInfo, setup)
 
 
-def transcribe(args, asked: start.Options) -> None:
+def transcribe(args, asked: Options) -> None:
     setup = device.setup(args, quiet=True)
     model, info, before = trained(asked, setup)
+    tokenizer, search = make_search(asked, info)
     # Within a word of Morse there are pauses, too.
-    longest, cutting = start.long_recordings(info, before and before.data, short=BY_SILENCES)
-    texts_of = functools.partial(final_texts, model, *start.make_search(asked, info))
+    longest, cutting = long_recordings(info, before and before.data, short=BY_SILENCES)
+    texts_of = functools.partial(final_texts, model, tokenizer, search)
     recogniser.transcribe_files(asked.how, texts_of, setup, longest, cutting)
 
 
 @torch.no_grad()
-def evaluate_only(args, asked: start.Options, source: clips.Options) -> None:
+def evaluate_only(args, asked: Options, source: clips.Options) -> None:
     """--evaluate on the test set, --export, or both, without training."""
-    if released.exports_adapter_only(asked.origin):
-        weights = released.weights_file(asked.origin)
-        return start.export_adapter(asked, card.About(RECIPE, asked.origin.path, weights))
     setup = device.setup(args)
     model, info, before = trained(asked, setup)
+    results = None
     if args.evaluate:
         check_folder(args.log_dir)
-        start.check_limits(asked, info.config)
-        synthesis = before.synthesis if before else None
-        corpora = read_data(args, clips.as_trained(source, synthesis), before)
-        tokenizer, _ = start.make_search(asked, info)
+        source = clips.as_trained(source, before.synthesis if before else None)
+        corpora = read_data(args, source, before)
         corpora.pop("train", None)
-        evaluation = {}
-        for name, corpus in corpora.items():
-            data = Utterances(args, corpus, tokenizer, info, training=False)
-            evaluation[name] = EvalBatches(args, data, collate, setup)
+        sets = make_sets(args, asked, info, corpora)
+        evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
         with setup.autocast():
             report_results(args, asked, info, model, evaluation, "the weights named")
-    if args.export or args.export_adapter:
-        results = recogniser.read_results(args.log_dir) if args.evaluate else None
-        weights = released.weights_file(asked.origin)
-        data = before and before.data
-        about = card.About(RECIPE, asked.origin.path, weights, data, results, **CARD)
-        start.export_trained(asked, info, model, about)
+        results = recogniser.read_results(args.log_dir)
+    weights = released.weights_file(asked.origin)
+    export(asked, info, model, weights, before and before.data, results)
 
 
-def first_model(args, asked: start.Options, run: Run) -> tuple[start.ModelInfo, Whisper]:
-    """The model that training starts with: that of the checkpoint, a released one, or a new one
-    whose vocabulary are Morse's symbols."""
+def export(
+    asked: Options,
+    info: ModelInfo,
+    model: Whisper,
+    weights: Path | None,
+    data: splits.RunInfo | None,
+    results: dict | None,
+) -> None:
+    """--export and --export_adapter."""
+    about = card.About(RECIPE, asked.origin.path, weights, data, results, **CARD)
+    start.export_trained(asked, info, model, about)
 
-    def new_info() -> start.ModelInfo:
-        return start.new_info(asked, train_symbols(SYMBOLS, args.language))
 
-    with run.model_device():
-        info, weights = released.choose(
-            asked.origin, start.family(asked), run.resumed, run.initial, new_info
-        )
-        info = dataclasses.replace(info, pad_to_30s=args.pad_to_30s)
-        start.check_limits(asked, info.config)
-        model = start.make_model(info, args.dropout, args.label_smoothing, weights)
-    if args.freeze_encoder:
-        model.freeze_encoder()
-    family = start.family(asked)
-    released.adapt(asked.origin, family, info, model, weights, run.resumed, run.initial, args.seed)
-    start.describe(info, model, args.learning_rate)
-    return info, model
+def make_sets(
+    args, asked: Options, info: ModelInfo, corpora: dict[str, clips.Clips]
+) -> dict[str, Utterances]:
+    """The sets of clips."""
+    check_limits(asked, info.config)
+    tokenizer, _ = make_search(asked, info)
+    sets = {}
+    for name, corpus in corpora.items():
+        is_trained = name in replay.TRAINED
+        sets[name] = Utterances(args, corpus, tokenizer, info, is_trained)
+    return sets
 
 
 def about_run(
     args,
-    info: start.ModelInfo,
+    info: ModelInfo,
     source: clips.Options,
     corpora: dict[str, clips.Clips],
     global_batches: GlobalBatches,
@@ -474,36 +445,31 @@ def about_run(
     """What is kept with the weights beside the model. `before`: the same of the run that is
     resumed."""
     data = clips.run_info(splits.resolve(args), corpora)
-    longest = start.longest_heard(info, data.longest, before and before.data)
+    data = with_longest(info, data, before and before.data)
     steps = run_length.choose(args, global_batches, info.pretrained).total
-    pad_from = start.middle_epoch(steps, global_batches.per_epoch)
+    pad_from = middle_epoch(steps, global_batches.per_epoch)
     if before:
         pad_from = before.pad_from
     synthesis = source.choice if isinstance(corpora["train"], Synthetic) else None
-    return RunInfo(dataclasses.replace(data, longest=longest), pad_from, synthesis)
+    return RunInfo(data, pad_from, synthesis)
 
 
 def make_task(
     args,
-    asked: start.Options,
+    asked: Options,
     run: Run,
-    info: start.ModelInfo,
+    info: ModelInfo,
     run_info: RunInfo,
     train_set: Utterances,
     evaluation: dict[str, EvalBatches],
 ) -> Task:
     """What the loop has to know of this recipe."""
-    tokenizer, search = start.make_search(asked, info)
-    last_steps = decoding.last_steps(search, info.config)
+    tokenizer, search = make_search(asked, info)
     watched = replay.watched(args, evaluation)
     heard = [train_set, *(each.dataset.data for each in (watched.sets if watched else {}).values())]
     rate = decoding.TokenRate(heard, args.seed)
     terms = loss_weights(args, info)
-    fit = None
-    freeze = Whisper.freeze_encoder
-    if not info.pretrained:
-        fit = functools.partial(scratch.fit, seed=args.seed, initialised=bool(args.init_from))
-        freeze = None
+    last_steps = decoding.last_steps(search, info.config)
     return Task(
         RECIPE,
         compute_loss,
@@ -513,20 +479,14 @@ def make_task(
         run_info,
         metric="cer",
         higher_is_better=False,
-        fit=fit,
-        learning_rate=start.learning_rate(info),
-        checkpointed=LAYERS,
-        compiled=LAYERS,
-        evaluate_first=info.pretrained,
-        fine_tunes=info.pretrained,
-        vocabulary=start.vocabulary(info, run.initial),
         reports=(*recogniser.REPORTS, "evaluation.json"),
-        plans=ForPlans(
-            freeze=freeze,
-            last_steps=functools.partial(evaluate, tokenizer, last_steps, rate, terms),
-            adapters=functools.partial(released.usual_adapters, start.family(asked), info),
-        ),
         further=watched,
+        plans=ForPlans(
+            freeze=Whisper.freeze_encoder if info.pretrained else None,
+            last_steps=functools.partial(evaluate, tokenizer, last_steps, rate, terms),
+            adapters=usual_adapters(asked, info),
+        ),
+        **for_task(asked, info, run.initial),
     )
 
 
@@ -539,34 +499,33 @@ def main(args) -> None:
         return splits.report_checked({name: part.as_corpus() for name, part in sets.items()})
     if args.transcribe:
         return transcribe(args, asked)
+    if released.exports_adapter_only(asked.origin):
+        return start.export_adapter(asked, RECIPE)
     if args.evaluate or released.exports_only(asked.origin, (*released.GOALS, *clips.GOALS)):
         return evaluate_only(args, asked, source)
     run = begin(args, RECIPE)
     before = released.read_run_info(RunInfo, run.resumed)
 
     corpora = read_data(args, source, before)
-    info, model = first_model(args, asked, run)
-    tokenizer, _ = start.make_search(asked, info)
-    data = {}
-    for name, corpus in corpora.items():
-        data[name] = Utterances(args, corpus, tokenizer, info, training=name in replay.TRAINED)
+    info, model = first_model(asked, run, lambda: train_symbols(SYMBOLS, args.language))
+    sets = make_sets(args, asked, info, corpora)
 
-    train_set, old = data.pop("train"), data.pop(replay.REPLAY, None)
-    global_batches = replay.global_batches(args, train_set, old, collate, run.setup)
+    learned = {name: sets.pop(name) for name in replay.TRAINED if name in sets}
+    global_batches = replay.global_batches(
+        args, learned["train"], learned.get(replay.REPLAY), collate, run.setup
+    )
     run_info = about_run(args, info, source, corpora, global_batches, before)
-    train_set.pad_from = run_info.pad_from
-    if old:
-        old.pad_from = run_info.pad_from
-    evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data}
-    task = make_task(args, asked, run, info, run_info, train_set, evaluation)
+    for each in learned.values():
+        each.padding.begin = run_info.pad_from
+    note_longer_epochs(global_batches, run_info.pad_from)
+    evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
+    task = make_task(args, asked, run, info, run_info, learned["train"], evaluation)
     progress = train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, args, asked, info, model, evaluation)
     weights = finish(args, run, model, task, report)
     if run.setup.ranks.first:
         recogniser.add_watched(asked.how, task.further, progress)
-        results = recogniser.read_results(args.log_dir)
-        about = card.About(RECIPE, asked.origin.path, weights, run_info.data, results, **CARD)
-        start.export_trained(asked, info, model, about)
+        export(asked, info, model, weights, run_info.data, recogniser.read_results(args.log_dir))
 
 
 if __name__ == "__main__":

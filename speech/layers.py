@@ -134,7 +134,7 @@ class _LeanChain(torch.autograd.Function):
             inputs = _prepare(x, norm, activation)[0].to(weight.dtype)
             x = F.linear(inputs, weight, bias)
             if down is not None:
-                x = x + F.linear(F.linear(inputs, down), up) * scale
+                x = lora.with_product(x, inputs, down, up, scale)
         ctx.save_for_backward(*kept)
         return x
 
@@ -158,11 +158,8 @@ class _LeanChain(torch.autograd.Function):
                 of_bias = gradient.sum(0)
             of_input = None
             if down is not None:
-                scaled = gradient * scale
-                of_up = scaled.t() @ F.linear(y, down)
-                scaled = scaled @ up
-                of_down = scaled.t() @ y
-                of_input = (scaled @ down).view(x.shape).to(normed.dtype)
+                of_input, of_down, of_up = lora.product_backward(gradient, y, down, up, scale)
+                of_input = of_input.view(x.shape).to(normed.dtype)
             del y  # before its gradient, which is as large
             gradient = (gradient @ weight).view(x.shape).to(normed.dtype)
             if of_input is not None:

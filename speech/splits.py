@@ -415,6 +415,21 @@ def drop(
     return corpus
 
 
+def drop_long_texts(
+    corpus: Corpus, name: str, tokens_of: Callable[[str], int], most: int, strict: bool
+) -> Corpus:
+    """`drop` of the utterances whose text has more than `most` tokens (--max_target_tokens)."""
+
+    def fault(index: int) -> tuple[str, str] | None:
+        tokens = tokens_of(corpus.texts[index])
+        if tokens <= most:
+            return None
+        reason = f"text is longer than {most} tokens (--max_target_tokens)"
+        return reason, f"{tokens} tokens with the prompt"
+
+    return drop(corpus, name, fault, strict)
+
+
 def hold_out(whole: Corpus, rows: np.ndarray, seed: int, before: set[str]) -> tuple[Corpus, Corpus]:
     """(training part, evaluation part) of the ascending `rows` of the training set: a random part
     is held out, HELD_OUT of it, at least one utterance and at most MOST_HELD_OUT. If `before` has

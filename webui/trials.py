@@ -27,7 +27,6 @@ from webui.catalogue import Recipe
 from webui.commands import words_of
 from webui.places import Places
 from webui.runs import Run
-from webui.uploads import audio_suffix
 from webui.use import Models
 
 CPU, GPU = "CPU", "GPU"

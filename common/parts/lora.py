@@ -9,7 +9,7 @@ y = W x + b + (alpha / rank) B A x.
 
 An adapted layer keeps its type and the names of its weights; `lora_A` (rank, inputs) and `lora_B`
 (outputs, rank) come beside them. A hook adds their product, so code that takes the weight of a
-layer past its call has to add `product` itself."""
+layer past its call has to add the product itself (`with_product`)."""
 
 import hashlib
 import math
@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from common import checkpoint
 from common.engine import Engine
@@ -125,14 +126,52 @@ def record_of(adapters: Adapters) -> dict:
     return {**asdict(adapters.settings), **about}
 
 
-def product(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """(..., outputs) what the adapter of a layer adds for the input `x` (..., inputs)."""
-    return F.linear(F.linear(x, layer.lora_A), layer.lora_B) * layer.lora_scale
+def with_product(
+    output: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """The `output` (..., outputs) of a layer for `x` (..., inputs) and what its adapter adds, all in
+    one type."""
+    low = F.linear(x, down).flatten(0, -2)
+    return torch.addmm(output.flatten(0, -2), low, up.t(), alpha=scale).view(output.shape)
+
+
+def product_backward(
+    gradient: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of `x` (N, inputs), A and B for the `gradient` (N, outputs) of what the adapter
+    adds."""
+    scaled = gradient * scale
+    of_up = scaled.t() @ F.linear(x, down)
+    scaled = scaled @ up
+    return scaled @ down, scaled.t() @ x, of_up
+
+
+class _WithProduct(torch.autograd.Function):
+    """`with_product`. Backward computes A x again: kept for each layer, a tensor of this size takes
+    a place among the large ones that the next layer needs whole. On a CPU the holes beside it made
+    a run with adapters larger than one without."""
+
+    @staticmethod
+    def forward(ctx, output, x, down, up, scale):
+        ctx.save_for_backward(x, down, up)
+        ctx.scale = scale
+        return with_product(output, x, down, up, scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        x, down, up = ctx.saved_tensors
+        inputs = x.flatten(0, -2)
+        of_x, *others = product_backward(gradient.flatten(0, -2), inputs, down, up, ctx.scale)
+        return gradient, of_x.view(x.shape), *others, None
 
 
 def add_product(layer: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
     """A forward hook."""
-    return output + product(layer, inputs[0])
+    x, down, up = (each.to(output.dtype) for each in (inputs[0], layer.lora_A, layer.lora_B))
+    if torch.compiler.is_compiling():  # it chooses itself what to keep
+        return with_product(output, x, down, up, layer.lora_scale)
+    return _WithProduct.apply(output, x, down, up, layer.lora_scale)
 
 
 def attach(model: nn.Module, adapters: Adapters, seed: int) -> None:

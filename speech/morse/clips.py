@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from common import options
 from common.errors import DataError, UsageError
-from speech import splits
+from speech import released, splits
 from speech.morse.alphabet import normalise
 from speech.morse.recordings import (
     DATASET_MIX,
@@ -28,6 +28,8 @@ DRAWN = ("conditions", "wpm", "tone", "snr_db", "clip_seconds")  # flags: what c
 SYNTHETIC_ONLY = (*DRAWN, "clips_per_epoch", "eval_clips")
 RECORDED = ("data_dir", "train_manifest", "test_manifest")  # flags that name recordings
 GOALS = ("conditions", "data_dir")  # flags that ask for training, see `released.exports_only`
+ALIGNED = "a released encoder is aligned already; leave the first out"
+NOT_ALIGNED = "recordings do not say when a symbol is sent; give --ctc_weight instead"
 # Rows for common.options: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
     ("train_manifest", "data_dir", "both name recordings; give one of them"),
@@ -47,6 +49,14 @@ EXCLUDES = (
         for flag in (*SYNTHETIC_ONLY, "data_dir")
     ),
     ("clips_per_epoch", "evaluate", options.TRAINS),
+    (
+        "alignment_weight",
+        "ctc_weight",
+        "both train the same output layer of the encoder; give one of them",
+    ),
+    *(("alignment_weight", model, ALIGNED) for model in released.MODELS),
+    *(("alignment_weight", source, NOT_ALIGNED) for source in RECORDED),
+    ("alignment_weight", options.COMMAND, options.TRAINS),
 )
 NEEDS = tuple((flag, RECORDED, "") for flag in ("max_samples", "cache_audio", "audio_root"))
 
@@ -114,6 +124,15 @@ def add_arguments(parser) -> None:
         metavar="DIR",
         help="train and evaluate on a folder of recordings with metadata.csv or splits/",
     )
+    group.add_argument(
+        "--alignment_weight",
+        type=options.SHARE,
+        metavar="X",
+        help=(
+            "share of an auxiliary loss on the encoder (which symbol is sent in every frame), for"
+            " synthetic clips from scratch (0.3 there)"
+        ),
+    )
     parser.add_command(
         group,
         "--write_dataset",
@@ -123,8 +142,20 @@ def add_arguments(parser) -> None:
     )
 
 
-def resolve(args, is_demo: bool) -> Options:
-    """Fills in the defaults of these flags and returns what they ask for. Raises `UsageError`."""
+def resolve(args, is_demo: bool, alignment_weight: float) -> Options:
+    """Fills in the defaults of these flags and returns what they ask for. `alignment_weight`: the
+    default for synthetic clips from scratch. Raises `UsageError`."""
+    is_known = not any(getattr(args, name) for name in (*RECORDED, *released.MODELS))
+    if args.alignment_weight is None:
+        args.alignment_weight = alignment_weight if is_known and not args.ctc_weight else 0.0
+    if args.alignment_weight:
+        args.ctc_weight = 0.0
+    if args.alignment_weight and (args.speed_perturbation or args.wave_augment):
+        flag = "speed_perturbation" if args.speed_perturbation else "wave_augment"
+        raise UsageError(
+            f"--{flag} would move what --alignment_weight trains on; synthetic clips have speeds,"
+            " silence and noise of their own: --wpm LOW HIGH, --snr_db LOW HIGH"
+        )
     write = None
     write_count = 0
     conditions = [name for name in CONDITIONS if name != "demo"]

@@ -110,6 +110,30 @@ def make_config(
     }
 
 
+def reshape(size: dict, shape: dict[str, int]) -> dict:
+    """The configuration of a size, changed by the flags in `shape`. Raises `UsageError`."""
+    width = shape.get("d_model", size["d_model"])
+    heads = size["encoder_attention_heads"]
+    if "d_model" in shape:
+        heads = max(1, width // 64)
+    heads = shape.get("attention_heads", heads)
+    if width % (2 * heads) or width < 4:
+        raise UsageError(
+            f"--d_model {width} must be a multiple of twice --attention_heads {heads}, and at"
+            " least 4"
+        )
+    return {
+        **size,
+        "d_model": width,
+        "encoder_layers": shape.get("encoder_layers", size["encoder_layers"]),
+        "decoder_layers": shape.get("decoder_layers", size["decoder_layers"]),
+        "encoder_attention_heads": heads,
+        "decoder_attention_heads": heads,
+        "encoder_ffn_dim": FFN * width,
+        "decoder_ffn_dim": FFN * width,
+    }
+
+
 SIZES = {  # of the released multilingual models
     "tiny": make_config(384, (4, 4), 6),
     "base": make_config(512, (6, 6), 8),

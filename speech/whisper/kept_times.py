@@ -3,6 +3,7 @@ single sentences unlearns. Programs that read long recordings by a Whisper's tim
 
 It is measured teacher-forced, on windows of several utterances of an evaluation set."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
@@ -11,16 +12,18 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import memory
-from common.device import upcast
+from common import lora, memory
+from common.device import Setup, upcast
 from common.errors import DataError
 from speech.whisper.model import Whisper
+from speech.whisper.packs import Windows
 from speech.whisper.tokenizer import WhisperTokenizer
 
 WINDOWS = 24
 AT_ONCE = 4  # windows of 30 s, which take less memory than most evaluation batches
 MUCH = 0.05  # mean probability of an end after an inner utterance
 WORSE = 1.5  # times the value before training
+POSITIONS = "embed_positions"  # are added to activations in fp32
 HIGHER = 1.0  # loss of time tokens above that before training, nats
 
 
@@ -35,19 +38,40 @@ class Times:
     windows: int
 
 
-def windows(data, collate: Callable[[list[dict]], dict], seed: int) -> Iterator[dict]:
-    """Batches of up to WINDOWS random windows of several utterances. `data` has `packs` and
-    `item(index, epoch)`. Audio that cannot be read is left out."""
+def windows(data: Windows, collate: Callable[[list[dict]], dict]) -> Iterator[dict]:
+    """Batches of up to WINDOWS random windows of several utterances. Audio that cannot be read is
+    left out."""
     plan = data.packs.plan(0)
     several = np.flatnonzero((plan.stop > plan.place) & plan.timed)
     items = []
-    for index in np.random.default_rng(seed).permutation(several)[:WINDOWS].tolist():
+    for index in np.random.default_rng(0).permutation(several)[:WINDOWS].tolist():
         try:
             items.append(data.item(index, 0))
         except DataError:
             continue  # the evaluation itself reports it
     for first in range(0, len(items), AT_ONCE):
         yield collate(items[first : first + AT_ONCE])
+
+
+@contextlib.contextmanager
+def in_use(model: Whisper, setup: Setup) -> Iterator[None]:
+    """Within it a model on the host evaluates on the device, with its large weights in the type to
+    which autocast would cast them: in fp32 they may be too large for it. Afterwards it is as
+    before."""
+    parameters = {parameter: parameter.data for parameter in model.parameters()}
+    is_training = model.training
+    for name, module in model.named_modules():
+        if setup.dtype and isinstance(module, lora.LOWERED) and not name.endswith(POSITIONS):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(setup.dtype)
+    model.to(setup.device).eval()
+    try:
+        with setup.autocast():
+            yield
+    finally:
+        for parameter, before in parameters.items():
+            parameter.data = before
+        model.cpu().train(is_training)
 
 
 @torch.no_grad()
@@ -125,6 +149,20 @@ def warning(now: Times, before: Times | None) -> str:
         " its times will lose text: train again with a higher --timestamp_share, fewer updates or a"
         " lower --learning_rate"
     )
+
+
+def at_start(
+    model: Whisper, run, before: list[float] | None, measure: Callable[[Whisper], Times | None]
+) -> list[float]:
+    """What `measure(model)` finds of the model on the host that a `run` (`common.loop.begin`) will
+    train, for a record that is saved, or found `before` in the run that is resumed. Empty with
+    --init_from, whose weights the loop loads later, and in a plan, where weights have no values."""
+    if before is not None:
+        return before
+    if run.initial or next(model.parameters()).is_meta:
+        return []
+    with in_use(model, run.setup):
+        return to_list(measure(model))
 
 
 def to_list(times: Times | None) -> list[float]:

@@ -10,6 +10,7 @@ batches can be planned by the lengths of the windows.
     lengths = packs.seconds(epoch)       # (N,) of the windows that begin with each utterance
     window = packs.window(index, epoch)  # which utterances, and where in the window they are
     waveform = read(corpus, window)
+    windows = Windows(utterances, 0.25, seed=1)    # a data set of them, beside that of utterances
 
 Source of the rules: Radford et al. 2022, section 2.3."""
 
@@ -20,10 +21,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from speech.audio import SAMPLE_RATE, read_audio, read_utterance
+from common import options
+from common.errors import UsageError
+from speech import released
+from speech.audio import SAMPLE_RATE, change_speed, read_audio, read_utterance
 from speech.columns import Codes, Corpus
+from speech.whisper.start import ModelInfo
+from speech.whisper.tokenizer import WhisperTokenizer, make_tokenizer
 
 DRAW = 13  # joins seed and epoch
+USUAL_SHARE = 0.25  # of the windows have times, if utterances follow each other
+FOLLOWED = 0.1  # share of the utterances that must
+PREVIOUS_TOKENS = 223  # of the text before a window, as programs that decode give them
 # Share of the windows without times that are one utterance: longer ones cost more.
 ALONE = 0.5
 FULL = 0.25  # share of the others that are as long as the longest input
@@ -44,6 +53,11 @@ LONGEST_LEAD = 2.0
 LONG_PAUSE = 0.3  # seconds
 EDGE = 0.25  # seconds of such a pause at its ends, or a quarter of it, that are left as they are
 LOUD = 0.05  # mean square relative to that of the window
+
+# Rows for common.options: flags that exclude each other, and flags that need another one.
+EXCLUDES = (("timestamp_share", options.COMMAND, options.TRAINS),)
+NO_TIMES = "a model from scratch has no time tokens"
+NEEDS = (("timestamp_share", (*released.MODELS, "resume", "init_from"), NO_TIMES),)
 
 
 @dataclass(frozen=True)
@@ -105,6 +119,68 @@ def followed(corpus: Corpus) -> float:
     """The share of the utterances that another one follows in their recording."""
     line = recordings(corpus)
     return float((line.last > np.arange(len(corpus))).mean())
+
+
+def asked_share(
+    given: float | None, tokenizer: WhisperTokenizer, pretrained: bool, resumed: bool | None
+) -> float | None:
+    """--timestamp_share for a model: what is `given`; what the run had that is resumed, if it
+    trained with times (`resumed`); None if the training set decides (`usual_share`). Raises
+    `UsageError` if a model that is not released, or its tokenizer, has no times."""
+    has_times = pretrained and tokenizer.timestamp_begin is not None
+    if given and not has_times:
+        raise UsageError(
+            f"--timestamp_share {given:g}: this model has no time tokens, which only a released"
+            " multilingual or English model has; leave it out"
+        )
+    if given is not None or not has_times:
+        return given or 0.0
+    return None if resumed is None else USUAL_SHARE * resumed
+
+
+def usual_share(corpus: Corpus, rate: float | None, usual_rate: float) -> float:
+    """--timestamp_share for a new run of a model with time tokens: USUAL_SHARE if utterances of the
+    training set follow each other in their recordings. `rate`: --learning_rate, if it is given."""
+    share = followed(corpus)
+    if share < FOLLOWED:
+        soon = ""
+        if rate and rate > 2 * usual_rate:
+            soon = (
+                f", soon at --learning_rate {rate:g}, {rate / usual_rate:.0f} times the usual one"
+            )
+        print(
+            "--timestamp_share 0: training on single utterances makes a model lose text in long"
+            f" recordings{soon}; --timestamp_share {USUAL_SHARE:g} trains on windows of several"
+            " utterances"
+        )
+        return 0.0
+    print(
+        f"--timestamp_share {USUAL_SHARE:g}: {100 * share:.0f} % of the training utterances are"
+        " followed by another one of their recording; windows of them are trained on"
+    )
+    return USUAL_SHARE
+
+
+def read_for(
+    given: float | None,
+    info: ModelInfo,
+    resumes: bool,
+    rates: tuple[float | None, float],
+    read: Callable[[bool], dict[str, Corpus]],
+    joins: bool,
+) -> tuple[dict[str, Corpus], float]:
+    """The corpora that a training of this model has, and the share of its windows that have times.
+    `given`: --timestamp_share. `rates`: --learning_rate and the usual one. `read(times)` reads the
+    corpora; without `times` it `joins` short segments of a recording, if at all. Raises
+    `UsageError`."""
+    tokenizer = make_tokenizer(info.tokenizer)
+    share = asked_share(given, tokenizer, info.pretrained, info.times if resumes else None)
+    corpora = read(share != 0)
+    if share is None:
+        share = usual_share(corpora["train"], *rates)
+        if joins and not share:
+            corpora = read(False)
+    return corpora, share
 
 
 def drawn(groups: np.ndarray, seconds: np.ndarray, random: np.random.Generator) -> Line:
@@ -294,6 +370,111 @@ class Packs:
         reach = self.longest * min(1.0, plan.speed[index])
         earliest = np.searchsorted(line.starts, line.starts[place] - reach)
         return np.arange(max(earliest, first), place)
+
+
+def add_arguments(group) -> None:
+    group.add_argument(
+        "--timestamp_share",
+        type=options.SHARE,
+        metavar="S",
+        help=(
+            "train a released model on windows of several utterances, and this share of them with"
+            " times, so that programs which read long recordings lose no text; 0: on single"
+            " utterances (0.25 if utterances follow each other in their recordings, else 0)"
+        ),
+    )
+
+
+class Windows:
+    """The windows that begin with each of `utterances`, as a data set beside these, of which a
+    `share` has times; see `Packs`.
+
+    `utterances` is a recipe's data set. It has `corpus`, `tokenizer`, its `augmentation` or None,
+    the `longest` input in seconds, the `most_tokens` of the decoder's input, `encode(text)`,
+    `lengths(seconds, epoch)`, and `example(...)`, which makes an item."""
+
+    def __init__(
+        self,
+        utterances,
+        share: float,
+        seed: int = 0,
+        speeds: Callable[[int], np.ndarray] | None = None,
+    ):
+        self.utterances = utterances
+        corpus = utterances.corpus
+        tokens = np.array([len(utterances.encode(text)) for text in corpus.texts])
+        room = utterances.most_tokens - len(utterances.tokenizer.prompt)
+        self.packs = Packs(corpus, tokens, share, seed, utterances.longest, room, speeds)
+
+    def __len__(self) -> int:
+        return len(self.utterances)
+
+    def fingerprint(self) -> str:
+        return self.utterances.fingerprint()
+
+    def hours(self) -> float:
+        return self.utterances.hours()
+
+    def text_length(self, index: int) -> int:
+        return int(self.packs.plan(0).tokens[index])
+
+    def seconds(self, epoch: int) -> np.ndarray:
+        """(N,) lengths in an epoch."""
+        return self.utterances.lengths(self.packs.seconds(epoch), epoch)
+
+    def item(self, index: int, epoch: int) -> dict:
+        """The window that begins with an utterance, as `utterances.item`; "unscored" is how many
+        labels at the beginning have no loss."""
+        utterances = self.utterances
+        corpus = utterances.corpus
+        window = self.packs.window(index, epoch)
+        waveform = change_speed(read(corpus, window), window.speed)
+        waveform = waveform[: round(utterances.longest * SAMPLE_RATE)]
+        lead = 0.0
+        if utterances.augmentation:
+            seconds = len(waveform) / SAMPLE_RATE
+            lead = float(utterances.augmentation.ends(seconds, epoch, index)[0])
+        before, prompt, tokens = self.written(window, lead)
+        rows = window.rows[: len(window.rows) - window.cut]
+        text = utterances.tokenizer.space.join(corpus.texts[row] for row in rows)
+        name = corpus.where(index)
+        item = utterances.example(index, epoch, waveform, [*before, *prompt], tokens, text, name)
+        item["language"] = corpus.languages[index]
+        item["unscored"] = len(before)
+        return item
+
+    def written(self, window: Window, lead: float) -> tuple[list[int], list[int], list[int]]:
+        """A window as tokens: what was said before it, the prompt, and its text. `lead`: seconds of
+        silence that were put in front. With times, each utterance is between the tokens of its
+        start and its end; of one that the window cuts, only the start is written, which tells a
+        program where its next window begins."""
+        utterances = self.utterances
+        corpus = utterances.corpus
+        tokenizer = utterances.tokenizer
+
+        def write(rows: list[int], spans: list[tuple[float, float]], shift: float) -> list[int]:
+            tokens = []
+            for row, span in zip(rows, spans, strict=True):
+                said = utterances.encode(corpus.texts[row])
+                if window.timed:
+                    first, last = [tokenizer.time(at / window.speed + shift) for at in span]
+                    said = [first, *said, last]
+                tokens += said
+            return tokens
+
+        whole = len(window.rows) - window.cut
+        tokens = write(window.rows[:whole], window.spans[:whole], lead)
+        if window.cut:
+            tokens.append(tokenizer.time(window.spans[-1][0] / window.speed + lead))
+        prompt = tokenizer.timed_prompt if window.timed else tokenizer.prompt
+        prompt = tokenizer.in_language(prompt, corpus.languages[window.rows[0]])
+        most = min(PREVIOUS_TOKENS, utterances.most_tokens - len(prompt) - len(tokens) - 1)
+        before = write(window.before, window.spans_before, 0.0)[-max(most, 1) :]
+        if before and most > 0:
+            before = [tokenizer.previous, *before]
+        else:
+            before = []
+        return before, prompt, tokens
 
 
 def spans(line: Line, places: np.ndarray, begin: float) -> list[tuple[float, float]]:

@@ -1,40 +1,34 @@
 """Where a Whisper starts: its flags, what a checkpoint keeps about it, its learning rate, and its
 export."""
 
-import argparse
 import functools
 import os
-import re
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import numpy as np
 import torch
 
-from common import checkpoint, options, records
+from common import checkpoint, device, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
 from common.parts import lora
 from speech import card, recogniser, released, splits
 from speech.audio import SAMPLE_RATE
-from speech.columns import Corpus
 from speech.long import BY_OVERLAP, BY_PAUSES, SHORT_CLIPS, Cutting
-from speech.whisper import decoding, formats, packs
-from speech.whisper.model import FRAME, Whisper
+from speech.whisper import decoding, formats, scratch
+from speech.whisper.model import FRAME, LAYERS, Whisper
 from speech.whisper.tokenizer import (
-    NO_SPEECH,
     STATE,
     WhisperTokenizer,
+    language_code,
     make_tokenizer,
     read_tokenizer,
-    special_tokens,
 )
 
 BEAM_SIZE = 5
 PAD_SHARE = 0.05
-TIMESTAMP_SHARE = 0.25  # of the windows, if utterances follow each other in their recordings
-FOLLOWED = 0.1  # share of the utterances that must
 AUXILIARY_WEIGHT = 0.3  # share of the encoder's own loss, from scratch
 # Peak learning rates of fine-tuning by width: a fortieth of pre-training's.
 FINE_TUNING_RATES = {384: 3.75e-5, 512: 2.5e-5, 768: 1.25e-5, 1024: 6.25e-6, 1280: 4.4e-6}
@@ -128,13 +122,15 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
-class RunInfo:
-    """What else later commands must know: the data, the epoch from which --pad_share applies, and
-    what `kept_times` measured before the first update (empty before that)."""
+class Training:
+    """What the flags say about the model that is trained."""
 
-    data: splits.RunInfo
-    pad_from: Annotated[int, range(1 << 31)]
-    times_before: list[float] = field(default_factory=list)
+    dropout: float
+    label_smoothing: float
+    pad_to_30s: bool
+    freeze_encoder: bool
+    learning_rate: float | None
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -157,21 +153,10 @@ class Options:
     suppress: bool
     max_target_tokens: int | None
     max_duration: float
+    training: Training
 
 
 # --- flags ----------------------------------------------------------------------------------------
-
-
-def language_code(text: str) -> str:
-    """An argparse type: a language code in lower case, as transformers looks it up: vi, kok,
-    zh-tw."""
-    code = text.lower()
-    is_code = re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", code) and 2 <= len(code) <= 20
-    if not is_code or f"<|{code}|>" in (*special_tokens(0, (), timestamps=False), *NO_SPEECH):
-        raise argparse.ArgumentTypeError(
-            f"{text[:40]!r} is not a language code, such as vi, kok or zh-tw"
-        )
-    return code
 
 
 def add_arguments(parser, sizes: dict[str, dict], language: str) -> None:
@@ -252,13 +237,16 @@ def add_loss_arguments(losses) -> None:
 
 def resolve(
     args,
-    origin: released.Origin,
+    sizes: dict[str, dict],
+    is_demo: bool,
     how: recogniser.Options,
     auxiliary: tuple[str, ...] = ("ctc_weight",),
     suppress: bool = True,
 ) -> Options:
-    """Fills in the defaults of these flags and returns what they ask for. `auxiliary`: the flags
-    that give shares to losses of the encoder. Raises `UsageError`."""
+    """Fills in the defaults of these flags and returns what they ask for. `sizes`: as in
+    `add_arguments`. `auxiliary`: the flags that give shares to losses of the encoder. Raises
+    `UsageError`."""
+    origin = released.resolve(args, FORMS, sizes, "base", is_demo)
     if origin.path and args.ctc_weight:
         raise UsageError(f"--ctc_weight is for models from scratch: {ALIGNED}")
     if args.tokenizer_file and not os.path.exists(args.tokenizer_file):
@@ -271,7 +259,7 @@ def resolve(
         args.pad_share = PAD_SHARE
     shape = {name: getattr(args, name) for name in SHAPE if getattr(args, name)}
     if origin.size:
-        origin = replace(origin, size=reshape(origin.size, shape))
+        origin = replace(origin, size=formats.reshape(origin.size, shape))
     vocab_size = args.vocab_size if "vocab_size" in args.given else None
     vocabulary = None
     has_data = args.train_manifest or getattr(args, "data_dir", None)
@@ -292,31 +280,8 @@ def resolve(
         suppress=suppress,
         max_target_tokens=args.max_target_tokens,
         max_duration=args.max_duration,
+        training=Training(*(getattr(args, each.name) for each in fields(Training))),
     )
-
-
-def reshape(size: dict, shape: dict[str, int]) -> dict:
-    """The configuration of a size, changed by the flags in `shape`. Raises `UsageError`."""
-    width = shape.get("d_model", size["d_model"])
-    heads = size["encoder_attention_heads"]
-    if "d_model" in shape:
-        heads = max(1, width // 64)
-    heads = shape.get("attention_heads", heads)
-    if width % (2 * heads) or width < 4:
-        raise UsageError(
-            f"--d_model {width} must be a multiple of twice --attention_heads {heads}, and at"
-            " least 4"
-        )
-    return {
-        **size,
-        "d_model": width,
-        "encoder_layers": shape.get("encoder_layers", size["encoder_layers"]),
-        "decoder_layers": shape.get("decoder_layers", size["decoder_layers"]),
-        "encoder_attention_heads": heads,
-        "decoder_attention_heads": heads,
-        "encoder_ffn_dim": formats.FFN * width,
-        "decoder_ffn_dim": formats.FFN * width,
-    }
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -465,6 +430,41 @@ def make_model(
     return model
 
 
+def first_model(
+    asked: Options, run, new_tokenizer: Callable[[], WhisperTokenizer]
+) -> tuple[ModelInfo, Whisper]:
+    """The model that the training `run` (`common.loop.begin`) starts with: that of its checkpoint,
+    a released one, or a new one with the tokenizer that `new_tokenizer()` makes. Raises
+    `UsageError`."""
+    training = asked.training
+    kind = family(asked)
+
+    def new() -> ModelInfo:
+        return new_info(asked, new_tokenizer())
+
+    with run.model_device():
+        info, weights = released.choose(asked.origin, kind, run.resumed, run.initial, new)
+        info = replace(info, pad_to_30s=training.pad_to_30s)
+        check_limits(asked, info.config)
+        model = make_model(info, training.dropout, training.label_smoothing, weights)
+    if training.freeze_encoder:
+        model.freeze_encoder()
+    weights = (weights, run.resumed, run.initial)
+    released.adapt(asked.origin, kind, info, model, *weights, training.seed)
+    describe(info, model, training.learning_rate)
+    return info, model
+
+
+def trained(
+    asked: Options, recipe: str, run_info: type, setup: device.Setup
+) -> tuple[Whisper, ModelInfo, Any]:
+    """The model of --model_dir or --model_file, of --resume, or of the best evaluation, and the
+    `run_info` of the run that trained it, which is None for a released one. Raises `UsageError`."""
+    info, weights, saved = released.use(asked.origin, family(asked), recipe)
+    model = make_model(info, weights=weights).to(setup.device).eval()
+    return model, info, released.read_run_info(run_info, saved)
+
+
 def make_search(asked: Options, info: ModelInfo) -> tuple[WhisperTokenizer, decoding.Search]:
     """The tokenizer of a model, and how --decoding searches."""
     tokenizer = make_tokenizer(info.tokenizer)
@@ -523,68 +523,41 @@ def describe(info: ModelInfo, model: Whisper, given_rate: float | None) -> None:
     )
 
 
-@functools.lru_cache(maxsize=4)
-def draw_padded(seed: int, epoch: int, count: int, share: float) -> np.ndarray:
-    """(N,) which utterances are padded to the longest input in an epoch. A smaller `share` is of
-    the same utterances."""
-    return np.random.default_rng([seed, epoch, 11]).random(count) < share
-
-
-def timestamp_share(given: float | None, info: ModelInfo, resumes: bool) -> float | None:
-    """--timestamp_share for this model: what is `given`, or what the run that is resumed had; None
-    if the training set decides (`usual_share`). Raises `UsageError`."""
-    has_times = info.pretrained and make_tokenizer(info.tokenizer).timestamp_begin is not None
-    if given and not has_times:
-        raise UsageError(
-            f"--timestamp_share {given:g}: this model has no time tokens, which only a released"
-            " multilingual or English model has; leave it out"
+def for_task(asked: Options, info: ModelInfo, initial: Saved | None) -> dict:
+    """What the loop's `Task` has to know of a Whisper, by the names of its fields. `initial`: the
+    weights of --init_from."""
+    fit = None
+    if not info.pretrained:
+        fit = functools.partial(
+            scratch.fit, seed=asked.training.seed, initialised=initial is not None
         )
-    if given is not None or not has_times:
-        return given or 0.0
-    if resumes:
-        return TIMESTAMP_SHARE if info.times else 0.0
-    return None
+    return {
+        "fit": fit,
+        "learning_rate": learning_rate(info),
+        "checkpointed": LAYERS,
+        "compiled": LAYERS,
+        "evaluate_first": info.pretrained,
+        "fine_tunes": info.pretrained,
+        "vocabulary": vocabulary(info, initial),
+    }
 
 
-def usual_share(corpus: Corpus, rate: float | None, usual_rate: float) -> float:
-    """The share for a new run of a model with time tokens: TIMESTAMP_SHARE if utterances of the
-    training set follow each other in their recordings. `rate`: --learning_rate, if it is given."""
-    followed = packs.followed(corpus)
-    if followed < FOLLOWED:
-        soon = ""
-        if rate and rate > 2 * usual_rate:
-            soon = (
-                f", soon at --learning_rate {rate:g}, {rate / usual_rate:.0f} times the usual one"
-            )
-        print(
-            "--timestamp_share 0: training on single utterances makes a model lose text in long"
-            f" recordings{soon}; --timestamp_share {TIMESTAMP_SHARE:g} trains on windows of several"
-            " utterances"
-        )
-        return 0.0
-    print(
-        f"--timestamp_share {TIMESTAMP_SHARE:g}: {100 * followed:.0f} % of the training utterances"
-        " are followed by another one of their recording; windows of them are trained on"
-    )
-    return TIMESTAMP_SHARE
+def usual_adapters(asked: Options, info: ModelInfo) -> Callable[[int], lora.Adapters]:
+    """The adapters that --lora adds, by their rank, for the advice of a dry run."""
+    return functools.partial(released.usual_adapters, family(asked), info)
 
 
-def middle_epoch(updates: int, per_epoch: int) -> int:
-    """The epoch from which --pad_share applies, in a run of so many updates with `per_epoch` in an
-    epoch. Before the model can read anything, 30 s of mostly silence teach it little and cost as
-    much as ten short utterances."""
-    return int(updates / per_epoch / 2)
-
-
-def longest_heard(info: ModelInfo, seconds: float, before: splits.RunInfo | None) -> float:
-    """The longest utterance that a model has been trained on, seconds: `seconds` in this run, or
-    more in the run that it resumes, or when it was released."""
-    longest = seconds
+def with_longest(
+    info: ModelInfo, data: splits.RunInfo, before: splits.RunInfo | None
+) -> splits.RunInfo:
+    """`data` with the longest utterance that a model has been trained on: in this run, or in the
+    run `before` that it resumes, or when it was released."""
+    longest = data.longest
     if info.pretrained:
         longest = max(longest, input_seconds(info.config))
     if before:
         longest = max(longest, before.longest)
-    return longest
+    return replace(data, longest=longest)
 
 
 # --- use ------------------------------------------------------------------------------------------
@@ -611,11 +584,13 @@ def export_trained(asked: Options, info: ModelInfo, model: Whisper, about: card.
         weights = released.trained_weights(asked.origin, family(asked), model)
         export(asked.origin.export, info, weights, about)
     if asked.origin.export_adapter:
-        export_adapter(asked, about)
+        released.export_adapter(asked.origin, family(asked), about, lambda info: ADAPTER_CARD)
 
 
-def export_adapter(asked: Options, about: card.About) -> None:
-    """Writes the adapters of a run for peft. Raises `UsageError` and `RunError`."""
+def export_adapter(asked: Options, recipe: str) -> None:
+    """Writes the adapters that a run of `recipe` has saved for peft, without the released weights.
+    Raises `UsageError` and `RunError`."""
+    about = card.About(recipe, asked.origin.path, released.weights_file(asked.origin))
     released.export_adapter(asked.origin, family(asked), about, lambda info: ADAPTER_CARD)
 
 

@@ -82,9 +82,11 @@ def transcripts(
 
 
 def decode_corpus(
-    model: Whisper, tokenizer: WhisperTokenizer, search: Search, corpus: Corpus
+    model: Whisper, tokenizer: WhisperTokenizer, search: Search, corpus: Corpus, flag: str
 ) -> list[dict]:
-    """A row {"file", "seconds", "reference", "hypothesis", "segments"} for each recording."""
+    """A row {"file", "seconds", "reference", "hypothesis", "segments"} for each recording, which
+    `flag` asks for. `search` is without times. Raises `UsageError`; see `make_search`."""
+    search = make_search(tokenizer, search, flag)
     device = next(model.parameters()).device
     rows = []
     for index in range(len(corpus)):

@@ -1,6 +1,7 @@
 """Whisper's tokenizer: byte-level BPE with special tokens. Reading, training, and writing for
 `transformers`."""
 
+import argparse
 import base64
 import contextlib
 import itertools
@@ -409,6 +410,18 @@ def make_tokenizer(state: dict) -> WhisperTokenizer:
         given = {name: state[name] for name in STATE if name != "kind"}
         given["merges"] = [tuple(pair.split(" ")) for pair in state["merges"]]
         return WhisperTokenizer(**given)
+
+
+def language_code(text: str) -> str:
+    """An argparse type: a language code in lower case, as transformers looks it up: vi, kok,
+    zh-tw."""
+    code = text.lower()
+    is_code = re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", code) and 2 <= len(code) <= 20
+    if not is_code or f"<|{code}|>" in (*special_tokens(0, (), timestamps=False), *NO_SPEECH):
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is not a language code, such as vi, kok or zh-tw"
+        )
+    return code
 
 
 def special_tokens(first: int, languages: Iterable[str], timestamps: bool) -> dict[str, int]:

@@ -91,6 +91,42 @@ def test_what_an_adapter_adds():
     assert torch.allclose(model.first(x), plain + added, atol=1e-6)
 
 
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_an_adapter_keeps_its_input_alone_and_has_the_gradients_of_its_formula(autocast):
+    model = move(make())
+    layer = model.first
+    batch = torch.randn(2, 9, 8)
+    kept = []
+
+    def results(run) -> list[torch.Tensor]:
+        x = batch.clone().requires_grad_()
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            y = run(x)
+        y.float().square().sum().backward()
+        found = [y, x.grad, layer.lora_A.grad, layer.lora_B.grad]
+        layer.lora_A.grad = layer.lora_B.grad = None
+        return found
+
+    def formula(x: torch.Tensor) -> torch.Tensor:
+        plain = nn.functional.linear(x, layer.weight, layer.bias)
+        low = nn.functional.linear(x, layer.lora_A)
+        return plain + 2.0 * nn.functional.linear(low, layer.lora_B)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if 2 * 9 in (tensor.numel() // tensor.shape[-1], tensor.shape[0]):
+            kept.append(tensor.shape[-1])
+        return tensor
+
+    wanted = results(formula)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        found = results(layer)
+    assert set(kept) <= {8, 12}  # no (..., rank)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == b.dtype
+        difference = (a - b).detach().abs().max() / b.detach().abs().max()
+        assert difference < (2e-2 if autocast else 1e-6)
+
+
 def test_all_adapters_have_gradients_and_frozen_weights_none():
     model = move(make(WHOLE))
     model(TOKENS).square().sum().backward()

@@ -31,7 +31,7 @@ from speech import splits
 from speech.audio import SAMPLE_RATE, read_audio
 from speech.columns import Codes
 from speech.morse import synthesis
-from speech.whisper import decoding, formats, start
+from speech.whisper import decoding, formats, packs, start
 from speech.whisper.model import HOP, LAYERS, Whisper
 from speech.whisper.tokenizer import (
     LANGUAGES,
@@ -304,7 +304,7 @@ def test_augmentation_depends_on_seed_epoch_and_utterance_alone(recipe, spoken, 
     assert not torch.equal(seeded.item(3, 0)["time_masks"], ours[0]["time_masks"])
     items = [data.item(index, 1) for index in range(len(data))]
     padded = [len(item["audio"]) == 6 * SAMPLE_RATE for item in items]
-    assert padded == data.padded(1).tolist() and any(padded) and not all(padded)
+    assert padded == data.padding.padded(1).tolist() and any(padded) and not all(padded)
     assert [len(item["audio"]) / SAMPLE_RATE for item in items] == pytest.approx(
         data.seconds(1), abs=0.001
     )
@@ -634,20 +634,21 @@ def make_windows(with_times, recorded, folder, *flags, share: float = 0.5, name:
     info, _ = start.read_released(asked, args.model_dir)
     info = dataclasses.replace(info, times=True)
     tokenizer = make_tokenizer(info.tokenizer)
-    return vietnamese.Utterances(args, corpus, tokenizer, info, True, share)
+    utterances = vietnamese.Utterances(args, corpus, tokenizer, info, training=True)
+    return vietnamese.as_windows(utterances, share)
 
 
 def test_a_row_has_the_token_of_its_language(with_times, recorded, tmp_path):
     data = make_windows(with_times, recorded, tmp_path)
-    names = {number: name for name, number in data.tokenizer.specials.items()}
-    count = len(data.corpus)
-    data.corpus.languages = Codes([("", "en", "vi-VN", "kok")[row % 4] for row in range(count)])
-    alone = data.alone()
+    alone = data.utterances
+    names = {number: name for name, number in alone.tokenizer.specials.items()}
+    count = len(data)
+    alone.corpus.languages = Codes([("", "en", "vi-VN", "kok")[row % 4] for row in range(count)])
     for index in range(count):
         expected = ("<|vi|>", "<|en|>", "<|vi|>", "<|vi|>")[index % 4]
         for item in (data.item(index, 0), alone.item(index, 0)):
             tokens = item["tokens"].tolist()
-            place = tokens.index(data.tokenizer.start)
+            place = tokens.index(alone.tokenizer.start)
             assert names[tokens[place + 1]] == expected
     batch = vietnamese.collate([alone.item(index, 0) for index in range(4)])
     assert batch["languages"] == ["", "en", "vi-VN", "kok"]
@@ -657,7 +658,7 @@ def test_windows_as_tokens_and_labels(with_times, recorded, tmp_path):
     data = make_windows(
         with_times, recorded, tmp_path, "--pad_share", "0", "--max_target_tokens", 90
     )
-    tokenizer = data.tokenizer
+    tokenizer = data.utterances.tokenizer
     begin = tokenizer.timestamp_begin
     kinds = set()
     for index in range(len(data)):
@@ -667,7 +668,7 @@ def test_windows_as_tokens_and_labels(with_times, recorded, tmp_path):
         assert tokens[1:] == labels[:-1] and labels[-1] == tokenizer.eos and len(tokens) <= 90
         before, rest = tokens[: item["unscored"]], tokens[item["unscored"] :]
         assert not before or before[0] == tokenizer.previous
-        assert len(before) <= 1 + vietnamese.PREVIOUS_TOKENS
+        assert len(before) <= 1 + packs.PREVIOUS_TOKENS
         prompt = tokenizer.timed_prompt if window.timed else tokenizer.prompt
         assert rest[: len(prompt)] == prompt and tokenizer.no_timestamps not in rest[len(prompt) :]
         said = rest[len(prompt) :]
@@ -692,7 +693,7 @@ def test_times_are_where_the_speech_is(with_times, recorded, tmp_path):
         window, item = data.packs.window(index, 0), data.item(index, 0)
         seconds = data.seconds(0)[index]
         assert len(item["audio"]) / SAMPLE_RATE == pytest.approx(seconds, abs=0.002)
-        begin = data.tokenizer.timestamp_begin
+        begin = data.utterances.tokenizer.timestamp_begin
         said = item["tokens"].tolist()[item["unscored"] + 3 :]
         times = [(token - begin) * 0.02 for token in said if token >= begin]
         heard = item["audio"].abs() > 0.2 * item["audio"].abs().max()
@@ -788,15 +789,14 @@ def test_what_is_trained_on_by_default(
     given, pretrained, followed, share, says, with_times, monkeypatch, capsys
 ):
     """A released model that is trained on single utterances may lose text in long recordings."""
-    monkeypatch.setattr(start.packs, "followed", lambda corpus: followed)
+    monkeypatch.setattr(packs, "followed", lambda corpus: followed)
     tokenizer = read_tokenizer(with_times / "listed", "vi")
-    info = start.ModelInfo({}, tokenizer.state(), 0, {}, pretrained, pad_to_30s=True)
-    found = start.timestamp_share(given, info, resumes=False)
-    assert (start.usual_share(None, None, 1e-5) if found is None else found) == share
+    found = packs.asked_share(given, tokenizer, pretrained, resumed=None)
+    assert (packs.usual_share(None, None, 1e-5) if found is None else found) == share
     out = capsys.readouterr().out
     assert out.startswith(says) and bool(out) == bool(says)
     if says and not share:
-        start.usual_share(None, 8e-5, 1e-5)
+        packs.usual_share(None, 8e-5, 1e-5)
         assert "soon at --learning_rate 8e-05, 8 times the usual one" in capsys.readouterr().out
 
 
@@ -824,7 +824,7 @@ def test_segments_are_utterances_only_for_training_with_times(with_times, record
 
 def test_few_neighbours_leave_segments_joined(with_times, recorded, tmp_path, monkeypatch, spoken):
     """By default, where most utterances have a file of their own."""
-    monkeypatch.setattr(start, "FOLLOWED", 1.0)
+    monkeypatch.setattr(packs, "FOLLOWED", 1.0)
     row = json.loads(Path(recorded[1]).read_text(encoding="utf-8").splitlines()[0])
     parts = [{"start": 0.1 * n, "end": 0.1 * n + 0.1, "text": f"a{n}"} for n in range(400)]
     row = {"audio_filepath": str(Path(recorded[1]).parent / "train.wav"), "segments": parts}
@@ -857,7 +857,10 @@ def test_a_run_with_times_is_planned(with_times):
 def test_the_text_before_a_window_has_no_loss(with_times, recorded, tmp_path):
     data = make_windows(with_times, recorded, tmp_path)
     torch.manual_seed(1)
-    model = start.make_model(data.info, label_smoothing=0.1).double().eval()
+    folder = with_times / "listed"
+    args = runs.parse(vietnamese, *recorded, "--model_dir", folder, "--output_dir", tmp_path)
+    info, _ = start.read_released(vietnamese.resolve(args), folder)
+    model = start.make_model(info, label_smoothing=0.1).double().eval()
     items = [data.item(index, 0) for index in range(8)]
     for item in items:
         item["audio"] = item["audio"].double()
@@ -973,36 +976,39 @@ def test_faster_whisper_reads_an_export(exported_with_times, recorded, tmp_path)
 # --- export, transcribing, evaluating -------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def memorised(spoken, tmp_path_factory):
-    """A run that knows two sentences by heart, padded to its longest input: its folder, and
-    [(file, sentence)]."""
-    folder = tmp_path_factory.mktemp("memorised")
+def memorise(recipe, spoken, folder: Path, sentences: list[str] | None = None) -> list[tuple]:
+    """Trains a model in `folder` that knows two sentences by heart, padded to its longest input.
+    Returns [(file, sentence)]. `sentences` take the place of what is said."""
     rows = [
         json.loads(line) for line in Path(spoken["train"]).read_text(encoding="utf-8").splitlines()
     ]
     rows = sorted(rows, key=lambda row: row["duration"])
     rows = [rows[0], rows[-1]]
-    for row in rows:
+    for row, sentence in zip(rows, sentences or [row["text"] for row in rows], strict=True):
         row["audio_filepath"] = str(Path(spoken["train"]).parent / row["audio_filepath"])
+        row["text"] = sentence
     manifest = folder / "two.json"
     manifest.write_text(
         "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
     )
     files = ["--train_manifest", manifest, "--val_manifest", manifest, "--output_dir", folder]
     flags = (
-        "--from_scratch --d_model 32 --max_steps 50 --learning_rate 1e-2 --eval_every 50"
-        " --pad_to_30s --no_spec_augment --no_speed_perturbation --max_duration 3"
+        "--from_scratch --model_size base --d_model 32 --max_steps 50 --learning_rate 1e-2"
+        " --eval_every 50 --pad_to_30s --no_spec_augment --no_speed_perturbation --max_duration 3"
     )
     with pytest.MonkeyPatch.context() as patch:  # an input of 3 s takes a tenth of the time
-        patch.setitem(
-            vietnamese.SIZES, "base", {**vietnamese.SIZES["base"], "max_source_positions": 150}
-        )
-        out = ran(
-            vietnamese, *files, *TINY, *SHORT, *flags.split(), "--export", folder / "exported"
-        )
+        short = {**recipe.SIZES["base"], "max_source_positions": 150}
+        patch.setitem(recipe.SIZES, "base", short)
+        out = ran(recipe, *files, *TINY, *SHORT, *flags.split(), "--export", folder / "exported")
     assert "cer 0.00 %" in out
-    return folder, [(row["audio_filepath"], row["text"]) for row in rows]
+    return [(row["audio_filepath"], row["text"]) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def memorised(spoken, tmp_path_factory):
+    """A run that knows two sentences by heart: its folder, and [(file, sentence)]."""
+    folder = tmp_path_factory.mktemp("memorised")
+    return folder, memorise(vietnamese, spoken, folder)
 
 
 def test_transformers_decodes_an_export_as_we_do(memorised, tmp_path):
@@ -1035,21 +1041,27 @@ def test_transformers_decodes_an_export_as_we_do(memorised, tmp_path):
     assert ours[1] in ran(vietnamese, "--transcribe", *paths, "--resume", best, *beam)
 
 
-def test_step_0_is_the_released_model_as_other_programs_read_it(memorised, tmp_path):
+@BOTH
+def test_step_0_is_the_released_model_as_other_programs_read_it(
+    recipe, memorised, spoken, tmp_path
+):
     """Padded to its longest input, as by --evaluate --model_dir, whatever is trained on."""
     folder, _ = memorised
+    if recipe is morse:
+        folder = tmp_path
+        memorise(morse, spoken, folder, ["CQ TEST", "73 TU"])
     two = folder / "two.json"
-    flags = ["--model_dir", folder / "exported", "--max_duration", 3, "--output_dir", tmp_path]
+    output = tmp_path / "tuned"
+    flags = ["--model_dir", folder / "exported", "--max_duration", 3, "--output_dir", output]
     data = ["--train_manifest", two, "--val_manifest", two, "--watch_manifest", two]
-    ran(vietnamese, *data, *SHORT, *flags)
-    best = json.loads((tmp_path / "checkpoints" / "best.json").read_text())
+    ran(recipe, *data, *SHORT, *flags)
+    best = json.loads((output / "checkpoints" / "best.json").read_text())
     assert best["evaluations"][0] == [0, 0.0] and best["watched"]["two"][0] == [0, 0.0]
-    ran(vietnamese, "--evaluate", "--test_manifest", two, *flags)
-    results = json.loads((tmp_path / "logs" / "results.json").read_text())
+    ran(recipe, "--evaluate", "--test_manifest", two, *flags)
+    results = json.loads((output / "logs" / "results.json").read_text())
     assert all(rates["cer"]["rate"] == 0 for rates in results["rates"].values())
-    info = dataclasses.replace(
-        start.ModelInfo(**newest(tmp_path, vietnamese).model_info), pad_to_30s=False
-    )
+    saved = newest(output, recipe).model_info
+    info = dataclasses.replace(start.ModelInfo(**saved), pad_to_30s=False)
     assert start.make_model(info).pad_to_longest  # after fine-tuning, too
     assert not start.make_model(dataclasses.replace(info, pretrained=False)).pad_to_longest
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from common.batches import pad, to_device
+from common.device import Setup
 from common.errors import DataError
 from speech.whisper import formats, kept_times
 from speech.whisper.kept_times import Times
@@ -107,11 +108,11 @@ def test_windows_of_several_utterances_are_taken():
             return index
 
     unreadable = None
-    taken = list(kept_times.windows(Data(), list, 0))
+    taken = list(kept_times.windows(Data(), list))
     assert all(index % 2 for batch in taken for index in batch)
     assert sum(map(len, taken)) == kept_times.WINDOWS == 24
     unreadable = taken[0][0]
-    assert sum(map(len, kept_times.windows(Data(), list, 0))) == 23
+    assert sum(map(len, kept_times.windows(Data(), list))) == 23
 
 
 def test_the_table_and_its_warning():
@@ -127,3 +128,28 @@ def test_the_table_and_its_warning():
     assert not kept_times.warning(before, None)
     assert kept_times.from_list(kept_times.to_list(before)) == before
     assert kept_times.from_list([]) is None and kept_times.to_list(None) == []
+
+
+def test_it_is_measured_once_before_training_in_the_types_of_the_device(model):
+    run = SimpleNamespace(initial=None, setup=Setup(dtype=torch.bfloat16))
+    before = {name: (p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
+    found = Times(0.01, 0.1, 3.0, 24)
+    types = {}
+
+    def measure(used: Whisper) -> Times:
+        assert not used.training and torch.is_autocast_enabled("cpu")
+        types.update({name: p.dtype for name, p in used.named_parameters()})
+        return found
+
+    model.train()
+    assert kept_times.at_start(model, run, None, measure) == kept_times.to_list(found)
+    assert model.training
+    model.eval()
+    for name, parameter in model.named_parameters():
+        kept = "norm" in name or "embed_positions" in name  # added to activations in fp32
+        assert types[name] == (torch.float32 if kept else torch.bfloat16), name
+        place, values = before[name]
+        assert parameter.data_ptr() == place and torch.equal(parameter, values)
+    assert kept_times.at_start(model, run, [1.0], pytest.fail) == [1.0]  # of a resumed run
+    run.initial = "weights that the loop loads"
+    assert kept_times.at_start(model, run, None, pytest.fail) == []
