@@ -49,7 +49,7 @@ import torch
 
 from common import checkpoint
 from common.errors import RunError, UsageError, exit_with_one_line, first_line
-from speech.audio import SAMPLE_RATE, read_audio
+from speech.signal.audio import SAMPLE_RATE, read_audio
 
 ANSWER = "texts: "  # begins the line that a reading process prints
 SECONDS = 1800  # of a process
@@ -313,7 +313,7 @@ class Model:
 def released_whisper(folder: Path, runs: dict[str, Path]) -> None:
     """whisper_vietnamese's model with OpenAI's vocabulary. Its pieces that this lacks become words
     there, and no other token is ever likely, so texts are of other words but decided as well."""
-    from speech.whisper import formats, tokenizer
+    from models.whisper import formats, tokenizer
 
     if "whisper_vietnamese" not in runs:
         raise UsageError("whisper_released is made of a whisper_vietnamese run: name that, too")
@@ -336,9 +336,9 @@ def released_whisper(folder: Path, runs: dict[str, Path]) -> None:
 
 def released_xtts(folder: Path, runs: dict[str, Path]) -> None:
     """A folder in Coqui's form, as small as the demo's model, with random weights."""
-    from speech.xtts import formats, frozen, texts
-    from speech.xtts.model import GPT
-    from speech.xtts.tokenizer import new_vocabulary
+    from models.xtts import formats, frozen, texts
+    from models.xtts.model import GPT
+    from models.xtts.tokenizer import new_vocabulary
 
     torch.manual_seed(0)
     parts = {"code_dim": 64, "dvae_hidden": 128}
@@ -433,9 +433,9 @@ def texts_of(recipe: str, weights: list, files: list[Path], folder: Path) -> lis
 @torch.no_grad()
 def window_texts(folder: Path, files: list[Path], zeros: bool, method: str) -> list[str]:
     """What our code writes of clips in windows of 30 s with an exported Whisper; see `Row`."""
-    from speech.whisper import decoding, formats
-    from speech.whisper.model import HOP, Whisper
-    from speech.whisper.tokenizer import read_tokenizer
+    from models.whisper import decoding, formats
+    from models.whisper.model import HOP, Whisper
+    from models.whisper.tokenizer import read_tokenizer
 
     weights, config, extras = formats.read_model(folder)
     tokenizer = read_tokenizer(extras["tokenizer"], language_of(folder), config["vocab_size"])

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from speech.features import LogMel
+from speech.signal.features import LogMel
 
 LONGEST = 6000  # frames
 DROPOUT = 0.1

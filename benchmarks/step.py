@@ -51,17 +51,17 @@ from benchmarks.plain_conformer import PlainConformer
 from common import memory, optim
 from common.device import Setup
 from common.engine import run_global_batch
+from models.parakeet import model as parakeet
+from models.parakeet import settings as parakeet_settings
+from models.whisper import formats as whisper_formats
+from models.whisper import model as whisper
+from models.xtts import codec, frozen
+from models.xtts import formats as xtts_formats
+from models.xtts import model as xtts
+from models.xtts import start as xtts_start
 from recipes import konkani_conformer as konkani
 from recipes import parakeet_tdt, whisper_vietnamese, xtts_amharic
-from speech.audio import SAMPLE_RATE
-from speech.parakeet import model as parakeet
-from speech.parakeet import settings as parakeet_settings
-from speech.whisper import formats as whisper_formats
-from speech.whisper import model as whisper
-from speech.xtts import codec, frozen
-from speech.xtts import formats as xtts_formats
-from speech.xtts import model as xtts
-from speech.xtts import start as xtts_start
+from speech.signal.audio import SAMPLE_RATE
 
 SAME_LOSS = 1e-4  # fp32, relative
 BF16 = torch.bfloat16

@@ -69,13 +69,13 @@ def make_inputs(outputs: int, kind: str, durations: int):
 
 
 def lean(tensors, targets, frames, labels):
-    from speech.parakeet.loss import Lattice, transducer_losses
+    from models.parakeet.loss import Lattice, transducer_losses
 
     return transducer_losses(*tensors, Lattice(targets, frames, labels, DURATIONS, SIGMA)).sum()
 
 
 def lean_rnnt(tensors, targets, frames, labels):
-    from speech.parakeet.loss import Lattice, transducer_losses
+    from models.parakeet.loss import Lattice, transducer_losses
 
     return transducer_losses(*tensors, Lattice(targets, frames, labels, ())).sum()
 

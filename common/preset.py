@@ -56,7 +56,7 @@ MEMORY = {
     "4gb": 0,
 }
 
-# How much speech there is: under 2 hours, under 20 hours, more (speech/hours.py), and the most
+# How much speech there is: under 2 hours, under 20 hours, more (speech/data/hours.py), and the most
 # utterances of an update then, 0: those of the row.
 DATA = {"small_data": 16, "medium_data": 48, "large_data": 0}
 
@@ -350,7 +350,7 @@ def pick_data(script: Script, user: User) -> str:
     if user.gave("--print") and not script.python:
         say(f"{unknown} before the packages are installed)")
         return "large_data"
-    command = [script.python or install(), str(ROOT / "speech/hours.py"), manifest]
+    command = [script.python or install(), str(ROOT / "speech/data/hours.py"), manifest]
     for flag in ("--audio_root", "--max_samples"):
         if user.gave(flag):
             command += [flag, user.value(flag)]

@@ -44,27 +44,19 @@ from common import checkpoint, device, optim, options
 from common.batches import EvalBatches, GlobalBatches, pad
 from common.device import upcast
 from common.errors import UsageError, exit_with_one_line
+from common.layers import lean_chain, quieten_branches
 from common.loop import Task, begin, finish, train
 from common.report import check_folder
-from speech import (
-    card,
-    demo,
-    metrics,
-    model_files,
-    onnx_files,
-    recogniser,
-    released,
-    splits,
-    text,
-    unknown,
-)
-from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
-from speech.augment import Augmentation, read_noises
-from speech.columns import Corpus
-from speech.features import random_masks, spec_augment, valid_mask
-from speech.layers import lean_chain, quieten_branches
-from speech.parakeet import features as nemo
-from speech.search import joint_beam, rescored_beam
+from models import card, model_files, onnx_files, released
+from speech.data import demo, splits
+from speech.data.columns import Corpus
+from speech.decoding import recogniser
+from speech.decoding.search import joint_beam, rescored_beam
+from speech.signal import nemo_features
+from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
+from speech.signal.augment import Augmentation, read_noises
+from speech.signal.features import random_masks, spec_augment, valid_mask
+from speech.writing import metrics, text, unknown
 
 RECIPE = Path(__file__).stem
 CARD = card.Form(
@@ -176,7 +168,7 @@ def check_texts(args, corpora: dict[str, Corpus], characters: list[str]) -> None
 def encoder_frames(samples, config: dict):
     """Encoder frames of so many samples at 16 kHz, a number or a tensor; at least 1. Only whole ones
     count, because sherpa-onnx reads no others."""
-    count = nemo.frames(samples) // config["subsampling"]
+    count = nemo_features.frames(samples) // config["subsampling"]
     return count.clamp_min(1) if isinstance(count, Tensor) else max(1, count)
 
 
@@ -465,7 +457,7 @@ class Conformer(nn.Module):
         self.eos = config["vocabulary"]
         self.head_dim = d // heads
         kernel = 31 if config["subsampling"] == 4 else 15
-        self.log_mel = nemo.MelFeatures(N_MELS)
+        self.log_mel = nemo_features.MelFeatures(N_MELS)
         self.subsampling = Subsampling(N_MELS, d, config["subsampling"])
         self.dropout = nn.Dropout(dropout)
         self.encoder = nn.ModuleList(
@@ -487,10 +479,10 @@ class Conformer(nn.Module):
         the last whole encoder frame."""
         samples = batch["audio_lengths"]
         subsampling = self.config["subsampling"]
-        host = nemo.frames(batch["audio_lengths_host"])
+        host = nemo_features.frames(batch["audio_lengths_host"])
         x = self.log_mel(batch["audio"], samples, int(host.max()))
         longest = int(whole_frames(host, subsampling).max())
-        return x[:, :longest], whole_frames(nemo.frames(samples), subsampling)
+        return x[:, :longest], whole_frames(nemo_features.frames(samples), subsampling)
 
     def encode(self, batch: dict) -> tuple[Tensor, Tensor | None, Tensor]:
         """The batch's waveforms to (B, T, D), the attention mask over T (None where nothing is

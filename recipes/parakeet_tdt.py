@@ -46,28 +46,13 @@ from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.parts import lora
 from common.parts.new_rows import NewRows
 from common.report import check_folder
-from speech import (
-    card,
-    demo,
-    metrics,
-    recogniser,
-    released,
-    replay,
-    splits,
-    text,
-    unknown,
-)
-from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
-from speech.augment import Augmentation, read_noises
-from speech.columns import Corpus
-from speech.features import random_masks
-from speech.long import PARTS, by_length
-from speech.parakeet import decoding, languages, live, start, vocabulary, windows
-from speech.parakeet.loss import Lattice
-from speech.parakeet.model import CHECKPOINTED, COMPILED, Parakeet
-from speech.parakeet.scratch import fit_to_data
-from speech.parakeet.settings import kind_of
-from speech.parakeet.start import (
+from models import card, released
+from models.parakeet import decoding, languages, live, start, vocabulary, windows
+from models.parakeet.loss import Lattice
+from models.parakeet.model import CHECKPOINTED, COMPILED, Parakeet
+from models.parakeet.scratch import fit_to_data
+from models.parakeet.settings import kind_of
+from models.parakeet.start import (
     ModelInfo,
     Options,
     export_trained,
@@ -78,8 +63,16 @@ from speech.parakeet.start import (
     rows_by_piece,
     tokenizer_of,
 )
-from speech.parakeet.tokenizer import ParakeetTokenizer
-from speech.splits import RunInfo
+from models.parakeet.tokenizer import ParakeetTokenizer
+from speech.data import demo, replay, splits
+from speech.data.columns import Corpus
+from speech.data.splits import RunInfo
+from speech.decoding import recogniser
+from speech.decoding.long import PARTS, by_length
+from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
+from speech.signal.augment import Augmentation, read_noises
+from speech.signal.features import random_masks
+from speech.writing import metrics, text, unknown
 
 RECIPE = Path(__file__).stem
 MAX_SECONDS = 20.0  # of an utterance, as in NVIDIA's fine-tuning
@@ -484,7 +477,7 @@ def about_run(args, info: ModelInfo, corpora: dict[str, Corpus], before: RunInfo
 
 
 def new_rows(info: ModelInfo, model: Parakeet) -> NewRows | None:
-    """The rows of pieces that speech/parakeet/prepare.py has added."""
+    """The rows of pieces that models/parakeet/prepare.py has added."""
     if not info.new_pieces:
         return None
     names = [name for name, _ in model.named_parameters() if name in vocabulary.ROWS]

@@ -39,10 +39,12 @@ from common.device import upcast
 from common.errors import exit_with_one_line
 from common.loop import Task, begin, finish, train
 from common.report import check_folder
-from speech import demo, metrics, recogniser, splits, text, unknown
-from speech.audio import SAMPLE_RATE, read_utterance
-from speech.columns import Corpus
-from speech.features import FeatureNorm, LogMel, frames, valid_mask
+from speech.data import demo, splits
+from speech.data.columns import Corpus
+from speech.decoding import recogniser
+from speech.signal.audio import SAMPLE_RATE, read_utterance
+from speech.signal.features import FeatureNorm, LogMel, frames, valid_mask
+from speech.writing import metrics, text, unknown
 
 RECIPE = Path(__file__).stem
 LOSS_WEIGHTS = {"ctc": 1.0}

@@ -44,20 +44,11 @@ from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.report import check_folder
-from speech import card, metrics, recogniser, released, replay, splits
-from speech.audio import SAMPLE_RATE, change_speed, speed_factors
-from speech.augment import Augmentation, read_noises
-from speech.features import random_masks
-from speech.long import BY_SILENCES
-from speech.morse import clips, scores
-from speech.morse.alphabet import SYMBOLS
-from speech.morse.scores import for_scoring
-from speech.morse.synthesis import Choice, Synthetic
-from speech.recogniser import SPEEDS, decode_set, decode_texts
-from speech.whisper import decoding, formats, start
-from speech.whisper.model import FRAME, Whisper, alignment_loss, ctc_loss, token_loss
-from speech.whisper.padding import Padding, middle_epoch, note_longer_epochs
-from speech.whisper.start import (
+from models import card, released
+from models.whisper import decoding, formats, start
+from models.whisper.model import FRAME, Whisper, alignment_loss, ctc_loss, token_loss
+from models.whisper.padding import Padding, middle_epoch, note_longer_epochs
+from models.whisper.start import (
     AUXILIARY_WEIGHT,
     BEAM_SIZE,
     ModelInfo,
@@ -71,7 +62,19 @@ from speech.whisper.start import (
     usual_adapters,
     with_longest,
 )
-from speech.whisper.tokenizer import WhisperTokenizer, train_symbols
+from models.whisper.tokenizer import WhisperTokenizer, train_symbols
+from speech.data import replay, splits
+from speech.decoding import recogniser
+from speech.decoding.long import BY_SILENCES
+from speech.decoding.recogniser import SPEEDS, decode_set, decode_texts
+from speech.morse import clips, scores
+from speech.morse.alphabet import SYMBOLS
+from speech.morse.scores import for_scoring
+from speech.morse.synthesis import Choice, Synthetic
+from speech.signal.audio import SAMPLE_RATE, change_speed, speed_factors
+from speech.signal.augment import Augmentation, read_noises
+from speech.signal.features import random_masks
+from speech.writing import metrics
 
 RECIPE = Path(__file__).stem
 FREQUENCY_MASKS = 2

@@ -44,17 +44,11 @@ from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.report import check_folder
-from speech import card, demo, metrics, recogniser, released, replay, splits, text
-from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
-from speech.augment import Augmentation, read_noises
-from speech.columns import Corpus
-from speech.features import random_masks
-from speech.recogniser import SPEEDS, decode_set, decode_texts
-from speech.text import in_lower_case as for_scoring  # as PhoWhisper's error rates are computed
-from speech.whisper import comparing, decoding, formats, kept_times, packs, start, timed
-from speech.whisper.model import Whisper, ctc_loss, token_loss
-from speech.whisper.padding import Padding, middle_epoch, note_longer_epochs
-from speech.whisper.start import (
+from models import card, released
+from models.whisper import comparing, decoding, formats, kept_times, packs, start, timed
+from models.whisper.model import Whisper, ctc_loss, token_loss
+from models.whisper.padding import Padding, middle_epoch, note_longer_epochs
+from models.whisper.start import (
     BEAM_SIZE,
     ModelInfo,
     Options,
@@ -69,7 +63,18 @@ from speech.whisper.start import (
     usual_adapters,
     with_longest,
 )
-from speech.whisper.tokenizer import WhisperTokenizer, train_bpe
+from models.whisper.tokenizer import WhisperTokenizer, train_bpe
+from speech.data import demo, replay, splits
+from speech.data.columns import Corpus
+from speech.decoding import recogniser
+from speech.decoding.recogniser import SPEEDS, decode_set, decode_texts
+from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
+from speech.signal.augment import Augmentation, read_noises
+from speech.signal.features import random_masks
+from speech.writing import metrics, text
+from speech.writing.text import (
+    in_lower_case as for_scoring,  # as PhoWhisper's error rates are computed
+)
 
 RECIPE = Path(__file__).stem
 FREQUENCY_MASKS = 2

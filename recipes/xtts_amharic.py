@@ -44,20 +44,22 @@ from common.batches import EvalBatches, GlobalBatches, pad, to_device
 from common.checkpoint import Saved
 from common.device import upcast
 from common.errors import DataError, UsageError, exit_with_one_line
+from common.layers import finite_layers
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.parts import lora, machines
 from common.parts.new_rows import NewRows
-from speech import card, checks, demo, released, replay, splits, text
-from speech.audio import read_utterance
-from speech.columns import Corpus
-from speech.layers import finite_layers
-from speech.xtts import cleaners, codec_training, formats, judge, new_tokens, speaking, start, texts
-from speech.xtts.codec import SAMPLE_RATE, SAMPLES_PER_CODE, code_count
-from speech.xtts.decoding import GREEDY, Sampling
-from speech.xtts.frozen import Frozen
-from speech.xtts.model import CHECKPOINTED, COMPILED, GPT, attention_kernel, make_model, use_sdpa
-from speech.xtts.speaking import Synthesiser
-from speech.xtts.start import ModelInfo
+from models import card, released
+from models.xtts import cleaners, codec_training, formats, judge, new_tokens, speaking, start, texts
+from models.xtts.codec import SAMPLE_RATE, SAMPLES_PER_CODE, code_count
+from models.xtts.decoding import GREEDY, Sampling
+from models.xtts.frozen import Frozen
+from models.xtts.model import CHECKPOINTED, COMPILED, GPT, attention_kernel, make_model, use_sdpa
+from models.xtts.speaking import Synthesiser
+from models.xtts.start import ModelInfo
+from speech.data import checks, demo, replay, splits
+from speech.data.columns import Corpus
+from speech.signal.audio import read_utterance
+from speech.writing import text
 
 RECIPE = Path(__file__).stem
 LOSS_WEIGHTS = {"text": 0.01, "mel": 1.0}

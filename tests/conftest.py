@@ -18,7 +18,7 @@ import soundfile
 import torch
 from hypothesis import settings
 
-from speech import audio
+from speech.signal import audio
 
 # Torch's own choice, which a plan in this process would change for the tests that compile.
 CACHE = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")

@@ -20,7 +20,7 @@ from common.parts.new_rows import NewRows, speed_up
 from common.progress import Progress
 from recipes import template
 from recipes.template import SAMPLE_RATE, Layer
-from speech import replay
+from speech.data import replay
 
 __all__ = ["Layer", "Network", "Waveforms", "collate", "compute_loss", "evaluate", "run"]
 RECIPE = "small"

@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import run
 
 from common import options
-from speech.parakeet import prepare
+from models.parakeet import prepare
 from webui import app
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +35,7 @@ PAGES = [
 ]
 # Further pages of a recipe.
 RECIPE_OF = {"parakeet_live": "parakeet_tdt", "parakeet_export": "parakeet_tdt"}
-PREPARE = "python -m speech.parakeet.prepare "
+PREPARE = "python -m models.parakeet.prepare "
 FOLDERS = ("recipes", "common", "speech", "webui", "benchmarks", "tests")
 # Paths that a reader creates, and a script of another project.
 EXAMPLES = {"recipes/my_model.py", "run_training.sh"}

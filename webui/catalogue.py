@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common import options, preset
 from common.errors import RunError, UsageError, first_line
-from speech.columns import printable
+from speech.data.columns import printable
 
 ROOT = Path(__file__).resolve().parents[1]  # of the project; commands are run in it
 LEFT_OUT = "template"  # to be copied, not to be used

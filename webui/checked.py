@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import Failure
-from speech.columns import ADVICE, Rejections, printable
-from speech.headers import probe
-from speech.manifest import find_audio, parse, row_fields
+from speech.data.columns import ADVICE, Rejections, printable
+from speech.data.headers import probe
+from speech.data.manifest import find_audio, parse, row_fields
 from webui.places import Places
 from webui.uploads import UPLOADED_AS
 

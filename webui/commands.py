@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common.checkpoint import list_checkpoints
 from common.errors import RunError, UsageError, first_line
-from speech.columns import printable
+from speech.data.columns import printable
 from webui.catalogue import ROOT, Option, Recipe, run_script
 from webui.outputs import CHECKPOINTS
 from webui.places import Places

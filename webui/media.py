@@ -9,7 +9,7 @@ from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from common.errors import Failure, UsageError
-from speech.audio import int16, read_audio, wav
+from speech.signal.audio import int16, read_audio, wav
 from webui.places import Places
 
 RATE = 24_000  # Hz, to listen

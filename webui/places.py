@@ -10,9 +10,9 @@ from pathlib import Path
 
 from common.errors import Failure, UsageError, cannot_write
 from common.files import require_file
-from speech.columns import Rejections, printable
-from speech.folders import write_folder
-from speech.manifest import AUDIO_KEYS, parse
+from speech.data.columns import Rejections, printable
+from speech.data.folders import write_folder
+from speech.data.manifest import AUDIO_KEYS, parse
 from webui import uploads
 from webui.uploads import AUDIO_SUFFIXES, NOT_USED, START, TABLE_SUFFIXES
 

@@ -12,9 +12,9 @@ from pathlib import Path, PureWindowsPath
 
 from common.errors import Failure, UsageError, first_line
 from common.files import TEXT_BYTES, require_file
-from speech.columns import Rejections, printable
-from speech.headers import BEGINNINGS, FORMATS, audio_suffix
-from speech.manifest import AUDIO_KEYS, parse
+from speech.data.columns import Rejections, printable
+from speech.data.headers import BEGINNINGS, FORMATS, audio_suffix
+from speech.data.manifest import AUDIO_KEYS, parse
 
 FILE_BYTES = 200 << 20  # of a dropped file, and of a file in a .zip
 ZIP_BYTES = 2 << 30  # of a .zip

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from speech.audio import write_wav
+from speech.signal.audio import write_wav
 
 SECONDS = 0.08  # of a character
 RATE = 16_000

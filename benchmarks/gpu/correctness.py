@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.gpu.bench import ROOT, Bench, Piece, Skipped
 from benchmarks.gpu.corpus import write_corpus
 from common.options import LEVELS
-from speech.demo import AMHARIC_WORDS, KONKANI_WORDS, VIETNAMESE_WORDS
+from speech.data.demo import AMHARIC_WORDS, KONKANI_WORDS, VIETNAMESE_WORDS
 
 UPDATES = 10
 KILLED_AT = 5

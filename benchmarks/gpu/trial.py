@@ -28,9 +28,9 @@ from common.engine import run_global_batch
 from common.errors import DataError, exit_with_one_line
 from common.parts import planned
 from dry_run.planned_run import longest_items
-from speech import splits
-from speech.audio import write_wav
-from speech.columns import Strings
+from speech.data import splits
+from speech.data.columns import Strings
+from speech.signal.audio import write_wav
 
 NOISES = 8  # different recordings of noise
 PEAK_SHARE = 0.75  # of what a step takes beside the states is left to it when memory is short

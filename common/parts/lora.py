@@ -9,19 +9,19 @@ y = W x + b + (alpha / rank) B A x.
 
 An adapted layer keeps its type and the names of its weights; `lora_A` (rank, inputs) and `lora_B`
 (outputs, rank) come beside them. A hook adds their product, so code that takes the weight of a
-layer past its call has to add the product itself (`with_product`)."""
+layer past its call has to add the product itself (`layers.with_product`)."""
 
 import hashlib
 import math
 from dataclasses import asdict, dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 from common import checkpoint
 from common.engine import Engine
+from common.layers import product_backward, with_product
 
 A = "lora_A"
 B = "lora_B"
@@ -124,26 +124,6 @@ def record_of(adapters: Adapters) -> dict:
     """What is saved of adapters beside their weights: a `SAVED`."""
     about = {"layers": adapters.layers.adapted, "base": adapters.base, "name": adapters.name}
     return {**asdict(adapters.settings), **about}
-
-
-def with_product(
-    output: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """The `output` (..., outputs) of a layer for `x` (..., inputs) and what its adapter adds, all in
-    one type."""
-    low = F.linear(x, down).flatten(0, -2)
-    return torch.addmm(output.flatten(0, -2), low, up.t(), alpha=scale).view(output.shape)
-
-
-def product_backward(
-    gradient: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of `x` (N, inputs), A and B for the `gradient` (N, outputs) of what the adapter
-    adds."""
-    scaled = gradient * scale
-    of_up = scaled.t() @ F.linear(x, down)
-    scaled = scaled @ up
-    return scaled @ down, scaled.t() @ x, of_up
 
 
 class _WithProduct(torch.autograd.Function):

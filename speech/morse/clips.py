@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 from common import options
 from common.errors import DataError, UsageError
-from speech import released, splits
+from models import released
+from speech.data import splits
+from speech.data.replay import TRAINED
 from speech.morse.alphabet import normalise
 from speech.morse.recordings import (
     DATASET_MIX,
@@ -18,7 +20,6 @@ from speech.morse.recordings import (
     write_dataset,
 )
 from speech.morse.synthesis import CONDITIONS, LIMITS, LONGEST, Choice, Synthetic
-from speech.replay import TRAINED
 
 EPOCH_CLIPS = 4000
 EVAL_CLIPS = 200

@@ -17,16 +17,16 @@ import numpy as np
 import torch
 
 from common.errors import DataError, RunError, UsageError, cannot_write
-from speech.audio import SAMPLE_RATE, read_utterance, write_wav
-from speech.columns import Codes, Corpus, Rejections, Strings
-from speech.folders import read_made_from, require_replaceable, write_folder
-from speech.headers import probe_all
-from speech.loading import FILE_TOLERANCE, MOST_CHARACTERS, Checks
-from speech.manifest import check_encoding, find_audio, parse
+from speech.data.columns import Codes, Corpus, Rejections, Strings
+from speech.data.folders import read_made_from, require_replaceable, write_folder
+from speech.data.headers import probe_all
+from speech.data.loading import FILE_TOLERANCE, MOST_CHARACTERS, Checks
+from speech.data.manifest import check_encoding, find_audio, parse
+from speech.data.splits import draw, drop, report_rejections
 from speech.morse.alphabet import CALLSIGN, SYMBOLS, normalise, symbols
 from speech.morse.synthesis import Conditions, draw_conditions, synthesise
-from speech.splits import draw, drop, report_rejections
-from speech.unknown import named
+from speech.signal.audio import SAMPLE_RATE, read_utterance, write_wav
+from speech.writing.unknown import named
 
 METADATA = [
     "id",

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from common import files
 from common.errors import RunError
-from speech import metrics
 from speech.morse.alphabet import MORSE, normalise, symbols
+from speech.writing import metrics
 
 SPEED_BAND = 5  # WPM, of the table by speed
 SNR_BAND = 4  # dB, of the table by SNR

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from common.errors import UsageError
-from speech.audio import SAMPLE_RATE
 from speech.morse.alphabet import MORSE, symbols
 from speech.morse.texts import (
     CONTEST_SAMPLES,
@@ -22,6 +21,7 @@ from speech.morse.texts import (
     pick,
     random_groups,
 )
+from speech.signal.audio import SAMPLE_RATE
 
 BLOCK = 64  # samples (4 ms): frequency, fading and gain change from block to block
 EDGE = 80  # samples (5 ms) of a raised-cosine edge

@@ -8,7 +8,7 @@ from torch import nn
 
 from common import checkpoint
 from common.parts import lora
-from speech.xtts.model import Conv1D
+from models.xtts.model import Conv1D
 
 SETTINGS = lora.Settings(3, 6.0, "linear")
 LAYERS = lora.Layers(["first", "second"], kept=("embed_positions", "embed"), transposed=("second",))

@@ -13,20 +13,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common import memory, optim
+from common import layers, memory, optim
 from common.device import Setup
 from common.engine import run_global_batch
 from common.parts import offload
 from dry_run import fake_tensors, plan
+from models.parakeet import settings as parakeet
+from models.whisper import formats as whisper
+from models.whisper.model import LAYERS, Whisper
+from models.xtts import codec
+from models.xtts import formats as xtts
+from models.xtts import frozen as xtts_frozen
 from recipes import konkani_conformer, parakeet_tdt, whisper_morse, whisper_vietnamese, xtts_amharic
-from speech import layers
-from speech.audio import SAMPLE_RATE
-from speech.parakeet import settings as parakeet
-from speech.whisper import formats as whisper
-from speech.whisper.model import LAYERS, Whisper
-from speech.xtts import codec
-from speech.xtts import formats as xtts
-from speech.xtts import frozen as xtts_frozen
+from speech.signal.audio import SAMPLE_RATE
 from tests import small
 
 CLIPS, TOKENS, VOCABULARY = 2, 24, 40

@@ -6,9 +6,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from common import memory
+from common import layers, memory
 from common.parts import lora
-from speech import layers
 from tests.peers import assert_rounded
 from tests.recipes.runs import newest, ran, refused
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from speech import demo
+from speech.data import demo
 from tests import processes
 
 

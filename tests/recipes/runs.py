@@ -21,8 +21,8 @@ import torch._dynamo  # the first update of an optimizer would import it, which 
 from common import checkpoint, options, report
 from common.errors import exit_with_one_line
 from common.parts import planned as planned_runs
-from speech import splits
-from speech.whisper import decoding
+from models.whisper import decoding
+from speech.data import splits
 from tests import processes
 from tests.processes import wait_until  # noqa: F401  tests say runs.wait_until
 

@@ -13,13 +13,13 @@ from torch.overrides import TorchFunctionMode
 
 from dry_run import cuda_like
 from dry_run.cuda_like import kernel_of
+from models.parakeet import settings as parakeet
+from models.whisper import formats as whisper
+from models.xtts import formats as xtts
+from models.xtts.decoding import GREEDY, sample
+from models.xtts.model import make_model
 from recipes import konkani_conformer, parakeet_tdt, template, whisper_vietnamese, xtts_amharic
-from speech.audio import SAMPLE_RATE
-from speech.parakeet import settings as parakeet
-from speech.whisper import formats as whisper
-from speech.xtts import formats as xtts
-from speech.xtts.decoding import GREEDY, sample
-from speech.xtts.model import make_model
+from speech.signal.audio import SAMPLE_RATE
 from tests.recipes.runs import run
 
 # Compute capabilities, and the types that a recipe computes in there.

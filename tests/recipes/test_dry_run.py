@@ -17,6 +17,8 @@ import torch
 
 from common import loop, options
 from dry_run.plan import Plan
+from models import released
+from models.whisper.decoding import Search, greedy
 from recipes import (
     konkani_conformer,
     parakeet_tdt,
@@ -25,9 +27,8 @@ from recipes import (
     whisper_vietnamese,
     xtts_amharic,
 )
-from speech import demo, released
-from speech.audio import SAMPLE_RATE
-from speech.whisper.decoding import Search, greedy
+from speech.data import demo
+from speech.signal.audio import SAMPLE_RATE
 from tests.recipes.runs import planned, refused, run
 
 # Flags of each recipe, and the longest utterance that it trains on without data, seconds in an

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from common import checkpoint, report
 from recipes import konkani_conformer as recipe
-from speech.splits import held_out_keys
+from speech.data.splits import held_out_keys
 from tests import processes
 from tests.recipes import runs
 from tests.recipes.runs import TINY, newest, ran, refused, run
@@ -132,7 +132,7 @@ def signal_at(recording: str, number: int) -> str:
     """A prelude that sends the command a signal when it reads a recording."""
     return f"""
 import os
-from speech import recogniser
+from speech.decoding import recogniser
 read = recogniser.read_audio
 def read_audio(path, *rest):
     if path == {recording!r}:

@@ -8,18 +8,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common import batches, memory
+from common import batches, layers, memory
 from common.device import Setup
 from common.engine import run_global_batch
 from common.errors import UsageError
 from common.parts import compiling
+from models import onnx_files
 from recipes import konkani_conformer as recipe
-from speech import layers, onnx_files
-from speech.audio import SAMPLE_RATE
-from speech.features import valid_mask
-from speech.parakeet import features as nemo
-from speech.search import ctc_prefix_beam
-from speech.splits import Checks, load_corpus
+from speech.data.splits import Checks, load_corpus
+from speech.decoding.search import ctc_prefix_beam
+from speech.signal import nemo_features
+from speech.signal.audio import SAMPLE_RATE
+from speech.signal.features import valid_mask
 from tests.peers import assert_rounded
 from tests.recipes import runs
 
@@ -106,7 +106,7 @@ def test_an_exports_graph_computes_what_greedy_decoding_reads_and_ends_with_blan
     items = make_items(4, seed=5)
     items[2]["audio"] = items[2]["audio"][:500]  # less than an encoder frame
     batch = moved(items)
-    lengths = nemo.frames(batch["audio_lengths"])
+    lengths = nemo_features.frames(batch["audio_lengths"])
     features = model.log_mel(batch["audio"], batch["audio_lengths"], int(lengths.max()))
     padding = ~valid_mask(lengths, features.shape[1])[:, :, None]
     features = features.masked_fill(padding, -23.0)  # sherpa-onnx's padding

@@ -14,10 +14,10 @@ import yaml
 from common import checkpoint
 from common.batches import to_device
 from common.errors import RunError
+from models import card, model_files, onnx_files
 from recipes import konkani_conformer as recipe
-from speech import card, model_files, onnx_files
-from speech.audio import SAMPLE_RATE
-from speech.text import CharTokenizer
+from speech.signal.audio import SAMPLE_RATE
+from speech.writing.text import CharTokenizer
 from tests.recipes import runs
 
 CHARACTERS = [" ", "क", "ा", "b", "\u00a0"]  # as in a --vocab_file

@@ -12,8 +12,8 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from models.whisper import formats
 from recipes import whisper_vietnamese as vietnamese
-from speech.whisper import formats
 from tests.recipes import adapters
 from tests.recipes.runs import SHORT, newest, ran, refused
 from tests.recipes.test_whisper import data_flags, released  # noqa: F401  a fixture

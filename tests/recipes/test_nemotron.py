@@ -15,15 +15,15 @@ from common import memory, records
 from common.batches import to_device
 from common.device import Setup
 from common.engine import run_global_batch
+from models.parakeet import formats, start
+from models.parakeet.model import Parakeet
+from models.parakeet.settings import make_config
 from recipes import parakeet_tdt as recipe
-from speech.audio import SAMPLE_RATE
-from speech.parakeet import formats, start
-from speech.parakeet.model import Parakeet
-from speech.parakeet.settings import make_config
+from speech.signal.audio import SAMPLE_RATE
+from tests.models.parakeet.test_nemotron import pieces
+from tests.models.parakeet.test_prepare import prepared
 from tests.recipes import adapters, runs
 from tests.recipes.runs import newest, planned, ran, refused
-from tests.speech.parakeet.test_nemotron import pieces
-from tests.speech.parakeet.test_prepare import prepared
 
 CPU = torch.device("cpu")
 V = 24

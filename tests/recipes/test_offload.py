@@ -2,9 +2,9 @@
 
 import pytest
 
+from common import layers
+from models.parakeet import model, settings
 from recipes import konkani_conformer, parakeet_tdt, template, whisper_morse, whisper_vietnamese
-from speech import layers
-from speech.parakeet import model, settings
 from tests.recipes.runs import TINY, check_levels
 
 TWO = "--encoder_layers 2 --decoder_layers 2".split()

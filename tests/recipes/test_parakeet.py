@@ -27,27 +27,26 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from common import checkpoint, memory, optim, records
+from common import checkpoint, layers, memory, optim, records
 from common.batches import to_device
 from common.device import Setup
 from common.engine import run_global_batch
 from common.parts import compiling
+from models.parakeet import archive, decoding, formats, onnx, settings, start, vocabulary
+from models.parakeet import model as network
+from models.parakeet.model import Parakeet
+from models.parakeet.scratch import fit_new_rows
+from models.parakeet.tokenizer import pad_pieces
 from recipes import parakeet_tdt as recipe
-from speech import layers
-from speech.audio import SAMPLE_RATE, read_audio
-from speech.columns import Corpus, Strings
-from speech.features import valid_mask
-from speech.loading import Checks, load_corpus
-from speech.parakeet import archive, decoding, formats, onnx, settings, start, vocabulary
-from speech.parakeet import model as network
-from speech.parakeet.model import Parakeet
-from speech.parakeet.scratch import fit_new_rows
-from speech.parakeet.tokenizer import pad_pieces
-from speech.text import train_tokenizer
+from speech.data.columns import Corpus, Strings
+from speech.data.loading import Checks, load_corpus
+from speech.signal.audio import SAMPLE_RATE, read_audio
+from speech.signal.features import valid_mask
+from speech.writing.text import train_tokenizer
 from tests import small
+from tests.models.parakeet.test_prepare import prepared
 from tests.recipes import adapters, runs
 from tests.recipes.runs import SHORT, error_lines, newest, planned, ran, refused, run
-from tests.speech.parakeet.test_prepare import prepared
 
 CPU = torch.device("cpu")
 SMALL = settings.make_config(16, 2, 2, (8, 2), 6, num_mel_bins=16, channels=4, ctc=True)
@@ -740,7 +739,7 @@ def test_adapters_beside_a_released_parakeet(released, manifests, tmp_path, tran
 
 
 def test_an_export_to_onnx_has_the_programs_files_and_a_card(best, tmp_path, monkeypatch):
-    """What is in the files: tests/speech/parakeet/test_onnx.py."""
+    """What is in the files: tests/models/parakeet/test_onnx.py."""
 
     def prepare(tensors, config, pieces):
         assert config["vocabulary"] == len(pieces) and "encoder_projector.weight" in tensors
@@ -1361,7 +1360,7 @@ def test_data_are_checked_without_the_weights(foreign, released, tmp_path):
 
 
 def test_a_run_knows_which_pieces_are_new(retrained, released):
-    """tests/speech/parakeet/test_vocabulary.py: which rows are kept."""
+    """tests/models/parakeet/test_vocabulary.py: which rows are kept."""
     before, _ = start.read(released / "nemo" / "model.nemo")
     info, weights = start.read(retrained[0] / "new")
     assert (retrained[0] / "new" / "model.nemo").is_file()  # the released model's form
@@ -1490,7 +1489,7 @@ def test_missing_characters_are_named_with_the_command_that_adds_them(
     out = ran(recipe, *flags, "--model_dir", released / "hf")
     (line,) = [line for line in out.splitlines() if line.startswith("to add them")]
     words = shlex.split(line.partition(": ")[2])
-    assert words[:3] == ["python", "-m", "speech.parakeet.prepare"]
+    assert words[:3] == ["python", "-m", "models.parakeet.prepare"]
     assert "4 are new" in prepared(*words[3:-1], tmp_path / "new")
     assert "outside the vocabulary" not in ran(recipe, *flags, "--model_dir", with_signs)
 

@@ -8,7 +8,7 @@ import torch
 from common import checkpoint, checks
 from common.loop import Task
 from recipes import template
-from speech import splits
+from speech.data import splits
 from tests.recipes import runs
 
 SHORT = (*runs.SHORT, "--save_every", "1", "--eval_every", "1")

@@ -25,15 +25,9 @@ from common.batches import to_device
 from common.device import Setup
 from common.engine import run_global_batch
 from common.parts import compiling
-from recipes import whisper_morse as morse
-from recipes import whisper_vietnamese as vietnamese
-from speech import splits
-from speech.audio import SAMPLE_RATE, read_audio
-from speech.columns import Codes
-from speech.morse import synthesis
-from speech.whisper import decoding, formats, packs, start
-from speech.whisper.model import HOP, LAYERS, Whisper
-from speech.whisper.tokenizer import (
+from models.whisper import decoding, formats, packs, start
+from models.whisper.model import HOP, LAYERS, Whisper
+from models.whisper.tokenizer import (
     LANGUAGES,
     WhisperTokenizer,
     make_tokenizer,
@@ -42,6 +36,12 @@ from speech.whisper.tokenizer import (
     train_bpe,
     train_symbols,
 )
+from recipes import whisper_morse as morse
+from recipes import whisper_vietnamese as vietnamese
+from speech.data import splits
+from speech.data.columns import Codes
+from speech.morse import synthesis
+from speech.signal.audio import SAMPLE_RATE, read_audio
 from tests.recipes import adapters, runs
 from tests.recipes.runs import SHORT, TINY, error_lines, newest, planned, ran, refused
 
@@ -711,7 +711,7 @@ def test_times_are_where_the_speech_is(with_times, recorded, tmp_path):
 # As `runs.run` does in this process, for the evaluation before the first update.
 SHORT_TEXTS = """
 import dataclasses
-from speech.whisper import decoding
+from models.whisper import decoding
 make_search = decoding.make_search
 def short_search(*inputs, **named):
     return dataclasses.replace(make_search(*inputs, **named), max_new_tokens=4)

@@ -26,11 +26,7 @@ from common.device import LossScale, Setup
 from common.engine import run_global_batch
 from common.errors import DataError
 from common.loop import Run
-from recipes import xtts_amharic as recipe
-from speech import splits
-from speech.columns import Corpus, Strings
-from speech.splits import Checks, RunInfo, load_corpus
-from speech.xtts import (
+from models.xtts import (
     codec_training,
     decoding,
     formats,
@@ -40,19 +36,23 @@ from speech.xtts import (
     start,
     texts,
 )
-from speech.xtts import frozen as frozen_parts
-from speech.xtts import model as xtts
-from speech.xtts.codec import DVAE, SAMPLE_RATE, SAMPLES_PER_CODE, Mel, code_count
-from speech.xtts.decoding import Sampling
-from speech.xtts.frozen import Frozen
-from speech.xtts.model import GPT
-from speech.xtts.start import ModelInfo
-from speech.xtts.tokenizer import Vocabulary, new_vocabulary
-from speech.xtts.vocoder import HifiDecoder
+from models.xtts import frozen as frozen_parts
+from models.xtts import model as xtts
+from models.xtts.codec import DVAE, SAMPLE_RATE, SAMPLES_PER_CODE, Mel, code_count
+from models.xtts.decoding import Sampling
+from models.xtts.frozen import Frozen
+from models.xtts.model import GPT
+from models.xtts.start import ModelInfo
+from models.xtts.tokenizer import Vocabulary, new_vocabulary
+from models.xtts.vocoder import HifiDecoder
+from recipes import xtts_amharic as recipe
+from speech.data import splits
+from speech.data.columns import Corpus, Strings
+from speech.data.splits import Checks, RunInfo, load_corpus
 from tests import small
+from tests.models.xtts.infos import make_info
 from tests.recipes import adapters, runs
 from tests.recipes.runs import check_levels, newest, planned, ran, refused
-from tests.speech.xtts.infos import make_info
 
 CPU = torch.device("cpu")
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "xtts"
@@ -807,7 +807,7 @@ RELEASED = formats.make_config(
 )
 SPOKEN = ("hello", "the end", "ሀለመ ረሰ", "and then", "it's on", "sand", "ለመ", "shell, no")
 SMALL_VOCODER = """
-from speech.xtts import formats, frozen, vocoder
+from models.xtts import formats, frozen, vocoder
 def small(d_model):
     return vocoder.HifiDecoder(d_model, channels=16, speaker=8, filters=(8, 8, 8, 8), blocks=(1, 1, 1, 1))
 formats.HifiDecoder = frozen.HifiDecoder = small
@@ -1768,7 +1768,7 @@ SCRATCH = (
     " --keep_last 9 --batch_size 4 --gradient_accumulation_steps 1 --resume auto".split()
 )
 STAGES = ("checkpoints/autoencoder", "checkpoints/dvae", "checkpoints")
-SMALL_SIZE = f"from speech.xtts import formats\nformats.SIZES['demo'] = {SMALL!r}\n"
+SMALL_SIZE = f"from models.xtts import formats\nformats.SIZES['demo'] = {SMALL!r}\n"
 
 
 def stopped_in(stage: str, number: signal.Signals) -> str:

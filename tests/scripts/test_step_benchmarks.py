@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from benchmarks import step
-from speech.whisper import formats as whisper_formats
-from speech.xtts import formats
+from models.whisper import formats as whisper_formats
+from models.xtts import formats
 
 SMALL = {
     "konkani": {"size": "minimal", "clips": 1, "seconds": 1.0, "characters": 5},

@@ -219,7 +219,7 @@ def test_the_hours_of_speech_need_the_packages_first(project, tmp_path):
     """Which are installed once, or not at all by --print."""
     shutil.copy(ROOT / PARAKEET, project / PARAKEET)
     shutil.copy(project / "recipes/konkani_conformer.py", project / "recipes/parakeet_tdt.py")
-    executable(project / "speech/hours.py", "print('medium_data 3')")
+    executable(project / "speech/data/hours.py", "print('medium_data 3')")
     (tmp_path / "train.json").touch()
     path = [make_base(tmp_path / "base", tmp_path / "pip")]
     words = ["8gb", "--train_manifest", str(tmp_path / "train.json")]

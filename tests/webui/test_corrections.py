@@ -6,8 +6,8 @@ import gradio as gr
 import pytest
 
 from common.errors import UsageError
-from speech.columns import Rejections, Segments
-from speech.manifest import parse, read_manifest
+from speech.data.columns import Rejections, Segments
+from speech.data.manifest import parse, read_manifest
 from webui import corrections
 from webui.context import Context
 from webui.places import CORRECTED, DRAFT, Places

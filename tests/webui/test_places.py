@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import Failure, UsageError
-from speech.columns import Rejections
-from speech.manifest import parse
+from speech.data.columns import Rejections
+from speech.data.manifest import parse
 from webui import places, uploads
 from webui.places import Places
 

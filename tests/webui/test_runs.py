@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import RunError, UsageError
-from speech import demo
+from speech.data import demo
 from tests.webui.locks import held
 from webui import catalogue, commands, launch, outputs, progress, runs
 from webui.places import Places

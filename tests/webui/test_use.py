@@ -13,9 +13,9 @@ import pytest
 import soundfile
 
 from common.errors import RunError
+from models.xtts import formats
 from recipes import konkani_conformer, xtts_amharic
-from speech import demo
-from speech.xtts import formats
+from speech.data import demo
 from tests.recipes import runs
 from webui import use
 

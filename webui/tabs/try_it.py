@@ -6,7 +6,7 @@ from pathlib import Path
 import gradio as gr
 
 from common.errors import Failure, UsageError
-from speech.text import for_scoring
+from speech.writing.text import for_scoring
 from webui import runs, trials, views
 from webui.context import Context
 from webui.runs import Run

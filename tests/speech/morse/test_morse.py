@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import DataError, RunError, UsageError
-from speech.metrics import Errors, count_errors
+from speech.data.splits import Checks, draw, load_corpus, report_checked
 from speech.morse import alphabet, recordings, scores, synthesis, texts
 from speech.morse.synthesis import Choice
-from speech.splits import Checks, draw, load_corpus, report_checked
+from speech.writing.metrics import Errors, count_errors
 
 ROOT = Path(__file__).resolve().parents[3]
 RATE = 16_000

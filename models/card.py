@@ -1,0 +1,337 @@
+"""The model card of an export: README.md, with the block of metadata that Hugging Face's hub
+reads."""
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from common import checkpoint
+from speech.data.columns import printable
+from speech.data.splits import RunInfo
+from speech.writing.text import NAMES, for_scoring, in_lower_case
+
+RECOGNITION = "automatic-speech-recognition"  # Hugging Face's pipeline_tag
+SYNTHESIS = "text-to-speech"
+CPML = {
+    "license": "other",
+    "license_name": "coqui-public-model-license",
+    "license_link": "https://coqui.ai/cpml",
+}
+NVIDIA = {
+    "license": "other",
+    "license_name": "nvidia-open-model-license",
+    "license_link": "https://www.nvidia.com/en-us/agreements/enterprise-software/nvidia-open-model-license/",
+}
+OPENMDW = {
+    "license": "other",
+    "license_name": "openmdw-1.1",
+    "license_link": "https://openmdw.ai/license/1-1/",
+}
+PARAKEET = r"(parakeet-(?:tdt|rnnt|ctc)-[\d.]+b(?:-v[23])?|parakeet-tdt_ctc-(?:110m|1\.1b))"
+WHISPER = r"(?:whisper-)?((?:tiny|base|small|medium)(?:\.en)?|large(?:-v2|-v3)?)(?:\.pt)?"
+TURBO = r"(?:whisper-)?(large-v3-turbo)(?:\.pt)?"
+# Released models by the name of their folder or file: the name on the hub, and the licence there.
+RELEASED = (
+    (WHISPER, r"openai/whisper-\1", {"license": "apache-2.0"}),
+    (TURBO, r"openai/whisper-\1", {"license": "mit"}),
+    (rf"{PARAKEET}(?:\.nemo)?", r"nvidia/\1", {"license": "cc-by-4.0"}),
+    (r"(parakeet-unified-en-0\.6b)(?:\.nemo)?", r"nvidia/\1", {}),  # sources contradict each other
+    (r"(nemotron-speech-streaming-en-0\.6b)(?:\.nemo)?", r"nvidia/\1", NVIDIA),
+    (r"(nemotron-3\.5-asr-streaming-0\.6b)(?:\.nemo)?", r"nvidia/\1", OPENMDW),
+    (r"XTTS-v2", "coqui/XTTS-v2", CPML),
+)  # fmt: skip
+CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")  # a folder of the hub's cache
+SETS = {"train": "training", "replay": "replayed", "val": "evaluation", "test": "test"}
+METRICS = ("wer", "cer")
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an export is for: the hub's names of the program (`library`) and of the task, a
+    `family` ("Whisper"), and how to use it, a few lines in which FOLDER stands for the export, of
+    Python unless another `language` of code is given."""
+
+    library: str
+    task: str
+    family: str
+    use: str
+    language: str = "python"
+
+
+@dataclass(frozen=True)
+class About:
+    """What a recipe knows of the weights that it exports.
+
+    `base`: the folder or file of released weights that a flag names. `weights`: the file of a
+    run whose weights these are, beside which the loop has noted how they came about; None for
+    released weights, which are only converted. `data`: what the run has saved about its data.
+    `results`: what `recogniser.read_results` returns, if these weights were just evaluated.
+    `reading`: how the recipe compares texts in training. What a family fills in: `languages` by
+    their codes, unless a recipe does; whether the weights began at random (`is_new`); the `licence`
+    of all that derives from the base, whatever its name is."""
+
+    recipe: str
+    base: str | None = None
+    weights: Path | None = None
+    data: RunInfo | None = None
+    results: dict | None = None
+    languages: tuple[str, ...] | None = None
+    is_new: bool = False
+    licence: dict | None = None
+    reading: str = NAMES[for_scoring]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """An error rate, a share. `reading`: how texts were compared; `before`: the rate of the weights
+    at the start; `ends`: of the 95 % interval; `is_public`: others on the hub can compare it."""
+
+    set: str
+    reading: str
+    metric: str
+    after: float
+    before: float | None = None
+    ends: tuple[float, float] | None = None
+    is_public: bool = False
+
+
+def noted(weights: Path | None) -> dict:
+    """What the loop has written beside weights; of those that are not of an evaluation, how the
+    best ones of their run came about."""
+    if weights is None:
+        return {}
+    best = checkpoint.noted(weights.with_name("best.safetensors"))
+    return checkpoint.noted(weights) or {"made_by": best.get("made_by")}
+
+
+def released(path: str | None) -> tuple[str | None, dict]:
+    """The name on the hub, and the licence, of the released weights at this path, by its name; None
+    and {} if it tells neither."""
+    for part in reversed(Path(path or "").parts):
+        if cached := CACHED.fullmatch(part):
+            path = cached[2]
+            known = released(path)
+            name = f"{cached[1]}/{cached[2]}"
+            return name, known[1] if known[0] == name else {}
+    for pattern, name, licence in RELEASED:
+        if found := re.fullmatch(pattern, Path(path or "").name):
+            return found.expand(name), licence
+    return None, {}
+
+
+def are_same(path: str | None, other: str | None) -> bool:
+    """Whether two paths are known to be of the same weights: by the place, or by the name on the
+    hub."""
+    if not path or not other:
+        return False
+    name, _ = released(path)
+    is_known = name is not None and name == released(other)[0]
+    return is_known or os.path.realpath(path) == os.path.realpath(other)
+
+
+def readme(name: str, about: About, form: Form) -> str:
+    """The text of README.md for an export called `name`. Says it in a line, too, if training has
+    not changed these weights."""
+    made = noted(about.weights)
+    unchanged = made.get("step") == 0
+    if unchanged:
+        print(
+            "the best weights are those before training, so the export is what the run began with:"
+            " no evaluation after it was better"
+        )
+    by = made.get("made_by") or {}
+    path = None if about.is_new else about.base or by.get("base")
+    base, licence = released(path)
+    licence = about.licence or licence
+    rates = measured(about, by.get("base")) + in_training(about, made)
+    quoted = json.dumps(name, ensure_ascii=False)[1:-1]  # it is within a string there
+    parts = [
+        f"---\n{metadata(name, about, form, (base, licence), rates)}---\n\n# {plain(name)}",
+        origin(about, form, path and plain(base or Path(path).name), licence, unchanged),
+        "## Use\n\n" + fenced(form.language, form.use.replace("FOLDER", quoted).strip()),
+        data_table(about),
+        error_table(rates),
+        (about.results or {}).get("warning"),
+        training(about, made, by),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def plain(text: str) -> str:
+    """A name as part of a line or a table of Markdown, which it cannot end, and without HTML."""
+    return re.sub(r"[\\`*<>&|\[\]]", r"\\\g<0>", printable(text))
+
+
+def fenced(language: str, text: str) -> str:
+    """A block of code that the text cannot end."""
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
+def metadata(
+    name: str, about: About, form: Form, base: tuple[str | None, dict], rates: list[Rate]
+) -> str:
+    """The hub's metadata in YAML, without what is not known. `base`: as `released` returns it."""
+    of_training = about.data.sets.get("train", {}) if about.data else {}
+    public = [rate for rate in rates if rate.is_public]
+    results = [
+        {
+            "task": {"type": form.task},
+            "dataset": {"name": rate.set, "type": "own"},
+            "metrics": [
+                {
+                    "type": rate.metric,
+                    "value": round(100 * rate.after, 2),
+                    "name": f"{rate.metric.upper()} in %, {rate.reading}",
+                }
+            ],
+        }
+        for rate in public
+    ]
+    block = {
+        "language": list(about.languages or of_training.get("languages", [])),
+        **base[1],
+        "base_model": base[0],
+        "library_name": form.library,
+        "pipeline_tag": form.task,
+        "tags": [form.family.lower(), "speech"],
+        "metrics": list(dict.fromkeys(rate.metric for rate in public)),
+        "model-index": results and [{"name": name, "results": results}],
+    }
+    known = {key: value for key, value in block.items() if value}
+    return yaml.safe_dump(known, allow_unicode=True, sort_keys=False)
+
+
+def measured(about: About, base: str | None) -> list[Rate]:
+    """The error rates of an evaluation of these weights, if there was one. `base`: the path of the
+    weights with which the run began."""
+    results = about.results or {}
+    rates = results.get("rates", {})
+    is_base = any(are_same(results.get("compared_to"), path) for path in (about.base, base))
+    before = results.get("before", {}) if is_base else {}
+    lower = NAMES[in_lower_case]
+    found = []
+    for reading, values in rates.items():
+        if reading != lower and values == rates.get(lower):
+            continue
+        for metric, rate in values.items():
+            first = before.get(reading, {}).get(metric, {}).get("rate")
+            ends = rate["low"], rate["high"]
+            place = results["title"].partition(",")[0]
+            is_public = reading == lower or len(rates) == 1
+            ends = None if None in ends else ends
+            found.append(Rate(place, reading, metric, rate["rate"], first, ends, is_public))
+    return found
+
+
+def in_training(about: About, made: dict) -> list[Rate]:
+    """The error rates of the watched sets and of the evaluation set, by the loop's notes."""
+    found = []
+    metric = made.get("metric")
+    if metric in METRICS:
+        for name, values in made.get("watched", {}).items():
+            by_step = dict(map(tuple, values))
+            if made["step"] in by_step:
+                place = f"{name}, watched in training"
+                rates = by_step[made["step"]], by_step.get(0)
+                found.append(Rate(place, about.reading, metric, *rates))
+    for name in METRICS:
+        if name in made:
+            before = first_value(made) if name == metric else None
+            place = "evaluation set, in training"
+            found.append(Rate(place, about.reading, name, made[name], before))
+    return found
+
+
+def first_value(made: dict) -> float | None:
+    """The metric of the evaluation before the first update, if there was one and these weights are
+    later ones, by the loop's notes."""
+    evaluations = made.get("evaluations") or [[None, None]]
+    step, value = evaluations[0]
+    return value if step == 0 and made.get("step") else None
+
+
+def error_table(rates: list[Rate]) -> str:
+    if not rates:
+        return ""
+    lines = [
+        "## Error rates",
+        "",
+        "| set | texts compared | | before, % | after, % | 95 % interval |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for rate in rates:
+        ends = " to ".join(f"{100 * end:.2f}" for end in rate.ends or ()) or "-"
+        before = "-" if rate.before is None else f"{100 * rate.before:.2f}"
+        values = f"{rate.metric.upper()} | {before} | {100 * rate.after:.2f} | {ends}"
+        lines.append(f"| {plain(rate.set)} | {rate.reading} | {values} |")
+    return "\n".join(lines)
+
+
+def origin(about: About, form: Form, base: str | None, licence: dict, unchanged: bool) -> str:
+    """What the model is, whether training has not changed it, and its licence."""
+    if about.weights is None:
+        text = f"{form.family}: {base or 'released weights'}, converted and not trained."
+    elif about.is_new:
+        text = f"{form.family}, trained from random weights. Its licence is its author's choice."
+    else:
+        text = f"{form.family}, fine-tuned from {base or 'a released model'}."
+        if unchanged:
+            text += " Its weights are those before training: no evaluation after it was better."
+    if licence == CPML:
+        text += (
+            f" The weights are under the [{licence['license_name']}]({licence['license_link']}):"
+            " **non-commercial use only**, also of the speech that they make."
+        )
+    elif "license_name" in licence:
+        link = f"[{licence['license_name']}]({licence['license_link']})"
+        text += f" The licence of {base} is {link}."
+    elif licence:
+        text += f" The licence of {base} is {licence['license']}."
+    elif not about.is_new:
+        text += " The licence of that model holds for this one, too."
+    if about.data and about.data.demo:
+        text += " It was trained on synthetic audio only."
+    return text
+
+
+def data_table(about: About) -> str:
+    """Utterances and hours of each set, if the run has saved them."""
+    sets = about.data.sets if about.data else {}
+    if not sets:
+        return ""
+    lines = ["## Data", "", "| set | utterances | hours |", "| --- | --- | --- |"]
+    for name, numbers in sets.items():
+        if name not in SETS:
+            continue
+        hours = numbers["hours"]
+        shown = f"{hours:.1f}" if hours >= 10 else f"{hours:.2f}"
+        lines.append(f"| {SETS[name]} | {numbers['utterances']:,} | {shown} |")
+    return "\n".join(lines)
+
+
+def training(about: About, made: dict, by: dict) -> str:
+    """Hardware, updates, versions and the command, as far as they were noted."""
+    if not by:
+        return ""
+    facts = [f"on {plain(by['device'])}"] if by.get("device") else []
+    if by.get("tier"):
+        facts.append(f"tier {plain(by['tier'])}")
+    if made.get("step"):
+        facts.append(f"weights of update {made['step']}")
+    facts += [plain(f"{name} {version}") for name, version in (by.get("versions") or {}).items()]
+    metric = made.get("metric")
+    if metric not in (None, *METRICS) and metric in made:
+        before = first_value(made)
+        change = "" if before is None else f", {before:.3f} before training"
+        facts.append(f"{plain(metric)} loss of the evaluation set {made[metric]:.3f}{change}")
+    text = f"## Training\n\nTrained by `recipes/{about.recipe}.py`"
+    text += f" ({', '.join(facts)})." if facts else "."
+    if by.get("command"):
+        text += "\n\n" + fenced("bash", by["command"])
+    return text

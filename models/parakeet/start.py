@@ -1,0 +1,653 @@
+"""The start of a Parakeet's training: what this family adds to models/released.py."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import torch
+
+from common import checkpoint, options, records
+from common.checkpoint import Saved
+from common.errors import UsageError
+from common.layers import quieten_branches
+from common.parts import lora
+from models import card, onnx_files, released
+from models.parakeet import formats, live, settings, vocabulary
+from models.parakeet.languages import AUTO, USUAL, are_slots, slot_of
+from models.parakeet.model import Parakeet
+from models.parakeet.tokenizer import STATE, ParakeetTokenizer, make_tokenizer, pieces
+from models.released import Origin
+from speech.data.splits import RunInfo
+from speech.decoding import recogniser
+
+BRANCH_OUTPUTS = (".linear2", ".o_proj", ".pointwise_conv2")  # for quieten_branches
+REDUCTIONS = ("mean", "mean_batch", "mean_volume")
+SCRATCH_LOSS = {
+    "sigma": 0.02,
+    "omega": 0.1,
+    "fastemit": 0.0,
+    "reduction": "mean_volume",
+    "ctc_reduction": "mean_volume",
+}
+CTC_WEIGHT = 0.3  # share of the CTC head's loss, as in NVIDIA's hybrid models
+# Peak learning rates: NVIDIA's advice for fine-tuning depends on the hours of speech; from scratch
+# the rate depends on the model's width.
+FINE_TUNING_RATE = 1e-4
+CAREFUL_RATE = 3e-5
+MANY_HOURS = 20.0
+SMALL_WIDTH = 256
+SMALL_RATE = 2e-3
+SCRATCH_RATE = 5e-4
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+LINEAR = ("linear1", "linear2", "subsampling.linear", "encoder_projector")
+ADAPTED = {"q,v": ("q_proj", "v_proj"), "attention": ATTENTION, "linear": (*ATTENTION, *LINEAR)}
+CARDS = {  # by --export_format; NAME, KIND and CLASS stand for the model's
+    "hf": card.Form(
+        library="transformers",
+        task=card.RECOGNITION,
+        family="NAME",
+        use="""
+from transformers import pipeline
+
+print(pipeline("automatic-speech-recognition", "FOLDER")("recording.wav")["text"])
+""",
+    ),
+    "nemo": card.Form(
+        library="nemo",
+        task=card.RECOGNITION,
+        family="NAME",
+        use="""
+from nemo.collections.asr.models import ASRModel
+
+print(ASRModel.restore_from("FOLDER/model.nemo").transcribe(["recording.wav"]))
+""",
+    ),
+    "onnx": card.Form(
+        library="onnx",
+        task=card.RECOGNITION,
+        family="NAME",
+        use=onnx_files.USE.replace("TYPE", "nemo-conformer-KIND"),
+    ),
+}
+
+PROMPTED = {  # by library: the use of a model that is told the language, here "auto"
+    "transformers": """
+import librosa
+from transformers import AutoModel, AutoProcessor
+
+processor = AutoProcessor.from_pretrained("FOLDER")
+model = AutoModel.from_pretrained("FOLDER")
+audio, rate = librosa.load("recording.wav", sr=16_000)
+inputs = processor(audio, sampling_rate=rate, language="auto")
+tokens = model.generate(**inputs).sequences
+print(processor.batch_decode(tokens, skip_special_tokens=True)[0])
+""",
+    "nemo": """
+from nemo.collections.asr.models import ASRModel
+from nemo.collections.asr.models.rnnt_bpe_models_prompt import RNNTPromptTranscribeConfig
+
+model = ASRModel.restore_from("FOLDER/model.nemo")
+told = RNNTPromptTranscribeConfig(target_lang="auto")
+print(model.transcribe(["recording.wav"], override_config=told))
+""",
+}
+
+ADAPTER_CARD = dataclasses.replace(
+    CARDS["hf"],
+    library="peft",
+    use="""
+from peft import PeftModel
+from transformers import CLASS
+
+base = CLASS.from_pretrained("BASE")  # the folder of the base model
+model = PeftModel.from_pretrained(base, "FOLDER")
+""",
+)
+
+FORMS = released.Forms(
+    family="Parakeet",
+    folder="a Hugging Face folder",
+    file="NVIDIA's model.nemo",
+    exported="in --export_format",
+    fetch="hf download nvidia/parakeet-tdt-0.6b-v3 --local-dir parakeet",
+)
+TRAINING = (
+    "ctc_weight", "tdt_sigma", "tdt_omega", "fastemit_lambda", "loss_reduction", "joint_dropout",
+    "vocab_size",
+)  # fmt: skip
+# What prepare.py does, and this recipe once did.
+PREPARED = ("--add_tokens", "--train_tokenizer", "--tokenizer", "--new_language", "--like")
+LOSS_FLAGS = {  # of one kind of model or two
+    "tdt_sigma": ("tdt",),
+    "tdt_omega": ("tdt",),
+    "fastemit_lambda": ("tdt", "rnnt"),
+    "joint_dropout": ("tdt", "rnnt"),
+    "ctc_weight": ("tdt", "rnnt"),
+}
+# Rows for common.options: flags that exclude each other, and flags that need another one.
+EXCLUDES = (
+    *released.EXCLUDES,
+    *(
+        (model, "vocab_size", "a released model has its own vocabulary")
+        for model in released.MODELS
+    ),
+    ("transcribe", "export", "give one of them"),
+    ("transcribe", "export_adapter", "give one of them"),
+    ("stream", "lookahead", "the first says how long the model waits; leave the second out"),
+    ("stream", "piece_seconds", "a stream is not cut; leave the second out"),
+    ("stream", "decoding ctc", "words as they come are the transducer's; leave the second out"),
+    *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
+)
+NEEDS = (
+    *released.NEEDS,
+    ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
+    ("export_format", ("export",), ""),
+    ("stream", ("transcribe",), ""),
+)
+LOSS = {  # a schema of records.mismatch
+    "sigma": lambda value: 0 <= value < 10,
+    "omega": lambda value: 0 <= value <= 1,
+    "fastemit": lambda value: 0 <= value <= 1,
+    "reduction": set(REDUCTIONS),
+    "ctc_reduction?": set(REDUCTIONS),
+    "ctc?": lambda value: 0 <= value <= 1,
+}
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What is saved with a model's weights: its configuration, its tokenizer's state, its loss's
+    settings (`ctc` is the share of the CTC head's loss beside a transducer's, `ctc_reduction` its
+    reduction), the settings of the released model that an export keeps, and whether it began from
+    released weights. `new_pieces`: the ids of pieces that prepare.py has added, which learn at a
+    rate of their own; `base`: the name of the released model that it was given. `languages`: the
+    slots of the prompt, by name."""
+
+    config: Annotated[dict, settings.CONFIG]
+    tokenizer: Annotated[dict, STATE]
+    loss: Annotated[dict, LOSS]
+    source: dict
+    pretrained: bool
+    new_pieces: list[int] = field(default_factory=list)
+    base: str = ""
+    languages: Annotated[dict, are_slots] = field(default_factory=dict)
+
+    @property
+    def own_vocabulary(self) -> bool:
+        """Whether training texts have made the vocabulary, or a part of it."""
+        return bool(self.new_pieces) or not self.pretrained
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the flags ask for. `origin`: where the model starts. `how`: decoding and transcribing.
+    `vocab_size`: pieces of a model from scratch, None for the usual number. `loss`: settings that
+    replace the model's. `loss_flags`: those of LOSS_FLAGS that were given. `dropouts`: in the
+    encoder, and in the prediction and joint networks. `export_format`: "hf", "nemo" or "onnx".
+    `decoding`: "transducer", "ctc", or None for the model's usual one. `language`: what a model
+    with a prompt is told where the data do not say it; `lookahead`: frames that a streaming model
+    waits for in evaluation; `stream`: milliseconds, for words as they come."""
+
+    origin: Origin
+    how: recogniser.Options
+    vocab_size: int | None
+    loss: dict
+    loss_flags: frozenset[str]
+    dropouts: tuple[float, float]
+    export_format: str
+    decoding: str | None
+    language: str | None
+    lookahead: int | None
+    stream: int | None
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+def add_arguments(parser) -> None:
+    group = released.add_arguments(parser, FORMS, settings.SIZES, "110m")
+    group.add_argument(
+        "--export_format",
+        choices=["hf", "nemo", "onnx"],
+        help=(
+            "form of --export: a folder for transformers, one with NeMo's model.nemo, or one for"
+            " sherpa-onnx and onnx-asr (hf)"
+        ),
+    )
+    group.add_argument(
+        "--decoding",
+        choices=["transducer", "ctc"],
+        help="which part of a hybrid model writes the text (transducer)",
+    )
+    group.add_argument(
+        "--vocab_size",
+        type=options.number(int, 2, vocabulary.MOST),
+        metavar="N",
+        help="pieces of a model from scratch (by --model_size; demo: characters)",
+    )
+    add_language_arguments(parser)
+    add_loss_arguments(parser)
+    prepared = f"{vocabulary.COMMAND} makes a model with it, which --model_dir then names"
+    parser.hints |= dict.fromkeys(PREPARED, prepared)
+
+
+def add_language_arguments(parser) -> None:
+    group = parser.add_argument_group("Nemotron: language and streaming")
+    group.add_argument(
+        "--language",
+        metavar="NAME",
+        help=(
+            "the language of utterances whose manifest has none (lang, language, locale,"
+            " target_lang), and of files to transcribe (these: auto), such as fi-FI"
+        ),
+    )
+    group.add_argument(
+        "--lookahead",
+        type=options.number(int, 0, 1000),
+        metavar="FRAMES",
+        help=(
+            "of 80 ms that a streaming model waits for in evaluation and transcripts (the model's"
+            " usual one); in training each utterance has one of the model's"
+        ),
+    )
+    group.add_argument(
+        "--stream",
+        type=options.POSITIVE,
+        metavar="MS",
+        help=(
+            "print the words of --transcribe FILE, or of - (16 kHz mono 16-bit samples on standard"
+            " input), as they come, after so many milliseconds: 80, 160, 320, 560, 640 or 1120"
+        ),
+    )
+
+
+def add_loss_arguments(parser) -> None:
+    loss = parser.add_argument_group("loss")
+    loss.add_argument(
+        "--tdt_sigma",
+        type=options.number(float, 0.0, 1.0),
+        metavar="X",
+        help="taken from every token's log-probability; favours long durations (the model's, 0.02)",
+    )
+    loss.add_argument(
+        "--tdt_omega",
+        type=options.SHARE,
+        metavar="P",
+        help="chance that an utterance of TDT has the RNN-T loss (the model's, 0.1)",
+    )
+    loss.add_argument(
+        "--fastemit_lambda",
+        type=options.SHARE,
+        metavar="X",
+        help="FastEmit: a transducer writes labels earlier, 0.001 to 0.01 is usual (the model's)",
+    )
+    loss.add_argument(
+        "--loss_reduction",
+        choices=REDUCTIONS,
+        help=(
+            "the mean over utterances of the loss per label (mean), of the loss (mean_batch), or"
+            " over labels (mean_volume) (the model's)"
+        ),
+    )
+    loss.add_argument(
+        "--ctc_weight",
+        type=options.SHARE,
+        metavar="X",
+        help=(
+            f"share of a CTC head's loss; from scratch it adds the head ({CTC_WEIGHT} for a model"
+            " with a CTC head, else 0)"
+        ),
+    )
+    loss.add_argument(
+        "--dropout", type=options.SHARE, default=0.1, metavar="P", help="in the encoder (0.1)"
+    )
+    loss.add_argument(
+        "--joint_dropout",
+        type=options.SHARE,
+        default=0.2,
+        metavar="P",
+        help="in the prediction and joint networks (0.2)",
+    )
+
+
+def resolve(args, is_demo: bool) -> Options:
+    """Fills in the defaults of these flags and returns what they ask for. Raises `UsageError`."""
+    origin = released.resolve(args, FORMS, settings.SIZES, "110m", is_demo)
+    loss = {
+        "sigma": args.tdt_sigma,
+        "omega": args.tdt_omega,
+        "fastemit": args.fastemit_lambda,
+        "reduction": args.loss_reduction,
+        "ctc_reduction": args.loss_reduction,
+        "ctc": args.ctc_weight,
+    }
+    live.check_source(args.transcribe or [], args.stream)
+    return Options(
+        origin=origin,
+        how=recogniser.resolve(args, is_demo, has_times=True),
+        vocab_size=args.vocab_size,
+        loss={name: value for name, value in loss.items() if value is not None},
+        loss_flags=args.given & LOSS_FLAGS.keys(),
+        dropouts=(args.dropout, args.joint_dropout),
+        export_format=args.export_format or "hf",
+        decoding=args.decoding,
+        language=args.language,
+        lookahead=args.lookahead,
+        stream=args.stream,
+    )
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def family(asked: Options) -> released.Family:
+    """What models/released.py has to know of Parakeet."""
+
+    def conflicts(info: ModelInfo, saved: Saved) -> list[str]:
+        return find_conflicts(asked, info)
+
+    return released.Family(ModelInfo, read, network, check, conflicts, adapted_layers, "")
+
+
+def adapted_layers(info: ModelInfo, targets: str) -> lora.Layers:
+    """The layers that --lora_targets means. The prediction and the joint network, which are small,
+    are trained whole: their layers are not called in the loss, and a vocabulary may be new."""
+    with torch.device("meta"):
+        model = network(info)
+    adapted = [name for name, _ in model.named_modules() if name.endswith(ADAPTED[targets])]
+    whole = ("decoder.", "joint.", "ctc_head.", "prompt_projector.")
+    return lora.Layers([name for name in adapted if not name.startswith(whole)], whole)
+
+
+def read(path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+    """A released model: a Hugging Face folder or a .nemo archive. Raises `UsageError`."""
+    weights, config, extras = formats.read_model(path)
+    return ModelInfo(config=config, **extras, pretrained=True), weights
+
+
+def network(info: ModelInfo, dropout: float = 0.0, joint_dropout: float = 0.0) -> Parakeet:
+    loss = info.loss
+    return Parakeet(info.config, loss["sigma"], dropout, joint_dropout, loss["fastemit"])
+
+
+def make_model(
+    info: ModelInfo,
+    weights: dict[str, torch.Tensor] | None,
+    dropout: float = 0.0,
+    joint_dropout: float = 0.0,
+) -> Parakeet:
+    """A model with these weights, which become its parameters, or with random ones."""
+    if weights is None:
+        model = network(info, dropout, joint_dropout)
+        quieten_branches(model.encoder.layers, BRANCH_OUTPUTS)
+        return model
+    with torch.device("meta"):
+        model = network(info, dropout, joint_dropout)
+    model.load_state_dict(weights, assign=True)
+    # The new weights are not in this order yet.
+    model.encoder.subsampling.to(memory_format=torch.channels_last)
+    return model
+
+
+def check(info: ModelInfo, name: str) -> None:
+    """Raises `UsageError` if the parts of a saved info contradict each other."""
+    formats.check_config(info.config, name)
+    slots = info.config.get("prompts", {"slots": 0})["slots"]
+    if bool(slots) != bool(info.languages) or slots <= max(info.languages.values(), default=-1):
+        raise UsageError(f"{name}: its languages are not those of a prompt with {slots} slots")
+    tokenizer_of(info)
+
+
+def tokenizer_of(info: ModelInfo) -> ParakeetTokenizer:
+    return make_tokenizer(info.tokenizer, info.config["vocabulary"])
+
+
+def given_tokenizer(
+    asked: Options, recipe: str, init_from: str | None
+) -> tuple[ParakeetTokenizer | None, bool]:
+    """The tokenizer that a training begins with, read without the weights of a released model, and
+    `ModelInfo.own_vocabulary`. The tokenizer is None if the training texts will make it. Raises
+    `UsageError`."""
+    origin = asked.origin
+    saved = checkpoint.resume(origin.resume, origin.checkpoint_dir, recipe)
+    if origin.path and not saved:
+        state = formats.read_tokenizer(origin.path)
+        is_own = bool(formats.read_note(origin.path)["new_pieces"])
+        return make_tokenizer(state, len(pieces(state))), is_own
+    if init_from and not (saved or origin.may_be_random):
+        saved = checkpoint.read_weights(init_from, recipe, "--init_from")
+    if not saved:
+        return None, True
+    info, _ = saved_model(saved)
+    return tokenizer_of(info), info.own_vocabulary
+
+
+def find_conflicts(asked: Options, info: ModelInfo) -> list[str]:
+    """The flags that contradict a checkpoint, each with what the checkpoint has."""
+    origin = asked.origin
+    found = released.conflicts(origin, info, ("d_model", "layers"))
+    has = info.config["vocabulary"]
+    if asked.vocab_size not in (None, has):
+        found.append(f"--vocab_size {asked.vocab_size} (the checkpoint has {has})")
+    if origin.path and info.pretrained:
+        theirs, _ = read(origin.path)
+        if theirs.config != info.config or pieces(theirs.tokenizer) != pieces(info.tokenizer):
+            has = "the checkpoint's model has another shape or vocabulary"
+            found.append(f"{origin.flag} {origin.path} ({has})")
+    return found
+
+
+def first_model(
+    asked: Options,
+    resumed: Saved | None,
+    initial: Saved | None,
+    texts: Callable[[], Iterable[str]],
+    seed: int,
+) -> tuple[ModelInfo, Parakeet]:
+    """The model that a training begins with, and its info: that of the checkpoint `resumed`, that
+    of --init_from, a released one, or a new one with a vocabulary from the training texts, which
+    `texts()` returns. It has the adapters that the flags ask for. Raises `UsageError`."""
+    kind = family(asked)
+    info, weights = released.choose(
+        asked.origin, kind, resumed, initial, lambda: from_scratch(asked, texts)
+    )
+    if initial:  # the pieces that it has are trained
+        known = set(pieces(saved_model(initial)[0].tokenizer))
+        names = pieces(info.tokenizer)
+        new = [piece for piece in info.new_pieces if names[piece] not in known]
+        info = dataclasses.replace(info, new_pieces=new)
+    check_export(asked, info)
+    info = with_loss(info, asked)
+    model = make_model(info, weights, *asked.dropouts)
+    tell(asked, info, model)
+    if is_unified(info):
+        print("trained offline only: what this model does in streaming is not looked at")
+    released.adapt(asked.origin, kind, info, model, weights, resumed, initial, seed)
+    return info, model
+
+
+def model_in_use(asked: Options, recipe: str) -> tuple[ModelInfo, Parakeet, RunInfo | None]:
+    """The model of --model_dir or --model_file, of --resume, or of the best evaluation, with its
+    info, on the host; the run that trained it is None for a released one. Raises `UsageError`."""
+    info, weights, saved = released.use(asked.origin, family(asked), recipe)
+    before = released.read_run_info(RunInfo, saved)
+    check_export(asked, info)
+    model = make_model(info, weights).eval()
+    tell(asked, info, model)
+    return info, model, before
+
+
+def released_model(asked: Options) -> tuple[ModelInfo, Parakeet]:
+    """The released model that a flag names, with its info, on the host. Raises `UsageError`."""
+    info, weights = read(asked.origin.path)
+    model = make_model(info, weights).eval()
+    tell(asked, info, model)
+    return info, model
+
+
+def usual_prompt(info: ModelInfo) -> int:
+    """The slot of the prompt if no language is named; 0 for a model without a prompt."""
+    first = next(iter(info.languages.values()), 0)
+    return info.languages.get(AUTO, first)
+
+
+def tell(asked: Options, info: ModelInfo, model: Parakeet) -> None:
+    """Tells a model which part writes the text, and the language and the look-ahead of batches that
+    name none. Raises `UsageError` if it has none."""
+    if asked.decoding:
+        if (model.ctc_head if asked.decoding == "ctc" else model.joint) is None:
+            part = "CTC head" if asked.decoding == "ctc" else "transducer"
+            raise UsageError(f"--decoding {asked.decoding}: the model has no {part}; leave it out")
+        model.decodes_ctc = asked.decoding == "ctc"
+    if asked.language and not info.languages:
+        raise UsageError(
+            f"--language {asked.language}: this model is told no language; leave it out"
+        )
+    model.prompt = usual_prompt(info)
+    if asked.language:
+        model.prompt = slot_of(asked.language, info.languages, "--language")
+    if asked.lookahead is not None:
+        has = info.config.get("streaming")
+        if not has:
+            raise UsageError(
+                f"--lookahead {asked.lookahead}: this model hears whole utterances; leave it out"
+            )
+        if asked.lookahead not in has["lookaheads"] and has["left"] % (asked.lookahead + 1):
+            raise UsageError(
+                f"--lookahead {asked.lookahead}: chunks of {asked.lookahead + 1} frames do not"
+                f" divide the {has['left']} frames that this model sees before them; it was trained"
+                f" with {', '.join(map(str, sorted(has['lookaheads'])))}"
+            )
+        model.encoder.lookahead = asked.lookahead
+
+
+def from_scratch(asked: Options, texts: Callable[[], Iterable[str]]) -> ModelInfo:
+    """A model with random weights and a vocabulary from `texts()`."""
+    size = asked.origin.size
+    is_demo = asked.origin.size_name == "demo" and asked.vocab_size is None
+    kind = "char" if is_demo else "bpe"
+    state = vocabulary.train_tokenizer(texts(), kind, asked.vocab_size or size["vocabulary"])
+    has_ctc = size["ctc"]
+    if "ctc" in asked.loss:
+        has_ctc = asked.loss["ctc"] > 0
+    config = {**size, "vocabulary": len(pieces(state)), "ctc": has_ctc}
+    settings.check_config(config, "--from_scratch")
+    is_tdt = settings.kind_of(config) == "tdt"
+    return ModelInfo(
+        config=config,
+        tokenizer=state,
+        loss=SCRATCH_LOSS if is_tdt else settings.family_of(config).loss,
+        source={},
+        pretrained=False,
+        languages=dict(USUAL) if "prompts" in size else {},
+    )
+
+
+def exported(info: ModelInfo) -> dict:
+    """What an export has besides weights and configuration."""
+    return {
+        "tokenizer": info.tokenizer,
+        "source": info.source,
+        "loss": info.loss,
+        "languages": info.languages,
+    }
+
+
+def check_export(asked: Options, info: ModelInfo) -> None:
+    """Raises `UsageError` if --export is given and its form cannot express this model."""
+    if asked.origin.export:
+        formats.check_form(asked.export_format, info.config, exported(info))
+
+
+def saved_model(saved: Saved) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+    """The info and the weights of a checkpoint."""
+    return records.read(ModelInfo, saved.model_info, saved.path), saved.model
+
+
+def rows_by_piece(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
+    """What the rows of the embedding and of the output layers mean, here and in the weights of
+    --init_from."""
+    if initial is None:
+        return None
+    before, _ = saved_model(initial)
+    tokens = map(vocabulary.row_names, (info, before))
+    return checkpoint.Vocabulary(vocabulary.ROWS, *tokens)
+
+
+def with_loss(info: ModelInfo, asked: Options) -> ModelInfo:
+    """`info` with the settings of the loss that the flags ask for. Raises `UsageError`."""
+    kind = settings.kind_of(info.config)
+    for flag in sorted(asked.loss_flags):
+        if kind not in LOSS_FLAGS[flag]:
+            name = settings.family_of(info.config).name
+            raise UsageError(f"--{flag}: a {name} model has no use for it; leave it out")
+    loss = {**info.loss, **asked.loss}
+    reductions = [loss["reduction"], loss.get("ctc_reduction")]
+    if not {*reductions} <= {*REDUCTIONS, None}:
+        raise UsageError(
+            f"{asked.origin.path}: the model's loss reduction is 'sum', and its sum over a batch"
+            " depends on the batch's size; choose a --loss_reduction"
+        )
+    if not info.config["ctc"] and asked.loss.get("ctc"):
+        raise UsageError(f"--ctc_weight {loss['ctc']:g}: the model has no CTC head; leave it out")
+    if loss["omega"] and not {0, 1} <= set(info.config["durations"]):
+        raise UsageError(
+            "the RNN-T loss needs the durations 0 and 1, which this model does not have: add"
+            " --tdt_omega 0"
+        )
+    loss.setdefault("ctc", CTC_WEIGHT if info.config["ctc"] else 0.0)
+    return dataclasses.replace(info, loss=loss)
+
+
+def is_unified(info: ModelInfo) -> bool:
+    """Whether the released model was trained for streaming, too, with the same weights."""
+    return "chunked_limited_with_rc" in info.source.get("yaml", "")
+
+
+def learning_rate(info: ModelInfo, hours: float) -> float:
+    """The peak learning rate, by the model's start and the hours of speech."""
+    if info.pretrained:
+        return FINE_TUNING_RATE if hours >= MANY_HOURS else CAREFUL_RATE
+    return SMALL_RATE if info.config["d_model"] <= SMALL_WIDTH else SCRATCH_RATE
+
+
+def export_trained(asked: Options, info: ModelInfo, model: Parakeet, about: card.About) -> None:
+    """--export and --export_adapter after a training. Raises `UsageError` and `RunError`."""
+    if asked.origin.export:
+        weights = released.trained_weights(asked.origin, family(asked), model)
+        export(asked, info, weights, about)
+    if asked.origin.export_adapter:
+        export_adapter(asked, about)
+
+
+def export_adapter(asked: Options, about: card.About) -> None:
+    """Writes the adapters of a run for peft. Raises `UsageError` and `RunError`."""
+    released.export_adapter(asked.origin, family(asked), about, adapter_card)
+
+
+def adapter_card(info: ModelInfo) -> card.Form:
+    return _of_model(ADAPTER_CARD, info)
+
+
+def _of_model(form: card.Form, info: ModelInfo) -> card.Form:
+    """`form` with the names of this model's family."""
+    family = settings.family_of(info.config)
+    use = PROMPTED.get(form.library, form.use) if info.languages else form.use
+    use = use.replace("CLASS", family.architecture).replace("KIND", family.kind)
+    return dataclasses.replace(form, family=family.name, use=use)
+
+
+def export(
+    asked: Options, info: ModelInfo, weights: dict[str, torch.Tensor], about: card.About
+) -> None:
+    """Writes a trained model to --export in the form of --export_format, with a model card."""
+    folder = asked.origin.export
+    form = asked.export_format
+    base = info.base or about.base  # the licence goes by its name
+    about = dataclasses.replace(about, base=base, is_new=not info.pretrained)
+    text = card.readme(Path(folder).resolve().name, about, _of_model(CARDS[form], info))
+    names = formats.export(folder, form, weights, info.config, exported(info), text)
+    print(f"exported to {folder}: {', '.join(names)}")

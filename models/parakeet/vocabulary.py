@@ -1,0 +1,214 @@
+"""The vocabulary of a Parakeet: another one, from a file or made from texts, and pieces that are
+added; and the rows that the pieces have in the weights. prepare.py is the command.
+
+`info` stands for a `ModelInfo` of start.py. The functions return new ones; those that they are
+given stay as they are."""
+
+import dataclasses
+import os
+import shlex
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+
+from common import files
+from common.errors import UsageError
+from models import model_files
+from models.parakeet import archive, formats, settings
+from models.parakeet.tokenizer import (
+    BLANK,
+    PAD,
+    SPACE,
+    ParakeetTokenizer,
+    add_pieces,
+    pad_pieces,
+    pieces,
+    read_as,
+)
+from speech.writing import text, unknown
+
+# The tensors with a row for each token.
+ROWS = (
+    "decoder.embedding.weight",
+    "joint.head.weight",
+    "joint.head.bias",
+    "ctc_head.weight",
+    "ctc_head.bias",
+)
+# Of new pieces. After 64 updates of 4 utterances the loss of a small model was 4.3 with 3e-5 (the
+# rate of its other weights), 3.4 with 1e-3, 3.0 with 3e-3, 2.3 with 1e-2; a model from scratch has
+# 5e-4 to 2e-3.
+NEW_ROWS_RATE = 3e-3
+NOISE = 0.1  # their first deviation from the mean of the old rows, in deviations of these
+NEW_PIECES = 1024  # of --train_tokenizer bpe
+COMMAND = "python -m models.parakeet.prepare"
+NEW_VOCABULARY = (
+    f"make a model with a new vocabulary from the training texts, with {COMMAND} --train_tokenizer"
+    " char or, with many hours of speech, bpe"
+)
+MOST = settings.CONFIG["vocabulary"][-1]  # pieces
+LONGEST = 64  # characters of a piece that is added
+
+# --- tokenizers -----------------------------------------------------------------------------------
+
+
+def read_pieces(value: str) -> tuple[str, ...]:
+    """The pieces of --add_tokens, each once, or those in the file that it names. Raises
+    `UsageError`."""
+    flag = "--add_tokens"
+    found = value.split()
+    if len(value) > 1 and os.path.exists(value):
+        found = [line.strip() for line in files.read_text(value, flag).splitlines()]
+    elif value.endswith(".txt"):
+        raise UsageError(f"{flag} {value}: no such file")
+    found = tuple(dict.fromkeys(filter(None, found)))
+    for piece in found:
+        reason = ""
+        if len(piece) > LONGEST:
+            reason = f"it has more than {LONGEST} characters"
+        elif SPACE in piece or len(piece.split()) > 1:
+            reason = "it has a space in it, which no piece may have"
+        elif text.normalise(piece) != piece:
+            reason = "texts are read in NFC and without control characters, so they never have it"
+        elif piece in (BLANK, PAD):
+            reason = "it is a special token"
+        if reason:
+            raise UsageError(f"{flag}: the piece {piece[:20]!r} cannot be added: {reason}")
+    if not found:
+        raise UsageError(f"{flag} {value!r} names no piece")
+    return found
+
+
+def adding_command(
+    tokenizer: ParakeetTokenizer, path: str | None, manifest: str | None, counts: Counter[str]
+) -> str:
+    """The command that adds the characters that the vocabulary lacks, as it reads them, to the
+    model at `path`; "" if they are too many."""
+    forms = read_as(tokenizer.state(), counts)
+    lacking = Counter()
+    for character, count in counts.items():
+        for each in forms[character]:
+            lacking[each] += count * (tokenizer.unknown in tokenizer.encode(each))
+    value = unknown.as_value(+lacking)
+    if not value:
+        return ""
+    flag = "--model_file" if path and path.endswith(".nemo") else "--model_dir"
+    model, data = (shlex.quote(each) if each else "PATH" for each in (path, manifest))
+    return (
+        f"{COMMAND} {flag} {model} --train_manifest {data} --add_tokens {value} --export NEW_FOLDER"
+    )
+
+
+def read_tokenizer(path: str) -> dict:
+    """The state of the tokenizer that --tokenizer names: a SentencePiece .model, a tokenizer.json,
+    or a released model's. Raises `UsageError`."""
+    flag = f"--tokenizer {path}"
+    if os.path.isdir(path) or path.endswith(".nemo"):
+        state = formats.read_tokenizer(path)
+    elif path.endswith(".json"):
+        state = {"json": files.read_text(path, "--tokenizer")}
+    else:
+        file = files.require_file(path, "--tokenizer")
+        model_files.refuse_pointer(file)
+        if file.stat().st_size > archive.TEXT_BYTES:
+            raise UsageError(f"{flag}: it is too large for a SentencePiece model")
+        state = {"sentencepiece": file.read_bytes().hex()}
+    try:
+        names = pieces(state)
+    except UsageError as error:
+        takes = "the flag takes a SentencePiece .model, a tokenizer.json, or a released model"
+        raise UsageError(f"{flag}: {error}; {takes}") from None
+    if BLANK in names:
+        raise UsageError(f"{flag}: it has a piece {BLANK}, which is the model's own")
+    return state
+
+
+def train_tokenizer(texts: Iterable[str], kind: str, vocab_size: int) -> dict:
+    """The state of a tokenizer made from `texts`. It has `vocab_size` pieces for "bpe", also if the
+    texts are too short for so many, and as many as there are characters for "char"."""
+    made = text.train_tokenizer(texts, kind, vocab_size)
+    model = made.model
+    if kind == "bpe" and made.size < vocab_size:
+        model = pad_pieces(model, vocab_size)
+    return {"sentencepiece": model.hex()}
+
+
+def add_lacking(state: dict, added: Iterable[str]) -> dict:
+    """The state with those of the pieces `added` that it lacks. Raises `UsageError`."""
+    known = set(pieces(state))
+    lacking = [piece for piece in added if piece not in known]
+    if not lacking:
+        raise UsageError("--add_tokens: the vocabulary has all of these pieces; leave it out")
+    return add_pieces(state, lacking)
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def with_new_vocabulary(info, weights: dict[str, torch.Tensor], state: dict):
+    """A trained model with the tokenizer of `state`: its info and its weights. Rows of pieces that
+    it has are kept, as are those of blank and durations. The others begin near the mean of all
+    pieces' rows, in the output layers until `scratch.fit_new_rows` fits them to training data.
+    Pieces that were new in `info` still are. Raises `UsageError` if the pieces are too many."""
+    size = len(pieces(state))
+    if size > MOST:
+        raise UsageError(f"the new vocabulary has more than {MOST:,} pieces")
+    new = dataclasses.replace(
+        info,
+        config={**info.config, "vocabulary": size},
+        tokenizer=state,
+        source=without_token_ids(info.source),
+    )
+    numbers = {name: row for row, name in enumerate(row_names(info))}
+    rows = [numbers.get(name) for name in row_names(new)]
+    added = [row for row, old in enumerate(rows) if old is None]
+    changed = dict(weights)
+    for name in ROWS:
+        if name in weights:
+            # An embedding and a CTC head end with the blank, and have no rows of durations.
+            count = len(rows) - (len(numbers) - len(weights[name]))
+            changed[name] = with_rows(weights[name], rows[:count], info.config["vocabulary"])
+    print(
+        f"new vocabulary: {size} pieces; rows of {size - len(added)} are the released model's,"
+        f" {len(added)} are new"
+    )
+    untrained = {None, *info.new_pieces}
+    new_pieces = [row for row, old in enumerate(rows) if old in untrained]
+    return dataclasses.replace(new, new_pieces=new_pieces), changed
+
+
+def with_rows(old: torch.Tensor, rows: list[int | None], vocabulary: int) -> torch.Tensor:
+    """The rows of `old` with these numbers. Those for None are near the mean of its first
+    `vocabulary` rows."""
+    pieces = old[:vocabulary]
+    noise = torch.randn(len(rows), *old.shape[1:]) * NOISE * pieces.std(0, correction=0)
+    kept = old[torch.tensor([row or 0 for row in rows])]
+    is_new = torch.tensor([row is None for row in rows]).view(-1, *[1] * (old.dim() - 1))
+    return torch.where(is_new, pieces.mean(0) + noise, kept)
+
+
+def without_token_ids(source: dict) -> dict:
+    """Settings of a released model without ids of its vocabulary."""
+    kept = dict(source)
+    for name in ("config", "generation"):
+        if kept.get(name):
+            kept[name] = {k: value for k, value in kept[name].items() if "token_id" not in k}
+    return kept
+
+
+def row_names(info) -> list[str]:
+    """What each row of the joint network's output means. An embedding and a CTC head have the first
+    of them, up to the blank."""
+    durations = [f"<duration {frames}>" for frames in info.config["durations"]]
+    return [*pieces(info.tokenizer), BLANK, *durations]
+
+
+def shares(tokenizer: ParakeetTokenizer, texts: Iterable[str], chosen: list[int]) -> torch.Tensor:
+    """The share of each of the `chosen` pieces in the ids of `texts`, above zero for all of
+    them."""
+    counts = Counter()
+    for each in texts:
+        counts.update(tokenizer.encode(each))
+    found = torch.tensor([counts[piece] + 1.0 for piece in chosen])
+    return found / (counts.total() + tokenizer.size)

@@ -1,0 +1,115 @@
+"""Another model on the same data (--compare_to), and whole recordings (--timestamps, --long)."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from common import checkpoint, memory, options
+from models import released
+from models.whisper import timed
+from models.whisper.decoding import Search
+from models.whisper.model import Whisper
+from models.whisper.start import (
+    FORMS,
+    ModelInfo,
+    Options,
+    family,
+    make_model,
+    make_search,
+    read_released,
+)
+from models.whisper.tokenizer import WhisperTokenizer
+from speech.decoding import recogniser
+from speech.writing import metrics
+
+# Rows for common.options: flags that exclude each other, and flags that need another one.
+MANIFESTS = ("train_manifest", "val_manifest", "test_manifest")
+EXCLUDES = (
+    ("compare_to", "transcribe", "files to transcribe have no reference; leave the first out"),
+    ("timestamps", "piece_seconds", "the second cuts recordings to train on; leave one out"),
+    *(("long", manifest, "their results are apart; leave one out") for manifest in MANIFESTS),
+)
+NEEDS = (("timestamps", ("transcribe",), ""), ("long", ("evaluate",), ""))
+
+
+def add_arguments(group) -> None:
+    group.add_argument(
+        "--compare_to",
+        type=options.path,
+        metavar="PATH",
+        help=(
+            "a baseline for the results at the end: a Hugging Face folder, OpenAI's .pt, or weights"
+            " of this recipe"
+        ),
+    )
+    group.add_argument(
+        "--timestamps",
+        action=options.OnOff,
+        default=False,
+        help="transcribe in segments with times, by the model's time tokens (off)",
+    )
+    group.add_argument(
+        "--long",
+        type=options.path,
+        metavar="FILE",
+        help=(
+            "evaluate on this manifest of whole recordings of any length, decoded in segments with"
+            " times"
+        ),
+    )
+
+
+def check(asked: Options, recipe: str, path: str, with_times: bool) -> None:
+    """Raises `UsageError` if the model at `path` cannot be read, or has no times where they are
+    needed: before the training, not after it."""
+    with torch.device("meta"):
+        info, _ = read(asked, recipe, path)
+    if with_times:
+        timed.make_search(*make_search(asked, info), f"--compare_to {path}")
+
+
+def read(asked: Options, recipe: str, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+    """A model, released or of a run of `recipe`, and its weights. Raises `UsageError`."""
+    name = Path(path).name
+    if name.endswith(".safetensors") or name.startswith("checkpoint_step_"):
+        saved = checkpoint.read_weights(path, recipe, "--compare_to")
+        info = released.check_saved(family(asked), saved, FORMS.family)
+        return info, released.whole_weights(asked.origin, family(asked), saved)
+    released.require_source(path, "--compare_to", FORMS)
+    if not asked.origin.path:  # then --tokenizer_file is not a released model's
+        asked = dataclasses.replace(asked, tokenizer_file=None)
+    return read_released(asked, path)
+
+
+def baseline(
+    asked: Options, recipe: str, path: str, model: Whisper
+) -> tuple[Whisper, tuple[WhisperTokenizer, Search]]:
+    """The model at `path` on the device of `model`, which is moved to the host, and its search.
+    Raises `UsageError` and `RunError`."""
+    info, weights = read(asked, recipe, path)
+    other = make_model(info, weights=weights).eval()
+    memory.replace_on_device(model, other)
+    return other, make_search(asked, info)
+
+
+def print_recordings(
+    rows: list[dict],
+    before: list[dict] | None,
+    path: str | None,
+    how: recogniser.Options,
+    normalise: Callable[[str], str],
+) -> None:
+    """Prints the error rates of whole recordings and what they lose in a row, from the `rows` of
+    `timed.decode_corpus`, which are written to the log folder; then those of the model at `path`
+    from its rows `before`. Raises `RunError`."""
+    readings = recogniser.readings_of(rows, how, normalise)
+    errors = metrics.read_by(rows, readings)
+    print(metrics.error_table(errors, metrics.rates(errors)))
+    print(metrics.recordings_table(rows, normalise))
+    recogniser.write_rows(rows, how, recogniser.LONG)
+    if before:
+        print(f"{path} on the same recordings:")
+        print(metrics.recordings_table(before, normalise))
+        print(metrics.improvement_table(metrics.read_by(before, readings), errors))

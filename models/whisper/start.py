@@ -1,0 +1,612 @@
+"""Where a Whisper starts: its flags, what a checkpoint keeps about it, its learning rate, and its
+export."""
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+
+from common import checkpoint, device, options, records
+from common.checkpoint import Saved
+from common.errors import UsageError
+from common.parts import lora
+from models import card, released
+from models.whisper import decoding, formats, scratch
+from models.whisper.model import FRAME, LAYERS, Whisper
+from models.whisper.tokenizer import (
+    STATE,
+    WhisperTokenizer,
+    language_code,
+    make_tokenizer,
+    read_tokenizer,
+)
+from speech.data import splits
+from speech.decoding import recogniser
+from speech.decoding.long import BY_OVERLAP, BY_PAUSES, SHORT_CLIPS, Cutting
+from speech.signal.audio import SAMPLE_RATE
+
+BEAM_SIZE = 5
+PAD_SHARE = 0.05
+AUXILIARY_WEIGHT = 0.3  # share of the encoder's own loss, from scratch
+# Peak learning rates of fine-tuning by width: a fortieth of pre-training's.
+FINE_TUNING_RATES = {384: 3.75e-5, 512: 2.5e-5, 768: 1.25e-5, 1024: 6.25e-6, 1280: 4.4e-6}
+SMALL_RATE = 2e-3  # from scratch, for models narrower than the smallest released one
+ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
+SHAPE = ("d_model", "encoder_layers", "decoder_layers", "attention_heads")
+SIZED = ("d_model", "encoder_layers", "decoder_layers")  # what tells sizes apart
+SUPPRESSED = ("suppress_tokens", "begin_suppress_tokens")  # in generation_config.json
+ALIGNED = (
+    "a released encoder is aligned already, and its vocabulary of 50,257 would need 3 GB of CTC"
+    " scores a batch"
+)
+FORMS = released.Forms(
+    family="Whisper",
+    folder="a Hugging Face folder",
+    file="OpenAI's base.pt",
+    exported="for transformers, with OpenAI's model.pt",
+    fetch="hf download openai/whisper-base --local-dir whisper-base",
+)
+CARD = card.Form(
+    library="transformers",
+    task=card.RECOGNITION,
+    family="Whisper",
+    use="""
+from transformers import pipeline
+
+print(pipeline("automatic-speech-recognition", "FOLDER")("recording.wav")["text"])
+""",
+)
+ADAPTER_CARD = replace(
+    CARD,
+    library="peft",
+    use="""
+from peft import PeftModel
+from transformers import WhisperForConditionalGeneration
+
+base = WhisperForConditionalGeneration.from_pretrained("BASE")  # the folder of the base model
+model = PeftModel.from_pretrained(base, "FOLDER")
+""",
+)
+TOKENS = range(formats.CONFIG["vocab_size"][-1])
+
+# Rows for common.options: flags that exclude each other, and flags that need another one.
+OWN_SHAPE = "a released model has its own shape; leave one of them out"
+FROZEN = "a frozen encoder knows inputs of 30 s only; leave one of them out"
+TRAINING = ("freeze_encoder", "ctc_weight", "pad_share", "pad_to_30s")
+EXCLUDES = (
+    *released.EXCLUDES,
+    ("transcribe", "export", "give one of them"),
+    ("transcribe", "export_adapter", "give one of them"),
+    *((model, flag, OWN_SHAPE) for model in released.MODELS for flag in SHAPE),
+    ("freeze_encoder", "pad_to_30s False", FROZEN),
+    ("pad_share", "pad_to_30s", "the second pads every utterance; leave one of them out"),
+    ("pad_share", "freeze_encoder", "the second pads every utterance; leave one of them out"),
+    ("max_target_tokens", "transcribe", "the first is for texts that are given; leave it out"),
+    *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
+)
+NEEDS = (
+    *released.NEEDS,
+    ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
+    (
+        "tokenizer_file",
+        released.MODELS,
+        "from scratch the tokenizer is made from the training text",
+    ),
+    (
+        "freeze_encoder",
+        (*released.MODELS, "resume", "init_from", "dry_run"),
+        "a random encoder would stay random",
+    ),
+    ("beam_size", ("decoding beam",), ""),
+)
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What it takes to rebuild a model. `ctc_tokens`: outputs of the additional layer on the
+    encoder without the blank, 0 if there is none. `generation`: a released model's
+    generation_config.json, with the tokens that are never generated. `pretrained`: whether it began
+    with released weights, and so is always evaluated on inputs padded to the longest one, as other
+    programs read it. `pad_to_30s`: whether it was trained on padded inputs alone, and is evaluated
+    on such, too. `times`: whether it was trained with times (--timestamp_share)."""
+
+    config: Annotated[dict, formats.CONFIG]
+    tokenizer: Annotated[dict, STATE]
+    ctc_tokens: Annotated[int, TOKENS]
+    generation: Annotated[dict, {f"{name}?": [TOKENS] for name in SUPPRESSED}]
+    pretrained: bool
+    pad_to_30s: bool
+    times: bool = False
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the flags say about the model that is trained."""
+
+    dropout: float
+    label_smoothing: float
+    pad_to_30s: bool
+    freeze_encoder: bool
+    learning_rate: float | None
+    seed: int
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the flags of a Whisper recipe ask for.
+
+    `origin`: where the model starts. `how`: how it decodes. `shape`: the flags that change the size
+    of a model from scratch. `vocabulary`: the tokens that a planned run without data has, None for
+    the tokenizer's. `auxiliary`: the shares of the encoder's auxiliary losses, by flag.
+    `suppress`: whether the tokens that a released model does not generate are suppressed."""
+
+    origin: released.Origin
+    how: recogniser.Options
+    tokenizer_file: str | None
+    language: str
+    shape: dict[str, int]
+    vocab_size: int | None
+    vocabulary: int | None
+    auxiliary: dict[str, float]
+    suppress: bool
+    max_target_tokens: int | None
+    max_duration: float
+    training: Training
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+def add_arguments(parser, sizes: dict[str, dict], language: str) -> None:
+    """`sizes`: names of model sizes to configurations; `language`: the default."""
+    model = released.add_arguments(parser, FORMS, sizes, "base")
+    model.add_argument(
+        "--tokenizer_file",
+        type=options.path,
+        metavar="PATH",
+        help="tokenizer.json, a folder or multilingual.tiktoken (next to the model)",
+    )
+    shape = {
+        "d_model": ("width", "d_model"),
+        "encoder_layers": ("encoder layers", "encoder_layers"),
+        "decoder_layers": ("decoder layers", "decoder_layers"),
+        "attention_heads": ("heads of every attention", "encoder_attention_heads"),
+    }
+    for name, (what, key) in shape.items():
+        model.add_argument(
+            f"--{name}",
+            type=options.number(int, 1, formats.CONFIG[key][-1]),
+            metavar="N",
+            help=f"{what} of a model from scratch (by --model_size)",
+        )
+    model.add_argument(
+        "--language",
+        type=language_code,
+        default=language,
+        metavar="CODE",
+        help=f"Whisper's language token ({language})",
+    )
+    model.add_argument(
+        "--freeze_encoder",
+        action=options.OnOff,
+        default=False,
+        help="train the decoder only, with inputs of 30 s (off)",
+    )
+    add_loss_arguments(parser.add_argument_group("losses and padding"))
+
+
+def add_loss_arguments(losses) -> None:
+    """Adds the flags of losses and padding to this group."""
+    losses.add_argument("--dropout", type=options.SHARE, default=0.0, metavar="P", help="(0)")
+    losses.add_argument(
+        "--label_smoothing",
+        type=options.SHARE,
+        default=0.0,
+        metavar="P",
+        help="label smoothing of the decoder's targets (0)",
+    )
+    losses.add_argument(
+        "--ctc_weight",
+        type=options.SHARE,
+        metavar="X",
+        help="share of an auxiliary CTC loss on the encoder of a model from scratch (0.3 there)",
+    )
+    losses.add_argument(
+        "--pad_share",
+        type=options.SHARE,
+        metavar="X",
+        help=(
+            "share of utterances padded to 30 s from the middle epoch on, because transformers"
+            " always pads when it decodes (0.05)"
+        ),
+    )
+    losses.add_argument(
+        "--pad_to_30s",
+        action=options.OnOff,
+        help="pad all utterances to 30 s, in training and decoding (off; on with --freeze_encoder)",
+    )
+    losses.add_argument(
+        "--max_target_tokens",
+        type=options.number(int, 8, formats.CONFIG["max_target_positions"][-1]),
+        metavar="N",
+        help="reject longer transcripts, in tokens with prompt and end (the decoder's positions)",
+    )
+
+
+def resolve(
+    args,
+    sizes: dict[str, dict],
+    is_demo: bool,
+    how: recogniser.Options,
+    auxiliary: tuple[str, ...] = ("ctc_weight",),
+    suppress: bool = True,
+) -> Options:
+    """Fills in the defaults of these flags and returns what they ask for. `sizes`: as in
+    `add_arguments`. `auxiliary`: the flags that give shares to losses of the encoder. Raises
+    `UsageError`."""
+    origin = released.resolve(args, FORMS, sizes, "base", is_demo)
+    if origin.path and args.ctc_weight:
+        raise UsageError(f"--ctc_weight is for models from scratch: {ALIGNED}")
+    if args.tokenizer_file and not os.path.exists(args.tokenizer_file):
+        raise UsageError(f"--tokenizer_file {args.tokenizer_file}: no such file or folder")
+    if args.ctc_weight is None:
+        args.ctc_weight = 0.0 if origin.path else AUXILIARY_WEIGHT
+    if args.pad_to_30s is None:
+        args.pad_to_30s = args.freeze_encoder
+    if args.pad_share is None:
+        args.pad_share = PAD_SHARE
+    shape = {name: getattr(args, name) for name in SHAPE if getattr(args, name)}
+    if origin.size:
+        origin = replace(origin, size=formats.reshape(origin.size, shape))
+    vocab_size = args.vocab_size if "vocab_size" in args.given else None
+    vocabulary = None
+    has_data = args.train_manifest or getattr(args, "data_dir", None)
+    if options.plans(args) and not has_data:
+        # Without data, a released size is planned with the released vocabulary.
+        vocabulary = vocab_size
+        if vocabulary is None and origin.size_name in formats.SIZES:
+            vocabulary = origin.size["vocab_size"]
+    return Options(
+        origin=origin,
+        how=how,
+        tokenizer_file=args.tokenizer_file,
+        language=args.language,
+        shape=shape,
+        vocab_size=vocab_size,
+        vocabulary=vocabulary,
+        auxiliary={name: getattr(args, name) for name in auxiliary},
+        suppress=suppress,
+        max_target_tokens=args.max_target_tokens,
+        max_duration=args.max_duration,
+        training=Training(*(getattr(args, each.name) for each in fields(Training))),
+    )
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def family(asked: Options) -> released.Family:
+    """What Whisper supplies to `released.choose` and `released.use`."""
+    return released.Family(
+        model_info=ModelInfo,
+        read=functools.partial(read_released, asked),
+        network=make_model,
+        check=check_info,
+        conflicts=functools.partial(conflicts, asked),
+        layers=adapted_layers,
+        prefix="model.",
+    )
+
+
+def adapted_layers(info: ModelInfo, targets: str) -> lora.Layers:
+    """The layers that --lora_targets means."""
+    names = {
+        "q,v": ("q_proj", "v_proj"),
+        "attention": ATTENTION,
+        "linear": (*ATTENTION, "fc1", "fc2"),
+    }[targets]
+    with torch.device("meta"):
+        model = make_model(info)
+    adapted = [name for name, _ in model.named_modules() if name.endswith(names)]
+    return lora.Layers(adapted, kept=("embed_positions",))
+
+
+def read_released(asked: Options, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+    """A Hugging Face folder or OpenAI's .pt. Raises `UsageError`."""
+    weights, config, extras = formats.read_model(path)
+    tokenizer = read_tokenizer(
+        asked.tokenizer_file or extras["tokenizer"], asked.language, config["vocab_size"]
+    )
+    generation = dict(extras["generation"])
+    for name in SUPPRESSED:
+        ids = generation.get(name) or []
+        if records.mismatch(ids, [range(config["vocab_size"])], name):
+            raise UsageError(
+                f"{path}: {name} in generation_config.json are not token ids of this model"
+            )
+        generation[name] = ids if asked.suppress else []
+    info = ModelInfo(
+        config=config,
+        tokenizer=tokenizer.state(),
+        ctc_tokens=0,
+        generation=generation,
+        pretrained=True,
+        pad_to_30s=True,
+    )
+    return info, weights
+
+
+def new_info(asked: Options, tokenizer: WhisperTokenizer) -> ModelInfo:
+    """A model from scratch with this tokenizer. With an auxiliary loss its encoder has an output
+    layer for the text's tokens, which are numbered before the special ones."""
+    has_head = any(asked.auxiliary.values())
+    return ModelInfo(
+        config={**asked.origin.size, "vocab_size": asked.vocabulary or tokenizer.size},
+        tokenizer=tokenizer.state(),
+        ctc_tokens=tokenizer.eos if has_head else 0,
+        generation={},
+        pretrained=False,
+        pad_to_30s=False,
+    )
+
+
+def check_info(info: ModelInfo, name: str) -> None:
+    """Raises `UsageError` if the parts of an info that was saved contradict each other."""
+    formats.check_config(info.config, name)
+    tokenizer = make_tokenizer(info.tokenizer)
+    tokens = [tokenizer.size - 1]
+    for suppressed in SUPPRESSED:
+        tokens += info.generation.get(suppressed, [])
+    if max(tokens) >= info.config["vocab_size"] or info.ctc_tokens not in (0, tokenizer.eos):
+        raise UsageError(f"{name} is damaged: its tokens are not those of its tokenizer")
+
+
+def conflicts(asked: Options, info: ModelInfo, saved: Saved) -> list[str]:
+    """The flags that contradict a checkpoint, for `released.Family`."""
+    origin = asked.origin
+    found = released.conflicts(origin, info, SIZED)
+    has = {**info.config, "attention_heads": info.config["encoder_attention_heads"]}
+    for name, value in asked.shape.items():
+        if value != has[name]:
+            found.append(f"--{name} {value} (the checkpoint has {has[name]})")
+    if origin.path and info.pretrained and os.path.isdir(origin.path):
+        config = formats.read_config(Path(origin.path))
+        if any(info.config[name] != value for name, value in config.items()):
+            found.append(f"{origin.flag} {origin.path} (the checkpoint's model has another shape)")
+    for name, share in asked.auxiliary.items():
+        if name in origin.given and share and not info.ctc_tokens:
+            found.append(f"--{name} {share:g} (the checkpoint's encoder has no output layer)")
+    if asked.vocab_size and saved.state:
+        before = saved.state["args"].get("vocab_size")
+        if before not in (None, asked.vocab_size):
+            found.append(f"--vocab_size {asked.vocab_size} (the checkpoint has {before})")
+    language = info.tokenizer["language"]
+    if "language" in origin.given and asked.language != language:
+        found.append(f"--language {asked.language} (the checkpoint has {language})")
+    if asked.tokenizer_file:
+        tokenizer = read_tokenizer(asked.tokenizer_file, language, info.config["vocab_size"])
+        if tokenizer.vocab != info.tokenizer["vocab"]:
+            found.append(
+                f"--tokenizer_file {asked.tokenizer_file} (the checkpoint has another vocabulary)"
+            )
+    return found
+
+
+def input_seconds(config: dict) -> float:
+    """The longest input of a model with this configuration: 30 s for every released one."""
+    return config["max_source_positions"] * FRAME / SAMPLE_RATE
+
+
+def check_limits(asked: Options, config: dict) -> None:
+    """Raises `UsageError` if --max_target_tokens or --max_duration is more than the model has room
+    for."""
+    positions = config["max_target_positions"]
+    longest = input_seconds(config)
+    if asked.max_target_tokens and asked.max_target_tokens > positions:
+        raise UsageError(
+            f"--max_target_tokens {asked.max_target_tokens}: the decoder has {positions} positions"
+        )
+    if asked.max_duration > longest:
+        raise UsageError(
+            f"--max_duration {asked.max_duration:g}: the model's longest input is {longest:g} s;"
+            " longer recordings can be cut by the manifest's segment times (--use_chunking)"
+        )
+
+
+def make_model(
+    info: ModelInfo,
+    dropout: float = 0.0,
+    label_smoothing: float = 0.0,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> Whisper:
+    """A model with these weights, or with random ones."""
+    model = Whisper(info.config, dropout, label_smoothing, info.ctc_tokens)
+    # Other programs pad every input of a released model, however it was fine-tuned.
+    model.pad_to_longest = info.pad_to_30s or info.pretrained
+    if weights is not None:
+        checkpoint.load_weights(model, weights)
+    return model
+
+
+def first_model(
+    asked: Options, run, new_tokenizer: Callable[[], WhisperTokenizer]
+) -> tuple[ModelInfo, Whisper]:
+    """The model that the training `run` (`common.loop.begin`) starts with: that of its checkpoint,
+    a released one, or a new one with the tokenizer that `new_tokenizer()` makes. Raises
+    `UsageError`."""
+    training = asked.training
+    kind = family(asked)
+
+    def new() -> ModelInfo:
+        return new_info(asked, new_tokenizer())
+
+    with run.model_device():
+        info, weights = released.choose(asked.origin, kind, run.resumed, run.initial, new)
+        info = replace(info, pad_to_30s=training.pad_to_30s)
+        check_limits(asked, info.config)
+        model = make_model(info, training.dropout, training.label_smoothing, weights)
+    if training.freeze_encoder:
+        model.freeze_encoder()
+    weights = (weights, run.resumed, run.initial)
+    released.adapt(asked.origin, kind, info, model, *weights, training.seed)
+    describe(info, model, training.learning_rate)
+    return info, model
+
+
+def trained(
+    asked: Options, recipe: str, run_info: type, setup: device.Setup
+) -> tuple[Whisper, ModelInfo, Any]:
+    """The model of --model_dir or --model_file, of --resume, or of the best evaluation, and the
+    `run_info` of the run that trained it, which is None for a released one. Raises `UsageError`."""
+    info, weights, saved = released.use(asked.origin, family(asked), recipe)
+    model = make_model(info, weights=weights).to(setup.device).eval()
+    return model, info, released.read_run_info(run_info, saved)
+
+
+def make_search(asked: Options, info: ModelInfo) -> tuple[WhisperTokenizer, decoding.Search]:
+    """The tokenizer of a model, and how --decoding searches."""
+    tokenizer = make_tokenizer(info.tokenizer)
+    how = asked.how
+    search = decoding.make_search(
+        tokenizer,
+        info.generation,
+        info.config["vocab_size"],
+        how.method,
+        how.beam_size,
+        how.seed,
+    )
+    return tokenizer, search
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def vocabulary(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
+    """What the rows of the embedding and of the CTC layer mean, here and in the weights of
+    --init_from. CTC's blank has the number of the end of text."""
+    if initial is None:
+        return None
+    before = records.read(ModelInfo, initial.model_info, initial.path)
+    names = ("decoder.embed_tokens.weight", "ctc_head.weight", "ctc_head.bias")
+    return checkpoint.Vocabulary(
+        names, *(make_tokenizer(each.tokenizer).tokens for each in (info, before))
+    )
+
+
+def learning_rate(info: ModelInfo) -> float:
+    """The peak learning rate by the model's width: for fine-tuning a fortieth of pre-training's;
+    from scratch that of pre-training, and more for models narrower than the smallest released
+    one."""
+    width = info.config["d_model"]
+    nearest = min(FINE_TUNING_RATES, key=lambda known: abs(known - width))
+    if info.pretrained:
+        return FINE_TUNING_RATES[nearest]
+    if width < min(FINE_TUNING_RATES):
+        return SMALL_RATE
+    return 40 * FINE_TUNING_RATES[nearest]
+
+
+def describe(info: ModelInfo, model: Whisper, given_rate: float | None) -> None:
+    """Prints the size of the model and, unless --learning_rate is given, its learning rate."""
+    if given_rate is None:
+        reason = "fine-tuning at this width" if info.pretrained else "from scratch"
+        if lora.adapters_of(model):
+            reason = "adapters at this width"
+        print(f"learning rate: {lora.rate(model, learning_rate(info)):g} ({reason})")
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    print(
+        f"model: {total / 1e6:.1f} M parameters, {trained / 1e6:.1f} M of them trained;"
+        f" {info.config['vocab_size']} tokens"
+    )
+
+
+def for_task(asked: Options, info: ModelInfo, initial: Saved | None) -> dict:
+    """What the loop's `Task` has to know of a Whisper, by the names of its fields. `initial`: the
+    weights of --init_from."""
+    fit = None
+    if not info.pretrained:
+        fit = functools.partial(
+            scratch.fit, seed=asked.training.seed, initialised=initial is not None
+        )
+    return {
+        "fit": fit,
+        "learning_rate": learning_rate(info),
+        "checkpointed": LAYERS,
+        "compiled": LAYERS,
+        "evaluate_first": info.pretrained,
+        "fine_tunes": info.pretrained,
+        "vocabulary": vocabulary(info, initial),
+    }
+
+
+def usual_adapters(asked: Options, info: ModelInfo) -> Callable[[int], lora.Adapters]:
+    """The adapters that --lora adds, by their rank, for the advice of a dry run."""
+    return functools.partial(released.usual_adapters, family(asked), info)
+
+
+def with_longest(
+    info: ModelInfo, data: splits.RunInfo, before: splits.RunInfo | None
+) -> splits.RunInfo:
+    """`data` with the longest utterance that a model has been trained on: in this run, or in the
+    run `before` that it resumes, or when it was released."""
+    longest = data.longest
+    if info.pretrained:
+        longest = max(longest, input_seconds(info.config))
+    if before:
+        longest = max(longest, before.longest)
+    return replace(data, longest=longest)
+
+
+# --- use ------------------------------------------------------------------------------------------
+
+
+def long_recordings(
+    info: ModelInfo, trained: splits.RunInfo | None, short: Cutting = BY_PAUSES
+) -> tuple[float, Cutting]:
+    """The longest piece of a long recording, seconds, and how recordings are cut: overlapping, or
+    by `short` for a model of short clips, which reads the cut words at the ends of a piece badly,
+    and two or three whole words are too few to stitch by (the Morse demo on clips of 6 to 12 s: CER
+    19 %, with overlapping pieces 159 %). `trained`: the data that the model was trained on, None
+    for a released one. A little more than what it was trained on does no harm, and resampling may
+    add a sample to the longest pieces."""
+    longest = input_seconds(info.config)
+    if trained:
+        longest = min(1.05 * trained.longest, longest)
+    return longest, BY_OVERLAP if longest >= SHORT_CLIPS else short
+
+
+def export_trained(asked: Options, info: ModelInfo, model: Whisper, about: card.About) -> None:
+    """--export and --export_adapter after a training. Raises `UsageError` and `RunError`."""
+    if asked.origin.export:
+        weights = released.trained_weights(asked.origin, family(asked), model)
+        export(asked.origin.export, info, weights, about)
+    if asked.origin.export_adapter:
+        released.export_adapter(asked.origin, family(asked), about, lambda info: ADAPTER_CARD)
+
+
+def export_adapter(asked: Options, recipe: str) -> None:
+    """Writes the adapters that a run of `recipe` has saved for peft, without the released weights.
+    Raises `UsageError` and `RunError`."""
+    about = card.About(recipe, asked.origin.path, released.weights_file(asked.origin))
+    released.export_adapter(asked.origin, family(asked), about, lambda info: ADAPTER_CARD)
+
+
+def export(
+    folder: str, info: ModelInfo, weights: dict[str, torch.Tensor], about: card.About
+) -> None:
+    """Writes a trained model as a folder for transformers, with OpenAI's model.pt and a model card.
+    Raises `UsageError` and `RunError`."""
+    tokenizer = make_tokenizer(info.tokenizer)
+    languages = about.languages
+    if languages is None:
+        languages = (tokenizer.language,) if tokenizer.language else ()
+    about = replace(about, languages=languages, is_new=not info.pretrained)
+    text = card.readme(Path(folder).resolve().name, about, CARD)
+    generation = {**info.generation, "return_timestamps": info.times}
+    names = formats.export(folder, weights, info.config, tokenizer, generation, text)
+    print(f"exported to {folder}: {', '.join(names)}")

@@ -1,0 +1,524 @@
+"""Texts to speech with a trained GPT: sentences, the voice of reference clips, waveforms, and the
+held-out sentences that a training ends with."""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from common import files, options
+from common.errors import UsageError, cannot_write
+from models.xtts import decoding
+from models.xtts.codec import SAMPLE_RATE, code_count
+from models.xtts.decoding import Sampling, Speech
+from models.xtts.formats import Conditioning, Speaker
+from models.xtts.frozen import Frozen
+from models.xtts.texts import Texts
+from speech.data.columns import Corpus
+from speech.data.folders import is_replaceable, made_from, write_folder
+from speech.signal.audio import (
+    int16,
+    is_own_speech,
+    read_audio,
+    read_utterance,
+    write_speech,
+    write_wav,
+)
+
+# A text is cut after ends of sentences, after commas and between words. Marks and quotes that
+# follow stay with what they end. Marks within 3.5, 1,000 and 12:30 do not count. Two Ethiopic word
+# spaces or two colons are often typed for ።.
+END = r"(?:[።፧፨!?…؟।。！？]|፡፡|::|(?<!\.)\.+(?![\w.]))"
+CUTS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        END + r"""(?:["')\]»”’]|\s*(?:""" + END + r"|[)\]»”’]))*\s*",
+        r"""(?:[፣፤፥፦،؛，、；：–—]|[,;:](?!\w))+["')\]»”’]*\s*""",
+        r"[\s፡]+",
+    )
+)
+
+TOGETHER = 4 * decoding.ROWS  # sentences that are sorted by length
+SHORTEST_SECONDS = 0.33  # of a chunk, as in Coqui's code
+
+FRAME_SECONDS = 0.01
+QUIET = 0.01  # level of a frame relative to the loudest one (-40 dB)
+SILENT = 1e-4  # level of a frame that is quiet in any clip (-80 dB of full scale)
+QUIET_SECONDS = 0.3  # kept at the end; a natural end has 0.12 to 0.18 s
+FADE_SECONDS = 0.005
+
+EXPORTED_SECONDS = 10.0  # the length that the clip of a speaker in an export should have
+HEADER = ("audio_file", "text", "speaker_name")  # of the manifests that are written
+KINDS = ("reference", "resynthesis", "synthesis")  # of the clips of a held-out sentence
+MADE_BY = {"made_by": "xtts_amharic"}  # in the made_from.json of held-out sentences
+SHORTEST_LIMIT = 40  # codes that a held-out sentence may have
+LIMIT = 2  # times the codes of its recording, if that is more
+
+# Rows for common.options: flags that need another one.
+NEEDS = (
+    ("synthesize", ("speaker_wav",), "a reference clip of the voice"),
+    ("speaker_wav", ("synthesize", "export"), ""),
+    ("output", ("synthesize",), ""),
+    ("temperature", ("synthesize",), ""),
+    ("top_k", ("synthesize",), ""),
+    ("top_p", ("synthesize",), ""),
+    ("repetition_penalty", ("synthesize",), ""),
+)
+
+
+@dataclass(frozen=True)
+class Synthesiser:
+    """A GPT with the frozen parts, and a `Texts` that reads texts and encodes them. Sentences of
+    more than `longest` tokens are cut. `lengths`: how much of reference clips is heard."""
+
+    model: torch.nn.Module
+    frozen: Frozen
+    texts: Texts
+    longest: int
+    lengths: Conditioning
+
+
+@dataclass(frozen=True)
+class Voice:
+    """A voice as the model hears it: latents (1, L, d) for the GPT and, if there is a vocoder, a
+    speaker vector (1, 512)."""
+
+    latents: torch.Tensor
+    speaker: torch.Tensor | None
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+def add_arguments(parser) -> None:
+    group = parser.add_argument_group("speaking")
+    parser.add_command(
+        group,
+        "--synthesize",
+        nargs="+",
+        metavar="TEXT",
+        help=(
+            "speak texts, or a file with a text in each line, with the weights of --resume"
+            " (OUTPUT_DIR/checkpoints/best.safetensors)"
+        ),
+    )
+    group.add_argument(
+        "--speaker_wav",
+        nargs="+",
+        type=options.path,
+        metavar="FILE",
+        help=(
+            "reference clips of the voice; with --export, clips of one voice each, which get the"
+            " names of the files"
+        ),
+    )
+    group.add_argument(
+        "--output",
+        type=options.file,
+        default="speech.wav",
+        metavar="FILE",
+        help="the wav; several texts get numbers (speech.wav)",
+    )
+    group.add_argument(
+        "--temperature",
+        type=options.number(float, 0.0, 10.0, open_low=True),
+        default=0.75,
+        metavar="X",
+        help="(0.75)",
+    )
+    group.add_argument(
+        "--top_k",
+        type=options.COUNT,
+        default=50,
+        metavar="N",
+        help="draw among the N likeliest codes; 0 = all (50)",
+    )
+    group.add_argument(
+        "--top_p",
+        type=options.number(float, 0.0, 1.0, open_low=True),
+        default=0.85,
+        metavar="P",
+        help="draw among the likeliest codes with this probability in all (0.85)",
+    )
+    group.add_argument(
+        "--repetition_penalty",
+        type=options.number(float, 1.0, 100.0),
+        default=5.0,
+        metavar="X",
+        help="divides the scores of codes that have been spoken (5)",
+    )
+
+
+def resolve(args, count: int) -> tuple[Sampling, list[Path]]:
+    """Checks the flags of --synthesize for `count` texts. Returns how codes are drawn, and the file
+    for each text. Raises `UsageError`."""
+    outputs = [numbered(args.output, number, count) for number in range(1, count + 1)]
+    inputs = options.paths_in(args, "output")
+    for path in outputs:
+        files.require_output(path, "--output", inputs, is_own_speech)
+    sampling = Sampling(
+        args.temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed
+    )
+    return sampling, outputs
+
+
+def numbered(output: str, number: int, count: int) -> Path:
+    """The file for text `number` of `count`: `output` itself, or speech_001.wav and so on."""
+    path = Path(output)
+    if count == 1:
+        return path
+    return path.with_name(f"{path.stem}_{number:03d}{path.suffix or '.wav'}")
+
+
+def write(path: Path, waveform: torch.Tensor, rate: int) -> None:
+    """Writes speech (T,) to --output, if `path` is still what `resolve` allows. Raises `UsageError`
+    and `RunError`."""
+    files.require_output(path, "--output", is_earlier=is_own_speech)
+    try:
+        write_speech(path, int16(waveform), rate)
+    except OSError as error:
+        raise cannot_write(path.parent, error, "--output") from None
+
+
+# --- sentences ------------------------------------------------------------------------------------
+
+
+def split_sentences(text: str, most_tokens: int, count: Callable[[str], int]) -> list[str]:
+    """The sentences of `text`. One with more than `most_tokens`, as `count(piece)` says, is cut
+    after commas, else between words, else within a word, into pieces as long as possible. Nothing
+    but white space is changed or lost. Raises `UsageError` if a single character has too many
+    tokens."""
+    pieces = []
+    for sentence in _cut(CUTS[0], " ".join(text.split())):
+        pieces += _fit(sentence, most_tokens, count, CUTS[1:])
+    return [piece.strip() for piece in pieces if piece.strip()]
+
+
+def _cut(pattern: re.Pattern, text: str) -> list[str]:
+    """The parts of `text`, each with at least a letter or a digit if `text` has any."""
+    parts = []
+    begin = 0  # of the next part
+    searched = 0
+    for match in pattern.finditer(text):
+        if re.search(r"\w", text[searched : match.end()]):
+            parts.append(text[begin : match.end()])
+            begin = match.end()
+        searched = match.end()
+    if not parts or re.search(r"\w", text[begin:]):
+        return [*parts, text[begin:]]
+    return [*parts[:-1], parts[-1] + text[begin:]]
+
+
+def _fit(
+    text: str, most_tokens: int, count: Callable[[str], int], cuts: tuple[re.Pattern, ...]
+) -> list[str]:
+    """Pieces of `text` that are as long as `most_tokens` allow, cut by the first of `cuts` that is
+    fine enough."""
+    if count(text.strip()) <= most_tokens:
+        return [text]
+    if len(text) == 1:
+        raise UsageError(
+            f"the character {text!r} has more than {most_tokens} tokens: use another vocabulary"
+        )
+    pieces = []
+    piece = ""
+    for part in _cut(cuts[0], text) if cuts else text:
+        if count((piece + part).strip()) <= most_tokens:
+            piece += part
+            continue
+        if piece:
+            pieces.append(piece)
+        *rest, piece = _fit(part, most_tokens, count, cuts[1:])
+        pieces += rest
+    return [*pieces, piece]
+
+
+# --- voices and texts -----------------------------------------------------------------------------
+
+
+def read_references(paths: list[str], device: torch.device) -> list[torch.Tensor]:
+    """The clips (T,) of --speaker_wav at 22.05 kHz. Raises `UsageError` and `DataError`."""
+    for path in paths:
+        if not os.path.isfile(path):
+            raise UsageError(f"--speaker_wav {path}: no such file")
+    clips = [read_audio(path, SAMPLE_RATE).to(device) for path in paths]
+    for path, clip in zip(paths, clips, strict=True):
+        if len(clip) < SHORTEST_SECONDS * SAMPLE_RATE:
+            raise UsageError(f"--speaker_wav {path}: it is shorter than {SHORTEST_SECONDS} s")
+    return clips
+
+
+def speakers_of(corpus: Corpus) -> dict[str, tuple[np.ndarray, int]]:
+    """A reference clip of each speaker, the one that is nearest to 10 s: int16 samples (T,) and Hz.
+    Who speaks most is the first. Prints who has no clip that is long enough for a voice."""
+    off = np.abs(corpus.seconds - EXPORTED_SECONDS)
+    best: dict[str, int] = {}
+    spoken: Counter[str] = Counter()
+    for index, speaker in enumerate(corpus.speakers):
+        name = speaker or "speaker"
+        spoken[name] += corpus.seconds[index]
+        if name not in best or off[index] < off[best[name]]:
+            best[name] = index
+    clips = {}
+    for name, _ in spoken.most_common():
+        clip = read_utterance(corpus, best[name], SAMPLE_RATE)
+        if len(clip) >= SHORTEST_SECONDS * SAMPLE_RATE:
+            clips[name] = int16(clip), SAMPLE_RATE
+    if short := ", ".join(name for name in best if name not in clips):
+        print(f"no voice for {short}: no clip of {SHORTEST_SECONDS} s")
+    return clips
+
+
+def named_clips(paths: list[str]) -> dict[str, tuple[np.ndarray, int]]:
+    """The clips of --speaker_wav as `speakers_of` returns them, by the names of the files. Raises
+    `UsageError` and `DataError`."""
+    files_of: dict[str, str] = {}
+    for path in paths:
+        name = Path(path).stem
+        if other := files_of.get(name):
+            raise UsageError(
+                f"--speaker_wav {other} and {path}: both would be the voice {name}; rename one"
+            )
+        files_of[name] = path
+    clips = read_references(paths, torch.device("cpu"))
+    return {name: (int16(clip), SAMPLE_RATE) for name, clip in zip(files_of, clips, strict=True)}
+
+
+def to_export(
+    synthesiser: Synthesiser, clips: dict[str, tuple[np.ndarray, int]]
+) -> dict[str, Speaker]:
+    """What `speakers_of` or `named_clips` returned, with what the model hears of each voice."""
+    device = next(synthesiser.model.parameters()).device
+    speakers = {}
+    for name, (samples, rate) in clips.items():
+        voice = voice_of(synthesiser, [torch.from_numpy(samples).to(device) / 2**15])
+        speakers[name] = Speaker(samples, rate, voice.latents, voice.speaker)
+    return speakers
+
+
+def voice_of(synthesiser: Synthesiser, waveforms: Sequence[torch.Tensor]) -> Voice:
+    """The voice of reference clips (T,) at 22.05 kHz on the model's device. Raises `UsageError` if
+    they are too short."""
+    frozen = synthesiser.frozen
+    lengths = synthesiser.lengths
+    clips = [waveform[: lengths.max_ref_len * SAMPLE_RATE] for waveform in waveforms]
+    latents = latents_of(synthesiser.model, frozen.conditioning_mel, torch.cat(clips), lengths)
+    return Voice(latents, frozen.speaker(clips) if frozen.vocoder else None)
+
+
+@torch.no_grad()
+def latents_of(
+    model,
+    mel: Callable[[torch.Tensor], torch.Tensor],
+    waveform: torch.Tensor,
+    lengths: Conditioning,
+) -> torch.Tensor:
+    """Conditioning latents (1, L, d) of a voice from reference clips in a row (T,) at 22.05 kHz:
+    the mean over chunks of the first seconds, as in Coqui's code. `mel` maps (1, T) to
+    "conditioning" features (1, M, F). A remainder of at least 0.33 s is a chunk without padding; a
+    shorter one is ignored. Raises `UsageError` if there is no chunk."""
+    heard = waveform[: lengths.gpt_cond_len * SAMPLE_RATE]
+    chunks = [
+        chunk
+        for chunk in heard.split(lengths.gpt_cond_chunk_len * SAMPLE_RATE)
+        if len(chunk) >= SHORTEST_SECONDS * SAMPLE_RATE
+    ]
+    if not chunks:
+        raise UsageError(
+            f"the reference audio is shorter than {SHORTEST_SECONDS} s: give a longer --speaker_wav"
+        )
+    return torch.stack([model.condition(mel(chunk[None])) for chunk in chunks]).mean(0)
+
+
+@torch.no_grad()
+def speak(
+    synthesiser: Synthesiser,
+    lines: Sequence[str],
+    voice: Voice,
+    settings: Sampling,
+    language: str | None = None,
+) -> Iterator[torch.Tensor]:
+    """Texts as samples (T,) at `frozen.rate`, in order. Sentences of several texts are sampled
+    together, which changes none of them."""
+    model = synthesiser.model
+    frozen = synthesiser.frozen
+    for part in _parts([_sentences(synthesiser, line, language) for line in lines]):
+        texts, tokens = zip(
+            *(sentence for sentences in part for sentence in sentences), strict=True
+        )
+        spoken = decoding.sample(model, model.config, voice.latents, tokens, settings, texts)
+        spoken = iter(spoken)
+        for sentences in part:
+            waveforms = [_waveform(frozen, next(spoken), voice) for _ in sentences]
+            yield join(waveforms, frozen.rate)
+
+
+def _sentences(
+    synthesiser: Synthesiser, text: str, language: str | None
+) -> list[tuple[str, list[int]]]:
+    """The sentences of a text, as they are read, with their tokens."""
+
+    def encode(sentence: str) -> list[int]:
+        return synthesiser.texts.encode_read(sentence, language)
+
+    read = synthesiser.texts.read(text, language)
+    sentences = split_sentences(read, synthesiser.longest, lambda piece: len(encode(piece)))
+    return [(sentence, encode(sentence)) for sentence in sentences]
+
+
+def _parts(lines: list[list]) -> Iterator[list[list]]:
+    """Texts, given as lists of sentences, in parts of at least TOGETHER sentences. Those of similar
+    lengths can be sampled together then, and the first text is spoken soon."""
+    part = []
+    for sentences in lines:
+        part.append(sentences)
+        if sum(map(len, part)) >= TOGETHER:
+            yield part
+            part = []
+    if part:
+        yield part
+
+
+def _waveform(frozen: Frozen, speech: Speech, voice: Voice) -> torch.Tensor:
+    if not len(speech.codes):
+        return voice.latents.new_zeros(0)
+    if frozen.vocoder:
+        return frozen.vocoder(speech.latents[None], voice.speaker)[0]
+    return frozen.resynthesise(speech.codes)
+
+
+# --- waveforms ------------------------------------------------------------------------------------
+
+
+def finish(waveform: torch.Tensor, rate: int) -> torch.Tensor:
+    """A waveform (T,) whose end is cut 0.3 s after it becomes quiet, and whose last 5 ms are faded
+    out."""
+    size = round(FRAME_SECONDS * rate)
+    frames = F.pad(waveform, (0, -len(waveform) % size)).view(-1, size)
+    levels = frames.square().mean(1).sqrt()
+    end = 0
+    if len(levels):
+        loud = (levels > max(SILENT, QUIET * float(levels.max()))).nonzero()
+        end = (int(loud[-1]) + 1) * size if len(loud) else 0
+    waveform = waveform[: end + round(QUIET_SECONDS * rate)].clone()
+    fade = min(len(waveform), round(FADE_SECONDS * rate))
+    factors = torch.linspace(1, 0, fade + 1, dtype=waveform.dtype, device=waveform.device)
+    waveform[len(waveform) - fade :] *= factors[1:]
+    return waveform
+
+
+def join(waveforms: Sequence[torch.Tensor], rate: int) -> torch.Tensor:
+    """The finished waveforms (T,) of sentences as one."""
+    return torch.cat([finish(waveform, rate) for waveform in waveforms])
+
+
+# --- held-out sentences ---------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def speak_corpus(
+    folder: Path,
+    synthesiser: Synthesiser,
+    corpus: Corpus,
+    references: dict[str, tuple[np.ndarray, int]],
+    settings: Sampling,
+) -> str:
+    """Speaks the sentences of a corpus with the voices of `references`, {speaker: (int16 samples,
+    Hz)}, and makes their recordings anew from their codes. Writes wav files into `folder`, and the
+    manifests reference.csv, resynthesis.csv and synthesis.csv. Returns a message, with the
+    similarity of the voices if there is a speaker encoder. Raises `RunError` if the files cannot be
+    written."""
+    frozen = synthesiser.frozen
+    device = next(synthesiser.model.parameters()).device
+    voices: dict[str, Voice] = {}
+    rows = {kind: [] for kind in KINDS}
+    clips: dict[str, tuple[np.ndarray, int]] = {}
+    similarities = []
+    for index in range(len(corpus)):
+        text = corpus.texts[index]
+        name = corpus.speakers[index] or "speaker"
+        if name not in voices:
+            samples, _ = references.get(name) or next(iter(references.values()))
+            reference = torch.from_numpy(samples).to(device) / 32768
+            voices[name] = voice_of(synthesiser, [reference])
+        recording = read_utterance(corpus, index, SAMPLE_RATE).to(device)
+        codes = frozen.codes(recording[None])[0, : code_count(len(recording))]
+        most = max(SHORTEST_LIMIT, LIMIT * len(codes))
+        limited = replace(settings, max_codes=min(most, settings.max_codes))
+        language = corpus.languages[index]
+        [spoken] = speak(synthesiser, [text], voices[name], limited, language)
+        if frozen.vocoder and len(spoken) > frozen.rate // 2:
+            heard = frozen.speaker([spoken], frozen.rate)
+            similarities.append(float(F.cosine_similarity(heard, voices[name].speaker)[0]))
+        outputs = {
+            "reference": (recording, SAMPLE_RATE),
+            "resynthesis": (frozen.resynthesise(codes), SAMPLE_RATE),
+            "synthesis": (spoken, frozen.rate),
+        }
+        for kind, (waveform, rate) in outputs.items():
+            file = clip_name(index, kind)
+            rows[kind].append((file, text, name))
+            clips[file] = int16(waveform), rate
+    write_corpus(folder, clips, rows)
+    message = (
+        f"{len(corpus)} held-out sentences spoken: {folder}/*_synthesis.wav; manifests beside them"
+    )
+    if similarities:
+        mean = sum(similarities) / len(similarities)
+        message += (
+            f"\nspeaker similarity: {mean:.2f} (cosine between vectors of the speaker encoder)"
+        )
+    return message
+
+
+def clip_name(index: int, kind: str) -> str:
+    """The file of a held-out sentence, one of KINDS."""
+    return f"{index + 1:03d}_{kind}.wav"
+
+
+def folder_of(output_dir: str | Path) -> Path:
+    """Where the held-out sentences of a run are spoken: in OUTPUT_DIR/speech or, if that is
+    somebody else's (recordings of the user or, in this project's own folder, its code), in
+    OUTPUT_DIR/speech-2."""
+    names = ("speech", *(f"speech-{number}" for number in range(2, 100)))
+    for folder in (Path(output_dir).absolute() / name for name in names):
+        is_own = not folder.is_symlink() and made_from(folder) == MADE_BY
+        if is_own or not os.path.lexists(folder):
+            break
+    return folder
+
+
+def write_corpus(
+    folder: Path,
+    clips: dict[str, tuple[np.ndarray, int]],
+    rows: dict[str, list[tuple[str, str, str]]],
+) -> None:
+    """Writes `clips`, {file: (int16 samples, Hz)}, and a manifest of each kind of `rows` (file,
+    text, speaker) in a new `folder`. An earlier one is replaced if nobody has changed it, and moved
+    to earlier-N/ otherwise. Raises `RunError`."""
+
+    def fill(aside: Path) -> None:
+        for file, (samples, rate) in clips.items():
+            write_wav(aside / file, samples, rate)
+        for kind, lines in rows.items():
+            table = ["|".join(map(_cell, row)) for row in (HEADER, *lines)]
+            files.write_text(aside / f"{kind}.csv", "\n".join(table) + "\n")
+
+    try:
+        if not is_replaceable(folder):
+            name = files.move_aside([folder], [folder.parent])
+            print(f"{folder}: what was there was moved to {folder.parent / name}/")
+        write_folder(folder, fill, MADE_BY)
+    except OSError as error:
+        raise cannot_write(folder, error, "--output_dir") from None
+
+
+def _cell(text: str) -> str:
+    """A text as a cell of a manifest, in one line."""
+    return " ".join(text.replace("|", " ").split())

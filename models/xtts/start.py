@@ -1,0 +1,505 @@
+"""What XTTS adds to `models.released`: flags, the record of a model, its frozen parts, exports."""
+
+import argparse
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from torch import nn
+
+from common import checkpoint, options, records
+from common.checkpoint import Saved
+from common.errors import UsageError
+from common.parts import lora
+from models import card, released
+from models.released import Forms, Origin
+from models.xtts import cleaners, codec_training, formats, frozen, new_tokens, texts
+from models.xtts.frozen import Frozen
+from models.xtts.model import GPT, Conv1D
+from models.xtts.tokenizer import LANGUAGE, Vocabulary, new_vocabulary
+
+DVAE_FOLDER = "dvae"  # beside the checkpoints of a model from scratch
+OF_DVAE = "it is of the DVAE's training; name a checkpoint or weights in the folder above it"
+DVAE_UPDATES = codec_training.STEPS["dvae"]
+FORMS = Forms(
+    family="XTTS-v2",
+    folder=f"a folder with Coqui's {', '.join(formats.FILES)}",
+    file="",
+    exported="that Coqui's XTTS loads",
+    fetch="hf download coqui/XTTS-v2 --local-dir XTTS-v2",
+    peft=False,
+)
+CARD = card.Form(
+    library="coqui",
+    task=card.SYNTHESIS,
+    family="XTTS-v2",
+    use="""
+from TTS.tts.configs.xtts_config import XttsConfig
+from TTS.tts.models.xtts import Xtts
+
+config = XttsConfig()
+config.load_json("FOLDER/config.json")
+model = Xtts.init_from_config(config)
+model.load_checkpoint(config, checkpoint_dir="FOLDER")
+latents, speaker = model.get_conditioning_latents(
+    ["voice.wav"],
+    max_ref_length=config.max_ref_len,
+    gpt_cond_len=config.gpt_cond_len,
+    gpt_cond_chunk_len=config.gpt_cond_chunk_len,
+)
+wav = model.inference("TEXT", "LANGUAGE", latents, speaker)["wav"]  # 24 kHz
+""",
+)
+QUERIES = ("attn.c_attn", "to_q", "to_kv")
+ATTENTION = (*QUERIES, "attn.c_proj", "to_out")
+ADAPTED = {
+    "q,v": QUERIES,
+    "attention": ATTENTION,
+    "linear": ("",),
+}  # ends of names, for --lora_targets
+WHOLE = ("text_embedding.", "text_head.")
+POSITIONS = ("text_pos_embedding.emb", "mel_pos_embedding.emb")
+SIZED = ("d_model",)  # what tells the sizes of --model_size apart
+# Rows of the text embedding.
+VERSIONS = {"v2.0.0": 6153, "v2.0.1": 6153, "v2.0.2": 6681, "v2.0.3": 6681}
+# The shortest and longest conditioning slice, samples.
+SLICES = {"full": (66_150, 132_300), "demo": (11_025, 22_050)}
+FINE_TUNING_RATE = 5e-6
+SCRATCH_RATE = 2e-3
+NEW_ROWS_RATE = 1e-4  # of tokens that are new in a released model
+TEXT_FLAGS = {"use_amharic_g2p", "extend_vocab"}
+
+EXCLUDES = (
+    ("custom_model", "from_scratch", "the first is an already tuned model; leave one of them out"),
+    ("synthesize", "export", "give one of them"),
+    ("evaluate", "export", "give one of them"),
+    ("show_text", "export", "give one of them"),
+    ("condition", options.COMMAND, options.TRAINS),
+    *released.EXCLUDES,
+    *texts.EXCLUDES,
+)
+NEEDS = (
+    *released.NEEDS,
+    ("adapter", ("synthesize", "evaluate", "export"), "--init_from trains them"),
+    ("custom_model", ("model_dir",), "it holds the GPT only"),
+    ("model_size", ("from_scratch",), ""),
+    *texts.NEEDS,
+)
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a checkpoint says about its GPT."""
+
+    stage: Annotated[str, {"gpt"}, OF_DVAE]
+    config: dict  # see `formats.CONFIG`
+    vocab: str  # text of vocab.json
+    language: str  # of rows without a language
+    carried: bool  # the language's token follows English's
+    text: texts.TextOptions
+    reads_stop: bool  # the codes follow the text's STOP in training
+    condition: Annotated[str, {"same", "other"}]  # --condition
+    slice: tuple[int, int]  # the shortest and longest conditioning slice, samples
+    pretrained: bool  # began from released weights
+    settings: dict  # config.json of the released model
+    licence: bool  # the weights derive from Coqui's
+    model_dir: str | None  # the folder of the frozen parts; None: random ones
+    dvae: str  # `digest` of the DVAE
+    new_tokens: int = 0  # the last ones, which the released vocabulary lacked
+
+
+@dataclass(frozen=True)
+class Options:
+    """The model to start from, as the flags ask. `recipe`: its name in checkpoints; `planned`: this
+    is a dry run."""
+
+    origin: Origin
+    recipe: str
+    custom_model: str | None
+    language: str
+    version: str | None
+    condition: str | None
+    text: texts.TextOptions
+    planned: bool
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+def add_arguments(parser) -> None:
+    group = released.add_arguments(parser, FORMS, formats.SIZES, "demo")
+    group.add_argument(
+        "--custom_model",
+        type=options.optional_path,
+        metavar="FILE",
+        help="take the GPT from an already tuned .pth, and the rest from --model_dir",
+    )
+    group.add_argument(
+        "--language",
+        default="am",
+        metavar="CODE",
+        help="language of the texts; one that the vocabulary lacks gets a token (am)",
+    )
+    group.add_argument(
+        "--condition",
+        choices=["same", "other"],
+        help=(
+            "the voice comes from the clip that is learned, or from another one of its speaker"
+            " (same; other from scratch)"
+        ),
+    )
+    group.add_argument(
+        "--version",
+        choices=list(VERSIONS),
+        help="the version that the weights should have; another is an error",
+    )
+    texts.add_arguments(parser)
+    add_other_names(parser)
+
+
+def add_other_names(parser) -> None:
+    """The names that the flags have in the project that this recipe replaces."""
+
+    def add(name: str, **settings) -> None:
+        parser.add_argument(
+            name,
+            default=argparse.SUPPRESS,
+            help=(
+                "another name of the flag without enable_ or of --train_manifest, --val_manifest,"
+                " --output_dir, --gradient_accumulation_steps"
+            ),
+            **settings,
+        )
+
+    add("--enable_sdpa", dest="sdpa", action=options.OnOff)
+    add("--enable_grad_checkpoint", dest="gradient_checkpointing", action=options.OnOff)
+    add(
+        "--enable_mixed_precision",
+        dest="mixed_precision",
+        action="store_const",
+        const="auto",
+    )
+    add("--train_csv", dest="train_manifest", type=options.path, metavar="FILE")
+    add("--eval_csv", dest="val_manifest", type=options.path, metavar="FILE")
+    add("--output_path", dest="output_dir", type=options.path, metavar="DIR")
+    add(
+        "--grad_acumm",
+        dest="gradient_accumulation_steps",
+        type=options.POSITIVE,
+        metavar="N",
+    )
+
+
+def resolve(args, is_demo: bool, recipe: str) -> Options:
+    """Checks these flags and returns what they ask for. Raises `UsageError`."""
+    language = texts.code_of(args.language)
+    if not LANGUAGE.fullmatch(f"[{language}]"):
+        raise UsageError(f"--language {args.language[:40]}: it must be a code such as am or en")
+    origin = released.resolve(args, FORMS, formats.SIZES, "demo", is_demo)
+    if args.extend_vocab and released.exports_only(origin):
+        raise UsageError(
+            "--extend_vocab is for training, and --export alone trains nothing: add"
+            " --train_manifest"
+        )
+    if origin.may_be_random and not origin.resume:
+        require_vocoder(origin, origin.size)
+    text = texts.resolve(args, language)
+    is_read = args.synthesize or args.show_text or TEXT_FLAGS & args.given
+    if origin.path and not args.train_manifest and not args.test_manifest and not is_read:
+        # A released vocabulary lacks the letters of the demo's texts.
+        text = replace(text, g2p=language == texts.AMHARIC)
+    return Options(
+        origin=origin,
+        recipe=recipe,
+        custom_model=args.custom_model,
+        language=language,
+        version=args.version,
+        condition=args.condition,
+        text=text,
+        planned=options.plans(args),
+    )
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def family(asked: Options) -> released.Family:
+    return released.Family(
+        model_info=ModelInfo,
+        read=functools.partial(read, asked),
+        network=lambda info: GPT(info.config),
+        check=check_info,
+        conflicts=functools.partial(conflicts, asked),
+        layers=adapted_layers,
+    )
+
+
+def adapted_layers(info: ModelInfo, targets: str) -> lora.Layers:
+    """The layers that --lora_targets means. A layer of GPT-2 has queries, keys and values in one.
+    The text embedding and head, whose tokens may be new, are trained whole."""
+    with torch.device("meta"):
+        model = GPT(info.config)
+    adapted = []
+    for name, module in model.named_modules():
+        is_linear = isinstance(module, Conv1D | nn.Linear)
+        if is_linear and name.endswith(ADAPTED[targets]) and not f"{name}.".startswith(WHOLE):
+            adapted.append(name)
+    return lora.Layers(adapted, WHOLE, kept=POSITIONS, transposed=("c_attn", "c_fc", "c_proj"))
+
+
+def choose(
+    asked: Options,
+    resumed: Saved | None,
+    initial: Saved | None,
+    train_dvae: Callable[[dict], Path],
+) -> tuple[ModelInfo, dict[str, torch.Tensor] | None, Frozen]:
+    """The model to be trained: its info, the GPT's weights (None if they are random or the loop
+    loads them), and the frozen parts. `resumed` and `initial` are the checkpoints of --resume and
+    --init_from. `train_dvae(config)` returns the folder of a DVAE for a new model without a
+    vocoder; a dry run has a random one. Raises `UsageError`."""
+    create = functools.partial(new_info, asked, train_dvae)
+    info, weights = released.choose(asked.origin, family(asked), resumed, initial, create)
+    if initial:
+        check_initial(initial, info)
+    return info, weights, frozen_parts(asked, info)
+
+
+def use(asked: Options) -> tuple[ModelInfo, dict[str, torch.Tensor], Frozen, Saved | None]:
+    """A model that is not trained further: its info, the GPT's weights, the frozen parts, and the
+    checkpoint that it is from, None for a released model. Raises `UsageError`."""
+    info, weights, saved = released.use(asked.origin, family(asked), asked.recipe)
+    return info, weights, frozen_parts(asked, info), saved
+
+
+def known_info(asked: Options) -> tuple[ModelInfo | None, Saved | None]:
+    """The info of the model that the flags name, if they name one, and the checkpoint that it is
+    from. Raises `UsageError`."""
+    if asked.origin.resume == "auto" or not (asked.origin.resume or asked.origin.path):
+        return None, None
+    info, _, saved = released.use(asked.origin, family(asked), asked.recipe)
+    return info, saved
+
+
+def read(asked: Options, folder: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+    """The info and the GPT's weights of a released model, with a token for the language."""
+    groups, config, extras = formats.read_model(folder)
+    if asked.version and VERSIONS[asked.version] != config["text_tokens"]:
+        raise UsageError(
+            f"--version {asked.version}: its vocabulary has {VERSIONS[asked.version]} tokens, and"
+            f" these weights have {config['text_tokens']}"
+        )
+    weights = groups["gpt"]
+    if asked.custom_model:
+        weights = formats.read_custom(asked.custom_model, config)
+    info = ModelInfo(
+        stage="gpt",
+        config=config,
+        vocab=extras["vocab"],
+        language=asked.language,
+        carried=False,
+        text=new_text(asked),
+        reads_stop=False,
+        condition=asked.condition or "same",
+        slice=SLICES["full"],
+        pretrained=True,
+        settings=extras["config"],
+        licence=extras["licence"] or asked.custom_model is not None,
+        model_dir=os.path.abspath(folder),
+        dvae=frozen.digest(groups["dvae"]),
+    )
+    return new_tokens.add_language(info, weights)
+
+
+def new_info(asked: Options, train_dvae: Callable[[dict], Path]) -> ModelInfo:
+    """The info of a model from scratch, after the training of its DVAE."""
+    config = asked.origin.size
+    require_vocoder(asked.origin, config)
+    vocab = new_vocabulary(texts.CHARACTERS, [texts.CARRIER, asked.language], config["text_tokens"])
+    if config["hifigan"] or asked.planned:
+        folder = None
+        groups = frozen.random_groups(config)
+    else:
+        folder = os.path.abspath(train_dvae(config))
+        groups, _ = read_dvae(asked.recipe, config, [Path(folder)])
+    return ModelInfo(
+        stage="gpt",
+        config={**config, "start_text": Vocabulary(vocab).start},
+        vocab=vocab,
+        language=asked.language,
+        carried=asked.language != texts.CARRIER,
+        text=new_text(asked),
+        reads_stop=True,
+        condition=asked.condition or "other",
+        slice=SLICES[asked.origin.size_name],
+        pretrained=False,
+        settings={},
+        licence=False,
+        model_dir=folder,
+        dvae=frozen.digest(groups["dvae"]),
+    )
+
+
+def new_text(asked: Options) -> texts.TextOptions:
+    """How a new model reads, whose vocabulary is not extended yet."""
+    return replace(asked.text, extend_vocab=None, vocab_size=texts.VOCAB_SIZE)
+
+
+def check_info(info: ModelInfo, name: str) -> None:
+    """Raises `UsageError` if the configuration and the vocabulary in a checkpoint do not fit
+    together."""
+    formats.check_config(info.config, name)
+    size = Vocabulary(info.vocab).size
+    if size != info.config["text_tokens"]:
+        raise UsageError(
+            f"{name}: the model has {info.config['text_tokens']} text tokens, and its vocabulary"
+            f" {size}"
+        )
+
+
+def conflicts(asked: Options, info: ModelInfo, saved: Saved) -> list[str]:
+    """The flags that contradict a checkpoint, each with what the checkpoint has instead."""
+    origin = asked.origin
+    if not info.pretrained and info.model_dir:
+        origin = replace(origin, path=None)  # --model_dir names the folder of the model's own DVAE
+    found = released.conflicts(origin, info, SIZED)
+    if "language" in origin.given and asked.language != info.language:
+        found.append(f"--language {asked.language} (the checkpoint has {info.language})")
+    if asked.condition not in (None, info.condition):
+        found.append(f"--condition {asked.condition} (the checkpoint has {info.condition})")
+    return found + texts.conflicts(origin.given, asked.text, info.text)
+
+
+def check_initial(initial: Saved, info: ModelInfo) -> None:
+    """Raises `UsageError` if the model of --init_from has learned other codes."""
+    other = records.read(ModelInfo, initial.model_info, initial.path)
+    if info.dvae not in ("", other.dvae):
+        raise UsageError(
+            f"--init_from {initial.path}: its model has learned the codes of another DVAE; name the"
+            " same --model_dir"
+        )
+
+
+def vocabulary(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
+    """What the rows of the text embedding and head mean, here and in the weights of --init_from."""
+    if initial is None:
+        return None
+    before = records.read(ModelInfo, initial.model_info, initial.path)
+    names = [Vocabulary(each.vocab).tokens() for each in (info, before)]
+    return checkpoint.Vocabulary(new_tokens.TEXT_ROWS, *names)
+
+
+def new_rows(info: ModelInfo, initial: Saved | None) -> dict[str, list[int]]:
+    """The rows of tokens that the released vocabulary lacked, and that the weights of --init_from
+    have not learned: {parameter: row numbers}."""
+    size = info.config["text_tokens"]
+    rows = range(size - info.new_tokens, size)
+    if named := vocabulary(info, initial):
+        known = set(named.saved)
+        rows = [row for row in rows if named.tokens[row] not in known]
+    return {name: list(rows) for name in new_tokens.TEXT_ROWS} if rows else {}
+
+
+def learning_rate(info: ModelInfo) -> float:
+    return FINE_TUNING_RATE if info.pretrained else SCRATCH_RATE
+
+
+# --- frozen parts and exports ---------------------------------------------------------------------
+
+
+def frozen_parts(asked: Options, info: ModelInfo) -> Frozen:
+    """The parts that the GPT was trained with. Prints the licence of released ones. Raises
+    `UsageError`."""
+    origin = asked.origin
+    require_vocoder(origin, info.config)
+    folder = origin.path or info.model_dir
+    if origin.export and folder:
+        released.refuse_overlap(origin.export, folder)
+    if info.pretrained:
+        if not os.path.isdir(folder):
+            raise UsageError(
+                f"the frozen parts come from {folder}, which is not there: name the folder with"
+                " --model_dir"
+            )
+        groups = formats.read_frozen(folder, info.config)
+    elif folder is None:
+        groups = frozen.random_groups(info.config)
+    else:
+        folders = [Path(folder)]
+        if not origin.path:
+            # The run's folder may have moved, or the GPT alone: to abandoned-1/.
+            place = checkpoints_of(origin)
+            folders = [place / DVAE_FOLDER, place.parent / DVAE_FOLDER, *folders]
+        groups, coder = read_dvae(asked.recipe, info.config, folders, info.dvae)
+        if coder.updates < DVAE_UPDATES:
+            print(
+                f"warning: the DVAE of this model had {coder.updates} of {DVAE_UPDATES} updates, so"
+                " speech is rough; a new --output_dir trains another"
+            )
+    if frozen.digest(groups["dvae"]) not in ("", info.dvae):
+        raise UsageError(
+            "the DVAE is not the one that this GPT learned the codes of: name the same --model_dir"
+            " as before"
+        )
+    if info.licence:
+        print(formats.LICENCE)
+    return frozen.make_frozen(info.config, groups)
+
+
+def checkpoints_of(origin: Origin) -> Path:
+    """The folder of the checkpoint that is resumed, or of this run's."""
+    return origin.checkpoint_dir if origin.resume in (None, "auto") else Path(origin.resume).parent
+
+
+def read_dvae(
+    recipe: str, config: dict, folders: list[Path], wanted: str = ""
+) -> tuple[dict, codec_training.ModelInfo]:
+    """The DVAE in the first of `folders` that has one with the digest `wanted`, else in the first
+    that has one. Raises `UsageError`."""
+    shapes = formats.expected_shapes(config)["dvae"]
+    there = [folder for folder in folders if (folder / "best.safetensors").exists()]
+    first = None
+    for folder in there or folders[-1:]:
+        found = codec_training.read_dvae(recipe, config, folder, shapes)
+        first = first or found
+        if frozen.digest(found[0]["dvae"]) == wanted:
+            return found
+    return first
+
+
+def require_vocoder(origin: Origin, config: dict) -> None:
+    """Raises `UsageError` if --export is given for a model without a vocoder."""
+    if origin.export and not config["hifigan"]:
+        raise UsageError(
+            "--export: the model has no vocoder, which Coqui's XTTS needs; a released model has one"
+        )
+
+
+def export(
+    folder: str,
+    info: ModelInfo,
+    weights: dict[str, torch.Tensor],
+    parts: Frozen,
+    speakers: dict,
+    about: card.About,
+) -> None:
+    """Writes a model as a folder for Coqui, with a model card. `speakers`: see `formats.export`."""
+    groups = {"gpt": weights, **parts.groups()}
+    extras = {"config": info.settings, "vocab": info.vocab, "licence": info.licence}
+    about = replace(
+        about,
+        base=about.base or info.model_dir,
+        languages=tuple(about.languages or (info.language,)),
+        is_new=not info.pretrained,
+        licence=card.CPML if info.licence else None,
+    )
+    # Coqui's code refuses a language that it does not know, and reads a token in the text.
+    is_known = info.language in cleaners.LANGUAGES
+    use = CARD.use.replace("LANGUAGE", info.language if is_known else "en")
+    use = use.replace("TEXT", "TEXT" if is_known else f"[{info.language}]TEXT")
+    text = card.readme(Path(folder).resolve().name, about, replace(CARD, use=use))
+    names = formats.export(folder, groups, info.config, extras, speakers, text)
+    print(f"exported to {folder}: {', '.join(names)}")

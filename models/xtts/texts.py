@@ -1,0 +1,406 @@
+"""Texts as XTTS reads them: in lower case, without double quotes, with numbers in words, then
+tokens.
+
+Languages that Coqui speaks are written as its tokenizer does (`cleaners`). Others are written here,
+so that it leaves them as they are: an export gets the tokens that were trained. The released
+vocabulary has no Ethiopic letters. Amharic is read as phonemes in Latin letters that it has
+(--use_amharic_g2p), or the vocabulary is extended by Ethiopic characters, or by these and pieces of
+words (--extend_vocab, see `new_tokens`)."""
+
+import math
+import os
+import re
+import sys
+import unicodedata
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+import numpy as np
+
+from common import files, options
+from common.errors import UsageError
+from models.xtts import cleaners
+from models.xtts.tokenizer import MOST_TOKENS, Vocabulary
+from speech import amharic
+from speech.data.columns import Corpus, Strings
+from speech.data.manifest import check_encoding
+from speech.writing.text import normalise
+from speech.writing.unknown import check_unknown, named
+
+AMHARIC = "am"
+OTHER_NAMES = {
+    "amh": "am", "amharic": "am", "ara": "ar", "ces": "cs", "cze": "cs", "deu": "de", "ger": "de",
+    "eng": "en", "spa": "es", "fra": "fr", "fre": "fr", "hin": "hi", "hun": "hu", "ita": "it",
+    "ben": "bn", "fas": "fa", "per": "fa", "swa": "sw", "swh": "sw", "ukr": "uk", "vie": "vi",
+    "jpn": "ja", "kor": "ko", "nld": "nl", "dut": "nl", "pol": "pl", "por": "pt", "rus": "ru",
+    "tur": "tr", "zh": "zh-cn", "zho": "zh-cn", "chi": "zh-cn", "cmn": "zh-cn",
+}  # fmt: skip
+# Coqui speaks a language that it does not know as English text that begins with the new token.
+CARRIER = "en"
+KINDS = ("characters", "bpe")  # of --extend_vocab
+VOCAB_SIZE = 2000
+PHONEMES = "abcdefghijklmnopqrstuvwxyzäəčšžñı'"
+# The characters of a model from scratch.
+CHARACTERS = "".join(map(chr, range(0x1200, 0x1380))) + "'.,;:?!-" + PHONEMES
+ETHIOPIC = re.compile(amharic.ETHIOPIC)
+# Of languages that Coqui does not speak: quotes, and marks that stand for others.
+MARKS = str.maketrans({**dict.fromkeys('"“”„‟«»‹›〝〞＂'), **dict.fromkeys("’‘", "'"), "…": "..."})
+WITH_DOTLESS = ("az", "crh", "kaa", "tt")  # languages whose I becomes ı
+# Not heard, above all emoji, and what shapes or combines glyphs.
+UNHEARD = ("So", "Sk", "Me", "Cc", "Cf", "Cn", "Co", "Cs")
+VARIANTS = range(0xFE00, 0xFE10)  # select the glyph of the character before
+SIGNS = re.compile(f"[0-9{cleaners.SIGNS}€¥₦₩₪₫₹₺₽+=×÷±¼½¾²³]")  # they are spoken as words
+FILE = re.compile(r"\S+\.(txt|csv|tsv|json)")  # an argument that must be the name of a file
+
+_LATER = "the vocabulary of a trained model is not extended; leave it out"
+EXCLUDES = (
+    ("extend_vocab", "use_amharic_g2p", "phonemes need no new tokens; give one of them"),
+    *(("extend_vocab", goal, _LATER) for goal in ("synthesize", "evaluate", "show_text")),
+    *(("vocab_size", goal, _LATER) for goal in ("synthesize", "evaluate", "show_text")),
+)
+NEEDS = (
+    ("lexicon", ("use_amharic_g2p",), ""),
+    ("epenthesis", ("use_amharic_g2p",), ""),
+    ("epenthesis False", ("use_amharic_g2p",), ""),
+    ("vocab_size", ("extend_vocab bpe",), ""),
+)
+
+
+def _are_words(lexicon: dict) -> bool:
+    return all(type(word) is str is type(sounds) for word, sounds in lexicon.items())
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How a model reads texts: the flags of a new model, and what its checkpoints keep.
+    `extend_vocab` is None or one of `KINDS`; `vocab_size` limits the new tokens of "bpe"."""
+
+    g2p: bool = False
+    epenthesis: bool = True
+    lexicon: Annotated[dict, _are_words] = field(default_factory=dict)
+    extend_vocab: Annotated[str | None, (type(None), {*KINDS})] = None
+    vocab_size: int = VOCAB_SIZE
+
+
+def add_arguments(parser) -> None:
+    group = parser.add_argument_group("text (of a new model; a checkpoint keeps how it reads)")
+    group.add_argument(
+        "--use_amharic_g2p",
+        action=options.OnOff,
+        help=(
+            "read Amharic as phonemes in Latin letters, which the released vocabulary has (off: as"
+            " it is written, with numbers in words)"
+        ),
+    )
+    group.add_argument(
+        "--lexicon",
+        type=options.path,
+        metavar="FILE",
+        help=(
+            "with --use_amharic_g2p: pronunciations of words, above all their long consonants,"
+            " which are not written"
+        ),
+    )
+    group.add_argument(
+        "--epenthesis",
+        action=options.OnOff,
+        default=True,
+        help="with --use_amharic_g2p: write the vowel ı that breaks up clusters of consonants (on)",
+    )
+    group.add_argument(
+        "--extend_vocab",
+        choices=KINDS,
+        help=(
+            "add to the vocabulary the characters of the training texts that it lacks; bpe: also"
+            " pieces of Ethiopic words"
+        ),
+    )
+    group.add_argument(
+        "--vocab_size",
+        type=options.number(int, 1, MOST_TOKENS),
+        default=VOCAB_SIZE,
+        metavar="N",
+        help=f"with --extend_vocab bpe: tokens to add at most ({VOCAB_SIZE})",
+    )
+    parser.add_command(
+        group,
+        "--show_text",
+        nargs="+",
+        metavar="TEXT",
+        help="print what the model reads of texts, or of a file with a text in each line, and exit",
+    )
+
+
+def resolve(args, language: str) -> TextOptions:
+    """Checks these flags and returns what they ask for. Raises `UsageError`."""
+    given = [flag for flag in ("use_amharic_g2p", "lexicon", "epenthesis") if flag in args.given]
+    if given and args.synthesize and (args.resume or not args.model_dir):
+        raise UsageError(
+            f"--{given[0]}: a checkpoint keeps how it reads; leave it out, or give --model_dir"
+            " without --resume"
+        )
+    if args.use_amharic_g2p and language != AMHARIC:
+        raise UsageError(
+            f"--use_amharic_g2p is for Amharic ({AMHARIC}), and --language is {language}: leave one"
+            " of them out"
+        )
+    return TextOptions(
+        g2p=bool(args.use_amharic_g2p),
+        epenthesis=args.epenthesis,
+        lexicon=amharic.read_lexicon(args.lexicon) if args.lexicon else {},
+        extend_vocab=args.extend_vocab,
+        vocab_size=args.vocab_size,
+    )
+
+
+def conflicts(given: frozenset[str], wanted: TextOptions, saved: TextOptions) -> list[str]:
+    """The flags on the command line that contradict how a checkpoint's model reads, each with what
+    the checkpoint has."""
+    found = []
+    if "use_amharic_g2p" in given and wanted.g2p != saved.g2p:
+        reads = "phonemes" if saved.g2p else "text as written"
+        found.append(f"{_switch('use_amharic_g2p', wanted.g2p)} (the checkpoint reads {reads})")
+    if "lexicon" in given and wanted.lexicon != saved.lexicon:
+        found.append("--lexicon (the checkpoint has other words)")
+    if "epenthesis" in given and wanted.epenthesis != saved.epenthesis:
+        flag = _switch("epenthesis", wanted.epenthesis)
+        found.append(f"{flag} (the checkpoint has the opposite)")
+    extended = "the checkpoint's vocabulary was not extended"
+    if saved.extend_vocab:
+        most = f"{saved.vocab_size} at most"
+        extended = f"the checkpoint's vocabulary was extended by {saved.extend_vocab}, {most}"
+    if "extend_vocab" in given and wanted.extend_vocab != saved.extend_vocab:
+        found.append(f"--extend_vocab {wanted.extend_vocab} ({extended})")
+    if "vocab_size" in given and wanted.vocab_size != saved.vocab_size:
+        found.append(f"--vocab_size {wanted.vocab_size} ({extended})")
+    return found
+
+
+def _switch(flag: str, on: bool) -> str:
+    return f"--{flag}" if on else f"--no_{flag}"
+
+
+def code_of(name: str) -> str:
+    """The code of a language that is written in another case, with a region or in another way
+    (en-US, eng, Amharic)."""
+    code = name.lower().replace("_", "-")
+    without_region = code.split("-")[0]
+    return OTHER_NAMES.get(without_region, without_region)
+
+
+def texts_of(wanted: list[str], flag: str = "--synthesize") -> list[str]:
+    """The texts of a flag: the name of a file stands for its lines. Raises `UsageError`."""
+    lines = wanted
+    if len(wanted) == 1 and os.path.isfile(wanted[0]):
+        lines = files.read_text(wanted[0]).split("\n")  # other separators may be within a text
+    elif len(wanted) == 1 and FILE.fullmatch(wanted[0]):
+        raise UsageError(f"{flag} {wanted[0]}: no such file")
+    for line in lines:
+        try:
+            check_encoding(line)
+        except ValueError:
+            raise UsageError(
+                f"{flag} {line[:40]!r}: it is not UTF-8, or the locale is not: set LC_ALL=C.UTF-8"
+            ) from None
+    texts = [normalise(line) for line in lines]
+    texts = [text for text in texts if text]
+    if not texts:
+        raise UsageError(f"{flag}: there is no text")
+    return texts
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+class FrontEnd:
+    """Texts to what the model reads. `language`: of texts without one. `carried`: Coqui's code takes
+    texts of that language for English."""
+
+    def __init__(self, language: str, text: TextOptions, carried: bool):
+        self.language = language
+        self.text = text
+        self.carried = carried
+
+    def language_of(self, language: str | None) -> str:
+        """The language that a row is read in: its own, or the model's if the row has none."""
+        return code_of(language) if language else self.language
+
+    def read(self, text: str, language: str | None = None) -> str:
+        """What the model reads of a text."""
+        language = self.language_of(language)
+        is_carried = self.carried and language == self.language
+        if language in cleaners.LANGUAGES:
+            text = cleaners.clean(text, language)
+        elif language == AMHARIC and self.text.g2p:
+            text = amharic.phonemes(text, self.text.lexicon, self.text.epenthesis)
+        elif language == AMHARIC:
+            text = amharic.spoken(text)
+        else:
+            text = plain(text, language)
+        return cleaners.shield(text) if is_carried else text
+
+    def unread(self, text: str, language: str | None) -> list[str]:
+        """The digits and signs in what `read` has returned, which are not in words because nothing
+        here knows how they are read."""
+        language = self.language_of(language)
+        if language in (cleaners.CHINESE, cleaners.JAPANESE):  # tones, and what Coqui's code leaves
+            return []
+        pattern = cleaners.UNREAD if language in cleaners.LANGUAGES else SIGNS
+        return list(dict.fromkeys(pattern.findall(text)))
+
+    def fault(self, read: str, language: str | None, longest: float) -> tuple[str, str] | None:
+        """Why what was `read` of a text cannot be trained on, as (reason, details). None if it
+        can."""
+        if signs := self.unread(read, language):
+            return (
+                f"numbers or signs that are not read in words in {self.language_of(language)}:"
+                " write them as words",
+                f"{' '.join(signs[:20])} in {read[:40]!r}",
+            )
+        if not any(map(str.isalnum, read)):
+            return "the text has no letters", repr(read[:40])
+        return None
+
+
+def plain(text: str, language: str) -> str:
+    """A text of a language that Coqui does not speak: lower case, numbers in words if num2words
+    knows the language, without quotes, emoji and what is not heard."""
+    text = text.replace("İ", "i")  # its small letter would have two dots
+    if language in WITH_DOTLESS:
+        text = text.replace("I", "ı")
+    text = text.lower().translate(_HEARD)
+    return " ".join(cleaners.plain_numbers(text, language).split())
+
+
+class _Heard(dict):
+    """For str.translate: every character as it is, "" for one that is not heard, and 0 to 9 for
+    digits of other scripts."""
+
+    def __missing__(self, code: int) -> str:
+        character = chr(code)
+        kind = unicodedata.category(character)
+        is_kept = kind not in UNHEARD or character in cleaners.SIGNS or character.isspace()
+        heard = character if is_kept and code not in VARIANTS else ""
+        self[code] = str(unicodedata.digit(character)) if kind == "Nd" else heard
+        return self[code]
+
+
+_HEARD = _Heard(MARKS)
+
+
+def read_corpora(reader: "FrontEnd | Texts", corpora: dict[str, Corpus]) -> None:
+    """Puts what the model reads of each text into the corpora. This is slow, so it is done once."""
+    for corpus in corpora.values():
+        pairs = zip(corpus.texts, corpus.languages, strict=True)
+        corpus.read = Strings(reader.read(*pair) for pair in pairs)
+
+
+class Texts:
+    """Texts to tokens. The token of a language that Coqui knows comes first; the token of another
+    one follows English's. `info`: the model's `ModelInfo`. `is_new`: the vocabulary may still be
+    extended, which error messages advise."""
+
+    def __init__(self, info, is_new: bool = False):
+        self.vocabulary = Vocabulary(info.vocab)
+        self.language = info.language
+        self.unknown = self.vocabulary.unknown
+        self.is_new = is_new
+        self.front_end = FrontEnd(info.language, info.text, info.carried)
+        # When XTTS speaks, the codes follow STOP. In the training of the released model they do not
+        # attend to it. A model from scratch that is trained like that adds a syllable at the end,
+        # because it has never seen STOP.
+        self.ending = [self.vocabulary.stop] if info.reads_stop else []
+
+    def language_of(self, language: str | None) -> str:
+        """The language that a row is read in: its own, or the model's if the row has none or the
+        vocabulary lacks it."""
+        return self._known(language) or self.language
+
+    def _known(self, language: str | None) -> str | None:
+        """The vocabulary's code of a language."""
+        code = code_of(language or "")
+        return code if code in self.vocabulary.languages else None
+
+    def languages_of(self, corpus: Corpus) -> list[str]:
+        """The languages that the rows of a corpus are read in, sorted."""
+        return sorted({self.language_of(language) for language in corpus.languages})
+
+    def tokens_of(self, corpus: Corpus) -> list[np.ndarray]:
+        """The tokens (U,) of each row, as they are trained on. Warns of rows with a language that
+        the vocabulary lacks."""
+        tokens = []
+        for read, language in zip(corpus.read, corpus.languages, strict=True):
+            row = self.encode_read(read, language) + self.ending
+            tokens.append(np.array(row, dtype=np.int32))
+        foreign = [code for code in corpus.languages if code and not self._known(code)]
+        if foreign:
+            reason = f"a language that the vocabulary lacks, such as {foreign[0][:20]!r}"
+            print(f"warning: {len(foreign)} rows have {reason}: they are read as {self.language}")
+        return tokens
+
+    def read(self, text: str, language: str | None = None) -> str:
+        """What the model reads of a text."""
+        return self.front_end.read(text, self.language_of(language))
+
+    def encode(self, text: str, language: str | None = None) -> list[int]:
+        """The tokens of what the model reads of a text, after those of the language."""
+        return self.encode_read(self.read(text, language), language)
+
+    def encode_read(self, read: str, language: str | None = None) -> list[int]:
+        """The tokens of what was `read` of a text, after those of the language."""
+        language = self.language_of(language)
+        if self.front_end.carried and language == self.language:
+            return self.vocabulary.encode(f"[{language}]{read}", CARRIER)
+        return self.vocabulary.encode(read, language)
+
+    def fault(self, read: str, language: str | None, longest: float) -> tuple[str, str] | None:
+        """Why the model cannot learn what was `read` of a text, as (reason, details): numbers or
+        signs are not in words, the vocabulary has none of its letters, or it has more than
+        `longest` tokens. None if it can."""
+        if fault := self.front_end.fault(read, self.language_of(language), longest):
+            return fault
+        prefix = self.encode_read("", language)
+        tokens = self.encode_read(read, language)[len(prefix) :]
+        written = self.vocabulary.decode([token for token in tokens if token != self.unknown])
+        if not any(character.isalnum() for character in written):
+            reason = "the vocabulary has none of the text's letters"
+            if self.is_new and ETHIOPIC.search(read):
+                reason += ": --use_amharic_g2p or --extend_vocab"
+            return reason, repr(read[:40])
+        if len(tokens) > longest:
+            return f"text is longer than {longest} tokens", f"{len(tokens)} tokens"
+        return None
+
+    def check_unknown(self, corpora: dict[str, Corpus], allow: bool) -> None:
+        """Prints the characters that the vocabulary lacks in what is read of the texts. Raises
+        `DataError` if they are many, unless `allow`."""
+        read = {name: replace(corpus, texts=corpus.read) for name, corpus in corpora.items()}
+        advice = "--extend_vocab adds letters to it" if self.is_new else ""
+        check_unknown(read, self.vocabulary.lacking, allow, advice)
+
+    def check(self, text: str) -> str:
+        """Returns the text of --synthesize as it is. Raises `UsageError` if the model cannot read
+        it, and warns of characters that the vocabulary lacks."""
+        if fault := self.fault(self.read(text), None, math.inf):
+            raise UsageError(f"--synthesize {text[:40]!r}: {': '.join(fault)}")
+        self.warn(text)
+        return text
+
+    def warn(self, text: str) -> None:
+        """Prints on stderr which characters of a text the vocabulary lacks."""
+        if lacking := Counter(self.vocabulary.lacking(self.read(text))):
+            print(f"warning: {text[:40]!r}: the vocabulary lacks {named(lacking)}", file=sys.stderr)
+
+
+def show(wanted: list[str], reader: FrontEnd | Texts, longest: int) -> None:
+    """--show_text: prints what `reader` makes of each text, one line each. Warns on stderr of
+    numbers and signs that are not in words and, with a vocabulary, of characters that it lacks and
+    of texts with more than `longest` tokens. These are not trained on."""
+    for text in texts_of(wanted, "--show_text"):
+        read = reader.read(text)
+        print(read)
+        if fault := reader.fault(read, None, longest):
+            print(f"warning: {text[:40]!r}: {': '.join(fault)}", file=sys.stderr)
+        if isinstance(reader, Texts):
+            reader.warn(text)

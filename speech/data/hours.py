@@ -1,0 +1,85 @@
+"""The hours of speech that a manifest has, for the preset scripts.
+
+    python speech/data/hours.py MANIFEST|FOLDER [--audio_root DIR] [--max_samples N]
+
+Prints the scripts' word for so much speech, and the hours: "small_data 1.5". FOLDER is one of Morse
+recordings. Durations that the manifest does not give come from the headers of the audio files.
+Reading ends where the last word is certain. The exit status is 1, without a message, if the hours
+cannot be told: the recipe will say why. Torch is not imported, because that takes seconds."""
+
+import argparse
+import itertools
+import math
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # in place of this folder
+
+from common.errors import Failure
+from speech.data.columns import Rejections
+from speech.data.headers import probe_all
+from speech.data.manifest import AUDIO_KEYS, find_audio, parse
+
+WORDS = {"small_data": 2.0, "medium_data": 20.0, "large_data": math.inf}  # hours, less than
+PART = 1024  # rows whose audio files are looked at together
+
+
+def seconds_of(rows: list[dict], folder: str, audio_root: str | None) -> float:
+    """The length of these rows of a manifest. A row that cannot be used adds nothing."""
+    total = 0.0
+    files = []
+    for row in rows:
+        names = [row[key] for key in AUDIO_KEYS if row.get(key)]
+        try:
+            seconds = float(row.get("duration") or math.nan)
+        except (TypeError, ValueError, OverflowError):
+            seconds = math.nan
+        if 0 < seconds < math.inf:
+            total += seconds
+        elif names and isinstance(names[0], str) and "\0" not in names[0]:
+            files.append(find_audio(names[0], folder, audio_root))
+    lengths, _ = probe_all(files, None)
+    return total + float(lengths[lengths > 0].sum())
+
+
+def hours_of(
+    path: Path, audio_root: str | None = None, max_samples: int = -1, enough: float = math.inf
+) -> float:
+    """The hours of speech in a manifest, or in `max_samples` average rows of it (-1: in all rows).
+    Reading stops at `enough` hours. Raises `UsageError` and `DataError`."""
+    if path.is_dir():  # speech/morse/recordings.py
+        audio_root = audio_root or str(path)
+        table = path / "splits/train.csv"
+        path = table if table.exists() else path / "metadata.csv"
+    parsed = (row for _, row in parse(path, Rejections()) if isinstance(row, dict))
+    seconds = 0.0
+    count = 0
+    while seconds < 3600 * enough and (rows := list(itertools.islice(parsed, PART))):
+        seconds += seconds_of(rows, str(path.parent), audio_root)
+        count += len(rows)
+    share = max_samples / count if 0 < max_samples < count else 1.0
+    return share * seconds / 3600
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("manifest", type=Path)
+    parser.add_argument("--audio_root")
+    parser.add_argument("--max_samples", type=int, default=-1, metavar="N")
+    args = parser.parse_args()
+    enough = WORDS["medium_data"]
+    try:
+        hours = hours_of(args.manifest, args.audio_root, args.max_samples, enough)
+    except (Failure, OSError, ValueError):
+        sys.exit(1)
+    if not hours:
+        sys.exit(1)
+    word = next(word for word, most in WORDS.items() if hours < most)
+    print(word, f"{hours:.2g}" if hours < enough else f"{enough:g} or more")
+
+
+if __name__ == "__main__":
+    main()

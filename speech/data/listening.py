@@ -1,0 +1,245 @@
+"""Decodes all audio of a data set once, before training: finds what is silent, clipped or cannot be
+decoded, and measures the silence at the ends."""
+
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+import numpy as np
+import soundfile
+import torch
+
+from common.errors import DataError, RunError
+from speech.data.columns import Codes, Corpus, Rejections
+from speech.data.headers import file_stamps, recall, remember
+from speech.signal.audio import SAMPLE_RATE, read_audio
+
+FRAME = 0.01  # seconds
+SILENT_LEVEL = -60.0  # dB of full scale, RMS of the loudest frame: below it a clip is silent
+# A frame is silent below either of these.
+PAUSE_LEVEL = -80.0  # dB of full scale
+PAUSE_DEPTH = 40.0  # dB below the loudest frame
+CLIPPED = "audio is clipped"  # a reason
+SILENT = "audio is silent"  # a reason
+CLIPPED_SHARE = 0.01  # of the samples
+CLIPPED_RUN = 3  # samples
+CLIPPED_PEAK = 0.1  # amplitude: noise and silence have quieter extremes
+NEAR_PEAK = 0.9  # of the peak
+LONG_PAUSE = 0.3  # seconds: longer silence at an end is cut
+KEPT_PAUSE = 0.15  # seconds of it that stay
+MOST_PROCESSES = 8
+MOST_IN_PART = 256  # utterances that a process is given at once
+FEW = 32  # utterances that no processes are started for
+LONG_PASS = 3600.0  # seconds of audio that are announced
+
+
+def measure(waveform: np.ndarray, rate: int) -> tuple[float, float, float, float]:
+    """Of (T,) at `rate` Hz: level of the loudest 10 ms in dB of full scale (RMS, without its mean),
+    share of clipped samples, and seconds of silence at the start and at the end."""
+    frame = max(1, min(round(FRAME * rate), len(waveform)))
+    count = len(waveform) // frame
+    frames = waveform[: count * frame].reshape(count, frame)
+    levels = 10 * np.log10(frames.var(axis=1, dtype=np.float64) + 1e-20)
+    loudest = float(levels.max())
+    audible = np.flatnonzero(levels >= max(loudest - PAUSE_DEPTH, PAUSE_LEVEL))
+    first, last = (audible[0], audible[-1] + 1) if len(audible) else (count, count)
+    at_start = float(first * frame / rate)
+    at_end = float((count - last) * frame / rate)
+    return loudest, clipped_share(waveform), at_start, at_end
+
+
+def clipped_share(waveform: np.ndarray) -> float:
+    """The share of the samples of (T,) in runs of at least CLIPPED_RUN at the highest or lowest
+    value; 0 if there are more samples near these values: a loud tone stays near its peak, while
+    clipped speech has its peaks cut off."""
+    low, high = float(waveform.min()), float(waveform.max())
+    at_peak = np.zeros(len(waveform), dtype=bool)
+    near = np.zeros(len(waveform), dtype=bool)
+    for peak, signed in ((high, waveform), (-low, -waveform)):
+        if peak > CLIPPED_PEAK:
+            at_peak |= signed == peak
+            near |= signed >= NEAR_PEAK * peak
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], at_peak, [False]])))
+    lengths = edges[1::2] - edges[::2]
+    clipped = int(lengths[lengths >= CLIPPED_RUN].sum())
+    return clipped / len(waveform) if 2 * clipped > int(near.sum()) else 0.0
+
+
+def measure_utterance(corpus: Corpus, index: int) -> tuple[float, float, float, float] | str:
+    """`measure` of an utterance at the file's own rate, or why it cannot be decoded."""
+    path, duration = corpus.paths[index], float(corpus.durations[index])
+    try:
+        rate = soundfile.info(os.fsencode(path)).samplerate
+    except (OSError, TypeError, ValueError, soundfile.LibsndfileError):
+        rate = SAMPLE_RATE  # a format that ffmpeg decodes
+    try:
+        waveform = read_audio(
+            path, rate, float(corpus.offsets[index]), None if np.isnan(duration) else duration
+        )
+    except DataError as error:
+        return str(error)
+    return measure(waveform.numpy(), rate)
+
+
+def listen(
+    corpus: Corpus, cache: Path | None, skip_bad_audio: bool
+) -> tuple[np.ndarray, dict[int, str]]:
+    """The measures (N, 4) of every utterance, as `measure` returns them (NaN if it cannot be
+    decoded), and by index why utterances cannot be decoded. In processes; results of an earlier run
+    in the file `cache` are used for the same parts of unchanged files. Raises `DataError` for what
+    cannot be decoded unless `skip_bad_audio`, and `RunError` if a process dies."""
+    faults: dict[int, str] = {}
+    with _locked(cache):
+        stamps = _stamps(corpus)
+        measures = recall(cache, stamps, 4)
+        todo = np.flatnonzero(np.isnan(measures[:, 0]))
+        seconds = float(corpus.seconds[todo].sum())
+        if seconds > LONG_PASS:
+            print(
+                f"listening to {seconds / 3600:.1f} h of audio once (kept for the next run;"
+                " --no_check_audio skips this)",
+                flush=True,
+            )
+        try:
+            with contextlib.closing(_results(corpus, todo)) as results:
+                for index, result in results:
+                    if not isinstance(result, str):
+                        measures[index] = result
+                    elif skip_bad_audio:
+                        faults[index] = result
+                    else:
+                        raise DataError(
+                            f"{result}; fix or remove it, or skip such files with --skip_bad_audio"
+                        )
+        finally:
+            if cache and len(todo):
+                remember(cache, stamps, measures)
+    return measures, faults
+
+
+def processor_count() -> int:
+    """The processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _results(corpus: Corpus, rows: np.ndarray) -> Iterator[tuple[int, tuple | str]]:
+    """(row, `measure_utterance`) of the rows, in order."""
+    workers = min(MOST_PROCESSES, processor_count())
+    if len(rows) < FEW or workers < 2:
+        for row in rows.tolist():
+            yield row, measure_utterance(corpus, row)
+        return
+    size = min(MOST_IN_PART, max(1, len(rows) // (8 * workers)))
+    parts = [rows[i : i + size].tolist() for i in range(0, len(rows), size)]
+    with _processes(workers, corpus) as pool:
+        for part, results in zip(parts, pool.map(_measure_part, parts), strict=True):
+            yield from zip(part, results, strict=True)
+
+
+@contextlib.contextmanager
+def _processes(count: int, corpus: Corpus) -> Iterator[ProcessPoolExecutor]:
+    """Processes that have the corpus. None is left when the block is left, however that happens."""
+    others = set(multiprocessing.active_children())
+    fork = multiprocessing.get_context("fork")  # the corpus is not copied
+    pool = ProcessPoolExecutor(count, fork, _start_process, (corpus,))
+    try:
+        yield pool
+    except BrokenProcessPool:
+        raise RunError(
+            "a process that listens to the audio died (often: too little main memory): try again,"
+            " or --no_check_audio"
+        ) from None
+    except BaseException:
+        for process in set(multiprocessing.active_children()) - others:
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_process(corpus: Corpus) -> None:
+    global _corpus
+    _corpus = corpus
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the main process acts on them
+        signal.signal(number, signal.SIG_IGN)
+    # Linux alone: PR_SET_PDEATHSIG, so that a killed command leaves nothing.
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    torch.set_num_threads(1)
+
+
+def _measure_part(rows: list[int]) -> list[tuple | str]:
+    return [measure_utterance(_corpus, row) for row in rows]
+
+
+@contextlib.contextmanager
+def _locked(cache: Path | None) -> Iterator[None]:
+    """One process at a time: the other ranks of a run wait, and then find the results in the
+    cache."""
+    handle = None
+    if cache:
+        with contextlib.suppress(OSError):
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(cache.parent, os.O_RDONLY)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _stamps(corpus: Corpus) -> np.ndarray:
+    """(N, 3) as `file_stamps`, with a hash of file, offset and duration in place of the file's."""
+    files = Codes(corpus.paths)
+    stamps = file_stamps(files.names)[np.array(files.codes, dtype=np.int64)]
+    places = np.stack([corpus.offsets, np.nan_to_num(corpus.durations, nan=-1.0)], axis=1)
+    for row in np.flatnonzero(stamps[:, 0]).tolist():
+        place = stamps[row, 0].tobytes() + places[row].tobytes()
+        name = hashlib.blake2b(place, digest_size=7).digest()
+        stamps[row, 0] = int.from_bytes(name, "big")
+    return stamps
+
+
+def audio_faults(
+    measures: np.ndarray, undecodable: dict[int, str]
+) -> Iterator[tuple[int, str, str]]:
+    """(row, reason, details) of the utterances whose audio cannot be used, by what `listen`
+    returns."""
+    levels = measures[:, 0]
+    clipped = measures[:, 1]
+    is_faulty = (levels < SILENT_LEVEL) | (clipped > CLIPPED_SHARE) | np.isnan(levels)
+    for row in np.flatnonzero(is_faulty).tolist():
+        if row in undecodable:
+            yield row, "audio cannot be decoded", undecodable[row]
+        elif levels[row] < SILENT_LEVEL:
+            yield row, SILENT, f"at most {max(levels[row], -200.0):.0f} dB of full scale"
+        else:
+            yield row, CLIPPED, f"{100 * clipped[row]:.1f} % of the samples"
+
+
+def trim(corpus: Corpus, measures: np.ndarray, rejected: Rejections) -> None:
+    """Cuts silence over LONG_PAUSE at an end down to KEPT_PAUSE, by offset and duration, and notes
+    it in `rejected`."""
+    pauses = measures[:, 2:]
+    cuts = np.where(pauses > LONG_PAUSE, pauses - KEPT_PAUSE, 0.0)
+    rows = np.flatnonzero(cuts.any(axis=1))
+    for row in rows.tolist():
+        start, end = pauses[row]
+        example = f"{corpus.where(row)}: {start:.2f} s at the start, {end:.2f} s at the end"
+        rejected.note(f"silence at an end is cut to {KEPT_PAUSE:g} s", example)
+    corpus.starts = corpus.offsets.copy()
+    corpus.offsets[rows] = np.round(corpus.offsets[rows] + cuts[rows, 0], 6)
+    left = corpus.seconds[rows] - cuts[rows].sum(axis=1)
+    corpus.seconds[rows] = np.round(np.maximum(left, 0.0), 6)
+    corpus.durations[rows] = corpus.seconds[rows]

@@ -1,0 +1,418 @@
+"""A manifest to a corpus of checked utterances: lengths, texts, segment times and sound. What
+cannot be used is rejected with a reason."""
+
+import hashlib
+import os
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from speech.data.columns import Codes, Corpus, Rejections, Segments, Strings
+from speech.data.headers import END_TOLERANCE, probe_all
+from speech.data.listening import CLIPPED, SILENT, audio_faults, listen, trim
+from speech.data.manifest import read_manifest
+
+# Seconds: END_TOLERANCE of whole files, whose duration is often rounded to a second.
+FILE_TOLERANCE = 0.5
+# Seconds: a segment that is shorter is joined with the next one, unless the gap is longer.
+SHORT_SEGMENT, SHORT_GAP = 1.0, 0.5
+MICROSECOND = 1e-6  # rounding error of time differences, seconds
+FASTEST_SPEECH = 100  # characters per second, more than anyone says
+DRAW = 1  # joins the seed of --max_samples, whose order must not be that of the held-out part
+SPARE_SHARE = 20  # of a sample: one row in so many more is checked at once, and SPARE
+SPARE = 16  # rows
+MOST_CHARACTERS = 10_000  # of a text; FASTEST_SPEECH per second if --max_duration is over 100 s
+
+
+@dataclass(frozen=True)
+class Checks:
+    """How a manifest is read and checked. Durations are in seconds."""
+
+    min_duration: float = 0.1
+    max_duration: float = 30.0
+    audio_root: str | None = None  # base of audio paths; None: the manifest's folder
+    cache_dir: Path | None = None  # of file headers and audio measures; None: no cache
+    cache_audio: str | None = None  # folder of decoded audio; None: no cache
+    use_chunking: bool = False
+    join_segments: bool = True  # if `use_chunking`: as many as fit are one utterance
+    max_samples: int | None = None  # of the training set; None: all
+    strict: bool = False  # raise `DataError` if anything is rejected
+    seed: int = 1  # of the held-out part, and of `max_samples`
+    held_out: tuple[str, ...] = ()  # `held_out_keys` of the part that an earlier run held out
+    listen: bool = False  # decode all audio once, and check it
+    skip_bad_audio: bool = False  # reject what cannot be decoded instead of raising `DataError`
+    for_synthesis: bool = False  # if `listen`: trim silence at the ends, reject clipped clips
+    needs: str = "text"  # what every utterance has to have: "text" or "label"
+
+
+class Rows:
+    """The rows of a manifest while they are checked. `keep` (N,) marks what is not rejected,
+    `file_of` (N,) is the number of each row's file in `files`."""
+
+    def __init__(self, path: str, corpus: Corpus, rejected: Rejections):
+        codes = Codes(corpus.paths)
+        self.path = path
+        self.corpus = corpus
+        self.rejected = rejected
+        self.files = codes.names
+        self.file_of = np.array(codes.codes, dtype=np.int64)
+        self.keep = np.ones(len(corpus), dtype=bool)
+
+    def example(self, row: int) -> str:
+        """Where a row is in the manifest, and its audio."""
+        line = f"{self.path}:{self.corpus.lines[row]}"
+        where = self.corpus.where(row)
+        return where if where.startswith(line) else f"{line}: {where}"
+
+    def length(self, row: int) -> str:
+        seconds = self.corpus.seconds[row]
+        return "" if np.isnan(seconds) else f" ({seconds:.2f} s)"
+
+    def reject(self, row: int, reason: str, details: str = "") -> None:
+        self.rejected.add(reason, self.example(row) + details)
+        self.keep[row] = False
+
+    def reject_all(self, bad: np.ndarray, reason: str) -> None:
+        """Rejects the rows marked in `bad` (N,) that are not rejected yet."""
+        for row in np.flatnonzero(bad & self.keep).tolist():
+            self.reject(row, reason, self.length(row))
+
+    def become(self, corpus: Corpus, sources: np.ndarray) -> None:
+        """Continues with the rows of `corpus`, which were made from the rows `sources` (M,)."""
+        self.corpus = corpus
+        self.file_of = self.file_of[sources]
+        self.keep = np.ones(len(corpus), dtype=bool)
+
+    def drop_rejected(self) -> None:
+        if not self.keep.all():
+            kept = np.flatnonzero(self.keep)
+            self.become(self.corpus.select(kept), kept)
+
+
+def load_corpus(
+    path: str, normalise: Callable[[str], str], checks: Checks
+) -> tuple[Corpus, Rejections]:
+    """The usable utterances of a manifest, and what was rejected.
+
+    An utterance is usable if its file's header can be read, its duration is within the limits, and
+    it has what `checks.needs`. With `checks.use_chunking`, longer rows are cut by their segment
+    times. With `checks.listen`, its audio can also be decoded and is not silent. Raises `DataError`
+    for audio that cannot be decoded unless `checks.skip_bad_audio`."""
+    corpus, segments, rejected = read_rows(path, normalise, checks)
+    rows = check_rows(path, corpus, segments, rejected, checks)
+    rejected.repeated = count_repeated(rows.file_of, rows.corpus)
+    return rows.corpus, rejected
+
+
+def read_rows(
+    path: str, normalise: Callable[[str], str], checks: Checks
+) -> tuple[Corpus, Segments, Rejections]:
+    """The rows of a manifest before their audio and the length of their texts are checked."""
+    rejected = Rejections()
+    segments = Segments(checks.use_chunking)
+    longest_text = most_characters(checks)
+    too_long = "." * (longest_text + 1)
+
+    def normalise_short(text: str) -> str:
+        # Longer texts are rejected later, and it would take too long to normalise them.
+        return normalise(text) if len(text) <= longest_text else too_long
+
+    corpus = read_manifest(
+        path, rejected, normalise_short, checks.audio_root, segments, checks.needs
+    )
+    corpus.cache_audio = checks.cache_audio
+    corpus.repeats_texts = checks.needs == "label"
+    return corpus, segments, rejected
+
+
+def most_characters(checks: Checks) -> int:
+    return max(MOST_CHARACTERS, int(FASTEST_SPEECH * checks.max_duration))
+
+
+def check_rows(
+    path: str, corpus: Corpus, segments: Segments, rejected: Rejections, checks: Checks
+) -> Rows:
+    """The usable ones of the rows of `read_rows`; others are added to `rejected`."""
+    rows = Rows(path, corpus, rejected)
+    check_files(rows, checks)
+    check_lengths(rows, segments, checks)
+    if checks.needs == "text":
+        rows.reject_all(rows.corpus.texts.empty(), "text is empty")
+    longest_text = most_characters(checks)
+    rows.reject_all(
+        rows.corpus.texts.longer(longest_text), f"text is longer than {longest_text} characters"
+    )
+    rows.drop_rejected()
+    if checks.listen:
+        check_sound(rows, checks)
+    return rows
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The utterances that --max_samples draws from a manifest: `rows` (N,), ascending, of
+    `corpus`, which has a few more that were checked. `checked` of the manifest's `total` rows were
+    looked at."""
+
+    corpus: Corpus
+    rows: np.ndarray
+    rejected: Rejections
+    checked: int
+    total: int
+
+
+def load_sample(path: str, normalise: Callable[[str], str], checks: Checks) -> Sample:
+    """`checks.max_samples` usable utterances of a manifest, as `load_corpus` finds them: the first
+    ones in an order of all rows that depends on the seed and their number alone, so that more
+    contain every smaller sample. Only so many rows are checked as this takes, and those that an
+    earlier run held out (`checks.held_out`)."""
+    corpus, segments, rejected = read_rows(path, normalise, checks)
+    total = len(corpus)
+    order = sample_order(total, checks.seed)
+    lines = corpus.lines
+    whole = None
+    checked = 0
+
+    def check(rows: np.ndarray) -> None:
+        nonlocal whole, checked
+        rows = np.sort(rows)
+        part = corpus.select(rows)
+        part = check_rows(path, part, segments.select(rows), rejected, checks).corpus
+        whole = part if whole is None else whole.with_rows_of(part)
+        checked += len(rows)
+
+    def lacking() -> int:
+        return checks.max_samples - (len(whole) if checked else 0)
+
+    while whole is None or (lacking() > 0 and checked < total):
+        # With some to spare, and always twice as many, so that bad data take few turns.
+        more = max(lacking() + lacking() // SPARE_SHARE + SPARE, checked)
+        check(order[checked : checked + more])
+    left = order[checked:]
+    if checks.held_out and len(left):
+        before = set(checks.held_out)
+        keys = held_out_keys(corpus.select(left))
+        held_out = np.array([key in before for key in keys])
+        if checks.use_chunking:  # their pieces have keys of their own
+            held_out |= np.array(segments.given, dtype=bool)[left]
+        if held_out.any():
+            check(left[held_out])
+    place = np.empty(total, dtype=np.int64)
+    place[order] = np.arange(total)
+    drawn = place[np.searchsorted(lines, whole.lines)].argsort(kind="stable")[: checks.max_samples]
+    is_drawn = np.zeros(len(whole), dtype=bool)
+    is_drawn[drawn] = True
+    by_line = whole.lines.argsort(kind="stable")
+    whole = whole.select(by_line)
+    rows = np.flatnonzero(is_drawn[by_line])
+    sample = whole.select(rows)
+    rejected.repeated = count_repeated(np.array(Codes(sample.paths).codes), sample)
+    return Sample(whole, rows, rejected, checked, total)
+
+
+def sample_order(count: int, seed: int) -> np.ndarray:
+    """The order in which --max_samples takes `count` rows: it depends on these two alone."""
+    return np.random.default_rng([seed, DRAW]).permutation(count)
+
+
+def held_out_keys(corpus: Corpus) -> list[str]:
+    """A short key of each utterance, which stays the same if the data set moves or grows."""
+    offsets = corpus.offsets if corpus.starts is None else corpus.starts
+    keys = []
+    for path, offset, text in zip(corpus.paths, offsets.tolist(), corpus.texts, strict=True):
+        row = repr((path.split(os.sep)[-2:], offset, text)).encode("utf-8", "surrogateescape")
+        keys.append(hashlib.blake2b(row, digest_size=8).hexdigest())
+    return keys
+
+
+def check_files(rows: Rows, checks: Checks) -> None:
+    """Fills in the lengths by the files' headers. Rejects rows whose files cannot be read or are
+    shorter than the manifest says."""
+    corpus = rows.corpus
+    seconds, faults = probe_all(rows.files, cache_file(checks, "headers", rows.path))
+    available = seconds[rows.file_of] - corpus.offsets
+    missing = corpus.durations - available
+    corpus.seconds = np.where(
+        np.isnan(corpus.durations), available, np.minimum(available, corpus.durations)
+    )
+    has_fault = np.array([fault != "" for fault in faults], dtype=bool)[rows.file_of]
+    for row in np.flatnonzero(has_fault).tolist():
+        rows.reject(row, faults[rows.file_of[row]], rows.length(row))
+    is_beyond = (available <= 0) | ((corpus.offsets > 0) & (missing > END_TOLERANCE))
+    rows.reject_all(is_beyond, "segment ends beyond the file")
+    rows.reject_all(
+        missing > FILE_TOLERANCE, "file is shorter than its duration in the manifest (truncated?)"
+    )
+
+
+def check_lengths(rows: Rows, segments: Segments, checks: Checks) -> None:
+    """Rejects rows that are too short or too long. With --use_chunking, long ones with `segments`
+    are cut first."""
+    too_long = f"longer than {checks.max_duration:g} s (--max_duration)"
+    is_long = rows.corpus.seconds > checks.max_duration
+    has_segments = np.array(segments.given, dtype=bool)
+    if not checks.use_chunking:
+        rows.reject_all(
+            is_long & has_segments, f"{too_long}; --use_chunking would use its segment times"
+        )
+    else:
+        rows.reject_all(
+            is_long & ~has_segments, f"{too_long}, without segment times for --use_chunking"
+        )
+        if (rows.keep & is_long).any():
+            cut_by_segments(rows, segments, checks.max_duration, checks.join_segments)
+    rows.reject_all(rows.corpus.seconds > checks.max_duration, too_long)
+    reject_short(rows, checks)
+
+
+def reject_short(rows: Rows, checks: Checks) -> None:
+    rows.reject_all(
+        rows.corpus.seconds < checks.min_duration,
+        f"shorter than {checks.min_duration:g} s (--min_duration)",
+    )
+
+
+def check_sound(rows: Rows, checks: Checks) -> None:
+    """Decodes all audio. Rejects what cannot be decoded, silence (but not for labels: a class may
+    be silence), and for synthesis clipped clips, whose ends are also trimmed. A recogniser will
+    hear clipped speech, too: it is only noted."""
+    used = set()
+    if checks.needs == "label":
+        used.add(SILENT)
+    if not checks.for_synthesis:
+        used.add(CLIPPED)
+    measures, undecodable = listen(
+        rows.corpus, cache_file(checks, "audio", rows.path), checks.skip_bad_audio
+    )
+    for row, reason, details in audio_faults(measures, undecodable):
+        if reason in used:
+            rows.rejected.note(reason, f"{rows.example(row)}: {details}")
+        else:
+            rows.reject(row, reason, f": {details}")
+    if checks.for_synthesis:
+        trim(rows.corpus, np.where(rows.keep[:, None], measures, 0.0), rows.rejected)
+        reject_short(rows, checks)
+    rows.drop_rejected()
+
+
+def cache_file(checks: Checks, kind: str, path: str) -> Path | None:
+    """The file that keeps results for a manifest's audio until the next run, or None."""
+    if checks.cache_dir is None:
+        return None
+    digest = hashlib.sha1(os.fsencode(os.path.abspath(path))).hexdigest()[:12]
+    return checks.cache_dir / f"{kind}-{digest}.npz"
+
+
+def cut_by_segments(rows: Rows, segments: Segments, max_duration: float, join: bool) -> None:
+    """Cuts the rows over `max_duration` into pieces of whole segments, in place.
+
+    With `join`, a piece joins as many consecutive segments as fit, including the gaps between them;
+    otherwise each segment with a text is a piece, and short ones are joined. Segments over
+    `max_duration`, and rows whose segments cannot be used, are rejected."""
+    corpus = rows.corpus
+    sources = array("q")
+    offsets = array("d")
+    durations = array("d")
+    texts = Strings()
+    is_long = rows.keep & (corpus.seconds > max_duration)
+    for row in np.flatnonzero(is_long).tolist():
+        parts = segments.row(row)
+        length = float(corpus.seconds[row])
+        problem, details = segment_fault(corpus, row, segments.problems[row], parts)
+        if problem:
+            rows.rejected.add(problem, rows.example(row) + details)
+            continue
+        if join:
+            parts = join_segments(parts, max_duration)
+        else:
+            parts = join_short(parts, max_duration)
+        for start, stop, text in parts:
+            stop = min(stop, length)
+            if stop - start > max_duration + MICROSECOND:
+                reason = f"a segment is longer than {max_duration:g} s (--max_duration)"
+                details = f", segment from {start:.2f} to {stop:.2f} s"
+                rows.rejected.add(reason, rows.example(row) + details)
+                continue
+            sources.append(row)
+            offsets.append(corpus.offsets[row] + start)
+            durations.append(min(max(0.0, round(stop - start, 6)), max_duration))
+            texts.append(text)
+    whole = np.flatnonzero(rows.keep & ~is_long)
+    row_of = np.concatenate([whole, np.array(sources, dtype=np.int64)])
+    order = np.argsort(row_of, kind="stable")
+    row_of = row_of[order]
+    all_texts = corpus.texts.select(whole)
+    for text in texts:
+        all_texts.append(text)
+    pieces = replace(
+        corpus.select(row_of),
+        texts=all_texts.select(order),
+        seconds=np.concatenate([corpus.seconds[whole], durations])[order],
+        offsets=np.concatenate([corpus.offsets[whole], offsets])[order],
+        durations=np.concatenate([corpus.durations[whole], durations])[order],
+    )
+    rows.become(pieces, row_of)
+
+
+def segment_fault(
+    corpus: Corpus, row: int, problem: str, parts: list[tuple[float, float, str]]
+) -> tuple[str, str]:
+    """Why a row cannot be cut by its segments, and details; ("", "") if it can. `problem`: what the
+    manifest's reader found."""
+    if problem:
+        return problem, ""
+    if isinstance(corpus.label(row), list):
+        return "a list of labels cannot be cut (--use_chunking)", ""
+    last, length = parts[-1][1], float(corpus.seconds[row])
+    if last > length + END_TOLERANCE:
+        return "segment times reach beyond the audio", f" ({last:.2f} of {length:.2f} s)"
+    return "", ""
+
+
+def join_segments(
+    segments: list[tuple[float, float, str]], max_seconds: float
+) -> list[tuple[float, float, str]]:
+    """Joins consecutive (start, stop, text), sorted and without overlap, into as few pieces of at
+    most `max_seconds` as possible, from the first one on. A longer segment stays alone, and nothing
+    is joined across it."""
+    pieces: list[tuple[float, float, str]] = []
+    for start, stop, text in segments:
+        if pieces and stop - pieces[-1][0] <= max_seconds + MICROSECOND:
+            first, _, before = pieces.pop()
+            if before and text:
+                text = f"{before} {text}"
+            pieces.append((first, stop, text or before))
+        else:
+            pieces.append((start, stop, text))
+    return pieces
+
+
+def join_short(
+    segments: list[tuple[float, float, str]], max_seconds: float
+) -> list[tuple[float, float, str]]:
+    """The (start, stop, text) that have a text, sorted and without overlap. One of less than
+    SHORT_SEGMENT seconds, such as a word, is joined with those that follow without a longer gap
+    than SHORT_GAP."""
+    pieces: list[tuple[float, float, str]] = []
+    for start, stop, text in segments:
+        if not text:
+            continue
+        if pieces:
+            first, last, before = pieces[-1]
+            is_short = last - first < SHORT_SEGMENT and start - last < SHORT_GAP
+            if is_short and stop - first <= max_seconds + MICROSECOND:
+                pieces[-1] = (first, stop, f"{before} {text}")
+                continue
+        pieces.append((start, stop, text))
+    return pieces
+
+
+def count_repeated(file_of: np.ndarray, corpus: Corpus) -> int:
+    """The number of utterances with the same file and times as an earlier one."""
+    places = np.stack([file_of, corpus.offsets, np.nan_to_num(corpus.durations, nan=-1)])
+    places = places[:, np.lexsort(places)]
+    is_repeated = (places[:, 1:] == places[:, :-1]).all(axis=0)
+    return int(is_repeated.sum())

@@ -1,0 +1,154 @@
+"""Hugging Face's Parquet, imported once: audio files and a manifest.
+
+    python -m speech.data.parquet "data/train-*.parquet" FOLDER
+
+The bytes of row 17 of the first file become FOLDER/00000/000017.wav (or another suffix, by their
+format), and FOLDER/manifest.jsonl has its text, speaker, language, times and label. Rows count from
+0. FOLDER is written aside and renamed. A command that is run again begins anew."""
+
+import argparse
+import glob
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from common.errors import (
+    DataError,
+    UsageError,
+    cannot_write,
+    exit_with_one_line,
+    first_line,
+    require,
+)
+from common.files import require_file
+from speech.data.columns import Rejections, printable
+from speech.data.folders import write_folder
+from speech.data.headers import audio_suffix
+from speech.data.manifest import LANGUAGE_KEYS, OTHER_KEYS, SPEAKER_KEYS, TEXT_KEYS
+
+MANIFEST = "manifest.jsonl"
+KEYS = {*TEXT_KEYS, *SPEAKER_KEYS, *LANGUAGE_KEYS, *OTHER_KEYS}
+BINARY_NAMES = ("wav", "bytes")  # and all with "audio": of columns that are bytes alone
+# What repeats itself takes next to nothing in a file. A file may have so many bytes of rows for
+# each of its own, or few.
+INFLATED = 100
+FEW_BYTES = 64 << 20
+NOT_AUDIO = "row is not audio that can be read here"
+NO_BYTES = "row has no bytes of audio"
+
+
+def shards(patterns: list[str]) -> list[str]:
+    """The files that names and patterns stand for, in the order of their names. Raises `UsageError`
+    if there are none."""
+    files = []
+    for pattern in patterns:
+        is_name = os.path.exists(pattern) or not glob.has_magic(pattern)
+        found = [pattern] if is_name else sorted(glob.glob(pattern, recursive=True))
+        if not found:
+            raise UsageError(f"{pattern}: no file has such a name")
+        files += [str(require_file(path)) for path in found]
+    return files
+
+
+def rows(path: str) -> Iterator[tuple[bytes | None, dict]]:
+    """(audio, other columns by their names in lower case) of each row of a file. Raises `DataError`
+    that names the file if it is damaged, has no audio, or has far more content than its size."""
+    arrow = require("pyarrow", "reading Parquet")
+    parquet = require("pyarrow.parquet", "reading Parquet")
+    most = max(FEW_BYTES, INFLATED * os.path.getsize(path))
+    total = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            audio, others = columns(path, file.schema_arrow)
+            for number in range(file.num_row_groups):
+                if file.metadata.row_group(number).total_byte_size > most:
+                    raise DataError(f"{path}: a row group is far larger than its file")
+                for batch in file.iter_batches(1, [number], [audio, *others.values()]):
+                    total += batch.nbytes
+                    if total > most:
+                        raise DataError(f"{path}: its rows have far more bytes than the file")
+                    (row,) = batch.to_pylist()
+                    content = row[audio.removesuffix(".bytes")]
+                    content = content["bytes"] if isinstance(content, dict) else content
+                    yield content, {key: row[column] for key, column in others.items()}
+    except (OSError, ValueError, LookupError, MemoryError, arrow.ArrowException) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise DataError(f"{path} is not Parquet that can be read: {reason}") from None
+
+
+def columns(path: str, schema) -> tuple[str, dict[str, str]]:
+    """The column of the bytes of audio as pyarrow names it ("audio.bytes", or "wav"), and those of
+    `KEYS`, by their names in lower case. Raises `DataError`."""
+    types = require("pyarrow", "reading Parquet").types
+    found = {}
+    for column in schema:
+        name = column.name.lower()
+        is_bytes = types.is_binary(column.type) or types.is_large_binary(column.type)
+        if is_bytes and ("audio" in name or name in BINARY_NAMES):
+            found[name] = column.name
+        elif types.is_struct(column.type) and column.type.get_field_index("bytes") >= 0:
+            found[name] = f"{column.name}.bytes"
+    if len(found) > 1 and "audio" not in found:
+        raise DataError(f"{path}: which of {printable(', '.join(found))} is audio? Call it audio")
+    if not found:
+        present = ", ".join(f"{column.name}: {column.type}" for column in schema)
+        raise DataError(
+            f"{path} has no column of audio, as audio: struct<bytes: binary, path: string> or"
+            f" audio: binary; it has {printable(present)[:300] or 'no columns'}"
+        )
+    others = {name.lower(): name for name in schema.names if name.lower() in KEYS}
+    return found.get("audio") or next(iter(found.values())), others
+
+
+def write(folder: Path, files: list[str], rejected: Rejections) -> int:
+    """Writes the rows of all files into an empty folder, and returns their number. A row that is
+    not audio is added to `rejected`. Raises `DataError` if nothing is left."""
+    count = 0
+    with open(folder / MANIFEST, "w", encoding="ascii") as manifest:
+        for number, path in enumerate(files):
+            place = folder / f"{number:05}"
+            place.mkdir()
+            for row, (content, others) in enumerate(rows(path)):
+                new = place / f"{row:06}"
+                new.write_bytes(content or b"")
+                suffix = audio_suffix(new)
+                if not suffix:
+                    new.unlink()
+                    rejected.add(NOT_AUDIO if content else NO_BYTES, f"{path} row {row}")
+                    continue
+                new.rename(f"{new}{suffix}")
+                known = {key: value for key, value in others.items() if value is not None}
+                entry = {"audio_filepath": f"{number:05}/{new.name}{suffix}", **known}
+                manifest.write(json.dumps(entry, default=str) + "\n")
+                count += 1
+            print(f"{path}: {count} utterances so far", flush=True)
+    if not count:
+        reasons = "; ".join(rejected.counts)
+        raise DataError(f"{files[0]}: nothing of this can be used: {reasons or 'it has no rows'}")
+    return count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        "python -m speech.data.parquet",
+        description="Audio files and a manifest of Hugging Face's Parquet files.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("parquet", nargs="+", help='files, or quoted patterns: "data/*.parquet"')
+    parser.add_argument("folder", type=Path, help="a new folder")
+    args = parser.parse_args()
+    files = shards(args.parquet)
+    rejected = Rejections()
+    made_from = {"made_by": "speech.data.parquet", "files": files}
+    try:
+        write_folder(args.folder, lambda folder: write(folder, files, rejected), made_from)
+    except OSError as error:
+        raise cannot_write(args.folder, error, "folder") from None
+    if rejected.total:
+        print(f"{rejected.total} rows left out:\n{rejected.table()}")
+    print(f"--train_manifest {args.folder / MANIFEST}")
+
+
+if __name__ == "__main__":
+    exit_with_one_line(main)

@@ -1,0 +1,457 @@
+"""The data flags, and the sets that they name: "train", "val" and "test", a part that is held out,
+a demo corpus, or the stand-in of a planned run."""
+
+import argparse
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+
+from common import options
+from common.errors import DataError, UsageError
+from speech.data import replay
+from speech.data.checks import overlap
+from speech.data.columns import (
+    Codes,
+    Corpus,
+    Rejections,
+    Strings,
+    describe_utterances,
+    report_rejections,
+)
+from speech.data.loading import (
+    MOST_CHARACTERS,
+    Checks,
+    held_out_keys,
+    load_corpus,
+    load_sample,
+    sample_order,
+)
+
+BRACKETS = re.compile(r"\[[^\]]+\]")  # [beep], [laughter]: marks of a transcriber
+HELD_OUT = 0.05  # share of the training data to evaluate on if there is no --val_manifest
+MOST_HELD_OUT = 200  # utterances, at most
+WORDS_PER_SECOND = 4  # of `stand_in`: fast speech
+STAND_INS = 4096  # utterances of `stand_in`: no global batch is larger
+LONGEST_RECORDING = 24 * 3600.0  # seconds, of a recording of --long
+LONGEST_STAND_IN = 600.0  # seconds: who gives more as --max_duration means any length
+
+SPLITS = ("train", "val", "test", replay.REPLAY)
+SET = {"utterances": int, "hours": (int, float), "languages": [str]}  # of `RunInfo.sets`
+
+# Rows for `common.options`: (flag, flags of which one must be given, words to add to the message).
+NEEDS = (
+    ("val_manifest", ("train_manifest",), ""),
+    ("test_manifest", ("train_manifest", "evaluate", "check_data"), ""),
+    ("check_data", ("train_manifest", "test_manifest"), ""),
+    ("use_chunking", ("train_manifest", "test_manifest"), ""),
+)
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What the data flags ask for: the manifests to read, {split: path}, and how to check them.
+    Without manifests the data are a recipe's demo corpus or, in a `planned` run, its stand-in."""
+
+    manifests: dict[str, str]
+    checks: Checks
+    planned: bool = False
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a checkpoint keeps about the data of its run."""
+
+    held_out: list[str]  # keys of the utterances that were held out for evaluation
+    # Seconds of the longest training utterance. A file from elsewhere must not ask for pieces of
+    # recordings without a length.
+    longest: Annotated[float, lambda seconds: 0.001 <= seconds < math.inf]
+    demo: bool  # whether the run trained on the demo corpus
+    # Of SPLITS, by `about_sets`: a model card has them.
+    sets: Annotated[dict, {f"{name}?": SET for name in SPLITS}] = field(default_factory=dict)
+
+
+def sample_count(text: str) -> int | None:
+    """An argparse type: the value of --max_samples; None, which means all, for -1."""
+    if text == "-1":
+        return None
+    try:
+        return options.POSITIVE(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error} (-1 means all)") from None
+
+
+def add_arguments(parser, allow_unknown: bool = False) -> None:
+    """The flags of data. `allow_unknown`: with the flag for `speech.writing.unknown.check_unknown`, for a
+    recipe whose vocabulary can lack characters."""
+    group = parser.add_argument_group("data")
+    group.add_argument(
+        "--train_manifest",
+        type=options.path,
+        metavar="FILE",
+        help=("JSON Lines, CSV/TSV with a header, or LJSpeech's metadata.csv (synthetic data)"),
+    )
+    group.add_argument(
+        "--val_manifest",
+        type=options.path,
+        metavar="FILE",
+        help="for evaluation during training (a held-out part of the training data)",
+    )
+    group.add_argument(
+        "--test_manifest",
+        type=options.path,
+        metavar="FILE",
+        help="for the results at the end (the evaluation set)",
+    )
+    group.add_argument(
+        "--audio_root",
+        type=options.path,
+        metavar="DIR",
+        help=(
+            "base of audio paths, also of absolute ones of another machine (the manifest's folder)"
+        ),
+    )
+    _add_limits(group)
+    _add_checks(parser, group)
+    if allow_unknown:
+        group.add_argument(
+            "--allow_unknown",
+            action=options.OnOff,
+            default=False,
+            help="also use texts of which the vocabulary lacks over 5 %% of the characters (off)",
+        )
+
+
+def _add_limits(group) -> None:
+    group.add_argument(
+        "--max_samples",
+        type=sample_count,
+        metavar="N",
+        help="use N training utterances, drawn by --seed: a larger N adds to them; -1 = all (all)",
+    )
+    group.add_argument(
+        "--min_duration",
+        type=options.number(float, 0.0),
+        default=0.1,
+        metavar="S",
+        help="reject shorter utterances, seconds (0.1)",
+    )
+    group.add_argument(
+        "--max_duration",
+        type=options.RATE,
+        default=30.0,
+        metavar="S",
+        help="reject longer utterances, seconds (30)",
+    )
+    group.add_argument(
+        "--use_chunking",
+        action=options.OnOff,
+        default=False,
+        help="cut recordings over --max_duration by the manifest's segment times (off)",
+    )
+
+
+def _add_checks(parser, group) -> None:
+    group.add_argument(
+        "--strict_data",
+        action=options.OnOff,
+        default=False,
+        help="stop if any utterance is rejected (off)",
+    )
+    parser.add_command(
+        group,
+        "--check_data",
+        takes_training_flags=True,
+        action=options.OnOff,
+        default=False,
+        help="read and check all data, print what is wrong with them, and exit",
+    )
+    group.add_argument(
+        "--check_audio",
+        action=options.OnOff,
+        default=True,
+        help="decode all audio once before training, and reject silent clips (on)",
+    )
+    group.add_argument(
+        "--cache_audio",
+        type=options.path,
+        metavar="DIR",
+        help="keep decoded audio in this folder, 230 MB an hour at 16 kHz (no cache)",
+    )
+
+
+def resolve(
+    args, held_out: Iterable[str] = (), for_synthesis: bool = False, needs: str = "text"
+) -> DataOptions:
+    """What the flags ask for. `held_out`: keys of the utterances that the resumed run held out.
+    `needs`: what every utterance has to have, "text" or "label". The whole recordings of --long are
+    longer than --max_duration. Raises `UsageError`."""
+    paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
+    manifests = {split: path for split, path in paths.items() if path} | replay.resolve(args)
+    max_duration = args.max_duration
+    if args.evaluate and args.test_manifest:
+        manifests = {"test": args.test_manifest}
+    if getattr(args, "long", None):
+        manifests = {"long": args.long}
+        max_duration = LONGEST_RECORDING
+    if args.min_duration >= max_duration:
+        raise UsageError(
+            f"--min_duration {args.min_duration:g} is not below --max_duration {max_duration:g}"
+        )
+    planned = options.plans(args)
+    checks = Checks(
+        min_duration=args.min_duration,
+        max_duration=max_duration,
+        audio_root=args.audio_root,
+        cache_dir=None if planned else Path(args.log_dir) / "cache",
+        cache_audio=None if planned else args.cache_audio,
+        use_chunking=args.use_chunking,
+        max_samples=args.max_samples,
+        strict=args.strict_data,
+        seed=args.seed,
+        held_out=tuple(map(str, held_out)),
+        # The demo's audio is known to be good, and a plan needs only the lengths.
+        listen=args.check_audio and bool(manifests) and not planned,
+        skip_bad_audio=args.skip_bad_audio or args.check_data,
+        for_synthesis=for_synthesis,
+        needs=needs,
+    )
+    return DataOptions(manifests, checks, planned)
+
+
+def load_splits(
+    data: DataOptions,
+    normalise: Callable[[str], str],
+    demo: Callable[[], dict[str, str]] | None = None,
+    stand_in: Callable[[], dict[str, Corpus]] | None = None,
+) -> dict[str, Corpus]:
+    """The checked corpora "train", "val" and, if there are such, "test", "replay" and watched ones;
+    only "test" if only its manifest is read. Prints their sizes and what was rejected.
+
+    Without manifests, `demo()` makes the demo corpus and returns its manifests by split, and
+    `stand_in()` returns the corpora of a planned run. Raises `UsageError` if there are no data, and
+    `DataError` if they cannot be used."""
+    manifests = data.manifests
+    if not manifests:
+        if data.planned and stand_in:
+            return stand_in()
+        if demo is None:
+            raise UsageError("there are no data: give --train_manifest")
+        print("no --train_manifest: using the demo corpus (synthetic speech)")
+        manifests = demo()
+    return read_manifests(manifests, normalise, data.checks)
+
+
+def read_manifests(
+    manifests: dict[str, str], normalise: Callable[[str], str], checks: Checks
+) -> dict[str, Corpus]:
+    """The checked corpora of `manifests`, {split: path}; prints their sizes and what was rejected.
+
+    `checks.max_samples` shortens "train" to the rows of `load_sample`, and only its segments can be
+    left apart. If there is a "train" but no
+    "val", a part of these rows is held out: if possible `checks.held_out`, whatever the seed and
+    `max_samples` are now. Raises `DataError` and `UsageError`."""
+    corpora = {}
+    for split, path in manifests.items():
+        if split == "train" and checks.max_samples is not None:
+            sample = load_sample(path, normalise, checks)
+            whole, rows, rejected = sample.corpus, sample.rows, sample.rejected
+            corpus = whole.select(rows)
+            if sample.checked < sample.total:
+                print(
+                    f"--max_samples: {sample.checked} of {sample.total} rows of {path} were checked"
+                )
+        else:
+            own = checks if split in replay.TRAINED else replace(checks, join_segments=True)
+            corpus, rejected = load_corpus(path, normalise, own)
+            if split == "train":
+                whole, rows = corpus, np.arange(len(corpus))
+        report_rejections(f"{split} set ({path})", corpus.seconds, rejected, checks.strict)
+        corpora[split] = corpus
+    if "train" in corpora and "val" not in corpora:
+        corpora["train"], corpora["val"] = hold_out(whole, rows, checks.seed, set(checks.held_out))
+    replay.note_overlaps(corpora)
+    return corpora
+
+
+def stand_in(
+    seconds: float, most_characters: int = MOST_CHARACTERS, labels: Sequence = ()
+) -> dict[str, Corpus]:
+    """The corpora "train" and "val" of a planned run without data: silence of `seconds` each, by
+    one speaker, with texts of as many short words as are said in that time, cut to
+    `most_characters`, and with `labels` in turn. They are large enough for every global batch.
+    Raises `UsageError` for `seconds` over LONGEST_STAND_IN."""
+    if seconds > LONGEST_STAND_IN:
+        raise UsageError(
+            f"a plan without data is for utterances of --max_duration, and {seconds:.0f} s is more"
+            f" than {LONGEST_STAND_IN:g} s: give --train_manifest, or the length of your longest"
+            " utterance as --max_duration"
+        )
+    print(f"no data are given: planned for the longest utterances that are taken, {seconds:.1f} s")
+    words = [first + vowel + last for first in "bdfg" for vowel in "aeio" for last in "lmnr"]
+    said = max(1, round(WORDS_PER_SECOND * seconds))
+    texts = []
+    for row in range(len(words)):
+        text = " ".join(words[(row + place) % len(words)] for place in range(said))
+        texts.append(text[:most_characters].strip())
+    count = STAND_INS
+    corpus = Corpus(
+        paths=Strings([""] * count),
+        texts=Strings(texts[row % len(texts)] for row in range(count)),
+        seconds=np.full(count, seconds),
+        offsets=np.zeros(count),
+        durations=np.full(count, seconds),
+        speakers=Codes(["speaker"] * count),
+        languages=Codes([""] * count),
+        lines=np.arange(1, count + 1),
+    )
+    if labels:
+        corpus.labels = Strings(json.dumps(labels[row % len(labels)]) for row in range(count))
+    return {"train": corpus, "val": corpus}
+
+
+def run_info(data: DataOptions, corpora: dict[str, Corpus]) -> RunInfo:
+    """What a checkpoint keeps about the `corpora` of `load_splits(data, ...)`."""
+    held_out = "train" in data.manifests and "val" not in data.manifests
+    return RunInfo(
+        held_out=held_out_keys(corpora["val"]) if held_out else [],
+        longest=max(
+            float(corpora[name].seconds.max()) for name in replay.TRAINED if name in corpora
+        ),
+        demo=not data.manifests,
+        sets=about_sets(corpora),
+    )
+
+
+def about_sets(corpora: dict[str, Corpus]) -> dict[str, dict]:
+    """{split: its utterances, hours and languages, as far as the manifest has them}, of SPLITS."""
+    return {
+        name: {
+            "utterances": len(corpus),
+            "hours": float(corpus.seconds.sum()) / 3600,
+            "languages": sorted(filter(None, corpus.languages.names)),
+        }
+        for name, corpus in corpora.items()
+        if name in SPLITS
+    }
+
+
+def some_items(data, seed: int | None, count: int) -> list[dict]:
+    """`count` items of a data set, of random utterances, to fit initial weights or statistics to.
+    There are fewer if fewer can be read. `seed`: see `draw_items`."""
+    return list(itertools.islice(draw_items(data, seed), count))
+
+
+def draw_items(data, seed: int | None) -> Iterator[dict]:
+    """The items of a data set in random order, one at a time, without those of audio that cannot be
+    read: training itself reports it. Data that are in random order already need no `seed`."""
+    order = np.arange(len(data))
+    if seed is not None:
+        order = np.random.default_rng(seed).permutation(len(data))
+    for index in order:
+        try:
+            item = data.item(int(index), 0)
+        except DataError:
+            continue
+        yield item
+
+
+def report_checked(sets: dict[str, Corpus]) -> None:
+    """Ends --check_data: notes which texts have brackets and what the evaluation sets share with
+    the training set, and says what can be used."""
+    for name, corpus in sets.items():
+        rows = Rejections()
+        for index, text in enumerate(corpus.texts):
+            if found := BRACKETS.search(text):
+                example = f"{corpus.where(index)}: {found[0][:60]}"
+                rows.note("text in brackets is taken as it is written", example)
+        if name in ("val", "test") and "train" in sets:
+            overlap(sets["train"], corpus, rows)
+        if rows.notes:
+            print(rows.noted(f"{name} set"))
+    say_checked(sets)
+
+
+def say_checked(sets: dict[str, Corpus]) -> None:
+    """Prints what there is to train on and to evaluate on."""
+    print(describe_utterances(sets.values()))
+    counts = ", ".join(f"{len(corpus)} utterances in {name}" for name, corpus in sets.items())
+    print(f"checked: {counts} can be used")
+
+
+def draw(count: int, checks: Checks) -> np.ndarray:
+    """The rows of a checked training set of `count` that `checks.max_samples` leaves, ascending:
+    the first ones of `sample_order`."""
+    if checks.max_samples is None or checks.max_samples >= count:
+        return np.arange(count)
+    return np.sort(sample_order(count, checks.seed)[: checks.max_samples])
+
+
+def drop(
+    corpus: Corpus, name: str, fault: Callable[[int], tuple[str, str] | None], strict: bool
+) -> Corpus:
+    """The corpus without the utterances for which `fault(index)` returns (reason, details), which
+    are reported under `name`. Raises `DataError` if `strict` and there are any, or if nothing is
+    left."""
+    rejected = Rejections()
+    kept = []
+    for index in range(len(corpus)):
+        problem = fault(index)
+        if problem is None:
+            kept.append(index)
+        else:
+            reason, details = problem
+            rejected.add(reason, f"{corpus.where(index)}: {details}")
+    if not rejected.total:
+        return corpus
+    corpus = corpus.select(np.array(kept, dtype=int))
+    report_rejections(name, corpus.seconds, rejected, strict)
+    return corpus
+
+
+def drop_long_texts(
+    corpus: Corpus, name: str, tokens_of: Callable[[str], int], most: int, strict: bool
+) -> Corpus:
+    """`drop` of the utterances whose text has more than `most` tokens (--max_target_tokens)."""
+
+    def fault(index: int) -> tuple[str, str] | None:
+        tokens = tokens_of(corpus.texts[index])
+        if tokens <= most:
+            return None
+        reason = f"text is longer than {most} tokens (--max_target_tokens)"
+        return reason, f"{tokens} tokens with the prompt"
+
+    return drop(corpus, name, fault, strict)
+
+
+def hold_out(whole: Corpus, rows: np.ndarray, seed: int, before: set[str]) -> tuple[Corpus, Corpus]:
+    """(training part, evaluation part) of the ascending `rows` of the training set: a random part
+    is held out, HELD_OUT of it, at least one utterance and at most MOST_HELD_OUT. If `before` has
+    the keys of other utterances, of any row, these are held out instead. Raises `DataError` if
+    nothing would be left to train on."""
+    count = min(MOST_HELD_OUT, max(1, round(HELD_OUT * len(rows))))
+    order = np.random.default_rng(seed).permutation(len(rows))
+    chosen = rows[np.sort(order[:count])]
+    if before and set(held_out_keys(whole.select(chosen))) != before:
+        kept = np.flatnonzero([key in before for key in held_out_keys(whole)])
+        if len(kept):
+            chosen = kept
+        else:
+            print(
+                "the utterances that were held out before are not in the training set any more:"
+                " others are drawn"
+            )
+    rest = np.setdiff1d(rows, chosen)
+    if not len(rest):
+        raise DataError(
+            "one utterance is too few to hold one out for evaluation: add --val_manifest"
+        )
+    total = len(chosen) + len(rest)
+    print(f"no --val_manifest: {len(chosen)} of the {total} training utterances are held out")
+    return whole.select(rest), whole.select(chosen)

@@ -1,0 +1,492 @@
+"""What every recogniser does besides learning: its flags, decoding a set, the results at the end,
+transcribing files."""
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common import batches, files, memory, options
+from common.device import Setup
+from common.errors import DataError, UsageError, cannot_write
+from common.layers import finite_layers
+from speech.data.columns import Codes
+from speech.decoding import transcripts
+from speech.decoding.long import BY_SILENCES, Cutting, Piece, by_length, unless_silent
+from speech.signal.audio import SAMPLE_RATE, audio_files, read_audio
+from speech.signal.augment import read_noises
+from speech.writing import metrics, subtitles
+from speech.writing.text import NAMES, as_whisper, for_scoring, in_lower_case, mark_share, style
+
+AS_SENT = "as sent"  # what tables call the comparison of symbols that are no writing
+LONG = "transcripts_long.jsonl"  # of whole recordings
+REPORTS = ("transcripts.jsonl", LONG, "results.json")  # files in the log folder
+EXAMPLES = 5  # transcripts printed at the end
+MOST_BEAMS = 500  # hypotheses
+SPEEDS = (0.9, 1.0, 1.1)  # of --speed_perturbation (Ko et al. 2015)
+MOST_MARKS = 0.02  # share of marks among letters above which Whisper's normaliser breaks words
+NORMALISERS = {"whisper": as_whisper}  # choices of --normaliser
+
+STYLES = {  # what a warning says, and the difference between shares of texts that is worth it
+    "case": ("capitals are", 0.3),
+    "punctuation": ("punctuation is", 0.3),
+    "digits": ("digits are", 0.05),
+}
+
+REGULARISATION = (
+    "spec_augment speed_perturbation wave_augment noise_dir dropout label_smoothing".split()
+)
+
+# Rows for common.options: flags that exclude each other, and flags that need another one.
+EXCLUDES = (
+    *((flag, options.COMMAND, options.TRAINS) for flag in REGULARISATION),
+    ("noise_dir", "wave_augment False", "with the second no noise is added; leave one of them out"),
+    ("normaliser", "transcribe", "files to transcribe have no reference; leave the first out"),
+)
+NEEDS = (
+    ("output", ("transcribe",), ""),
+    ("piece_seconds", ("transcribe",), ""),
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the flags say about decoding and transcribing: the `method` and `beam_size` of a search
+    (None if the recipe has one method only); a further way to compare texts; the files and folders
+    to transcribe, the file that the transcripts are written to (None: they are printed), the
+    longest piece of a recording in seconds (None: what the model reads), and whether they are
+    printed with times; where results are written, and the seed that chooses examples."""
+
+    method: str | None = None
+    beam_size: int | None = None
+    normaliser: str | None = None
+    transcribe: list[str] = field(default_factory=list)
+    output: str | None = None
+    piece_seconds: float | None = None
+    timestamps: bool = False
+    batch_size: int = 8
+    log_dir: Path = Path("logs")
+    seed: int = 0
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+def add_augmentation(parser) -> None:
+    """The flags of augmentation alone, for a recipe that does not decode."""
+    augmentation = parser.add_argument_group("augmentation")
+    augmentation.add_argument(
+        "--spec_augment",
+        action=options.OnOff,
+        help="mask bands and spans of the features (on; off for the demo)",
+    )
+    augmentation.add_argument(
+        "--speed_perturbation",
+        action=options.OnOff,
+        help="play at 0.9, 1.0 or 1.1 times the speed (on; off for the demo)",
+    )
+    augmentation.add_argument(
+        "--wave_augment",
+        action=options.OnOff,
+        help=(
+            "add silence at the ends and noise, and change the level (on for released weights; off"
+            " from scratch and for the demo)"
+        ),
+    )
+    augmentation.add_argument(
+        "--noise_dir",
+        type=options.path,
+        metavar="DIR",
+        help="turns --wave_augment on, with the noise in these audio files",
+    )
+
+
+def add_arguments(
+    parser,
+    methods: tuple[str, ...] = (),
+    method: str = "",
+    beam_size: int = 0,
+    normalisers: bool = True,
+) -> None:
+    """The flags of augmentation and of decoding."""
+    add_augmentation(parser)
+    add_decoding(parser, methods, method, beam_size, normalisers)
+
+
+def add_decoding(
+    parser,
+    methods: tuple[str, ...] = (),
+    method: str = "",
+    beam_size: int = 0,
+    normalisers: bool = True,
+) -> None:
+    """The flags of a recogniser that decodes by `methods`, `method` by default. Without
+    `normalisers` its texts are compared in one way only."""
+    decoding = parser.add_argument_group("decoding and transcribing")
+    if methods:
+        decoding.add_argument(
+            "--decoding",
+            choices=methods,
+            default=method,
+            help=f"method for the results at the end, --evaluate and --transcribe ({method})",
+        )
+        decoding.add_argument(
+            "--beam_size",
+            type=options.number(int, 1, MOST_BEAMS),
+            metavar="N",
+            help=f"hypotheses of a beam search ({beam_size})",
+        )
+    if normalisers:
+        decoding.add_argument(
+            "--normaliser",
+            choices=tuple(NORMALISERS),
+            help=(
+                "also print error rates of texts that are normalised as Whisper's reports are (its"
+                " multilingual normaliser)"
+            ),
+        )
+    parser.add_command(
+        decoding,
+        "--transcribe",
+        nargs="+",
+        type=options.path,
+        metavar="PATH",
+        help=(
+            "transcribe files and folders with the weights of --resume"
+            " (OUTPUT_DIR/checkpoints/best.safetensors)"
+        ),
+    )
+    decoding.add_argument(
+        "--output",
+        type=options.file,
+        metavar="FILE",
+        help="write the transcripts to this file as JSON Lines, or subtitles to x.srt or x.vtt",
+    )
+    decoding.add_argument(
+        "--piece_seconds",
+        type=options.number(float, 1.0),
+        metavar="S",
+        help=(
+            "cut recordings at silences into pieces of at most S seconds, to train on with"
+            " --use_chunking (as long as the model reads)"
+        ),
+    )
+
+
+def resolve(
+    args, is_demo: bool, beam_size: int = 0, augments: bool = True, has_times: bool = False
+) -> Options:
+    """Fills in the defaults of these flags and returns what they ask for, also after
+    `add_augmentation` or `add_decoding` alone. Augmentation is on, unless the recipe does not
+    augment by default (`augments`), and except in a demo, whose voices hardly vary; --wave_augment
+    also needs released weights. A plan without data is of training with augmentation. `beam_size`
+    is the default. `has_times`: whether the transcripts have segments with times. Raises
+    `UsageError`, and `DataError` for a file in --noise_dir."""
+    augment = augments and (not is_demo or options.plans(args))
+    if getattr(args, "noise_dir", None):
+        args.wave_augment = True
+        read_noises(args.noise_dir)  # what is wrong with it is reported now
+    for name in ("spec_augment", "speed_perturbation"):
+        if getattr(args, name, False) is None:
+            setattr(args, name, augment)
+    if getattr(args, "wave_augment", False) is None and not augment:
+        args.wave_augment = False  # None: if the weights are released ones
+    if beam_size and args.beam_size is None:
+        args.beam_size = beam_size
+    output = getattr(args, "output", None)
+    if output:
+        if (suffix := Path(output).suffix.lower()) in subtitles.OTHERS:
+            known = ", ".join(subtitles.FORMATS)
+            raise UsageError(
+                f"--output {output}: {suffix} cannot be written; name a file {known} or .jsonl"
+            )
+        if transcripts.is_subtitles(output) and not has_times:
+            needed = "add --timestamps" if "timestamps" in vars(args) else "name a .jsonl file"
+            raise UsageError(f"--output {output}: subtitles need times; {needed}")
+        transcripts.check_output(output, options.paths_in(args, "output"))
+    return Options(
+        method=getattr(args, "decoding", None),
+        beam_size=getattr(args, "beam_size", None),
+        normaliser=getattr(args, "normaliser", None),
+        transcribe=getattr(args, "transcribe", None) or [],
+        output=output,
+        piece_seconds=getattr(args, "piece_seconds", None),
+        timestamps=getattr(args, "timestamps", False),
+        batch_size=args.eval_batch_size,
+        log_dir=args.log_dir,
+        seed=args.seed,
+    )
+
+
+# --- decoding a set -------------------------------------------------------------------------------
+
+
+def decode_set(
+    model: torch.nn.Module,
+    decode: Callable[[dict], tuple[list, dict[str, torch.Tensor]]],
+    eval_batches: Iterable[dict],
+    terms: Iterable[str] = (),
+) -> tuple[list[dict], dict[str, tuple[float, float]]]:
+    """Decodes batches with `decode(batch on the model's device)`, which returns a hypothesis for
+    each utterance and the sums of loss terms. References and hypotheses are texts or any other
+    objects. A batch that does not fit into memory is split. Returns a row {"file", "seconds",
+    "reference", "hypothesis", "index"} for each utterance, and {loss term: (sum, count)} for each
+    of `terms`, zeros if there are no batches: the ranks add these up."""
+    rows = []
+    sums = dict.fromkeys(terms, (0.0, 0))
+    for batch, results in memory.evaluated(decode, model, eval_batches):
+        hypotheses = []
+        losses = dict.fromkeys(sums, 0.0)
+        for decoded, values in results:
+            hypotheses += decoded
+            for name in losses:
+                losses[name] += float(values[name])
+        keys = ("names", "seconds", "texts", "indices")
+        utterances = zip(*(batch[key] for key in keys), hypotheses, strict=True)
+        for name, seconds, reference, index, hypothesis in utterances:
+            texts = {"reference": reference, "hypothesis": hypothesis}
+            rows.append({"file": name, "seconds": round(seconds, 3), **texts, "index": index})
+        for name, value in losses.items():
+            total, count = sums[name]
+            sums[name] = (total + value, count + batch["counts"][name])
+    return rows, sums
+
+
+def decode_texts(
+    model: torch.nn.Module, texts_of: Callable[[dict], list], eval_batches: Iterable[dict]
+) -> list[dict]:
+    """The rows of `decode_set` for `texts_of(batch on the model's device)`, without losses."""
+    return decode_set(model, lambda batch: (texts_of(batch), {}), eval_batches)[0]
+
+
+def print_results(
+    rows: list[dict],
+    title: str,
+    how: Options,
+    normalise: Callable[[str], str] = for_scoring,
+    languages: Codes | None = None,
+) -> None:
+    """Prints WER, CER and a few of `rows` ({"file", "seconds", "reference", "hypothesis"}, and
+    perhaps timed "words"), and writes all of them with their "errors" to transcripts.jsonl. The
+    texts are compared after `normalise`, and as `readings_of` says. The error rates are also
+    written to results.json. If the set has several `languages`, by "index", there are also error
+    rates of each, in the first of the readings. Raises `RunError`."""
+    print(f"\n{title}")
+    errors = metrics.read_by(rows, readings_of(rows, how, normalise))
+    rates = metrics.rates(errors)
+    print(metrics.error_table(errors, rates))
+    results = {"title": title, "rates": rates}
+    spoken = [languages[row["index"]] for row in rows] if languages else []
+    if len(set(spoken)) > 1:
+        rows = [{**row, "language": name} for row, name in zip(rows, spoken, strict=True)]
+        results["languages"] = metrics.rates_by(spoken, next(iter(errors.values())))
+        print(metrics.table_by("language", results["languages"]))
+    for number in np.random.default_rng(how.seed).permutation(len(rows))[:EXAMPLES]:
+        row = rows[number]
+        print(f"  reference:  {row['reference']}\n  transcript: {row['hypothesis']}")
+        words = row.get("words", ())
+        times = [f"{word['start']:.2f}-{word['end']:.2f} {word['text']}" for word in words]
+        print(f"  times:      {'  '.join(times)}\n" if times else "")
+    counted = [
+        {**row, "errors": metrics.errors_of_row(errors, number)} for number, row in enumerate(rows)
+    ]
+    write_rows(counted, how, "transcripts.jsonl")
+    write_results(how, results)
+
+
+def write_rows(rows: list[dict], how: Options, name: str) -> None:
+    """Writes decoded utterances to one of REPORTS. Raises `RunError`."""
+    lines = []
+    for row in rows:
+        shown = {key: value for key, value in row.items() if key != "index"}
+        lines.append(json.dumps(shown, ensure_ascii=False) + "\n")
+    write_report(how, name, "".join(lines))
+
+
+def write_report(how: Options, name: str, text: str) -> None:
+    """Writes one of REPORTS. Raises `RunError`."""
+    try:
+        files.write_text(how.log_dir / name, text)
+    except OSError as error:
+        raise cannot_write(how.log_dir, error, "--output_dir") from None
+
+
+def write_results(how: Options, results: dict) -> None:
+    """Writes results.json: the "title" of the results, the "rates" of `metrics.rates`, those of
+    several "languages" (`metrics.rates_by`), and, if a model was "compared_to", its rates as
+    "before"; "watched" sets (`Watched.by_step`); a "warning". Raises `RunError`."""
+    write_report(how, "results.json", json.dumps(results, ensure_ascii=False, indent=1) + "\n")
+
+
+def read_results(log_dir: Path) -> dict:
+    """What `print_results` has written in the log folder."""
+    return files.read_json(log_dir / "results.json")
+
+
+def add_watched(how: Options, watched, progress) -> None:
+    """Adds to results.json the evaluations of `watched` sets (`parts.watching.Watched`, or None)
+    that the progress of a training has. Raises `RunError`."""
+    if watched:
+        found = watched.by_step(progress)
+        write_results(how, {**read_results(how.log_dir), "watched": found})
+
+
+def add_warning(how: Options, warning: str) -> None:
+    """Adds a warning to results.json, which the card of an export repeats. Raises `RunError`."""
+    write_results(how, {**read_results(how.log_dir), "warning": warning})
+
+
+def print_improvement(
+    before: list[dict],
+    rows: list[dict],
+    path: str,
+    how: Options,
+    normalise: Callable[[str], str] = for_scoring,
+) -> None:
+    """Prints how much lower the error rates of `rows` are than those of the rows `before` of the
+    model at `path`, of the same utterances, and adds the latter to results.json. `normalise` as in
+    `print_results`, which is called before. Raises `RunError`."""
+    readings = readings_of(rows, how, normalise, warns=False)
+    old, new = (metrics.read_by(each, readings) for each in (before, rows))
+    table = metrics.improvement_table(old, new)
+    print(f"compared to {path} on the same {len(rows)} utterances:\n{table}")
+    compared = {"compared_to": path, "before": metrics.rates(old)}
+    write_results(how, {**read_results(how.log_dir), **compared})
+
+
+def readings_of(
+    rows: list[dict], how: Options, normalise: Callable[[str], str], warns: bool = True
+) -> dict[str, Callable[[str], str]]:
+    """The ways in which texts are compared, by name: after a recipe's own `normalise`, in lower
+    case without punctuation, and by --normaliser. Symbols that are no writing, whose `normalise` is
+    not one of text.py's, are compared in this way only."""
+    if normalise not in NAMES:
+        return {AS_SENT: normalise}
+    chosen = [normalise, in_lower_case]
+    if how.normaliser:
+        chosen.append(NORMALISERS[how.normaliser])
+        share = mark_share(row["reference"] for row in rows)
+        if warns and share > MOST_MARKS:
+            print(
+                f"warning: {NAMES[chosen[-1]]} puts spaces in place of the marks of this script,"
+                f" {100 * share:.0f} % of its letters: its error rates say little about how well"
+                " this language is read",
+                flush=True,
+            )
+    return {NAMES[each]: each for each in chosen}
+
+
+def warn_of_style(texts: list[str], rows: list[dict]) -> None:
+    """Warns once if the training `texts` and the hypotheses in `rows` differ in style: error rates
+    rise while a model learns another one. `texts` is emptied."""
+    if texts and rows:
+        trained = style(texts)
+        decoded = style([row["hypothesis"] for row in rows])
+        for name, (words, limit) in STYLES.items():
+            if abs(trained[name] - decoded[name]) > limit:
+                print(
+                    f"warning: {words} in {100 * decoded[name]:.0f} % of the model's texts and in"
+                    f" {100 * trained[name]:.0f} % of the training texts: error rates rise while"
+                    " the model learns another style",
+                    flush=True,
+                )
+    texts.clear()
+
+
+# --- transcribing files ---------------------------------------------------------------------------
+
+
+def join_records(records: list[dict], pieces: list[Piece], cutting: Cutting) -> dict:
+    """The "text" of a recording, the texts of its "pieces" with their times in seconds, and timed
+    parts, from the records of its pieces."""
+    joined = cutting.join(records, pieces)
+    timed = []
+    for start, end, part in joined.pieces:
+        timed.append({"start": start / SAMPLE_RATE, "end": end / SAMPLE_RATE, "text": part})
+    return {"text": joined.text, "pieces": timed, **joined.parts}
+
+
+@torch.no_grad()
+def transcribe_files(
+    how: Options,
+    decode: Callable[[dict], list[str | dict]],
+    setup: Setup,
+    longest: float | None,
+    cutting: Cutting | None = None,
+    parts: tuple[str, ...] = (),
+) -> None:
+    """Transcribes the files and folders of --transcribe. Prints the text of each file, after its
+    name and a tab if there are several, or writes JSON Lines to --output, or subtitles.
+
+    `decode(batch on device)` returns the texts of a batch of waveforms, or records: "text" and
+    lists of timed `parts`, such as "words". Recordings over `longest` seconds are cut, and their
+    texts joined, by `cutting` (None: `by_length`); with --piece_seconds they are cut at silences.
+    If `longest` is None, they are not cut, and `decode` gets one at a time. A file that cannot be
+    read is named on stderr and the others are transcribed; then `DataError` is raised. Raises
+    `UsageError` for subtitles of several recordings."""
+    recordings = audio_files(how.transcribe)
+    if how.output and transcripts.is_subtitles(how.output) and len(recordings) > 1:
+        raise UsageError(
+            f"--output {how.output}: subtitles are of one recording, and --transcribe names"
+            f" {len(recordings)}; name one, or a .jsonl file"
+        )
+    if how.piece_seconds:
+        longest = min(longest, how.piece_seconds)
+        cutting = BY_SILENCES
+    elif longest and cutting is None:
+        cutting = by_length(longest)
+    records_of = decoder(decode, setup, parts)
+
+    def transcript(path: Path, waveform: torch.Tensor) -> dict:
+        row = {"file": str(path), "text": "", "seconds": len(waveform) / SAMPLE_RATE}
+        if longest is None:
+            return {**row, **records_of([waveform], str(path))[0]}
+        pieces = cutting.cut(waveform, SAMPLE_RATE, longest)
+        records = []
+        for first in range(0, len(pieces), how.batch_size):
+            several = pieces[first : first + how.batch_size]
+            records += records_of([waveform[a:b] for a, b in several], str(path))
+        return {**row, **join_records(records, pieces, cutting)}
+
+    def rows() -> Iterator[dict]:
+        for path in recordings:
+            try:
+                waveform = read_audio(str(path), SAMPLE_RATE)
+            except DataError as error:
+                print(f"error: {error}", file=sys.stderr)
+                continue
+            yield transcript(path, waveform)
+
+    with finite_layers():
+        if how.output:
+            done = transcripts.write(Path(how.output), rows())
+        else:
+            done = transcripts.show(rows(), len(recordings) > 1, how.timestamps)
+    if done < len(recordings):
+        raise DataError(
+            f"{len(recordings) - done} of {len(recordings)} files could not be transcribed"
+        )
+
+
+def decoder(
+    decode: Callable[[dict], list[str | dict]], setup: Setup, parts: tuple[str, ...]
+) -> Callable[[list[torch.Tensor], str], list[dict]]:
+    """The function that decodes waveforms of the file with a name to records, by `decode` (see
+    `transcribe_files`). Digital silence has neither text nor `parts`."""
+
+    def decode_on_device(batch: dict) -> list[str | dict]:
+        return decode(next(batches.to_device([batch], setup.device)))
+
+    def records_of(waveforms: list[torch.Tensor], name: str) -> list[dict]:
+        padded, lengths = batches.pad(waveforms)
+        batch = {"audio": padded, "audio_lengths": lengths, "names": [name] * len(waveforms)}
+        with setup.autocast():
+            results = memory.split_on_oom(decode_on_device, batch, setup.device)
+        decoded = [result for results_of_part in results for result in results_of_part]
+        return [each if isinstance(each, dict) else {"text": each} for each in decoded]
+
+    return unless_silent(records_of, {"text": "", **{part: [] for part in parts}})

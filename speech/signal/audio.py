@@ -1,0 +1,407 @@
+"""Audio files to waveforms: reading, resampling, speed perturbation, a cache of decoded audio."""
+
+import contextlib
+import functools
+import hashlib
+import io
+import math
+import os
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+import wave
+import zlib
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import soundfile
+import torch
+
+from common.errors import DataError, RunError, UsageError
+from common.files import write_file
+from speech.data.columns import printable
+from speech.data.headers import (
+    END_TOLERANCE,
+    FFMPEG_FORMATS,
+    UNKNOWN_LENGTH,
+    file_fault,
+    format_fault,
+)
+from speech.signal import spectra
+
+SAMPLE_RATE = 16_000  # Hz, of every recogniser
+# Of the ratio of two sample rates: the size of the resampling filter is the product of its terms.
+LARGEST_TERM = 1000
+# Amplitude: that of 16-bit integers stored as floats. Statistics over a set would not survive much
+# more.
+LOUDEST = 32_768.0
+SOFTWARE = "speech-recipes --synthesize"  # in the wavs of --output
+DIGEST = 32  # hexadecimal digits of the hash there
+FFMPEG_SECONDS = 600  # to decode a file
+# of audio files, besides libsndfile's own
+AUDIO_SUFFIXES = set(".mp3 .m4a .aac .opus .wma .webm .mp4 .oga .aif".split())
+
+
+class BadAudio(DataError):
+    """An audio file that cannot be used; `path` names it."""
+
+    def __init__(self, path: str, problem: str):
+        super().__init__(f"{printable(path)} {problem}")
+        self.path = path
+
+
+def resample(waveform: torch.Tensor, source: int, target: int) -> torch.Tensor:
+    """(T,) at `source` Hz to (T',) at `target` Hz. The ratio of the rates is rounded to one with
+    small terms, by less than 0.06 %: the filter from 7999 to 16000 Hz would take gigabytes."""
+    return spectra.resample(waveform, *_ratio(source, target))
+
+
+def _ratio(source: int, target: int) -> tuple[int, int]:
+    """The two rates with small terms."""
+    ratio = Fraction(min(source, target), max(source, target)).limit_denominator(LARGEST_TERM)
+    low, high = ratio.numerator, ratio.denominator
+    return (low, high) if source < target else (high, low)
+
+
+def change_speed(waveform: torch.Tensor, factor: float) -> torch.Tensor:
+    """(T,) played `factor` times faster, which raises the pitch as in Kaldi's speed perturbation:
+    (T / factor,)."""
+    return resample(waveform, round(factor * 100), 100)
+
+
+@functools.lru_cache(maxsize=2)
+def speed_factors(seed: int, epoch: int, count: int, factors: tuple[float, ...]) -> np.ndarray:
+    """(count,) the factor of each utterance of an epoch, one of `factors`."""
+    choices = np.random.default_rng([seed, epoch, 7]).integers(0, len(factors), count)
+    return np.asarray(factors, dtype=np.float32)[choices]
+
+
+def read_audio(
+    path: str, sample_rate: int, offset: float = 0.0, duration: float | None = None
+) -> torch.Tensor:
+    """Reads `duration` seconds from `offset` as mono fp32 (T,) at `sample_rate` Hz; channels are
+    averaged. Formats that libsndfile does not know are decoded by ffmpeg if it is installed. Raises
+    `BadAudio` if the file is missing, truncated or empty, or if its sample rate, its channels or
+    its samples are out of range."""
+    file, error = _open(path)
+    if file is None:
+        rate = sample_rate
+        waveform = _read_with_ffmpeg(path, sample_rate, offset, duration, error)
+    else:
+        with file:
+            rate = file.samplerate
+            waveform = _read(file, path, offset, duration)
+    if len(waveform) == 0:
+        raise BadAudio(path, f"is empty{f' from {offset:g} s on' if offset else ''}")
+    _check_samples(path, waveform)
+    return resample(waveform, rate, sample_rate)
+
+
+def read_in_pieces(path: str, sample_rate: int) -> Iterator[torch.Tensor]:
+    """The same, of the whole file, in pieces of about a second: no more of it is in memory."""
+    file, error = _open(path)
+    if file is None:
+        rate = sample_rate
+        pieces = _pieces_by_ffmpeg(path, sample_rate, error)
+    else:
+        rate = file.samplerate
+        pieces = _pieces(file, path)
+    is_empty = True
+    for piece in spectra.resampled(_checked(path, pieces), *_ratio(rate, sample_rate)):
+        is_empty = is_empty and not len(piece)
+        yield piece
+    if is_empty:
+        raise BadAudio(path, "is empty")
+
+
+def _open(path: str) -> tuple[soundfile.SoundFile | None, Exception | None]:
+    """The file as libsndfile reads it, or why it does not. Raises `BadAudio`."""
+    fault = file_fault(path)
+    if fault:
+        raise BadAudio(path, f"cannot be used: {fault}")
+    try:
+        file = soundfile.SoundFile(os.fsencode(path))  # not every name is UTF-8
+        if file.frames >= UNKNOWN_LENGTH:
+            file.close()
+            raise OSError("its header states no length")
+    except (OSError, TypeError, soundfile.LibsndfileError) as error:  # TypeError: .raw, no header
+        return None, error
+    fault = format_fault(file)
+    if fault:
+        file.close()
+        raise BadAudio(path, f"cannot be used: {fault}")
+    return file, None
+
+
+def _check_samples(path: str, waveform: torch.Tensor) -> None:
+    peak = float(waveform.abs().max())
+    if not math.isfinite(peak):
+        raise BadAudio(path, "holds samples that are not finite (NaN or infinity)")
+    if peak > LOUDEST:
+        raise BadAudio(path, f"holds samples of up to {peak:.3g}, where 1 is full scale")
+
+
+def _checked(path: str, pieces: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    for piece in pieces:
+        _check_samples(path, piece)
+        yield piece
+
+
+def _read(
+    file: soundfile.SoundFile, path: str, offset: float, duration: float | None
+) -> torch.Tensor:
+    rate = file.samplerate
+    start = min(round(offset * rate), file.frames)
+    frames = file.frames - start
+    if duration is not None:
+        frames = min(round(duration * rate), frames)
+    try:
+        file.seek(start)
+        samples = file.read(frames, dtype="float32", always_2d=True)
+    except soundfile.LibsndfileError as error:
+        raise _damaged(path, error) from None
+    except MemoryError:
+        hours = file.frames / rate / 3600
+        raise BadAudio(path, f"does not fit into memory: its header states {hours:.0f} h") from None
+    _check_length(path, len(samples), frames, rate)
+    return _mono(samples)
+
+
+def _pieces(file: soundfile.SoundFile, path: str) -> Iterator[torch.Tensor]:
+    """The file's samples, about a second at a time."""
+    read = 0
+    with file:
+        try:
+            while len(samples := file.read(file.samplerate, dtype="float32", always_2d=True)):
+                read += len(samples)
+                yield _mono(samples)
+        except soundfile.LibsndfileError as error:
+            raise _damaged(path, error) from None
+        _check_length(path, read, file.frames, file.samplerate)
+
+
+def _mono(samples: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(samples.mean(axis=1) if samples.shape[1] > 1 else samples[:, 0])
+
+
+def _damaged(path: str, error: Exception) -> BadAudio:
+    return BadAudio(path, f"is truncated or damaged: {_reason(error)}")
+
+
+def _check_length(path: str, read: int, frames: int, rate: int) -> None:
+    if read < frames - END_TOLERANCE * rate:  # the length of an MP3 may be an estimate
+        raise BadAudio(
+            path, f"is truncated: {read / rate:.2f} of {frames / rate:.2f} s could be read"
+        )
+
+
+def _ffmpeg(path: str, error: Exception) -> list[str]:
+    """How a command of ffmpeg begins. Raises `BadAudio` with the `error` of libsndfile if it is
+    not installed."""
+    if not shutil.which("ffmpeg"):
+        raise BadAudio(
+            path,
+            f"cannot be read: {_reason(error)} (and ffmpeg, which may know it, is not installed)",
+        )
+    return ["ffmpeg", "-v", "error", "-nostdin", *FFMPEG_FORMATS]
+
+
+def _samples_to_pipe(sample_rate: int) -> list[str]:
+    return ["-f", "f32le", "-ac", "1", "-ar", str(sample_rate), "-"]
+
+
+def _check_ffmpeg(path: str, status: int, complaint: bytes, error: Exception) -> None:
+    if status or complaint:  # for a truncated file: a complaint and status 0
+        complaints = complaint.decode(errors="replace").strip().splitlines() or [_reason(error)]
+        # Without the part of ffmpeg that complains, and its address.
+        first = re.sub(r"^(\[[^\]]*\] *)+", "", complaints[0])
+        raise BadAudio(path, f"cannot be read: {first}")
+
+
+def _ffmpeg_failed(path: str, failure: Exception) -> BadAudio:
+    return BadAudio(path, f"cannot be read: ffmpeg failed: {_reason(failure)}")
+
+
+def _read_with_ffmpeg(
+    path: str, sample_rate: int, offset: float, duration: float | None, error: Exception
+) -> torch.Tensor:
+    command = _ffmpeg(path, error)
+    length = ["-t", f"{duration:f}"] if duration is not None else []
+    output = _samples_to_pipe(sample_rate)
+    try:
+        command += ["-ss", f"{offset:f}", "-i", f"file:{path}", *length, *output]
+        result = subprocess.run(command, capture_output=True, timeout=FFMPEG_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as failure:
+        raise _ffmpeg_failed(path, failure) from None
+    _check_ffmpeg(path, result.returncode, result.stderr, error)
+    return torch.from_numpy(np.frombuffer(result.stdout, "<f4", len(result.stdout) // 4).copy())
+
+
+def _pieces_by_ffmpeg(path: str, sample_rate: int, error: Exception) -> Iterator[torch.Tensor]:
+    """The samples that ffmpeg decodes, about a second at a time."""
+    command = _ffmpeg(path, error)
+    with tempfile.TemporaryFile() as complaints:
+        command += ["-i", f"file:{path}", *_samples_to_pipe(sample_rate)]
+        try:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints)
+        except OSError as failure:
+            raise _ffmpeg_failed(path, failure) from None
+        try:
+            while len(data := process.stdout.read(4 * sample_rate)) >= 4:
+                yield torch.from_numpy(np.frombuffer(data, "<f4", len(data) // 4).copy())
+            status = process.wait()
+        finally:  # also if nobody wants the rest
+            process.kill()
+            process.stdout.close()
+            process.wait()
+        complaints.seek(0)
+        _check_ffmpeg(path, status, complaints.read(), error)
+
+
+def read_cached(
+    folder: str | None,
+    path: str,
+    sample_rate: int,
+    offset: float = 0.0,
+    duration: float | None = None,
+) -> torch.Tensor:
+    """`read_audio` through a cache of decoded audio below `folder` (fp32 samples and their
+    checksum, 230 MB per hour at 16 kHz), with bit-identical results. A file that changes is decoded
+    again, and so is one whose entry is damaged. Raises `RunError` if the cache cannot be
+    written."""
+    if not folder:
+        return read_audio(path, sample_rate, offset, duration)
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise BadAudio(path, f"cannot be read: {_reason(error)}") from None
+    key = repr(
+        (os.path.abspath(path), status.st_size, status.st_mtime_ns, sample_rate, offset, duration)
+    )
+    name = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+    cached = Path(folder) / name[:2] / f"{name}.f32"
+    with contextlib.suppress(OSError):  # not decoded yet
+        content = np.fromfile(cached, np.float32)
+        samples, checksum = content[:-1], content[-1:].view(np.uint32)
+        if len(samples) and checksum == zlib.crc32(samples, zlib.crc32(name.encode())):
+            return torch.from_numpy(samples)
+    waveform = read_audio(path, sample_rate, offset, duration)
+    checksum = zlib.crc32(waveform.numpy(), zlib.crc32(name.encode()))
+    content = waveform.numpy().tobytes() + np.uint32(checksum).tobytes()
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        write_file(cached, lambda temporary: temporary.write_bytes(content), durable=False)
+    except OSError as error:
+        reason = f"{error.strerror}; leave the flag out, or name another folder"
+        raise RunError(f"--cache_audio {folder}: {reason}") from None
+    return waveform
+
+
+def read_utterance(corpus, index: int, sample_rate: int) -> torch.Tensor:
+    """(T,) waveform of utterance `index`, through the cache `corpus.cache_audio` if there is one.
+    `corpus`: an object with the columns `paths`, `offsets` and `durations` (NaN: to the end of the
+    file). An empty path stands for silence."""
+    path = corpus.paths[index]
+    duration = float(corpus.durations[index])
+    if not path:
+        return torch.zeros(round(duration * sample_rate))
+    part = (float(corpus.offsets[index]), None if math.isnan(duration) else duration)
+    return read_cached(corpus.cache_audio, path, sample_rate, *part)
+
+
+def audio_files(paths: list[str]) -> list[Path]:
+    """The files among `paths`, and every file with an audio suffix below the folders among them,
+    sorted. Raises `UsageError` if a path does not exist, or if there is no audio file in a
+    folder."""
+    suffixes = {f".{name.lower()}" for name in soundfile.available_formats()} | AUDIO_SUFFIXES
+    files = []
+    for path in paths:
+        if os.path.isdir(path):
+            inside = sorted(file for file in _files_below(path) if file.suffix.lower() in suffixes)
+            if not inside:
+                raise UsageError(f"no audio file in {path}")
+            files += inside
+        elif os.path.exists(path):
+            files.append(Path(path))
+        else:
+            raise UsageError(f"{path}: no such file or folder")
+    return files
+
+
+def _files_below(folder: str) -> Iterator[Path]:
+    """Every file below a folder. Links to folders are not followed, because they may lead back."""
+
+    def refuse(error: OSError):
+        raise UsageError(f"{error.filename}: {error.strerror}") from None
+
+    for place, _, names in os.walk(folder, onerror=refuse):
+        yield from (Path(place, name) for name in names)
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what an exception says."""
+    message = (
+        getattr(error, "error_string", None)
+        or getattr(error, "strerror", None)
+        or str(error)
+        or "unknown error"
+    )
+    return message.splitlines()[0].removeprefix("Error : ").rstrip(".")
+
+
+def int16(waveform: torch.Tensor) -> np.ndarray:
+    """A waveform (T,) on any device, cut off at -1 and 1, as 16-bit samples (T,)."""
+    return (waveform.float().clamp(-1, 1) * 32767).round().to(torch.int16).cpu().numpy()
+
+
+def write_wav(path: Path, samples: np.ndarray, sample_rate: int) -> None:
+    """Writes int16 samples (T,) as a mono wav to a new `path`, in a folder that is written aside or
+    as `files.write_file` names it. Raises `OSError`."""
+    path.write_bytes(wav(samples, sample_rate))
+
+
+def write_speech(path: Path, samples: np.ndarray, sample_rate: int) -> None:
+    """The same for --output, aside and renamed, with a mark at the end by which `is_own_speech`
+    knows the file. Raises `OSError`."""
+    content = wav(samples, sample_rate)
+    size = struct.pack("<I", len(content) + len(_mark(b"")) - 8)
+    content = content[:4] + size + content[8:]
+    write_file(path, lambda temporary: temporary.write_bytes(content + _mark(content)))
+
+
+def is_own_speech(path: Path) -> bool:
+    """Whether `write_speech` wrote this file and nobody has changed it since. Raises `OSError`."""
+    size = len(_mark(b""))
+    with open(path, "rb") as file:
+        if file.seek(0, os.SEEK_END) < size:
+            return False
+        file.seek(-size, os.SEEK_END)
+        if SOFTWARE.encode() not in file.read():
+            return False
+    content = path.read_bytes()
+    return content[-size:] == _mark(content[:-size])
+
+
+def wav(samples: np.ndarray, sample_rate: int) -> bytes:
+    """The content of a mono wav file with int16 samples (T,)."""
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(sample_rate)
+        file.writeframes(samples.tobytes())
+    return buffer.getvalue()
+
+
+def _mark(content: bytes) -> bytes:
+    """The chunk of a wav that names the program (LIST INFO ISFT), with a hash of the `content`
+    before it."""
+    digest = hashlib.blake2b(content, digest_size=DIGEST // 2).hexdigest()
+    text = f"{SOFTWARE} {digest}".encode() + b"\0"
+    text += b"\0" * (len(text) % 2)
+    info = b"INFOISFT" + struct.pack("<I", len(text)) + text
+    return b"LIST" + struct.pack("<I", len(info)) + info

@@ -1,0 +1,355 @@
+"""Word and character error rates, how far chance moves them, and the tables that show them."""
+
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.errors import require
+from speech.writing.text import for_scoring
+
+UNITS = {"wer": "words", "cer": "characters"}
+RESAMPLES = 1000  # sets that are drawn for an interval
+SEED = 0  # of the drawing: the same texts have the same interval
+# How Unicode names the letters of scripts without spaces between words.
+UNSPACED = (
+    *("CJK UNIFIED", "CJK COMPATIBILITY", "HIRAGANA", "KATAKANA"),
+    *("THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN"),
+)
+SHARE = 95  # per cent of the drawn sets that an interval holds
+
+Normaliser = Callable[[str], str]
+
+
+@dataclass
+class Errors:
+    """Counts of edits. `length`: the number of words or characters in the references."""
+
+    substitutions: int = 0
+    deletions: int = 0
+    insertions: int = 0
+    length: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.substitutions + self.deletions + self.insertions
+
+    @property
+    def rate(self) -> float:
+        """Errors over the references' length; the number of insertions if all references are
+        empty."""
+        return self.total / max(1, self.length)
+
+    def __add__(self, other: "Errors") -> "Errors":
+        return Errors(
+            self.substitutions + other.substitutions,
+            self.deletions + other.deletions,
+            self.insertions + other.insertions,
+            self.length + other.length,
+        )
+
+
+# --- counting -------------------------------------------------------------------------------------
+
+
+def errors_of_each(
+    references: list[str],
+    hypotheses: list[str],
+    unit: str,
+    normalise: Normaliser = for_scoring,
+) -> list[Errors]:
+    """The edit distance of each pair, in "words" or "characters" (including spaces), after
+    `normalise` on both sides."""
+    jiwer = require("jiwer", "WER and CER")
+    process = jiwer.process_words if unit == "words" else jiwer.process_characters
+    found = []
+    for reference, hypothesis in zip(references, hypotheses, strict=True):
+        reference = normalise(reference).strip()
+        hypothesis = normalise(hypothesis).strip()
+        if not reference:  # jiwer refuses empty references
+            inserted = hypothesis.split() if unit == "words" else hypothesis
+            found.append(Errors(insertions=len(inserted)))
+            continue
+        counts = process(reference, hypothesis)
+        length = counts.hits + counts.substitutions + counts.deletions
+        found.append(Errors(counts.substitutions, counts.deletions, counts.insertions, length))
+    return found
+
+
+def count_errors(
+    references: list[str],
+    hypotheses: list[str],
+    unit: str,
+    normalise: Normaliser = for_scoring,
+) -> Errors:
+    """The sum of `errors_of_each`."""
+    return sum(errors_of_each(references, hypotheses, unit, normalise), Errors())
+
+
+def cer_and_wer(
+    references: list[str], hypotheses: list[str], normalise: Normaliser = for_scoring
+) -> dict[str, Errors]:
+    """The counts of errors of which "cer" and "wer" are the rates."""
+    return {
+        "cer": count_errors(references, hypotheses, "characters", normalise),
+        "wer": count_errors(references, hypotheses, "words", normalise),
+    }
+
+
+def score(rows: list[dict], normalise: Normaliser = for_scoring) -> dict[str, tuple[int, int]]:
+    """The errors and the length, by which they are divided, of "cer" and "wer" of decoded rows
+    ({"reference", "hypothesis"})."""
+    references = [row["reference"] for row in rows]
+    hypotheses = [row["hypothesis"] for row in rows]
+    errors = cer_and_wer(references, hypotheses, normalise)
+    return {name: (each.total, each.length) for name, each in errors.items()}
+
+
+def rate(pair: tuple[float, float]) -> float:
+    """Numerator over denominator of a metric as `score` or an evaluation returns it."""
+    return pair[0] / max(1, pair[1])
+
+
+def read_by(
+    rows: list[dict], readings: dict[str, Normaliser]
+) -> dict[str, dict[str, list[Errors]]]:
+    """The errors of each of `rows` ({"reference", "hypothesis"}), as {reading: {"wer": [...],
+    "cer": [...]}}. `readings`: ways to compare texts, by name."""
+    references = [row["reference"] for row in rows]
+    hypotheses = [row["hypothesis"] for row in rows]
+    return {
+        reading: {
+            name: errors_of_each(references, hypotheses, unit, normalise)
+            for name, unit in UNITS.items()
+        }
+        for reading, normalise in readings.items()
+    }
+
+
+def errors_of_row(errors: dict[str, dict[str, list[Errors]]], number: int) -> dict:
+    """What `read_by` counted in one row, as {reading: {"words": [errors, length], "characters":
+    [errors, length]}}: intervals can be computed from these alone."""
+    return {
+        reading: {
+            UNITS[name]: [each[number].total, each[number].length] for name, each in found.items()
+        }
+        for reading, found in errors.items()
+    }
+
+
+# --- intervals ------------------------------------------------------------------------------------
+
+
+def counts_of(errors: list[Errors]) -> np.ndarray:
+    """(N, 2): errors and length of each utterance."""
+    counts = [(each.total, each.length) for each in errors]
+    return np.array(counts, dtype=np.int64).reshape(-1, 2)
+
+
+def resampled_rates(counts: np.ndarray) -> np.ndarray:
+    """(RESAMPLES, ...) error rates of sets of N utterances that are drawn with replacement from
+    `counts` (N, ..., 2): errors and length of each utterance, of one model or of several, which are
+    compared on the same draws (Bisani and Ney 2004)."""
+    random = np.random.default_rng(SEED)
+    number = len(counts)
+    columns = np.ascontiguousarray(counts.reshape(number, -1).T)
+    sums = np.empty((RESAMPLES, len(columns)), dtype=np.int64)
+    for row in sums:
+        times = np.bincount(random.integers(0, number, number), minlength=number)
+        row[:] = np.einsum("kn,n->k", columns, times)  # unlike BLAS, in this thread
+    sums = sums.reshape(RESAMPLES, *counts.shape[1:])
+    return sums[..., 0] / np.maximum(1, sums[..., 1])
+
+
+def middle(values: np.ndarray) -> tuple[float, float]:
+    """The ends of the middle SHARE per cent of (RESAMPLES,) values."""
+    outside = (100 - SHARE) / 2
+    low, high = np.percentile(values, [outside, 100 - outside])
+    return float(low), float(high)
+
+
+def intervals(several: list[list[Errors]]) -> list[tuple[float, float] | None]:
+    """The 95 % confidence interval of each of several error rates on the same utterances, by
+    bootstrap over these; None for fewer than two, which say nothing about others."""
+    if len(several[0]) < 2:
+        return [None] * len(several)
+    drawn = resampled_rates(np.stack([counts_of(errors) for errors in several], axis=1))
+    return [middle(values) for values in drawn.T]
+
+
+def interval(errors: list[Errors]) -> tuple[float, float] | None:
+    """The same of one error rate."""
+    return intervals([errors])[0]
+
+
+def intervals_of_differences(
+    before: list[list[Errors]], after: list[list[Errors]]
+) -> list[tuple[float, float] | None]:
+    """The same for each rate before minus the rate after, on the same utterances: the set's
+    difficulty, which both share, cancels."""
+    if len(before[0]) < 2:
+        return [None] * len(before)
+    drawn = resampled_rates(np.stack([counts_of(errors) for errors in before + after], axis=1))
+    old, new = np.split(drawn.T, 2)
+    return [middle(values) for values in old - new]
+
+
+def rates(errors: dict[str, dict[str, list[Errors]]]) -> dict:
+    """What `read_by` counted as {reading: {"wer": {"rate", "low", "high", "errors", "length"},
+    "cer": ...}}; low and high are the interval, None for fewer than two utterances."""
+    every = [each for names in errors.values() for each in names.values()]
+    ends = iter(intervals(every))
+    found: dict[str, dict] = {}
+    for reading, names in errors.items():
+        found[reading] = {}
+        for name, each in names.items():
+            whole = sum(each, Errors())
+            low, high = next(ends) or (None, None)
+            shares = {"rate": whole.rate, "low": low, "high": high}
+            found[reading][name] = {**shares, "errors": whole.total, "length": whole.length}
+    return found
+
+
+def rates_by(names: list[str], errors: dict[str, list[Errors]]) -> dict[str, dict]:
+    """{name: {"utterances", "wer", "cer"}} of the utterances that each of `names` (N) names; error
+    rates as in `rates`. `errors`: {"wer": [...], "cer": [...]} of the N utterances."""
+    rows: dict[str, list[int]] = {}
+    for row, name in enumerate(names):
+        rows.setdefault(name, []).append(row)
+    found = {}
+    for name in sorted(rows):
+        own = {unit: [each[row] for row in rows[name]] for unit, each in errors.items()}
+        found[name] = {"utterances": len(rows[name]), **rates({"": own})[""]}
+    return found
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def shown(ends: tuple[float, float] | None) -> str:
+    """An interval in per cent, in 20 characters or more."""
+    text = f"({100 * ends[0]:.2f} to {100 * ends[1]:.2f})" if ends else "-"
+    return f"{text:>20}"
+
+
+def error_table(errors: dict[str, dict[str, list[Errors]]], rates: dict) -> str:
+    """WER and CER with their intervals, and substitutions, deletions and insertions, as lines to
+    print. `errors`: what `read_by` returns, and `rates` what `rates` makes of it. A reading with
+    the errors of the first one gets no lines."""
+    head = f"{'subst.':>7} {'delet.':>7} {'insert.':>7}"
+    lines = [f"{'':4} {'%':>7} {'95 % interval':>20} {'errors':>7} {'of':>7} {head}"]
+    first = next(iter(errors.values()))
+    for reading, found in errors.items():
+        if found is not first and found == first:
+            lines.append(f"{reading}: the same")
+            continue
+        if len(errors) > 1:
+            lines.append(f"{reading}:")
+        for name, each in found.items():
+            e = sum(each, Errors())
+            counts = (e.total, e.length, e.substitutions, e.deletions, e.insertions)
+            columns = " ".join(f"{count:7}" for count in counts)
+            values = rates[reading][name]
+            ends = None if values["low"] is None else (values["low"], values["high"])
+            lines.append(f"{name.upper():4} {100 * e.rate:7.2f} {shown(ends)} {columns}")
+    return "\n".join(lines)
+
+
+def table_by(what: str, found: dict[str, dict]) -> str:
+    """WER and CER of parts of a set with their intervals, by `what`, as lines to print. `found`:
+    what `rates_by` returns."""
+    names = {name: name or f"(no {what} given)" for name in found}
+    width = max(map(len, [what, *names.values()]))
+    head = " ".join(f"{name.upper():>7} {'95 % interval':>20}" for name in UNITS)
+    lines = [f"by {what}:", f"{'':{width}} {'number':>7} {head}"]
+    for name, values in found.items():
+        columns = []
+        for unit in UNITS:
+            low, high = values[unit]["low"], values[unit]["high"]
+            ends = shown(None if low is None else (low, high))
+            columns.append(f"{100 * values[unit]['rate']:7.2f} {ends}")
+        lines.append(f"{names[name]:{width}} {values['utterances']:7} {' '.join(columns)}")
+    return "\n".join(lines)
+
+
+def improvement_table(
+    before: dict[str, dict[str, list[Errors]]], after: dict[str, dict[str, list[Errors]]]
+) -> str:
+    """WER and CER of two models on the same set, the difference in points with its interval, and
+    the relative reduction, as lines to print. Both are what `read_by` returns. If an interval holds
+    zero, other utterances might turn the order of the models."""
+    head = f"{'before':>8} {'after':>8} {'points':>8} {'95 % interval':>20} {'lower by':>9}"
+    lines = [f"{'':4} {head}"]
+    first = next(iter(before))
+    every = [
+        [each for names in errors.values() for each in names.values()] for errors in (before, after)
+    ]
+    ends = iter(intervals_of_differences(*every))
+    for reading in before:
+        ends_of = {name: next(ends) for name in UNITS}
+        is_same = (before[reading], after[reading]) == (before[first], after[first])
+        if reading != first and is_same:
+            lines.append(f"{reading}: the same")
+            continue
+        if len(before) > 1:
+            lines.append(f"{reading}:")
+        for name in UNITS:
+            pair = before[reading][name], after[reading][name]
+            old, new = (sum(each, Errors()).rate for each in pair)
+            points = f"{100 * (old - new):8.2f} {shown(ends_of[name])}"
+            reduction = f"{100 * (1 - new / old):8.1f}%" if old else f"{'-':>9}"
+            rates = f"{100 * old:7.2f}% {100 * new:7.2f}%"
+            lines.append(f"{name.upper():4} {rates} {points} {reduction}")
+    return "\n".join(lines)
+
+
+def longest_deletion(reference: str, hypothesis: str, normalise: Normaliser = for_scoring) -> int:
+    """The most words of the reference in a row that the hypothesis lacks, after `normalise`."""
+    jiwer = require("jiwer", "WER and CER")
+    reference = normalise(reference)
+    if not reference:
+        return 0
+    alignments = jiwer.process_words(reference, normalise(hypothesis)).alignments[0]
+    deleted = [each for each in alignments if each.type == "delete"]
+    return max((each.ref_end_idx - each.ref_start_idx for each in deleted), default=0)
+
+
+def is_spaced(texts: Iterable[str]) -> bool:
+    """Whether most letters are of scripts with spaces between words."""
+    letters = Counter(c for text in texts for c in text if c.isalpha())
+    unspaced = sum(n for c, n in letters.items() if unicodedata.name(c, "").startswith(UNSPACED))
+    return 2 * unspaced <= letters.total()
+
+
+def recordings_table(rows: list[dict], normalise: Normaliser = for_scoring) -> str:
+    """WER, CER, deletions and the longest passage that was dropped, for each of `rows` ({"file",
+    "seconds", "reference", "hypothesis"}) and for all of them, as lines to print. What was deleted
+    is counted in words or, in scripts without spaces between these, in characters."""
+    unit, in_units = "words", normalise
+    if not is_spaced(row["reference"] for row in rows):
+        unit = "characters"
+
+        def in_units(text: str) -> str:
+            return " ".join("".join(normalise(text).split()))
+
+    dropped = [longest_deletion(row["reference"], row["hypothesis"], in_units) for row in rows]
+    lines = [
+        f"by recording (in a row: the {unit} of the longest passage that is missing):",
+        f"{'WER %':>7} {'CER %':>7} {unit:>10} {'delet.':>7} {'in a row':>8} {'seconds':>8}",
+    ]
+
+    def add(part: list[dict], longest: int, name: str) -> None:
+        pairs = [[row[key] for row in part] for key in ("reference", "hypothesis")]
+        errors = cer_and_wer(*pairs, normalise)
+        rates = " ".join(f"{100 * errors[each].rate:7.2f}" for each in ("wer", "cer"))
+        units = count_errors(*pairs, "words", in_units)
+        seconds = sum(row["seconds"] for row in part)
+        counts = f"{units.length:10} {units.deletions:7} {longest:8} {seconds:8.1f}"
+        lines.append(f"{rates} {counts}  {name}")
+
+    for row, longest in zip(rows, dropped, strict=True):
+        add([row], longest, row["file"])
+    add(rows, max(dropped), "all")
+    return "\n".join(lines)

@@ -1,0 +1,484 @@
+"""Greedy TDT decoding, against transformers and a plain loop, and the times of words and segments,
+with rows made by NeMo."""
+
+import itertools
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sentencepiece import sentencepiece_model_pb2
+from transformers import ParakeetForTDT, ParakeetTDTConfig
+
+from models.parakeet.decoding import Token, greedy, segments, transcript
+from models.parakeet.tokenizer import BYTE, NORMAL, UNIGRAM, UNKNOWN, make_tokenizer
+
+ENOUGH = 1000  # symbols a frame, never reached
+
+
+# --- greedy ---------------------------------------------------------------------------------------
+
+
+class Script:
+    """A joint and a prediction network that do as they are told: `logits` (B, T, U, K) of every
+    utterance, frame and number of labels. `moves` are the labels that the prediction network was
+    given."""
+
+    def __init__(self, logits: torch.Tensor):
+        self.logits = logits
+        self.encoded = torch.arange(logits.shape[0] * logits.shape[1]).view(*logits.shape[:2], 1)
+        self.moves: list[int] = []
+
+    def step(self, tokens, state):
+        if tokens is None:
+            count = torch.zeros(len(self.logits), 1, dtype=torch.long)
+        else:
+            assert state[0].shape == (1, len(tokens), 1)
+            self.moves += tokens.tolist()
+            count = state[0][0] + 1
+        return count, (count[None],)
+
+    def joint(self, encoded, predicted):
+        return self.logits.flatten(0, 1)[encoded[:, 0], predicted[:, 0]]
+
+    def decode(
+        self, lengths: list[int], durations: tuple[int, ...], max_symbols: int = ENOUGH
+    ) -> list[list[Token]]:
+        return greedy(self.step, self.joint, self.encoded, lengths, durations, max_symbols)
+
+
+def script(
+    cells: dict[tuple[int, int], tuple[int, int]], frames: int, n_tokens: int, n_durations: int
+) -> Script:
+    """One utterance with these tokens and indices of durations by (frame, number of labels); any
+    other cell is an error."""
+    logits = torch.full(
+        (1, frames, 1 + max(label for _, label in cells), n_tokens + n_durations), torch.nan
+    )
+    for (frame, label), (token, duration) in cells.items():
+        logits[0, frame, label] = 0.0
+        logits[0, frame, label, [token, n_tokens + duration]] = 1.0
+    return Script(logits)
+
+
+def plain_greedy(
+    logits: torch.Tensor, length: int, durations: tuple[int, ...], max_symbols: int
+) -> list[Token]:
+    """NeMo's rules in a loop over one utterance's (T, U, K)."""
+    blank = logits.shape[-1] - len(durations) - 1
+    tokens: list[Token] = []
+    frame = 0
+    while frame < length:
+        advance = 0
+        for _ in range(max_symbols):
+            cell = logits[frame, len(tokens)].tolist()
+            token = max(range(blank + 1), key=cell.__getitem__)
+            advance = durations[max(range(len(durations)), key=cell[blank + 1 :].__getitem__)]
+            if token == blank:
+                break
+            tokens.append(Token(token, frame, advance))
+            if advance:
+                break
+        frame += max(1, advance)
+    return tokens
+
+
+@pytest.mark.parametrize("durations", [(0, 1, 2, 3, 4), (0, 2, 5), (1, 2), (3, 0)])
+@pytest.mark.parametrize("max_symbols", [1, 2, 3])
+def test_greedy_is_a_plain_loop(durations, max_symbols):
+    generator = torch.Generator().manual_seed(0)
+    lengths = [12, 1, 7, 9, 2, 0]
+    logits = torch.randn(6, 12, 12 * max_symbols + 1, 5 + len(durations), generator=generator)
+    scripted = Script(logits)
+    hypotheses = scripted.decode(lengths, durations, max_symbols)
+    assert hypotheses == [
+        plain_greedy(row, n, durations, max_symbols) for row, n in zip(logits, lengths, strict=True)
+    ]
+    assert sum(map(len, hypotheses)) > 9 and hypotheses[5] == []
+    assert sorted(scripted.moves) == sorted(
+        token.piece for tokens in hypotheses for token in tokens
+    )  # labels only
+    for row, (tokens, length) in enumerate(zip(hypotheses, lengths, strict=True)):
+        assert Script(logits[row : row + 1]).decode([length], durations, max_symbols) == [tokens]
+
+
+def test_a_blank_without_duration_takes_one_frame_and_does_not_move_the_lstm():
+    scripted = script({(0, 0): (2, 0), (1, 0): (2, 2), (3, 0): (1, 1)}, 4, 3, 3)  # 2 is blank
+    assert scripted.decode([4], (0, 1, 2)) == [[Token(1, 3, 1)]]
+    assert scripted.moves == [1]
+
+
+def test_labels_without_duration_share_a_frame():
+    cells = {(0, 0): (0, 0), (0, 1): (1, 0), (0, 2): (1, 1), (2, 3): (0, 1)}
+    assert script(cells, 4, 3, 2).decode([4], (0, 2)) == [
+        [Token(0, 0, 0), Token(1, 0, 0), Token(1, 0, 2), Token(0, 2, 2)]
+    ]
+
+
+def test_time_advances_after_max_symbols_whose_durations_are_all_0():
+    cells = {(frame, label): (0, 0) for frame in range(3) for label in range(7)}
+    scripted = script(cells, 3, 2, 2)
+    assert scripted.decode([3], (0, 1), 2) == [[Token(0, frame, 0) for frame in (0, 0, 1, 1, 2, 2)]]
+    assert len(scripted.moves) == 6
+
+
+def test_the_last_of_max_symbols_keeps_its_duration():
+    cells = {(0, 0): (0, 0), (0, 1): (0, 2), (5, 2): (0, 1), (7, 3): (1, 0)}  # of durations 0, 2, 5
+    assert script(cells, 8, 2, 3).decode([8], (0, 2, 5), 2) == [
+        [Token(0, 0, 0), Token(0, 0, 5), Token(0, 5, 2)]
+    ]
+
+
+def test_no_utterances_and_no_frames_have_no_tokens():
+    scripted = Script(torch.zeros(2, 1, 1, 4))
+    assert scripted.decode([0, 0], (0, 1)) == [[], []] and scripted.moves == []
+
+
+def make_peer() -> ParakeetForTDT:
+    """A tiny model of transformers' in float64 with random weights, whose labels and durations
+    vary."""
+    torch.manual_seed(10)
+    encoder = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "subsampling_conv_channels": 4,
+        "num_mel_bins": 16,
+        "model_type": "parakeet_encoder",
+    }
+    config = ParakeetTDTConfig(
+        vocab_size=12,
+        blank_token_id=11,
+        pad_token_id=2,
+        decoder_hidden_size=32,
+        num_decoder_layers=2,
+        durations=[0, 1, 2, 3, 4],
+        encoder_config=encoder,
+    )
+    model = ParakeetForTDT(config).double().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape) / parameter[0].numel() ** 0.5)
+            elif name.endswith("bias"):
+                parameter.zero_()
+        model.decoder.embedding.weight *= 10
+        model.decoder.decoder_projector.weight *= 4
+        model.encoder_projector.weight *= 4
+        model.joint.head.bias[11] += 2  # more blanks
+    return model
+
+
+@torch.no_grad()
+def test_greedy_is_transformers_generate():
+    model, lengths = make_peer(), [160, 97, 8, 41]
+    features = torch.randn(4, 160, 16, dtype=torch.float64)
+    mask = torch.arange(160) < torch.tensor(lengths)[:, None]
+    theirs = model.generate(
+        features,
+        attention_mask=mask,
+        decoder_start_token_id=11,
+        suppress_tokens=[*range(12, 17)],
+        eos_token_id=None,
+        max_new_tokens=199,
+    )
+    output = model.get_audio_features(
+        input_features=features, attention_mask=mask, output_attention_mask=True
+    )
+    frames = output.attention_mask.sum(1).tolist()
+    expected: list[list[Token]] = [[] for _ in lengths]
+    blanks = 0
+    for row, tokens in enumerate(expected):
+        frame = 0
+        for token, duration in zip(
+            theirs.sequences[row, 1:].tolist(), theirs.durations[row, 1:].tolist(), strict=True
+        ):
+            if frame < frames[row] and token != 11:
+                tokens.append(Token(token, frame, duration))
+            blanks += token == 11
+            frame += duration
+        assert frame >= frames[row]  # it was not cut
+
+    def step(tokens, state):
+        inputs = torch.full((4,), 11) if tokens is None else tokens
+        x, state = model.decoder.lstm(model.decoder.embedding(inputs[:, None]), state)
+        return model.decoder.decoder_projector(x)[:, 0], state
+
+    def joint(encoded, predicted):
+        return model.joint.head((encoded + predicted).relu())
+
+    ours = greedy(step, joint, output.pooler_output, frames, (0, 1, 2, 3, 4), ENOUGH)
+    assert ours == expected and frames == [20, 13, 1, 6]
+    assert (
+        blanks > 3
+        and {0, 1} < {token.duration for tokens in ours for token in tokens}
+        and all(ours[:2])
+    )
+
+
+# --- words and segments ---------------------------------------------------------------------------
+
+
+PIECES = [
+    "<unk>",
+    "▁",
+    "▁the",
+    "▁a",
+    "▁b",
+    "▁s",
+    "▁t",
+    "he",
+    "in",
+    *"abcdefghijklmnopqrstuvwxyz",
+    *"HKNQRTW",
+    *".,?!;'\"-",
+    "...",
+    "▁(",
+    "▁¿",
+    ")",
+    "▁&",
+    "你",
+    "好",
+    "。",
+    "क",
+    "।",
+    "؟",
+    "▁-",
+    "<0x20>",
+    "<0xC3>",
+    "<0xA9>",
+]
+
+
+def make(pieces: list[str], prefix: bool = True):
+    proto = sentencepiece_model_pb2.ModelProto()
+    for number, piece in enumerate(pieces):
+        kind = UNKNOWN if number == 0 else BYTE if piece.startswith("<0x") else NORMAL
+        proto.pieces.add(piece=piece, score=-float(number), type=kind)
+    proto.trainer_spec.vocab_size = len(pieces)
+    proto.trainer_spec.model_type = UNIGRAM
+    proto.normalizer_spec.add_dummy_prefix = prefix
+    proto.normalizer_spec.remove_extra_whitespaces = prefix
+    proto.trainer_spec.byte_fallback = "<0xC3>" in pieces
+    return make_tokenizer({"sentencepiece": proto.SerializeToString().hex()}, len(pieces))
+
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+TOKENIZER = make(
+    [*PIECES, *(byte for byte in BYTES if byte not in PIECES)]
+)  # a model has all bytes or none
+
+
+def tokens_of(row: str, pieces: list[str]) -> list[Token]:
+    """Of "piece:frame+duration ..."."""
+    tokens = []
+    for item in row.split():
+        piece, times = item.rsplit(":", 1)
+        tokens.append(Token(pieces.index(piece), *map(int, times.split("+"))))
+    return tokens
+
+
+def record_of(row: str, frames: int = 1000, tokenizer=TOKENIZER) -> dict:
+    """`transcript` in frames instead of seconds, with tuples for words and segments."""
+    record = transcript(tokens_of(row, tokenizer.pieces), tokenizer, 1.0, frames)
+    for name in ("words", "segments"):
+        record[name] = [(part["text"], part["start"], part["end"]) for part in record[name]]
+    return record
+
+
+def words_of(row: str, frames: int = 1000) -> list[tuple]:
+    return record_of(row, frames)["words"]
+
+
+# Made by NeMo 3.0: punctuation, an apostrophe, quotes and spaces of their own, whose durations
+# vary.
+NEMO = [  # tokens as piece:frame+duration, words as text:start-end
+    (
+        (
+            "▁:2+3 T:5+4 he:15+0 ▁:16+4 o:20+3 l:23+0 d:23+1 ▁:25+4 c:29+1 l:36+0 o:42+0 c:42+3"
+            " k:45+1 ,:46+0 ▁:47+0 i:47+0 t:53+2 ▁:56+0 w:56+0 a:56+0 s:56+0 n:56+1 ':57+0 t:63+3"
+            " ▁:66+0 n:66+1 e:67+0 w:67+1 .:68+0 ▁:68+0 W:68+1 h:75+2 y:77+2 ?:79+0 ▁:79+1 N:80+1"
+            " o:81+0 !:82+1"
+        ),
+        "The:2-15 old:16-24 clock,:25-46 it:47-55 wasn't:56-66 new.:66-68 Why?:68-79 No!:79-81",
+        [("The old clock, it wasn't new.", 2, 68), ("Why?", 68, 79), ("No!", 79, 81)],
+    ),
+    (
+        (
+            '▁:0+1 H:1+3 e:4+4 ▁s:9+0 a:15+4 i:20+1 d:22+2 ▁:24+1 ":25+3 n:28+2 o:30+0 ":30+4'
+            " ▁a:35+1 g:42+1 a:49+1 in:51+0 ;:57+3 ▁the:60+4 ▁b:64+0 e:65+0 l:65+1 l:72+2 ▁:74+0"
+            " r:74+1 a:81+0 n:81+3 g:84+1 .:85+4"
+        ),
+        'He:0-8 said:9-24 "no":24-30 again;:35-51 the:60-64 bell:64-74 rang.:74-85',
+        [('He said "no" again; the bell rang.', 0, 85)],
+    ),
+    (
+        "R:0+0 ▁s:0+1 K:1+3 t:4+0 !:10+0 ▁t:16+4 ▁the:20+0 ▁b:20+1",
+        "R:0-0 sKt!:0-4 t:16-20 the:20-20 b:20-21",
+        [("R sKt!", 0, 4), ("t the b", 16, 21)],
+    ),
+    ("v:0+1 e:7+3 !:10+0 he:10+4 h:14+4", "ve!heh:0-18", [("ve!heh", 0, 18)]),
+    (
+        "▁s:2+3 !:5+4 ▁the:9+4 ,:13+4 j:23+1 .:25+3 ▁a:28+3 ▁the:37+0 in:37+3 b:46+3 ;:49+1 .:50+2",
+        "s!:2-5 the,j.:9-24 a:28-31 theinb;.:37-49",
+        [("s!", 2, 5), ("the,j.", 9, 24), ("a theinb;.", 28, 49)],
+    ),
+    (
+        "!:0+1 ▁the:1+1 ▁:3+1 p:10+4 ▁:14+4 !:19+1 l:21+1 c:28+0",
+        "!:0-1 the:1-2 p:3-14 !lc:14-28",
+        [("!", 0, 1), ("the p !lc", 1, 28)],
+    ),
+    ("i:1+3 ,:5+2 H:13+1", "i,H:1-14", [("i,H", 1, 14)]),
+    ("':2+0 ▁s:2+2 ;:4+3", "':2-2 s;:2-4", [("' s;", 2, 4)]),
+    ("▁:3+1 R:4+1 a:6+0 in:6+1", "Rain:3-7", [("Rain", 3, 7)]),
+]
+
+
+@pytest.mark.parametrize(("row", "words", "sentences"), NEMO)
+def test_words_and_segments_are_those_of_nemo(row, words, sentences):
+    record = record_of(row)
+    assert (
+        " ".join(f"{text}:{start:.0f}-{end:.0f}" for text, start, end in record["words"]) == words
+    )
+    assert record["segments"] == sentences
+    assert record["text"] == " ".join(text for text, _, _ in record["words"])
+
+
+def test_seconds_are_frames_of_80_ms():
+    record = transcript(tokens_of("▁t:7+3 h:11+0 ▁a:12+2", PIECES), TOKENIZER, 0.08, 20)
+    assert record["words"] == [
+        {"start": 0.56, "end": 0.88, "text": "th"},
+        {"start": 0.96, "end": 1.12, "text": "a"},
+    ]
+    assert record["segments"] == [{"start": 0.56, "end": 1.12, "text": "th a"}]
+
+
+def test_no_tokens_have_no_words():
+    assert record_of("") == {"text": "", "words": [], "segments": []}
+    assert record_of("▁:1+1 ▁:2+1") == {"text": "", "words": [], "segments": []}
+
+
+def test_nothing_ends_after_the_utterance():
+    assert words_of("▁a:0+1 ▁b:4+4 .:8+4", 6) == [("a", 0, 1), ("b.", 4, 6)]
+
+
+def test_punctuation_takes_no_time_after_other_punctuation_either():
+    assert words_of('▁b:1+2 .:6+3 ":10+4 ▁a:15+1') == [('b."', 1, 3), ("a", 15, 16)]
+    assert words_of("▁b:1+2 ...:6+3") == [("b...", 1, 3)]
+
+
+def test_punctuation_alone_belongs_to_the_word_before_it():
+    assert words_of("▁a:3+1 ▁:10+4 .:20+4 ▁b:30+1 ▁-:33+4 ▁t:40+1") == [
+        ("a .", 3, 14),
+        ("b -", 30, 31),
+        ("t", 40, 41),
+    ]
+    assert words_of("R:0+1 ▁&:2+1 ▁b:3+1") == [("R &", 0, 1), ("b", 3, 4)]
+
+
+def test_opening_punctuation_belongs_to_the_word_after_it():
+    record = record_of("▁s:0+2 .:3+1 ▁¿:9+1 q:12+2 ?:15+1 ▁(:20+1 a:21+1 ):22+2")
+    assert record["words"] == [("s.", 0, 2), ("¿q?", 9, 14), ("(a)", 20, 22)]
+    assert record["segments"] == [("s.", 0, 2), ("¿q?", 9, 14), ("(a)", 20, 22)]
+
+
+def test_spaces_between_words_are_not_words():
+    assert words_of("▁t:0+4 ▁:10+4 ▁:20+3 in:24+2 ▁:30+1") == [("t", 0, 4), ("in", 20, 26)]
+
+
+def test_a_space_that_is_decoded_to_one_is_no_part_of_a_word_as_in_nemo():
+    tokenizer = make(["<unk>", "▁", *"abc"], prefix=False)  # as --train_tokenizer char makes it
+    record = record_of("a:1+1 b:3+1 ▁:4+1 c:7+1 ▁:8+1 ▁:9+1 a:12+2", 20, tokenizer)
+    assert record["words"] == [("ab", 1, 4), ("c", 7, 8), ("a", 12, 14)]
+
+
+def test_an_unknown_token_begins_a_word():
+    assert words_of("g:3+2 <unk>:6+2 ▁s:13+1 <unk>:14+1") == [
+        ("g", 3, 5),
+        ("⁇", 6, 8),
+        ("s", 13, 14),
+        ("⁇", 14, 15),
+    ]
+
+
+def test_bytes_make_characters():
+    assert words_of("▁b:0+1 <0xC3>:1+1 <0xA9>:2+1 .:4+1 ▁a:6+1") == [("bé.", 0, 3), ("a", 6, 7)]
+    assert words_of("▁b:0+1 ▁:2+1 <0xC2>:3+1 <0xBB>:4+1") == [("b »", 0, 5)]
+
+
+def test_a_vocabulary_of_characters():
+    tokenizer = make(["<unk>", "▁", *"abc'.é"])
+    record = record_of("▁:0+1 a:1+1 ':2+1 b:3+0 .:3+2 ▁:6+1 c:7+1 é:8+0", 9, tokenizer)
+    assert record["text"] == "a'b. cé" and record["words"] == [("a'b.", 0, 3), ("cé", 6, 8)]
+    assert record["segments"] == [("a'b.", 0, 3), ("cé", 6, 8)]
+    assert record_of("a:1+1 b:3+1 ▁:4+1 c:7+1", 9, tokenizer)["words"] == [
+        ("ab", 1, 4),
+        ("c", 4, 8),
+    ]
+
+
+def test_words_of_a_script_without_spaces_are_pieces():
+    record = record_of("▁:0+1 你:1+2 好:4+1 。:5+1 好:7+2 a:9+1 ▁the:12+2 好:15+1 ▁:17+0 好:18+1")
+    assert record["text"] == "你好。好a the好 好"
+    assert record["words"] == [
+        ("你", 0, 3),
+        ("好。", 4, 5),
+        ("好a", 7, 10),
+        ("the", 12, 14),
+        ("好", 15, 16),
+        ("好", 17, 19),
+    ]
+    assert record["segments"] == [("你好。", 0, 5), ("好a the好 好", 7, 19)]
+
+
+@pytest.mark.parametrize("mark", ["。", "।", "؟", ".", "?", "!"])
+def test_sentences_end_in_other_scripts_too(mark):
+    record = record_of(f"▁:0+1 क:1+1 {mark}:2+1 ▁:3+1 好:4+1")
+    assert record["segments"] == [(f"क{mark}", 0, 2), ("好", 3, 5)]
+
+
+def test_a_sentence_does_not_end_within_a_word_or_before_a_closing_quote():
+    words = [
+        {"start": n, "end": n + 1, "text": text}
+        for n, text in enumerate(["3.5", '"No!"', "e.g,", "he", "said.", "So"])
+    ]
+    text = " ".join(word["text"] for word in words)
+    assert [(s["text"], s["start"], s["end"]) for s in segments(words, text)] == [
+        ('3.5 "No!" e.g, he said.', 0, 5),
+        ("So", 5, 6),
+    ]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, len(PIECES) - 1), st.integers(0, 4), st.integers(0, 3)),
+        max_size=15,
+    ),
+    st.integers(0, 3),
+)
+def test_words_are_in_order_and_make_up_the_text(moves, frame):
+    tokens = []
+    for piece, duration, pause in moves:
+        tokens.append(Token(piece, frame, duration))
+        frame += duration + pause
+    frames = tokens[-1].frame + 1 if tokens else 1
+    record = transcript(tokens, TOKENIZER, 1.0, frames)
+    words, sentences = record["words"], record["segments"]
+    for word, following in itertools.pairwise([*words, {"start": frames}]):
+        assert 0 <= word["start"] <= word["end"] <= following["start"]
+    letters = "".join(record["text"].split())
+    assert "".join("".join(word["text"] for word in words).split()) == letters
+    assert "".join("".join(part["text"] for part in sentences).split()) == letters
+    assert all(part["start"] <= part["end"] for part in sentences)
+    assert {(part["start"], part["end"]) for part in sentences} <= {
+        (a["start"], b["end"]) for a in words for b in words
+    }
+    assert not words or (sentences[0]["start"], sentences[-1]["end"]) == (
+        words[0]["start"],
+        words[-1]["end"],
+    )
+    assert all(any(c not in ".,?!;'\"-()¿&。।؟ " for c in word["text"]) for word in words[1:])

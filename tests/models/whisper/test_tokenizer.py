@@ -1,0 +1,471 @@
+"""Whisper's tokenizer against transformers', round trips of any text, and files that are
+refused."""
+
+import base64
+import json
+import os
+import pickle
+import random
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import UsageError
+from models.whisper import tokenizer as whisper_tokenizer
+
+MORSE = [*"ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789É.,:?'-/()\"=+x@", "<SK>", "<AS>", "<HH>"]
+CORPUS = [
+    "xin chào các bạn, tôi là sinh viên",
+    "हांव घर वचता",
+    "Dit is geen zin.",
+    "12 máy bay, 3 tàu hỏa",
+] * 20
+ALPHABETS = [
+    "abcdefgh ABC",
+    "àảãáạăằđêếềởưữ ",
+    "हिंदीकोंकणीांव ",
+    "中文字符",
+    "0123456789 .,!?'s't",
+    "😀🎉\n\t\u200c ",
+]
+SYMBOLS = whisper_tokenizer.train_symbols(MORSE, "en")
+BPE = whisper_tokenizer.train_bpe(CORPUS, 420, "vi")
+
+
+def random_texts(count: int, seed: int = 0) -> list[str]:
+    """Multilingual, with runs of spaces, contractions and characters of up to four bytes."""
+    draw = random.Random(seed)
+    words = [
+        "".join(draw.choices(draw.choice(ALPHABETS), k=draw.randint(1, 12)))
+        for _ in range(4 * count)
+    ]
+    return [draw.choice(["", " "]).join(draw.choices(words, k=4)) for _ in range(count)]
+
+
+def tiktoken_file(path, tokenizer, empty: bool = False):
+    rows = sorted(tokenizer.vocab.items(), key=lambda pair: pair[1])
+    lines = [f"{base64.b64encode(tokenizer.raw[i]).decode()} {i}" for _, i in rows]
+    path.write_text("\n".join(lines + ([f"= {len(lines)}"] if empty else [])) + "\n")
+    return path
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text())
+def test_any_text_makes_the_round_trip(text):
+    assert BPE.decode(BPE.encode(text)) == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from([" ", *MORSE]), max_size=40))
+def test_morse_is_one_token_a_symbol(symbols):
+    tokens = SYMBOLS.encode("".join(symbols))
+    assert len(tokens) == len(symbols)
+    assert SYMBOLS.decode(tokens) == "".join(symbols)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(-5, 500), max_size=30))
+def test_decoding_never_raises(tokens):
+    assert isinstance(BPE.decode(tokens), str)
+    assert isinstance(SYMBOLS.decode(tokens), str)
+
+
+def test_characters_outside_the_symbols_are_left_out():
+    assert SYMBOLS.decode(SYMBOLS.encode("ABĦc D")) == "AB D"
+
+
+def test_incomplete_utf8_is_marked():
+    tokens = BPE.encode("😀")
+    assert BPE.decode(tokens[:-1]) == "\ufffd"
+    assert BPE.decode([*tokens[:-1], *BPE.encode("a")]) == "\ufffda"
+
+
+@pytest.mark.parametrize(
+    "text", ["<|endoftext|>", "a<|vi|>b", "<|notimestamps|> <|startoftranscript|>", "<|0.00|>"]
+)
+def test_special_tokens_in_a_transcript_are_text(text, tmp_path):
+    tiktoken = whisper_tokenizer.read_tokenizer(
+        tiktoken_file(tmp_path / "multilingual.tiktoken", BPE), "vi"
+    )
+    for tokenizer in (BPE, tiktoken):
+        tokens = tokenizer.encode(text)
+        assert not set(tokens) & set(tokenizer.specials.values())
+        assert tokenizer.decode(tokens) == text
+
+
+def test_special_tokens_are_in_whispers_order():
+    first = len(BPE.vocab)
+    assert list(BPE.specials) == [
+        "<|endoftext|>",
+        "<|startoftranscript|>",
+        "<|vi|>",
+        "<|translate|>",
+        "<|transcribe|>",
+        "<|startoflm|>",
+        "<|startofprev|>",
+        "<|nospeech|>",
+        "<|notimestamps|>",
+    ]
+    assert list(BPE.specials.values()) == list(range(first, first + 9))
+    assert (BPE.eos, BPE.start, BPE.no_speech, BPE.no_timestamps) == (
+        first,
+        first + 1,
+        first + 7,
+        first + 8,
+    )
+    assert BPE.prompt == [first + 1, first + 2, first + 4, first + 8]
+    assert BPE.size == first + 9 <= 420 and BPE.timestamp_begin is None
+    assert BPE.decode([*BPE.prompt, *BPE.encode("xin"), BPE.eos]) == "xin"
+
+
+@pytest.mark.parametrize("languages,size,transcribe", [(99, 51_865, 50_359), (100, 51_866, 50_360)])
+def test_the_released_vocabularies_ids(languages, size, transcribe):
+    specials = whisper_tokenizer.special_tokens(
+        50_257, whisper_tokenizer.LANGUAGES[:languages], timestamps=True
+    )
+    wanted = {
+        "<|endoftext|>": 50_257,
+        "<|startoftranscript|>": 50_258,
+        "<|en|>": 50_259,
+        "<|hi|>": 50_276,
+        "<|vi|>": 50_278,
+        "<|mr|>": 50_320,
+        "<|am|>": 50_334,
+        "<|transcribe|>": transcribe,
+        "<|startofprev|>": transcribe + 2,
+        "<|nospeech|>": transcribe + 3,
+        "<|notimestamps|>": transcribe + 4,
+        "<|0.00|>": transcribe + 5,
+        "<|30.00|>": size - 1,
+    }
+    assert wanted.items() <= specials.items()
+    assert len(set(whisper_tokenizer.LANGUAGES)) == 100
+    known = transformers.models.whisper.tokenization_whisper.LANGUAGES
+    assert list(known) == whisper_tokenizer.LANGUAGES
+
+
+@pytest.mark.parametrize("tokenizer", [BPE, SYMBOLS], ids=["bpe", "symbols"])
+def test_state_makes_the_same_tokenizer(tokenizer):
+    for copy in (
+        whisper_tokenizer.make_tokenizer(json.loads(json.dumps(tokenizer.state()))),
+        pickle.loads(pickle.dumps(tokenizer)),  # as a spawned data worker gets it
+    ):
+        assert copy.state() == tokenizer.state()
+        assert copy.prompt == tokenizer.prompt
+        assert [copy.encode(text) for text in (*CORPUS[:4], "CQ <SK> É")] == [
+            tokenizer.encode(text) for text in (*CORPUS[:4], "CQ <SK> É")
+        ]
+
+
+def with_language(
+    tokenizer, code: str, task: str = "transcribe"
+) -> whisper_tokenizer.WhisperTokenizer:
+    return whisper_tokenizer.make_tokenizer({**tokenizer.state(), "language": code, "task": task})
+
+
+def three_forms(tmp_path) -> dict[str, whisper_tokenizer.WhisperTokenizer]:
+    full = whisper_tokenizer.read_tokenizer(
+        tiktoken_file(tmp_path / "multilingual.tiktoken", BPE, empty=True), "vi"
+    )
+    return {"bpe": BPE, "symbols": SYMBOLS, "full": full}
+
+
+@pytest.mark.parametrize("form", ["bpe", "symbols", "full"])
+def test_transformers_reads_what_save_writes(form, tmp_path):
+    tokenizer = three_forms(tmp_path)[form]
+    tokenizer.save(tmp_path)
+    texts = [*random_texts(100), "CQ CQ DE É5ABC/P K <SK>", "don 't stop .", " ,a"]
+    for cls in (
+        transformers.WhisperTokenizer,
+        transformers.WhisperTokenizerFast,
+        transformers.AutoTokenizer,
+    ):
+        theirs = cls.from_pretrained(tmp_path)
+        assert len(theirs) == tokenizer.size
+        assert theirs.clean_up_tokenization_spaces is False
+        assert theirs.all_special_ids == [
+            i for name, i in tokenizer.specials.items() if "." not in name
+        ]
+        named = ["<|endoftext|>", "<|notimestamps|>", *theirs.all_special_tokens]
+        assert [tokenizer.specials[name] for name in named] == theirs.convert_tokens_to_ids(named)
+        for text in texts:
+            tokens = tokenizer.encode(text)
+            assert theirs(text, add_special_tokens=False).input_ids == tokens
+            whole = [*tokenizer.prompt, *tokens, tokenizer.eos]
+            assert theirs.decode(whole, skip_special_tokens=True) == tokenizer.decode(whole)
+    tokens = json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"]
+    assert {t["content"] for t in tokens if t["special"]} == {
+        name for name in tokenizer.specials if "." not in name
+    }
+    if (
+        form != "bpe"
+    ):  # its language is not at the place that transformers expects; generation_config.json has it
+        assert theirs("A").input_ids == [*tokenizer.prompt, *tokenizer.encode("A"), tokenizer.eos]
+
+
+@pytest.mark.parametrize("form", ["bpe", "symbols", "full"])
+@pytest.mark.parametrize(
+    "drop", [[], ["tokenizer.json"], ["tokenizer.json", "tokenizer_config.json"]]
+)
+def test_read_gives_back_what_save_wrote(form, drop, tmp_path):
+    tokenizer = three_forms(tmp_path)[form]
+    (tmp_path / "multilingual.tiktoken").unlink()
+    tokenizer.save(tmp_path)
+    for name in drop:
+        (tmp_path / name).unlink()
+    again = whisper_tokenizer.read_tokenizer(
+        tmp_path, tokenizer.language, vocab_size=tokenizer.size + 3
+    )
+    assert again.state() == tokenizer.state()
+
+
+def test_ids_are_those_of_transformers_own_class():
+    theirs = transformers.WhisperTokenizer(vocab=BPE.vocab, merges=BPE.merges)
+    for text in random_texts(200, seed=1):
+        assert theirs(text, add_special_tokens=False).input_ids == BPE.encode(text)
+
+
+def test_a_folder_that_transformers_saved(tmp_path):
+    three_forms(tmp_path)["full"].save(tmp_path)
+    transformers.WhisperTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
+    tokenizer = whisper_tokenizer.read_tokenizer(tmp_path / "again", "vi")
+    assert tokenizer.prompt == three_forms(tmp_path)["full"].prompt
+    for text in random_texts(50, seed=2):
+        assert tokenizer.encode(text) == BPE.encode(text)
+
+
+def test_added_words_of_a_foreign_tokenizer(tmp_path):
+    three_forms(tmp_path)["full"].save(tmp_path)
+    theirs = transformers.WhisperTokenizer.from_pretrained(tmp_path)
+    theirs.add_tokens(["covid"])
+    theirs.save_pretrained(tmp_path / "again")
+    theirs = transformers.WhisperTokenizer.from_pretrained(tmp_path / "again")
+    tokenizer = whisper_tokenizer.read_tokenizer(tmp_path / "again", "vi")
+    text = "xin covid chào"
+    assert tokenizer.encode(text) == theirs(text, add_special_tokens=False).input_ids
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    tokenizer.save(tmp_path)
+    theirs = transformers.WhisperTokenizer.from_pretrained(tmp_path)
+    assert theirs(text, add_special_tokens=False).input_ids == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("languages", [99, 100])
+def test_tiktoken_gives_the_ids_of_the_bpe(languages, tmp_path):
+    file = tiktoken_file(tmp_path / "multilingual.tiktoken", BPE, empty=True)
+    size = len(BPE.vocab) + 1 + 8 + 1501 + languages
+    tokenizer = whisper_tokenizer.read_tokenizer(file, "vi", vocab_size=size)
+    assert (tokenizer.size, len(tokenizer.languages)) == (size, languages)
+    assert tokenizer.merges == BPE.merges
+    for text in random_texts(200, seed=3):
+        assert tokenizer.encode(text) == BPE.encode(text)
+    with pytest.raises(UsageError, match="does not go with"):
+        whisper_tokenizer.read_tokenizer(file, "vi", vocab_size=51_865)
+
+
+def test_the_english_only_models(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        whisper_tokenizer, "ENGLISH_ONLY_EOS", len(BPE.vocab)
+    )  # as in a small GPT-2
+    file = tiktoken_file(tmp_path / "gpt2.tiktoken", BPE)
+    tokenizer = whisper_tokenizer.read_tokenizer(file, None)
+    assert tokenizer.prompt == [tokenizer.start, tokenizer.no_timestamps]
+    tokenizer.save(tmp_path)
+    assert whisper_tokenizer.read_tokenizer(tmp_path, None).state() == tokenizer.state()
+    assert (
+        transformers.WhisperTokenizer.from_pretrained(tmp_path)("a").input_ids[:2]
+        == tokenizer.prompt
+    )
+    with pytest.raises(UsageError, match="English-only"):
+        with_language(tokenizer, "vi")
+
+
+def test_a_language_that_is_not_there(tmp_path):
+    tokenizer = three_forms(tmp_path)["full"]
+    assert with_language(tokenizer, "hi").prompt[1] == tokenizer.specials["<|hi|>"]
+    assert (
+        with_language(tokenizer, "hi", "translate").prompt[2] == tokenizer.specials["<|translate|>"]
+    )
+    with pytest.raises(UsageError, match="mr hi kn") as caught:
+        with_language(tokenizer, "kok")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UsageError, match="language xy"):
+        with_language(tokenizer, "xy")
+    with pytest.raises(UsageError, match="is not given"):
+        whisper_tokenizer.read_tokenizer(tmp_path / "multilingual.tiktoken", None)
+    with pytest.raises(UsageError, match="task"):
+        with_language(tokenizer, "hi", "guess")
+
+
+def test_what_cannot_be_trained():
+    with pytest.raises(UsageError, match="265"):
+        whisper_tokenizer.train_bpe(CORPUS, 264, "vi")
+    assert whisper_tokenizer.train_bpe([], 265, "vi").size == 265
+    for symbol in ("<É>", "A B"):
+        with pytest.raises(UsageError, match="ASCII"):
+            whisper_tokenizer.train_symbols([symbol], "en")
+
+
+def unigram() -> str:
+    return tokenizers.Tokenizer(tokenizers.models.Unigram([("a", 0.0), ("b", -1.0)], 0)).to_str()
+
+
+@pytest.mark.parametrize(
+    "name,content",
+    [
+        ("tokenizer.json", ""),
+        ("tokenizer.json", "[]"),
+        ("tokenizer.json", '{"model": 3}'),
+        ("tokenizer.json", '{"model": {"vocab": {"a": 0}, "merges": []}}'),
+        ("tokenizer.json", '{"model": {"vocab": {"a": "0"}, "merges": ["a b c"]}}'),
+        (
+            "tokenizer.json",
+            (
+                '{"model": {"vocab": {"<|endoftext|>": 0, "<|startoftranscript|>": 1}, "merges":'
+                ' ["a b"]}}'
+            ),
+        ),
+        ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+        ("tokenizer.json", unigram()),
+        ("tokenizer.json", "[" * 100_000),
+        (
+            "tokenizer.json",
+            json.dumps({"model": {"vocab": {**BPE.vocab, "zz": 10**12}, "merges": []}}),
+        ),
+        ("tokenizer.json", json.dumps({"model": {"vocab": {**BPE.vocab, "zz": -1}, "merges": []}})),
+        (
+            "tokenizer.json",
+            json.dumps({"model": {"vocab": {**BPE.vocab, "zz": 1.0}, "merges": []}}),
+        ),
+        (
+            "tokenizer.json",
+            json.dumps({"model": {"vocab": {**BPE.vocab, "zz": True}, "merges": []}}),
+        ),
+        ("tokenizer.json", json.dumps({"model": {"vocab": {**BPE.vocab, "zz": 3}, "merges": []}})),
+        (
+            "tokenizer.json",
+            json.dumps({"model": {"vocab": {**BPE.vocab, "\ud800": 400}, "merges": []}}),
+        ),
+        (
+            "tokenizer.json",
+            json.dumps({"model": {"vocab": {**BPE.vocab, **BPE.specials}, "merges": [["a"], 3]}}),
+        ),
+        (
+            "tokenizer.json",
+            json.dumps({"model": {"vocab": {**BPE.vocab, **BPE.specials}, "merges": [[1, 2]]}}),
+        ),
+        ("vocab.json", "{" * 100_000),
+        ("vocab.json", '{"a": 0}'),
+        ("multilingual.tiktoken", "IQ== 0\nIg== 1\n"),
+        ("multilingual.tiktoken", "IQ==\n"),
+        ("multilingual.tiktoken", f"IQ== {'9' * 5000}\n"),
+        (
+            "multilingual.tiktoken",
+            "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+        ),
+        ("other.txt", ""),
+    ],
+)
+def test_hostile_files_are_refused_in_one_line(name, content, tmp_path):
+    (tmp_path / name).write_text(content)
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(UsageError) as caught:
+            whisper_tokenizer.read_tokenizer(path, "vi")
+        assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
+        if "git-lfs" in content:
+            assert "git lfs pull" in str(caught.value)
+
+
+STATE = SYMBOLS.state()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"vocab": None},
+        {"vocab": {}},
+        {"vocab": {**STATE["vocab"], 7: 3}},
+        {"vocab": {**STATE["vocab"], "x": 10**9}},
+        {"vocab": {**STATE["vocab"], "x": torch.tensor(1)}},
+        {"merges": ["a"]},
+        {"merges": [""]},
+        {"merges": ["a b c"]},
+        {"merges": [["a", "b"]]},
+        {"merges": ["qq ww"]},
+        {"specials": {}},
+        {"specials": {**STATE["specials"], "<|\n|>": 150}},
+        {
+            "specials": {
+                name: i for name, i in STATE["specials"].items() if name != "<|transcribe|>"
+            }
+        },
+        {"symbols": ["<none>"]},
+        {"symbols": [""]},
+        {"symbols": "AB"},
+        {"language": "xx"},
+        {"language": None},
+        {"task": "guess"},
+        {"multilingual": 1},
+        {"spelling": [1]},
+        {"kind": "other"},
+    ],
+)
+def test_a_damaged_state_is_refused_in_one_line(change, capfd):
+    for state in (
+        {**STATE, **change},
+        {name: value for name, value in STATE.items() if name not in change},
+    ):
+        with pytest.raises(UsageError) as caught:
+            whisper_tokenizer.make_tokenizer(state)
+        assert "\n" not in str(caught.value)
+    assert not capfd.readouterr().err  # the library prints what it does not expect
+
+
+def test_a_token_of_thousands_of_bytes_is_refused(tmp_path, no_hang):
+    tiktoken_file(tmp_path / "multilingual.tiktoken", BPE)
+    with open(tmp_path / "multilingual.tiktoken", "a") as file:
+        file.write(f"{base64.b64encode(b'a' * 5000).decode()} {len(BPE.vocab)}\n")
+    with pytest.raises(UsageError, match="a token of more than 256 bytes"):
+        whisper_tokenizer.read_tokenizer(tmp_path, "vi")
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "vocab.json", "merges.txt", "multilingual.tiktoken"]
+)
+def test_pipes_are_not_waited_for(name, tmp_path, no_hang):
+    BPE.save(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    if name in ("merges.txt", "vocab.json"):
+        with pytest.raises(UsageError):
+            whisper_tokenizer.read_tokenizer(tmp_path, "vi")
+    with pytest.raises(UsageError, match="not a regular file"):
+        whisper_tokenizer.read_tokenizer(tmp_path / name, "vi")
+
+
+def test_bytes_that_are_not_text(tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError):
+        whisper_tokenizer.read_tokenizer(tmp_path, "vi")
+    with pytest.raises(UsageError, match="No such file"):
+        whisper_tokenizer.read_tokenizer(tmp_path / "nothing.json", "vi")
+
+
+def test_a_tokenizer_of_another_model(tmp_path):
+    BPE.save(tmp_path)
+    with pytest.raises(UsageError, match="belongs to another model"):
+        whisper_tokenizer.read_tokenizer(tmp_path, "vi", vocab_size=300)
+
+
+def test_related_languages_have_a_token_and_are_near_by_descent_not_by_spelling():
+    near = {code for codes in whisper_tokenizer.RELATED.values() for code in codes}
+    assert near <= set(whisper_tokenizer.LANGUAGES) and not set(whisper_tokenizer.RELATED) & set(
+        whisper_tokenizer.LANGUAGES
+    )
+    assert whisper_tokenizer.RELATED["ti"] == ("am",) and whisper_tokenizer.RELATED["qu"] == ("es",)

@@ -1,0 +1,263 @@
+"""XTTS's mel features, DVAE and Griffin-Lim, against coqui-tts and by properties that hold for any
+weights."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from models.xtts.codec import DVAE, Codebook, Mel, code_count, griffin_lim, linear_power
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "xtts"
+TINY = {"mel_channels": 80, "dvae_hidden": 16, "codes": 64, "code_dim": 8}
+FULL = {"mel_channels": 80, "dvae_hidden": 512, "codes": 1024, "code_dim": 512}
+STATS = torch.linspace(1.5, 4.0, 80)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tiny_dvae() -> DVAE:
+    """Its codebook is what it encodes of noise, so that other noise has many codes."""
+    torch.manual_seed(0)
+    dvae = DVAE(TINY)
+    with torch.no_grad():
+        dvae.codebook.embed.copy_(dvae.encode(normal(1, 80, 256, seed=9))[0].t())
+    return dvae
+
+
+def tone(hertz: float, samples: int) -> torch.Tensor:
+    return 0.2 * torch.sin(2 * math.pi * hertz / 22_050 * torch.arange(samples))
+
+
+def reference_dvae() -> DVAE:
+    """The fixtures' weights, without the statistics of a loss that is off."""
+    dvae = DVAE(json.loads((FIXTURES / "cases.json").read_text(encoding="utf-8"))["sizes"])
+    weights = load_file(FIXTURES / "dvae.safetensors")
+    dvae.load_state_dict(
+        {name: w.float() for name, w in weights.items() if not name.startswith("discrete_loss.")}
+    )
+    return dvae
+
+
+# --- mel features ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["dvae", "conditioning"])
+def test_features_are_those_of_coqui(kind):
+    cases = load_file(FIXTURES / "mel_cases.safetensors")
+    result = Mel(kind, cases["mel_stats"])(cases["waveform"][None, :12_000] / 32_768)
+    torch.testing.assert_close(result, cases[f"{kind}_mel"], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["dvae", "conditioning"])
+def test_a_clip_has_a_frame_every_256_samples_and_one_more(kind):
+    for samples in (1_025, 6_615, 22_016, 132_300):
+        assert Mel(kind, STATS)(normal(2, samples)).shape == (2, 80, samples // 256 + 1)
+
+
+@pytest.mark.parametrize(("kind", "n_fft"), [("dvae", 1024), ("conditioning", 2048)])
+def test_a_frame_is_that_of_the_formula(kind, n_fft):
+    waveform = normal(8_192).double()
+    window = 0.5 - 0.5 * torch.cos(2 * math.pi * torch.arange(1024, dtype=torch.float64) / 1024)
+    power = torch.fft.rfft(window * waveform[4_096 - 512 : 4_096 + 512], n_fft).abs().square()
+    mels = torch.linspace(0, 2595 * math.log10(1 + 8_000 / 700), 82, dtype=torch.float64)
+    edges = 700 * (10 ** (mels / 2595) - 1)
+    frequencies = torch.linspace(0, 11_025, n_fft // 2 + 1, dtype=torch.float64)
+    low, middle, high = edges[:-2, None], edges[1:-1, None], edges[2:, None]
+    rising, falling = (frequencies - low) / (middle - low), (high - frequencies) / (high - middle)
+    filters = torch.minimum(rising, falling).clamp_min(0) * 2 / (high - low)
+    expected = (filters @ power).clamp_min(1e-5).log() / STATS
+    result = Mel(kind, STATS)(waveform[None].float())[0, :, 16]
+    torch.testing.assert_close(result, expected.float(), rtol=0, atol=1e-4)
+
+
+def test_silence_is_the_floor():
+    result = Mel("dvae", STATS)(torch.zeros(1, 2_048))
+    torch.testing.assert_close(result, (math.log(1e-5) / STATS)[None, :, None].expand(1, 80, 9))
+
+
+@pytest.mark.parametrize("kind", ["dvae", "conditioning"])
+def test_features_stay_in_fp32_under_autocast(kind):
+    mel, waveforms = Mel(kind, STATS), normal(2, 4_000)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = mel(waveforms)
+        of_narrow = mel(waveforms.bfloat16())
+    assert result.dtype == of_narrow.dtype == torch.float32
+    assert torch.equal(result, mel(waveforms)) and torch.equal(
+        of_narrow, mel(waveforms.bfloat16().float())
+    )
+
+
+# --- DVAE -----------------------------------------------------------------------------------------
+
+
+def test_codes_and_decoding_are_those_of_coqui():
+    dvae, cases = reference_dvae(), load_file(FIXTURES / "dvae_cases.safetensors")
+    codes = dvae.codes(cases["mel"])
+    assert torch.equal(codes, cases["codes"]) and len(codes.unique()) > 5
+    assert torch.equal(dvae.codes(cases["odd_mel"]), cases["odd_codes"])
+    # A dozen convolutions in fp32, whose sums every CPU orders in its own way.
+    atol = 1e-4 * float(cases["decoded"].abs().max())
+    torch.testing.assert_close(dvae.decode(codes), cases["decoded"], rtol=0, atol=atol)
+
+
+def test_the_full_size_has_the_parameters_and_names_of_the_released_one():
+    with torch.device("meta"):
+        dvae = DVAE(FULL)
+    assert sum(p.numel() for p in dvae.parameters()) == 51_567_184
+    shapes = {name: tuple(tensor.shape) for name, tensor in dvae.state_dict().items()}
+    assert shapes["codebook.embed"] == shapes["codebook.embed_avg"] == (512, 1024)
+    assert shapes["codebook.cluster_size"] == (1024,)
+    assert shapes["encoder.0.0.weight"] == (512, 80, 3) and shapes["encoder.1.0.weight"] == (
+        1024,
+        512,
+        3,
+    )
+    assert shapes["encoder.4.net.4.weight"] == (1024, 1024, 1) and shapes["encoder.5.weight"] == (
+        512,
+        1024,
+        1,
+    )
+    assert shapes["decoder.0.weight"] == (1024, 512, 1) and shapes["decoder.3.net.2.weight"] == (
+        1024,
+        1024,
+        3,
+    )
+    assert shapes["decoder.4.0.conv.weight"] == (1024, 1024, 3) and shapes[
+        "decoder.5.0.conv.weight"
+    ] == (512, 1024, 3)
+    assert shapes["decoder.6.weight"] == (80, 512, 1)
+    vectors = dvae.encode(torch.empty(3, 80, 1001, device="meta"))
+    assert vectors.shape == (3, 251, 512) and dvae.codebook.nearest(vectors).shape == (3, 251)
+    assert dvae.reconstruct(vectors).shape == (3, 80, 1004)
+
+
+@pytest.mark.parametrize("frames", [1, 2, 3, 4, 5, 26, 63])
+def test_four_frames_are_a_code(frames):
+    codes = tiny_dvae().codes(normal(2, 80, frames))
+    assert codes.shape == (2, -(-frames // 4)) and codes.dtype == torch.int64
+    assert tiny_dvae().decode(codes).shape == (2, 80, 4 * codes.shape[1])
+
+
+def test_clips_have_the_number_of_codes_that_is_counted():
+    """For a whole multiple of 1,024 samples the DVAE returns one code more than is trained on."""
+    assert [code_count(samples) for samples in (1, 1_023, 1_024, 1_025, 6_615, 255_995)] == [
+        1,
+        1,
+        1,
+        2,
+        7,
+        250,
+    ]
+    dvae, mel = tiny_dvae(), Mel("dvae", STATS)
+    for samples in (1_023, 1_024, 1_025, 6_615, 8_191, 8_192):
+        count = dvae.codes(mel(normal(1, samples))).shape[1]
+        assert count == code_count(samples) + (samples % 1_024 == 0)
+
+
+def test_codes_are_the_nearest_vectors():
+    torch.manual_seed(1)
+    codebook, vectors = Codebook(8, 64), normal(3, 50, 8)
+    expected = torch.cdist(vectors.double(), codebook.embed.t().double()).argmin(-1)
+    assert torch.equal(codebook.nearest(vectors), expected) and len(expected.unique()) > 30
+    codes = torch.arange(64).view(2, 32)
+    assert torch.equal(codebook.vectors(codes)[1, 5], codebook.embed[:, 37])
+    assert torch.equal(codebook.nearest(codebook.vectors(codes)), codes)
+
+
+def test_of_equally_near_vectors_the_first_is_taken():
+    codebook = Codebook(2, 3)
+    codebook.embed.copy_(torch.tensor([[9.0, 1.0, 1.0], [9.0, 0.0, 0.0]]))
+    assert codebook.nearest(torch.tensor([[0.0, 0.0]])).tolist() == [1]
+
+
+def test_codes_and_decoding_do_not_depend_on_the_other_rows():
+    dvae, mel = tiny_dvae().double(), normal(4, 80, 30).double()
+    codes = dvae.codes(mel)
+    assert len(codes.unique()) > 10
+    for row, expected in zip(mel, codes, strict=True):
+        assert torch.equal(dvae.codes(row[None])[0], expected)
+    torch.testing.assert_close(dvae.decode(codes)[2:3], dvae.decode(codes[2:3]), rtol=0, atol=1e-12)
+
+
+def test_codes_and_decoding_stay_in_fp32_under_autocast():
+    dvae, mel = tiny_dvae(), normal(2, 80, 200)
+    codes = dvae.codes(mel)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(dvae.codes(mel), codes)
+        assert torch.equal(dvae.codes(mel.bfloat16()), dvae.codes(mel.bfloat16().float()))
+        decoded = dvae.decode(codes)
+        assert not torch.equal(
+            dvae.codebook.nearest(dvae.encode(mel)), codes
+        )  # bf16 would change some
+    assert decoded.dtype == torch.float32 and torch.equal(decoded, dvae.decode(codes))
+
+
+def test_only_the_parts_keep_gradients():
+    dvae, mel = tiny_dvae(), normal(1, 80, 8).requires_grad_()
+    vectors = dvae.encode(mel)
+    dvae.reconstruct(vectors).square().sum().backward()
+    assert mel.grad.any() and all(p.grad is not None for p in dvae.parameters())
+    codes = dvae.codes(mel)
+    assert not dvae.decode(codes).requires_grad
+    torch.testing.assert_close(dvae.reconstruct(dvae.codebook.vectors(codes)), dvae.decode(codes))
+
+
+# --- Griffin-Lim ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hertz", [220.0, 441.0, 1_000.0, 3_500.0])
+def test_griffin_lim_brings_a_tone_back(hertz):
+    waveform = tone(hertz, 16_384)
+    result = griffin_lim(Mel("dvae", STATS)(waveform[None])[0], STATS)
+    assert result.shape == (65 * 256,) and result.dtype == torch.float32
+    middle = result[4_096:12_288]
+    spectrum = torch.fft.rfft(middle * torch.hann_window(8_192)).abs()
+    band = (
+        35 * (1 + hertz / 700) * 0.64
+    )  # Hz, the distance of mel bands there: within one nothing can be told apart
+    assert abs(spectrum.argmax().item() * 22_050 / 8_192 - hertz) < max(band, 22)
+    level = middle.square().mean() / waveform[4_096:12_288].square().mean()
+    assert 0.4 < level < 1.6
+
+
+def test_griffin_lim_brings_a_voice_like_sound_back():
+    phase = torch.cumsum(
+        2 * math.pi / 22_050 * (120 + 40 * torch.sin(torch.arange(16_384) / 4_000)), 0
+    )
+    waveform = 0.05 * sum(torch.sin(k * phase) / k for k in range(1, 30)) + 0.002 * normal(16_384)
+    mel = Mel("dvae", STATS)
+    features = mel(waveform[None])
+    result = mel(griffin_lim(features[0], STATS)[None])[:, :, :65]
+    error = ((result - features) * STATS[:, None]).abs().mean()
+    assert error < 0.25
+
+
+def test_griffin_lim_draws_nothing_and_takes_a_single_code():
+    mel = tiny_dvae().decode(torch.tensor([[3]]))[0]
+    state = torch.get_rng_state()
+    with torch.autocast("cpu", torch.bfloat16):
+        first = griffin_lim(mel, STATS)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert first.shape == (1024,) and first.dtype == torch.float32 and first.isfinite().all()
+    assert torch.equal(first, griffin_lim(mel, STATS))
+
+
+def test_linear_power_explains_the_bands_better_than_the_pseudo_inverse():
+    filters = Mel("dvae", STATS).power.mel_scale.fb
+    power = normal(513, 20).square() * torch.linspace(1, 0, 513)[:, None] ** 8
+    bands = filters.t() @ power
+
+    def error(estimate: torch.Tensor) -> float:
+        return ((filters.t() @ estimate).clamp_min(1e-9).log() - bands.log()).abs().mean().item()
+
+    estimate = linear_power(bands, filters)
+    assert (estimate >= 0).all()
+    assert error(estimate) < 0.05 and error(estimate) < 0.5 * error(
+        (torch.linalg.pinv(filters.t()) @ bands).clamp_min(0)
+    )

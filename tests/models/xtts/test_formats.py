@@ -1,0 +1,680 @@
+"""XTTS's files: names and shapes against Coqui's, folders read and written, and files that are
+refused."""
+
+import functools
+import json
+import math
+import os
+import pickle
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from safetensors import safe_open
+
+from common.errors import UsageError
+from models.xtts import formats, tokenizer, vocoder
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "xtts"
+VOCAB = (FIXTURES / "vocab.json").read_text(encoding="utf-8")
+TOKENS = tokenizer.Vocabulary(VOCAB)
+CONFIG = formats.make_config(
+    16,
+    2,
+    2,
+    TOKENS.size,
+    6,
+    text_positions=12,
+    mel_positions=9,
+    start_text=TOKENS.start,
+    code_dim=4,
+    dvae_hidden=8,
+)
+EXTRAS = {"config": {}, "vocab": VOCAB, "licence": True}
+
+
+@functools.cache
+def small_vocoder(d_model: int) -> vocoder.HifiDecoder:
+    return vocoder.HifiDecoder(
+        d_model, channels=16, speaker=8, filters=(8, 8, 8, 8), blocks=(1, 1, 1, 1)
+    )
+
+
+@pytest.fixture(autouse=True)
+def use_small_vocoder(monkeypatch):
+    monkeypatch.setattr(formats, "HifiDecoder", small_vocoder)
+
+
+def random_groups(config: dict = CONFIG) -> dict:
+    generator = torch.Generator().manual_seed(0)
+    groups = {
+        group: {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        for group, shapes in formats.expected_shapes(config).items()
+    }
+    counters = [name for name in groups["hifigan_decoder"] if name.endswith(formats.COUNTER)]
+    groups["hifigan_decoder"] |= {name: torch.tensor(1000 + i) for i, name in enumerate(counters)}
+    return groups | {"mel_stats": torch.rand(80, generator=generator)}
+
+
+def coqui_state(groups: dict) -> dict:
+    """Coqui's names of the groups `gpt`, `hifigan_decoder` and mel_stats."""
+    state = {
+        f"{group}.{name}": w
+        for group in ("gpt", "hifigan_decoder")
+        for name, w in groups[group].items()
+    }
+    return state | {"mel_stats": groups["mel_stats"]}
+
+
+def description(config: dict = CONFIG, **args) -> dict:
+    """A config.json as Coqui writes it."""
+    model_args = {
+        "gpt_layers": config["layers"],
+        "gpt_n_model_channels": config["d_model"],
+        "gpt_n_heads": config["heads"],
+        "gpt_max_text_tokens": config["text_positions"] - 2,
+        "gpt_max_audio_tokens": config["mel_positions"] - 3,
+        "gpt_number_text_tokens": config["text_tokens"],
+        "gpt_start_text_token": None,
+        "gpt_stop_text_token": None,
+        "gpt_num_audio_tokens": config["audio_tokens"],
+        "gpt_start_audio_token": config["start_audio"],
+        "gpt_stop_audio_token": config["stop_audio"],
+        "gpt_use_perceiver_resampler": True,
+        "decoder_input_dim": config["d_model"],
+    }
+    return {
+        "model": "xtts",
+        "languages": ["en", "fr"],
+        "temperature": 0.61,
+        "model_args": model_args | args,
+    }
+
+
+def coqui_folder(folder: Path, groups: dict, content: dict | None = None, **args) -> Path:
+    folder.mkdir(exist_ok=True)
+    torch.save(content or {"model": coqui_state(groups)}, folder / "model.pth")
+    torch.save(groups["dvae"], folder / "dvae.pth")
+    torch.save(groups["mel_stats"], folder / "mel_stats.pth")
+    (folder / "config.json").write_text(json.dumps(description(**args)))
+    (folder / "vocab.json").write_text(VOCAB, encoding="utf-8")
+    return folder
+
+
+def same(first: dict, second: dict) -> bool:
+    if first.keys() != second.keys():
+        return False
+    pairs = [(first[name], second[name]) for name in first]
+    return all(
+        same(a, b) if isinstance(a, dict) else torch.equal(a, b) and a.dtype == b.dtype
+        for a, b in pairs
+    )
+
+
+# --- names and shapes -----------------------------------------------------------------------------
+
+
+def test_the_full_size_has_the_released_numbers_of_parameters(monkeypatch):
+    monkeypatch.setattr(formats, "HifiDecoder", vocoder.HifiDecoder)
+    shapes = formats.expected_shapes(formats.SIZES["full"])
+    buffers = ("running_", formats.COUNTER, "torch_spec.", "codebook.")
+    names = {
+        f"{group}.{name}": shape for group, part in shapes.items() for name, shape in part.items()
+    }
+
+    def count(prefix: str) -> int:
+        sizes = [
+            s
+            for name, s in names.items()
+            if name.startswith(prefix) and not any(b in name for b in buffers)
+        ]
+        return sum(math.prod(size) for size in sizes)
+
+    parts = (
+        "gpt.",
+        "hifigan_decoder.waveform_decoder.",
+        "hifigan_decoder.speaker_encoder.",
+        "dvae.",
+    )
+    assert [count(part) for part in parts] == [441_018_563, 17_827_808, 8_028_492, 51_567_184]
+    assert count("") == 518_442_047 and names["dvae.codebook.embed"] == (512, 1024)
+    assert names["gpt.text_head.bias"] == (6681,) and names["gpt.mel_pos_embedding.emb.weight"] == (
+        608,
+        1024,
+    )
+    assert names["hifigan_decoder.waveform_decoder.ups.0.parametrizations.weight.original0"] == (
+        512,
+        1,
+        1,
+    )
+    assert names["hifigan_decoder.speaker_encoder.torch_spec.1.mel_scale.fb"] == (257, 64)
+
+
+@pytest.mark.parametrize("group", ["gpt", "dvae"])
+def test_names_and_shapes_are_coquis(group):
+    sizes = json.loads((FIXTURES / "cases.json").read_text(encoding="utf-8"))["sizes"]
+    with safe_open(FIXTURES / f"{group}.safetensors", "pt") as file:
+        theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    theirs = {
+        name.removeprefix("gpt.") if group == "gpt" and name.startswith("gpt.") else name: s
+        for name, s in theirs.items()
+    }
+    ours = formats.expected_shapes(sizes | {"hifigan": False})
+    assert ours[group] == {
+        name: shape for name, shape in theirs.items() if not name.startswith("discrete_loss.")
+    }
+    assert ours["hifigan_decoder"] == {}
+
+
+def test_sizes_are_configurations():
+    for config in formats.SIZES.values():
+        formats.check_config(config, "it")
+    formats.check_config(CONFIG, "it")
+    assert {key: config["hifigan"] for key, config in formats.SIZES.items()} == {
+        "demo": False,
+        "full": True,
+    }
+
+
+@pytest.mark.parametrize(
+    "change,reason",
+    [
+        ({"heads": 3}, "heads does not divide"),
+        ({"start_text": TOKENS.size}, "START or STOP"),
+        ({"start_audio": 5}, "audio tokens"),
+        ({"codes": 5}, "audio tokens"),
+        ({"layers": 0}, "layers"),
+        ({"d_model": 18}, "d_model"),
+        ({"d_model": 1 << 20}, "d_model"),
+        ({"hifigan": 1}, "hifigan"),
+        ({"layers": True}, "layers"),
+        ({"mel_positions": "608"}, "mel_positions"),
+    ],
+)
+def test_impossible_configurations(change, reason):
+    with pytest.raises(UsageError, match=f"^it: .*{reason}"):
+        formats.check_config(CONFIG | change, "it")
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_read(tmp_path):
+    groups = random_groups()
+    read, config, extras = formats.read_model(coqui_folder(tmp_path, groups))
+    assert same(read, groups) and config == CONFIG
+    assert extras == {"config": description(), "vocab": VOCAB, "licence": True}
+    frozen = {group: groups[group] for group in formats.FROZEN}
+    assert same(formats.read_frozen(tmp_path, config), frozen)
+    (tmp_path / "mel_stats.pth").unlink()
+    assert same(formats.read_model(tmp_path)[0], groups)
+    assert same(formats.read_frozen(tmp_path, config), frozen)
+    with pytest.raises(UsageError, match=r"encoder.5.weight is"):
+        formats.read_frozen(tmp_path, {**config, "code_dim": 5})
+
+
+def test_weights_without_a_vocoder_are_read(tmp_path):
+    groups = random_groups() | {"hifigan_decoder": {}}
+    read, config, _ = formats.read_model(coqui_folder(tmp_path, groups))
+    assert same(read, groups) and config == CONFIG | {"hifigan": False}
+
+
+def test_a_training_checkpoint_is_read(tmp_path):
+    groups = random_groups()
+    state = {
+        f"xtts.{name}": w.half() if w.is_floating_point() else w
+        for name, w in coqui_state(groups).items()
+    }
+    state |= {f"dvae.{name}": w for name, w in groups["dvae"].items()}
+    state |= {
+        "xtts.gpt.gpt_inference.lm_head.1.weight": torch.zeros(2),
+        "xtts.gpt.gpt.h.0.attn.bias": torch.ones(2) > 0,
+        "xtts.gpt.gpt.h.1.attn.masked_bias": torch.tensor(-1e4),
+        "xtts.gpt.gpt.wte.weight": torch.zeros(3),
+        "torch_mel_spectrogram_dvae.mel_norms": torch.zeros(80),
+        "dvae.discrete_loss.accumulator_index": torch.zeros(1),
+        "torch_mel_spectrogram_style_encoder.mel_stft.spectrogram.window": torch.full(
+            (4,), math.nan
+        ),
+    }
+    content = {
+        "model": state,
+        "optimizer": {"state": {0: {"exp_avg": torch.zeros(9)}}},
+        "step": 7,
+        "config": {},
+    }
+    coqui_folder(tmp_path, groups, content)
+    (tmp_path / "dvae.pth").unlink()
+    (tmp_path / "mel_stats.pth").unlink()
+    expected = {
+        group: {
+            n: w.half().float() if w.is_floating_point() else w for n, w in groups[group].items()
+        }
+        for group in ("gpt", "hifigan_decoder")
+    }
+    expected |= {"dvae": groups["dvae"], "mel_stats": groups["mel_stats"].half().float()}
+    assert same(formats.read_model(tmp_path)[0], expected)
+    assert same(formats.read_custom(tmp_path / "model.pth", CONFIG), expected["gpt"])
+
+
+def test_both_spellings_of_weight_norm_are_read(tmp_path):
+    groups = random_groups()
+    state = {
+        name.replace("parametrizations.weight.original0", "weight_g"): w
+        for name, w in coqui_state(groups).items()
+    }
+    state = {
+        name.replace("parametrizations.weight.original1", "weight_v"): w
+        for name, w in state.items()
+    }
+    assert "hifigan_decoder.waveform_decoder.ups.0.weight_g" in state
+    assert same(formats.read_model(coqui_folder(tmp_path, groups, {"model": state}))[0], groups)
+
+
+@pytest.mark.parametrize("prefix", ["", "xtts."])
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_a_fine_tuned_model_is_read(prefix, with_optimizer, tmp_path):
+    groups = random_groups()
+    state = {
+        f"{prefix}{name}": torch.nn.Parameter(w, w.is_floating_point())
+        for name, w in coqui_state(groups).items()
+    }
+    content = {"model": state, "optimizer": {"state": {}}} if with_optimizer else state
+    torch.save(content, tmp_path / "tuned.pth")
+    weights = formats.read_custom(tmp_path / "tuned.pth", CONFIG)
+    assert same(weights, groups["gpt"]) and not any(w.requires_grad for w in weights.values())
+
+
+def test_another_vocabulary_is_named(tmp_path):
+    groups = random_groups(CONFIG | {"text_tokens": TOKENS.size + 3})
+    message = (
+        rf"its text embedding has {TOKENS.size + 3} rows and vocab\.json {TOKENS.size} tokens: use"
+        r" the vocab\.json"
+    )
+    with pytest.raises(UsageError, match=message):
+        formats.read_model(coqui_folder(tmp_path, groups))
+    with pytest.raises(UsageError, match=message):
+        formats.read_custom(tmp_path / "model.pth", CONFIG)
+
+
+# --- configurations that are pickled --------------------------------------------------------------
+
+
+def save_with_object(path: Path, name: str, model: dict) -> None:
+    """Saves an object of the class `name` beside the weights, as Coqui's first releases did."""
+    module, _, kind = name.rpartition(".")
+    package = types.ModuleType(module)
+    made = type(kind, (), {"__module__": module})
+    setattr(package, kind, made)
+    setting = made()
+    setting.layers = [30, {"a": (1, None)}]
+    parents = [module.rsplit(".", i)[0] for i in range(1, module.count(".") + 1)]
+    modules = {**{parent: types.ModuleType(parent) for parent in parents}, module: package}
+    with pytest.MonkeyPatch.context() as patch:
+        for each, content in modules.items():
+            patch.setitem(sys.modules, each, content)
+        torch.save({"config": setting, "model": model}, path)
+
+
+@pytest.mark.parametrize("name", formats.PICKLED)
+def test_a_pickled_configuration_is_read_without_its_class(name, tmp_path):
+    groups = random_groups()
+    coqui_folder(tmp_path, groups)
+    save_with_object(tmp_path / "model.pth", name, coqui_state(groups))
+    assert (
+        same(formats.read_model(tmp_path)[0], groups) and name.rpartition(".")[0] not in sys.modules
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["TTS.tts.configs.xtts_config.Other", "evil.XttsConfig", "TTS.XttsArgs"]
+)
+def test_other_classes_are_refused(name, tmp_path):
+    groups = random_groups()
+    coqui_folder(tmp_path, groups)
+    save_with_object(tmp_path / "model.pth", name, coqui_state(groups))
+    with pytest.raises(UsageError, match=r"model\.pth is refused: [^\n]+ Python objects"):
+        formats.read_model(tmp_path)
+
+
+def test_the_stubs_are_not_left_registered(tmp_path):
+    save_with_object(tmp_path / "model.pth", formats.PICKLED[0], {})
+    with pytest.raises(UsageError):
+        formats.read_custom(tmp_path / "model.pth", CONFIG)
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(tmp_path / "model.pth", weights_only=True)
+
+
+class Attack:
+    def __init__(self, *command):
+        self.command = command
+
+    def __reduce__(self):
+        return self.command
+
+
+@pytest.mark.parametrize("file", ["model.pth", "dvae.pth", "mel_stats.pth"])
+def test_code_in_a_file_is_never_run(file, tmp_path):
+    groups = random_groups()
+    coqui_folder(tmp_path / "model", groups)
+    content = {"model": coqui_state(groups), "config": Attack(os.mkdir, (str(tmp_path / "ran"),))}
+    torch.save(content, tmp_path / "model" / file)
+    with pytest.raises(UsageError, match=rf"{file} is refused: [^\n]+ could run code$"):
+        formats.read_model(tmp_path / "model")
+    assert not (tmp_path / "ran").exists()
+
+
+# --- damaged and hostile files --------------------------------------------------------------------
+
+
+def weights(change):
+    def apply(folder: Path, groups: dict) -> None:
+        state = coqui_state(groups)
+        change(state)
+        torch.save({"model": state}, folder / "model.pth")
+
+    return apply
+
+
+def args(**changes):
+    return lambda folder, groups: (folder / "config.json").write_text(
+        json.dumps(description(**changes))
+    )
+
+
+def content(name: str, raw):
+    def apply(folder: Path, groups: dict) -> None:
+        (
+            (folder / name).write_bytes(raw)
+            if isinstance(raw, bytes)
+            else torch.save(raw, folder / name)
+        )
+
+    return apply
+
+
+def cut(name: str):
+    return lambda folder, groups: (folder / name).write_bytes((folder / name).read_bytes()[:-300])
+
+
+def without(name: str):
+    return lambda folder, groups: (folder / name).unlink()
+
+
+def shared(state: dict) -> None:
+    rows = torch.zeros(16, 64)
+    state |= {
+        name: rows.view(-1)[: w.numel()].view(w.shape)
+        for name, w in state.items()
+        if w.numel() <= 1024
+    }
+
+
+HEAD, NAN = "gpt.mel_head.weight", torch.full((8, 16), math.nan)
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+HOSTILE = {
+    "no model.pth": (without("model.pth"), r"lacks model\.pth"),
+    "no vocab.json": (without("vocab.json"), "lacks vocab"),
+    "no config.json": (without("config.json"), "lacks config"),
+    "no dvae.pth": (without("dvae.pth"), r"lacks dvae\.pth"),
+    "a cut model.pth": (cut("model.pth"), r"model\.pth is damaged"),
+    "a cut dvae.pth": (cut("dvae.pth"), r"dvae\.pth is damaged"),
+    "a cut vocab.json": (cut("vocab.json"), r"vocab\.json is refused: it is damaged"),
+    "a cut config.json": (cut("config.json"), "not valid JSON"),
+    "a pointer": (content("model.pth", LFS), "Git LFS"),
+    "a pointer as vocabulary": (content("vocab.json", LFS), "Git LFS"),
+    "an empty file": (content("model.pth", b""), "not a file of torch.save"),
+    "text": (content("model.pth", b"hello"), "not a file of torch.save"),
+    "a list": (content("model.pth", [1]), "holds a list"),
+    "a number": (content("model.pth", {"model": 3}), "holds a int"),
+    "a tensor": (content("dvae.pth", torch.zeros(2)), "holds a Tensor"),
+    "numbers as names": (
+        content("model.pth", {"model": {1: torch.zeros(2)}}),
+        "'1' is not part of XTTS-v2",
+    ),
+    "no tensors": (content("model.pth", {"model": {}}), "lacks|mel_stats"),
+    "a dict as statistics": (content("mel_stats.pth", {"a": 1}), "not a floating-point tensor"),
+    "other statistics": (content("mel_stats.pth", torch.zeros(80)), "differs from the mel_stats"),
+    "statistics in a list": (
+        content("mel_stats.pth", [torch.zeros(80)]),
+        "not a floating-point tensor",
+    ),
+    "short statistics": (content("mel_stats.pth", torch.zeros(79)), "differs from the mel_stats"),
+    "an unknown part": (
+        weights(lambda s: s.update({"clvp.x": torch.zeros(2)})),
+        "'clvp.x' is not part of XTTS-v2",
+    ),
+    "a long name": (
+        weights(lambda s: s.update({"x" * 9999: torch.zeros(2)})),
+        "is not part of XTTS-v2",
+    ),
+    "the first version": (
+        weights(lambda s: s.update({"gpt.prompt_embedding.weight": torch.zeros(2)})),
+        "unexpected 'prompt_emb",
+    ),
+    "a missing tensor": (weights(lambda s: s.pop(HEAD)), r"\(gpt\) lacks 'mel_head.weight'"),
+    "no statistics": (weights(lambda s: s.update(mel_stats=torch.zeros(79))), "differs"),
+    "half a vocoder": (
+        weights(lambda s: s.pop("hifigan_decoder.waveform_decoder.conv_post.weight")),
+        "lacks 'waveform_decoder",
+    ),
+    "another shape": (
+        weights(lambda s: s.update({HEAD: torch.zeros(8, 17)})),
+        "mel_head.weight is",
+    ),
+    "NaN": (weights(lambda s: s.update({HEAD: NAN})), "not finite"),
+    "integers": (
+        weights(lambda s: s.update({HEAD: torch.ones(8, 16).long()})),
+        "not a floating-point tensor",
+    ),
+    "text as a tensor": (weights(lambda s: s.update({HEAD: "x"})), "not a floating-point tensor"),
+    "a sparse tensor": (
+        weights(lambda s: s.update({HEAD: torch.ones(8, 16).to_sparse()})),
+        "not a dense tensor",
+    ),
+    "no data": (
+        weights(lambda s: s.update({HEAD: torch.ones(8, 16, device="meta")})),
+        "not a floating-point tensor",
+    ),
+    "a value for all": (
+        weights(lambda s: s.update({HEAD: torch.ones(1).expand(8, 16)})),
+        "larger than its data",
+    ),
+    "a name twice": (weights(lambda s: s.update({f"xtts.{HEAD}": s[HEAD]})), "there twice"),
+    "shared data": (weights(shared), "tensors share their data"),
+    "many layers": (args(gpt_layers=128), r"\(gpt\) lacks"),
+    "too many layers": (args(gpt_layers=1 << 40), "layers is"),
+    "a wide model": (args(gpt_n_model_channels=8192, decoder_input_dim=8192), "asks for"),
+    "no perceiver": (
+        args(gpt_use_perceiver_resampler=False),
+        "gpt_use_perceiver_resampler is 'False'",
+    ),
+    "another rate": (
+        args(output_sample_rate=22050),
+        "output_sample_rate is '22050'; XTTS-v2 has 24000",
+    ),
+    "deep lists": (
+        content(
+            "config.json",
+            json.dumps(description(gpt_code_stride_len=0))
+            .replace("0,", f"{'[' * 900}{']' * 900},")
+            .encode(),
+        ),
+        "config.json",
+    ),
+    "a rate that is a list": (args(input_sample_rate=[22050]), "input_sample_rate is"),
+    "another width": (args(decoder_input_dim=8), "decoder_input_dim"),
+    "text as size": (args(gpt_n_heads="2"), "heads is"),
+    "no audio tokens": (args(gpt_num_audio_tokens=None), "audio_tokens is"),
+    "NaN as size": (args(gpt_layers=math.nan), "layers is"),
+    "other audio tokens": (args(gpt_start_audio_token=1), "audio tokens"),
+    "no arguments": (
+        content("config.json", b'{"model_args": 3}'),
+        "gpt_use_perceiver_resampler is",
+    ),
+    "a list as description": (content("config.json", b"[]"), "not a JSON object"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_folders_are_refused_in_one_line(name, tmp_path):
+    groups = random_groups()
+    coqui_folder(tmp_path, groups)
+    change, reason = HOSTILE[name]
+    change(tmp_path, groups)
+    with pytest.raises(UsageError, match=reason) as refusal:
+        formats.read_model(tmp_path)
+    message = str(refusal.value)
+    assert (
+        "\n" not in message
+        and message.startswith(str(tmp_path))
+        and len(message) < len(str(tmp_path)) + 300
+    )
+
+
+def test_what_is_not_a_file(tmp_path):
+    with pytest.raises(UsageError, match=r"lacks model\.pth"):
+        formats.read_model(tmp_path / "nothing")
+    with pytest.raises(UsageError, match="No such file"):
+        formats.read_custom(tmp_path / "nothing.pth", CONFIG)
+    os.mkfifo(tmp_path / "pipe.pth")
+    with pytest.raises(UsageError, match="not a regular file"):
+        formats.read_custom(tmp_path / "pipe.pth", CONFIG)
+
+
+# --- exporting ------------------------------------------------------------------------------------
+
+
+def test_an_export_is_what_coqui_loads(tmp_path):
+    groups, clip = random_groups(), np.arange(-50, 50, dtype=np.int16)
+    speakers = {
+        name: formats.Speaker(samples, rate, torch.rand(1, 32, 16), torch.rand(1, 512))
+        for name, samples, rate in (
+            ("አበበ", clip, 22_050),
+            ("a/../b", clip[:9], 24_000),
+            ("A_b", clip, 8000),
+        )
+    }
+    names = formats.export(tmp_path / "out", groups, CONFIG, EXTRAS, speakers)
+    others = ["LICENSE.txt", "made_from.json", "speakers", "speakers_xtts.pth", "reference.wav"]
+    assert names == sorted([*formats.FILES, *others])
+    known = torch.load(tmp_path / "out" / "speakers_xtts.pth", weights_only=True)
+    assert [*known] == ["አበበ", "a_b", "A_b_"]
+    for speaker, voice in zip(speakers.values(), known.values(), strict=True):
+        latents, vector = voice.values()  # as Coqui's code takes them
+        assert torch.equal(latents, speaker.latents) and vector.shape == (1, 512, 1)
+        assert torch.equal(vector[:, :, 0], speaker.vector)
+    first, rate = soundfile.read(tmp_path / "out" / "reference.wav", dtype="int16")
+    assert rate == 22_050 and np.array_equal(first, clip)
+    saved = torch.load(tmp_path / "out" / "model.pth", weights_only=True)
+    assert saved.keys() == {"model"} and same(saved["model"], coqui_state(groups))
+    assert same(torch.load(tmp_path / "out" / "dvae.pth", weights_only=True), groups["dvae"])
+    assert torch.equal(
+        torch.load(tmp_path / "out" / "mel_stats.pth", weights_only=True), groups["mel_stats"]
+    )
+    assert (tmp_path / "out" / "vocab.json").read_text(encoding="utf-8") == VOCAB
+    assert "non-commercial" in (tmp_path / "out" / "LICENSE.txt").read_text()
+    clips = {
+        path.name: soundfile.read(path, dtype="int16")
+        for path in (tmp_path / "out" / "speakers").iterdir()
+    }
+    assert {name: (rate, len(samples)) for name, (samples, rate) in clips.items()} == {
+        "አበበ.wav": (22_050, 100),
+        "a_b.wav": (24_000, 9),
+        "A_b_.wav": (8000, 100),
+    }
+    assert np.array_equal(clips["አበበ.wav"][0], clip)
+    description = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert description["model"] == "xtts" and description["languages"] == ["en"]
+    assert description["model_args"] == {
+        "gpt_layers": 2,
+        "gpt_n_model_channels": 16,
+        "gpt_n_heads": 2,
+        "gpt_max_text_tokens": 10,
+        "gpt_max_audio_tokens": 6,
+        "gpt_number_text_tokens": TOKENS.size,
+        "gpt_start_text_token": TOKENS.start,
+        "gpt_stop_text_token": 0,
+        "gpt_num_audio_tokens": 8,
+        "gpt_start_audio_token": 6,
+        "gpt_stop_audio_token": 7,
+        "gpt_use_perceiver_resampler": True,
+        "gpt_code_stride_len": 1024,
+        "input_sample_rate": 22050,
+        "output_sample_rate": 24000,
+        "output_hop_length": 256,
+        "d_vector_dim": 512,
+        "decoder_input_dim": 16,
+        "cond_d_vector_in_each_upsampling_layer": True,
+    }
+    again, config, extras = formats.read_model(tmp_path / "out")
+    assert same(again, groups) and config == CONFIG and extras == EXTRAS | {"config": description}
+
+
+def test_settings_of_the_source_and_its_licence_are_kept(tmp_path):
+    groups = random_groups()
+    read, config, extras = formats.read_model(
+        coqui_folder(tmp_path / "in", groups, gpt_batch_size=3)
+    )
+    formats.export(tmp_path / "out", read, config, extras, {})
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["temperature"] == 0.61 and written["languages"] == ["en", "fr"]
+    assert (
+        written["model_args"]["gpt_batch_size"] == 3
+        and written["model_args"]["gpt_start_text_token"] == TOKENS.start
+    )
+    assert formats.read_model(tmp_path / "out")[2]["licence"]
+    # The second export replaces the first.
+    formats.export(tmp_path / "out", read, config, extras | {"licence": False}, {})
+    assert not (tmp_path / "out" / "LICENSE.txt").exists()
+    assert not formats.read_model(tmp_path / "out")[2]["licence"]
+
+
+def test_only_the_tensors_themselves_are_written(tmp_path):
+    groups = random_groups()
+    plain = formats.export(tmp_path / "plain", groups, CONFIG, EXTRAS, {})
+    large = torch.zeros(1 << 20, 16)
+    head = groups["gpt"]["mel_head.weight"]
+    large[: len(head)] = head
+    trained = groups["gpt"] | {"mel_head.weight": torch.nn.Parameter(large[: len(head)].double())}
+    views = groups | {"gpt": trained, "mel_stats": groups["mel_stats"].repeat(9)[:80]}
+    assert formats.export(tmp_path / "views", views, CONFIG, EXTRAS, {}) == plain
+    sizes = [(tmp_path / folder / "model.pth").stat().st_size for folder in ("plain", "views")]
+    assert sizes[0] == sizes[1]
+    assert same(formats.read_model(tmp_path / "views")[0], groups)
+
+
+@pytest.mark.parametrize(
+    "config,change,reason",
+    [
+        ({"hifigan": False}, {}, "no vocoder"),
+        ({"latents": 8}, {}, "latents is 8; Coqui's XTTS has 32 only"),
+        ({}, {"gpt": {}}, r"\(gpt\) lacks"),
+        ({}, {"dvae": {}}, r"\(dvae\) lacks"),
+        ({"heads": 3}, {}, "heads"),
+        ({}, {"mel_stats": torch.full((80,), math.nan)}, "not finite"),
+        ({"start_text": 1}, {}, "START and STOP are"),
+    ],
+)
+def test_what_is_not_exported(config, change, reason, tmp_path):
+    with pytest.raises(UsageError, match=reason):
+        formats.export(tmp_path / "out", random_groups() | change, CONFIG | config, EXTRAS, {})
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_vocabulary_is_not_exported(tmp_path):
+    extras = EXTRAS | {"vocab": tokenizer.add_tokens(VOCAB, ["[ti]"])}
+    with pytest.raises(UsageError, match=rf"are \({TOKENS.size + 1}, .* but \({TOKENS.size}, "):
+        formats.export(tmp_path / "out", random_groups(), CONFIG, extras, {})
+
+
+def test_foreign_folders_are_not_replaced(tmp_path):
+    coqui_folder(tmp_path, random_groups())
+    before = (tmp_path / "model.pth").read_bytes()
+    with pytest.raises(UsageError, match=r"--export .*not replaced"):
+        formats.export(tmp_path, random_groups(), CONFIG, EXTRAS, {})
+    assert (tmp_path / "model.pth").read_bytes() == before

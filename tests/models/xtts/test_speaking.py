@@ -1,0 +1,479 @@
+"""Speaking: the manifests and files of held-out sentences, voices, similarity, limits; sentences of
+a text, latents of reference clips, ends of clips. The GPT says fixed codes."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from common.errors import UsageError
+from models.xtts import codec, decoding, speaking
+from models.xtts.codec import DVAE, SAMPLE_RATE, SAMPLES_PER_CODE, Mel
+from models.xtts.decoding import Sampling
+from models.xtts.formats import Conditioning
+from models.xtts.frozen import Frozen
+from models.xtts.speaking import Synthesiser, speakers_of, split_sentences
+from models.xtts.vocoder import HifiDecoder
+from speech.data.columns import Corpus
+from speech.data.splits import Checks, load_corpus, read_manifests
+from speech.writing.text import normalise
+
+CONFIG = {"mel_channels": 80, "dvae_hidden": 8, "codes": 12, "code_dim": 4}
+WIDTH, KINDS = 8, ("reference", "resynthesis", "synthesis")
+ROWS = (
+    ("one|two", "a", 0.6),
+    ("three", "b", 2.5),
+    ("four  five", "a", 1.0),
+    ("six", "c", 0.7),
+)  # text, speaker, seconds
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch):
+    """The phases of the resynthesis are not what is tested here."""
+    monkeypatch.setattr(codec, "GRIFFIN_LIM_STEPS", 1)
+    monkeypatch.setattr(codec, "INVERSION_STEPS", 1)
+
+
+class Voices(nn.Module):
+    """A GPT whose latents are the mean of the features."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = {"latents": 3}
+        self.heard = []
+        self.weight = nn.Parameter(
+            torch.randn(80, WIDTH, generator=torch.Generator().manual_seed(0))
+        )
+
+    def condition(self, mels: torch.Tensor) -> torch.Tensor:
+        self.heard.append(mels)
+        return (mels.mean(2) @ self.weight)[:, None].expand(-1, 3, -1)
+
+
+class Reader:
+    def __init__(self):
+        self.languages = []
+
+    def read(self, text: str, language: str | None = None) -> str:
+        return text
+
+    def encode_read(self, text: str, language: str | None = None) -> list[int]:
+        self.languages.append(language)
+        return [*text.encode()]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Corpus:
+    return write_corpus(tmp_path_factory.mktemp("held_out"), ROWS)
+
+
+def write_corpus(folder: Path, rows: tuple[tuple[str, str, float], ...]) -> Corpus:
+    lines, random = ["audio_filepath\ttext\tspeaker\tlang"], np.random.default_rng(0)
+    for number, (text, speaker, seconds) in enumerate(rows):
+        samples = 0.1 * random.normal(size=round(seconds * SAMPLE_RATE)) * (1 + number)
+        soundfile.write(folder / f"{number}.wav", samples.clip(-1, 1), SAMPLE_RATE)
+        lines.append(f"{number}.wav\t{text}\t{speaker}\t{'am' if number else 'de'}")
+    (folder / "m.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    corpus, _ = load_corpus(str(folder / "m.tsv"), normalise, Checks())
+    assert len(corpus) == len(rows)
+    return corpus
+
+
+def make_frozen(with_vocoder: bool) -> Frozen:
+    torch.manual_seed(0)
+    stats = torch.full((80,), 4.0)
+    vocoder = HifiDecoder(WIDTH, channels=16, speaker=8, filters=(8, 8, 8, 8), blocks=(1, 1, 1, 1))
+    parts = (
+        Mel("dvae", stats),
+        Mel("conditioning", stats),
+        DVAE(CONFIG),
+        vocoder if with_vocoder else None,
+    )
+    return Frozen(*parts).to(torch.device("cpu"))
+
+
+@pytest.fixture
+def said(monkeypatch) -> list[tuple]:
+    """What the GPT was asked: (latents, sentences, settings); it says 20 codes each time."""
+    calls = []
+
+    def sample(model, config, latents, sentences, settings, texts):
+        calls.append((latents, sentences, settings))
+        speech = decoding.Speech(torch.arange(20) % 12, torch.randn(21, WIDTH), ended=True)
+        return [speech] * len(sentences)
+
+    monkeypatch.setattr(decoding, "sample", sample)
+    return calls
+
+
+def spoken(
+    folder: Path, corpus: Corpus, with_vocoder: bool, **changes
+) -> tuple[str, Voices, Reader]:
+    model, reader = Voices(), Reader()
+    references = changes.get("references") or speakers_of(corpus)
+    synthesiser = Synthesiser(model, make_frozen(with_vocoder), reader, 50, Conditioning())
+    settings = changes.get("settings", Sampling())
+    return speaking.speak_corpus(folder, synthesiser, corpus, references, settings), model, reader
+
+
+@pytest.mark.parametrize("with_vocoder", [True, False])
+def test_what_is_written_is_read_as_manifests(corpus, said, tmp_path, with_vocoder):
+    folder = tmp_path / "new" / "speech"
+    line, _, reader = spoken(folder, corpus, with_vocoder)
+    assert line.startswith(f"4 held-out sentences spoken: {folder}/*_synthesis.wav")
+    assert {path.name for path in folder.iterdir()} == {
+        "made_from.json",
+        *(f"{kind}.csv" for kind in KINDS),
+        *(f"00{number}_{kind}.wav" for kind in KINDS for number in (1, 2, 3, 4)),
+    }
+    rates = dict.fromkeys(KINDS, SAMPLE_RATE) | ({"synthesis": 24_000} if with_vocoder else {})
+    sets = read_manifests(
+        {kind: str(folder / f"{kind}.csv") for kind in KINDS}, normalise, Checks(strict=True)
+    )
+    for kind, read in sets.items():
+        assert list(read.texts) == ["one two", "three", "four five", "six"] and list(
+            read.speakers
+        ) == [
+            "a",
+            "b",
+            "a",
+            "c",
+        ]
+        for index, path in enumerate(read.paths):
+            assert (
+                Path(path).name == f"00{index + 1}_{kind}.wav"
+                and soundfile.info(path).samplerate == rates[kind]
+            )
+    for index in range(4):
+        original, copy = (
+            soundfile.read(one.paths[index], dtype="int16")[0]
+            for one in (corpus, sets["reference"])
+        )
+        assert len(original) == len(copy) and np.abs(original.astype(int) - copy).max() <= 1
+        longer = float(sets["resynthesis"].seconds[index] - corpus.seconds[index]) * SAMPLE_RATE
+        assert -1 < longer < SAMPLES_PER_CODE, "it does not end with the recording"
+    assert set(reader.languages) == {"de", "am"} and [*said[0][1]] == [[*b"one|two"]]
+
+
+def test_the_similarity_of_voices_needs_a_speaker_encoder_and_half_a_second(
+    corpus, said, tmp_path, monkeypatch
+):
+    (with_encoder, *_), (without, *_) = (
+        spoken(tmp_path / str(kind), corpus, kind) for kind in (True, False)
+    )
+    assert "speaker similarity" not in without and without.count("\n") == 0
+    similarity = with_encoder.partition("\nspeaker similarity: ")[2]
+    assert -1 <= float(similarity.split()[0]) <= 1 and similarity.endswith(
+        "(cosine between vectors of the speaker encoder)"
+    )
+    monkeypatch.setattr(speaking, "speak", lambda *_: [torch.full((12_000,), 0.1)])
+    assert "speaker similarity" not in spoken(tmp_path / "short", corpus, True)[0]
+    monkeypatch.setattr(speaking, "speak", lambda *_: [torch.full((12_001,), 0.1)])
+    assert "speaker similarity" in spoken(tmp_path / "long", corpus, True)[0]
+
+
+def test_the_similarity_is_the_mean_cosine(corpus, tmp_path, monkeypatch):
+    vectors = {
+        True: iter([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0], [1.0, 0.0]]),
+        False: iter([[1.0, 0.0]] * 3),
+    }
+    monkeypatch.setattr(
+        Frozen,
+        "speaker",
+        lambda self, _, rate=SAMPLE_RATE: torch.tensor([next(vectors[rate == 24_000])]),
+    )
+    monkeypatch.setattr(speaking, "speak", lambda *_: [torch.full((24_000,), 0.1)])
+    assert "speaker similarity: 0.65 " in spoken(tmp_path, corpus, True)[0]
+
+
+def test_a_sentence_may_have_twice_the_codes_of_its_recording(corpus, said, tmp_path):
+    spoken(tmp_path, corpus, False, settings=Sampling(top_k=7, seed=3))
+    codes = [-(-round(seconds * SAMPLE_RATE) // SAMPLES_PER_CODE) for *_, seconds in ROWS]
+    expected = [max(40, 2 * count) for count in codes]
+    assert [settings.max_codes for *_, settings in said] == expected and max(expected) > 100
+    assert all((settings.top_k, settings.seed) == (7, 3) for *_, settings in said)
+    said.clear()
+    spoken(tmp_path, corpus, False, settings=Sampling(max_codes=50))
+    assert [settings.max_codes for *_, settings in said] == [min(50, most) for most in expected]
+
+
+def test_each_speaker_has_one_voice_from_the_references(corpus, said, tmp_path):
+    _, model, _ = spoken(tmp_path, corpus, False)
+    assert len(model.heard) == 3
+    latents = [latents for latents, *_ in said]
+    assert torch.equal(latents[0], latents[2])
+    assert not torch.equal(latents[0], latents[1]) and not torch.equal(latents[1], latents[3])
+    frozen, model = make_frozen(False), Voices()
+    clip, rate = speakers_of(corpus)["a"]  # 1.0 s is nearer to 10 s than 0.6 s is
+    assert rate == SAMPLE_RATE and len(clip) == SAMPLE_RATE
+    synthesiser = Synthesiser(model, frozen, Reader(), 50, Conditioning())
+    voice = speaking.voice_of(synthesiser, [torch.from_numpy(clip) / 32768])
+    assert torch.allclose(voice.latents, latents[0]) and voice.speaker is None
+
+
+def test_an_unknown_speaker_gets_the_first_reference(said, tmp_path):
+    corpus = write_corpus(
+        tmp_path, (("one", "a", 1.0), ("two", "stranger", 1.0), ("three", "", 1.0))
+    )
+    references = {
+        "a": speakers_of(corpus)["a"],
+        "b": (np.full(SAMPLE_RATE, 900, np.int16), SAMPLE_RATE),
+    }
+    spoken(tmp_path / "out", corpus, False, references=references)
+    latents = [latents for latents, *_ in said]
+    assert torch.equal(latents[0], latents[1]) and torch.equal(latents[0], latents[2])
+    rows = (tmp_path / "out" / "synthesis.csv").read_text(encoding="utf-8").splitlines()
+    assert rows == [
+        "audio_file|text|speaker_name",
+        *[
+            f"00{number}_synthesis.wav|{text}|{name}"
+            for number, (text, name) in enumerate(
+                (("one", "a"), ("two", "stranger"), ("three", "speaker")), 1
+            )
+        ],
+    ]
+
+
+@pytest.mark.parametrize("with_vocoder", [True, False])
+def test_a_sentence_without_codes_is_silent_and_long_texts_are_cut(said, monkeypatch, with_vocoder):
+    model, frozen = Voices(), make_frozen(with_vocoder)
+    settings, synthesiser = Sampling(), Synthesiser(model, frozen, Reader(), 9, Conditioning())
+    voice = speaking.voice_of(synthesiser, [torch.randn(SAMPLE_RATE) * 0.1])
+    assert (voice.speaker is not None) == with_vocoder and voice.latents.shape == (1, 3, WIDTH)
+    [waveform] = speaking.speak(synthesiser, ["one two. three"], voice, settings)
+    sentences, given_settings = said[0][1:]
+    assert [bytes(each) for each in sentences] == [b"one two.", b"three"]
+    assert given_settings is settings
+    [once] = speaking.speak(synthesiser, ["three"], voice, settings)
+    assert len(waveform) > 1.5 * len(once) > 0 and waveform.ndim == 1
+    nothing = decoding.Speech(torch.zeros(0, dtype=torch.long), torch.zeros(1, WIDTH), ended=True)
+    monkeypatch.setattr(decoding, "sample", lambda *_: [nothing])
+    [silence] = speaking.speak(synthesiser, ["a"], voice, settings)
+    assert not silence.abs().gt(0).any()
+
+
+def test_samples_beyond_the_range_are_clamped():
+    samples = speaking.int16(torch.tensor([0.0, 1.0, -1.0, 3.0, -3.0, 0.5], dtype=torch.float16))
+    assert samples.dtype == np.int16 and samples.tolist() == [
+        0,
+        32767,
+        -32767,
+        32767,
+        -32767,
+        16384,
+    ]
+
+
+# --- voice ----------------------------------------------------------------------------------------
+
+
+class Listener:
+    """A GPT whose latents are multiples of the mean of the features."""
+
+    def condition(self, mels: torch.Tensor) -> torch.Tensor:
+        return mels.mean(2)[:, None].repeat(1, 32, 1) * torch.arange(1, 33)[:, None]
+
+
+def chunks_of(seconds: float, limit: int = 30, chunk: int = 4) -> list[int]:
+    """The lengths of the chunks that are encoded, in samples."""
+    lengths = []
+
+    def mel(waveforms):
+        lengths.append(waveforms.shape[1])
+        return waveforms.mean(1).expand(1, 8, 5)
+
+    waveform = torch.ones(round(seconds * SAMPLE_RATE))
+    limits = Conditioning(gpt_cond_len=limit, gpt_cond_chunk_len=chunk)
+    assert speaking.latents_of(Listener(), mel, waveform, limits).shape == (1, 32, 8)
+    return lengths
+
+
+def test_chunks_of_a_reference():
+    chunk = 4 * SAMPLE_RATE
+    assert chunks_of(4) == [chunk]
+    assert chunks_of(3.5) == [round(3.5 * SAMPLE_RATE)]
+    assert chunks_of(9) == [chunk, chunk, SAMPLE_RATE]
+    assert chunks_of(30) == chunks_of(31) == chunks_of(300) == [chunk] * 7 + [2 * SAMPLE_RATE]
+    assert chunks_of(8.32) == [chunk, chunk]
+    assert chunks_of(8.34) == [chunk, chunk, round(0.34 * SAMPLE_RATE)]
+    assert chunks_of(9, limit=5) == [chunk, SAMPLE_RATE]
+    assert chunks_of(9, chunk=6) == [6 * SAMPLE_RATE, 3 * SAMPLE_RATE]
+    assert chunks_of(7277 / SAMPLE_RATE) == [7277]  # 0.33 s are 7,276.5 samples
+
+
+def test_latents_are_the_mean_over_chunks_of_all_clips_in_a_row():
+    model, generator = Listener(), torch.Generator().manual_seed(0)
+    first, second = (
+        torch.randn(seconds * SAMPLE_RATE, dtype=torch.float64, generator=generator)
+        for seconds in (6, 3)
+    )
+
+    def mel(waveforms):
+        return waveforms[:, :800].reshape(1, 8, 100) * waveforms.std()
+
+    # of the first clip 5 s, of both 7 s
+    row = torch.cat([first[: 5 * SAMPLE_RATE], second[: 2 * SAMPLE_RATE]])
+    expected = [model.condition(mel(chunk[None])) for chunk in row.split(4 * SAMPLE_RATE)]
+    frozen = SimpleNamespace(conditioning_mel=mel, vocoder=None)
+    lengths = Conditioning(max_ref_len=5, gpt_cond_len=7)
+    voice = speaking.voice_of(Synthesiser(model, frozen, None, 9, lengths), [first, second])
+    assert len(expected) == 2 and voice.speaker is None
+    torch.testing.assert_close(voice.latents, sum(expected) / 2, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("samples", [0, 7276])
+def test_a_reference_that_is_too_short_is_refused(samples):
+    with pytest.raises(UsageError, match=r"shorter than 0\.33 s: give a longer --speaker_wav"):
+        speaking.latents_of(Listener(), None, torch.ones(samples), Conditioning())
+
+
+# --- sentences ------------------------------------------------------------------------------------
+
+
+def bare(text: str) -> str:
+    return "".join(text.split())
+
+
+@given(text=st.text("ab ሰላም።፧፣፤፡.!?,;:»«\"'()3\n\t", max_size=80), most=st.integers(1, 30))
+def test_nothing_is_lost_and_every_piece_is_within_the_limit(text, most):
+    for count in (len, lambda piece: len(piece.split())):
+        pieces = split_sentences(text, most, count)
+        assert bare("".join(pieces)) == bare(text)
+        assert all(
+            piece == " ".join(piece.split()) and 0 < count(piece) <= most for piece in pieces
+        )
+
+
+@given(text=st.text(max_size=60), most=st.integers(2, 40))
+def test_any_text_with_a_count_that_is_not_additive(text, most):
+    def count(piece):
+        """Like a tokenizer that merges pairs of equal characters and adds a language token."""
+        tokens, previous = 1, None
+        for character in piece:
+            previous = None if character == previous else character
+            tokens += previous is not None
+        return tokens
+
+    pieces = split_sentences(text, most, count)
+    assert bare("".join(pieces)) == bare(text)
+    assert all(0 < count(piece) <= most for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("ሰላም ለዓለም።እንዴት ነህ፧ ደህና!", ["ሰላም ለዓለም።", "እንዴት ነህ፧", "ደህና!"]),
+        (
+            "What? 3.5 and 1,000 at 12:30. Yes... no",
+            ["What?", "3.5 and 1,000 at 12:30.", "Yes...", "no"],
+        ),
+        ("«ሰላም።» አለ። «ደህና ነኝ።»", ["«ሰላም።»", "አለ።", "«ደህና ነኝ።»"]),
+        ("ሰላም፡፡ ደህና:: እሺ", ["ሰላም፡፡", "ደህና::", "እሺ"]),
+        ("No! ! ?? Yes ?!", ["No! ! ??", "Yes ?!"]),
+        ('He said "go." "Why?"', ['He said "go."', '"Why?"']),
+        ("... so", ["... so"]),
+        ("a. « b", ["a.", "« b"]),
+        ("?!", ["?!"]),
+        ("one\n two", ["one two"]),
+        ("", []),
+        (" \n\t\u00a0", []),
+    ],
+)
+def test_sentences(text, sentences):
+    assert split_sentences(text, 100, len) == sentences
+
+
+def test_a_long_sentence_is_cut_at_commas_then_at_spaces_then_by_force():
+    assert split_sentences("አበበ በሶ በላ፣ ጫላ ጩቤ ጨበጠ፤ ከበደ ሄደ።", 12, len) == [
+        "አበበ በሶ በላ፣",
+        "ጫላ ጩቤ ጨበጠ፤",
+        "ከበደ ሄደ።",
+    ]
+    assert split_sentences("አበበ በሶ በላ፣ ጫላ ጩቤ ጨበጠ፤ ከበደ ሄደ።", 25, len) == [
+        "አበበ በሶ በላ፣ ጫላ ጩቤ ጨበጠ፤",
+        "ከበደ ሄደ።",
+    ]
+    assert split_sentences("a, b c d, e", 5, len) == ["a,", "b c", "d, e"]
+    assert split_sentences("አንድ ሁለት ሦስት", 8, len) == ["አንድ ሁለት", "ሦስት"]
+    assert split_sentences("አንድ፡ሁለት፡ሦስት", 8, len) == ["አንድ፡ሁለት፡", "ሦስት"]
+    assert split_sentences("abcdefgh", 3, len) == ["abc", "def", "gh"]
+    assert split_sentences("ab cdefgh i", 4, len) == ["ab", "cdef", "gh i"]
+
+
+def test_one_very_long_word():
+    text = "ሀ" * 3000
+    pieces = split_sentences(text, 200, len)
+    assert [len(piece) for piece in pieces] == [200] * 15 and "".join(pieces) == text
+
+
+@pytest.mark.parametrize("unit", [".", "! « ", "?! ", ", ", "» ", "a.", "a b, ", "፡", "::"])
+def test_long_texts_take_linear_time(unit, no_hang):
+    """Quadratic time would be minutes."""
+    pieces = split_sentences(unit * 25_000, 200, len)
+    assert bare("".join(pieces)) == bare(unit) * 25_000
+
+
+def test_a_character_beyond_the_limit_is_refused():
+    with pytest.raises(UsageError, match="the character 'b' has more than 2 tokens"):
+        split_sentences("ab", 2, lambda piece: 3 * len(piece) if "b" in piece else len(piece))
+
+
+# --- waveforms ------------------------------------------------------------------------------------
+
+
+def tone(seconds: float, rate: int = 24_000, level: float = 0.5) -> torch.Tensor:
+    return level * torch.sin(torch.arange(round(seconds * rate)) * 0.3)
+
+
+@pytest.mark.parametrize("rate", [22_050, 24_000])
+@pytest.mark.parametrize("noise", [0.0, 0.001])
+@pytest.mark.parametrize(
+    ("tail", "kept"), [(0.0, 0.0), (0.15, 0.15), (0.3, 0.3), (0.9, 0.3), (5.0, 0.3)]
+)
+def test_quiet_above_a_third_of_a_second_is_cut(rate, noise, tail, kept):
+    random = torch.Generator().manual_seed(0)
+    quiet = noise * torch.randn(round(tail * rate), generator=random)
+    waveform = torch.cat([tone(0.5, rate), quiet, tone(0.5, rate), quiet])
+    before = waveform.clone()
+    result = speaking.finish(waveform, rate)
+    speech = len(waveform) - len(quiet)
+    assert abs(len(result) - speech - kept * rate) <= 0.01 * rate  # a frame
+    fade = round(0.005 * rate)
+    assert result[:-fade].equal(waveform[: len(result) - fade])
+    assert result[-1] == 0 and waveform.equal(before)
+
+
+def test_the_fade_is_a_ramp():
+    result = speaking.finish(torch.ones(24_000), 24_000)
+    assert len(result) == 24_000 and result[-121:-119].tolist() == pytest.approx([1, 1 - 1 / 120])
+    assert result.diff()[-120:].tolist() == pytest.approx([-1 / 120] * 120, abs=1e-6)
+
+
+def test_a_soft_voice_is_not_quiet():
+    assert len(speaking.finish(tone(2.0, level=0.002), 24_000)) == 48_000
+
+
+@pytest.mark.parametrize("level", [0.0, 5e-5])
+def test_silence_alone(level):
+    assert len(speaking.finish(tone(2.0, level=level), 24_000)) == round(0.3 * 24_000)
+
+
+@pytest.mark.parametrize("samples", [0, 1, 2, 119, 120, 121, 240, 241])
+def test_very_short_clips(samples):
+    result = speaking.finish(torch.ones(samples), 24_000)
+    assert len(result) == samples and result.isfinite().all()
+    assert not samples or result[-1] == 0
+
+
+def test_join_finishes_every_sentence():
+    parts = [torch.cat([tone(0.2), torch.zeros(24_000)]), tone(0.3)]
+    joined = speaking.join(parts, 24_000)
+    assert joined.equal(torch.cat([speaking.finish(part, 24_000) for part in parts]))
+    assert abs(len(joined) - 0.8 * 24_000) <= 240

@@ -1,0 +1,372 @@
+"""What XTTS reads: front ends, tokens, faults, and the flags about them."""
+
+import json
+import re
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common import options, records
+from common.checkpoint import Saved
+from common.errors import UsageError
+from models import released
+from models.xtts import cleaners, formats, new_tokens, speaking, start, texts
+from models.xtts.tokenizer import Vocabulary, new_vocabulary
+from speech import amharic
+from speech.data import splits
+from tests.models.xtts.infos import VOCAB, make_info
+
+ROWS = Vocabulary(VOCAB).size
+TRAINING = ["ሰላም ለሁሉም።", "ሰላም, እንዴት ነህ?", "ለሁሉም ሰላም the end", "ቡና እወዳለሁ"]
+PLAIN = texts.TextOptions()
+G2P = texts.TextOptions(g2p=True)
+
+
+def unknown_in(reader: texts.Texts, text: str, language: str | None = None) -> bool:
+    return reader.unknown in reader.encode(text, language)
+
+
+def parse(*flags) -> object:
+    parser = options.Parser("XTTS")
+    start.add_arguments(parser)
+    speaking.add_arguments(parser)
+    splits.add_arguments(parser)
+    options.add_arguments(parser)
+    return parser.parse_args([str(flag) for flag in flags])
+
+
+def resolved(*flags) -> start.Options:
+    args = parse(*flags)
+    needs = (*start.NEEDS, *speaking.NEEDS)
+    options.resolve(args, False, 1, start.EXCLUDES, needs)
+    return start.resolve(args, is_demo=False, recipe="xtts_amharic")
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def test_amharic_is_read_as_phonemes_which_the_vocabulary_has():
+    reader = texts.Texts(make_info(g2p=True))
+    read = reader.read("ሰላም")
+    assert (
+        read == amharic.phonemes("ሰላም", {}, True)
+        and not texts.ETHIOPIC.search(read)
+        and read.startswith("s")
+    )
+    assert reader.encode("ሰላም") == reader.vocabulary.encode(read, "am") and not unknown_in(
+        reader, "ሰላም"
+    )
+    assert reader.vocabulary.size == ROWS
+
+
+def test_numbers_are_written_in_words_and_ethiopic_letters_are_kept():
+    reader = texts.Texts(make_info())
+    read = reader.read("3 ሰላም።")
+    assert (
+        read == amharic.spoken("3 ሰላም።") and "3" not in read and "ሰላም" in read and "።" not in read
+    )
+    assert reader.read('3 "Men".') == "ሦስት men.", (
+        "other letters are read as Coqui's code reads them"
+    )
+
+
+@pytest.mark.parametrize("g2p", [True, False])
+def test_only_rows_of_the_models_language_pass_the_front_end(g2p):
+    reader = texts.Texts(make_info(g2p=g2p))
+    text = "3 Hens ሰላም።"
+    assert reader.read(text, "en") == "three hens ሰላም።" != reader.read(text)
+    assert reader.encode(text, "en") == reader.vocabulary.encode("three hens ሰላም።", "en")
+    for language in (None, "", "am", "xx", "amh"):  # one that the vocabulary lacks is the model's
+        assert reader.read(text, language) == reader.read(text)
+        assert reader.encode(text, language) == reader.encode(text)
+    assert texts.Texts(make_info(language="de")).read(text) == "drei hens ሰላም።"
+    corpus = SimpleNamespace(languages=["en", "", "xx", "de", "am", "en"])
+    assert reader.languages_of(corpus) == ["am", "de", "en"] and reader.language_of("xx") == "am"
+
+
+def test_the_lexicon_and_epenthesis_reach_the_phonemes(monkeypatch):
+    calls = []
+    monkeypatch.setattr(amharic, "phonemes", lambda *values: calls.append(values) or "x")
+    reader = texts.Texts(make_info(g2p=True, epenthesis=False, lexicon={"ሰላም": "səlam"}))
+    assert reader.read("ሰላም") == "x" and calls == [("ሰላም", {"ሰላም": "səlam"}, False)]
+
+
+def test_the_prefix_of_a_language_that_coqui_lacks():
+    reader = texts.Texts(replace(make_info(), carried=True))
+    vocabulary = reader.vocabulary
+    assert reader.encode("no") == vocabulary.encode("[am]no", "en") and reader.encode(
+        "no", "de"
+    ) == vocabulary.encode("no", "de")
+
+
+@pytest.mark.parametrize(
+    ("language", "text", "read"),
+    [
+        ("xx", "Él “DIJO” «no» ’n… 😀👩\u200d🚀☕\ufe0f ok", "él dijo no 'n... ok"),
+        ("xx", "İstanbul IŞIK", "istanbul işik"),
+        ("xx", "a^\x07b`", "ab"),
+        ("xx", "ગુજરાતી ૧૨", "ગુજરાતી 12"),
+        ("fi", "Kello ON 12", "kello on kaksitoista"),
+        ("az", "IŞIQ İsti", "ışıq isti"),
+        ("xx", "me hon. mr. x", "me hon . mr . x"),
+        ("am", "ሰላም “COVID” 😀", "ሰላም covid"),
+    ],
+)
+def test_other_languages_are_written_so_that_coqui_leaves_them(language, text, read):
+    reader = texts.FrontEnd(language, PLAIN, carried=True)
+    assert reader.read(text) == read
+    if not re.search("[0-9]", read):
+        assert cleaners.clean(f"[{language}]{read}", "en") == f"[{language}]{read}"
+
+
+@pytest.mark.parametrize(
+    ("language", "text", "signs"),
+    [
+        ("xx", "a 12 & b", ["1", "2", "&"]),
+        ("fi", "€5 + ½ m²", ["€", "+", "½", "²"]),
+        ("fi", "12", []),
+        ("hi", "5 & 6", ["5", "6"]),
+        ("en", "5 & 6", []),
+        ("ja", "5", []),
+    ],
+)
+def test_what_cannot_be_read_in_words_is_a_fault(language, text, signs):
+    reader = texts.FrontEnd(language, PLAIN, carried=language == "xx")
+    read = text if language == "ja" else reader.read(text)
+    assert reader.unread(read, None) == signs
+    fault = reader.fault(read, None, 100)
+    assert (fault is None) == (not signs)
+    if signs:
+        assert fault[0].startswith("numbers or signs that are not read in words in " + language)
+        assert fault[1].startswith(" ".join(signs))
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("en-US", "en"), ("zh", "zh-cn"), ("ZH_tw", "zh-cn"), ("zh-cn", "zh-cn"), ("Amharic", "am"),
+     ("deu", "de"), ("yue", "yue"), ("", "")],
+)  # fmt: skip
+def test_codes_of_languages(name, code):
+    assert texts.code_of(name) == code
+
+
+def test_a_corpus_is_read_once(monkeypatch):
+    reader = texts.Texts(make_info(g2p=True))
+    corpus = SimpleNamespace(texts=["ሰላም", "The END 2"], languages=["", "en-GB"])
+    texts.read_corpora(reader, {"train": corpus})
+    assert [*corpus.read] == [amharic.phonemes("ሰላም", {}, True), "the end two"]
+    monkeypatch.setattr(reader.front_end, "read", None)
+    tokens = reader.tokens_of(corpus)
+    assert [row.tolist() for row in tokens] == [
+        reader.vocabulary.encode(corpus.read[0], "am"),
+        reader.vocabulary.encode("the end two", "en"),
+    ]
+    assert reader.fault(corpus.read[1], "en", 100) is None
+
+
+def test_faults():
+    reader = texts.Texts(make_info())
+    reason, details = reader.fault("ቡና", None, 100)
+    assert reason == "the vocabulary has none of the text's letters" and details == "'ቡና'"
+    new = texts.Texts(make_info(), is_new=True)
+    assert new.fault("ቡና", None, 100)[0] == f"{reason}: --use_amharic_g2p or --extend_vocab"
+    assert new.fault("ж", None, 100)[0] == reason
+    for each in (reader, texts.FrontEnd("sw", PLAIN, carried=True)):
+        assert each.fault("...", None, 100) == ("the text has no letters", "'...'")
+        assert each.fault("", None, 100) == ("the text has no letters", "''")
+    assert reader.fault("hen", None, 3) is None and reader.fault("then", "de", 2) is None
+    assert reader.fault("hens", None, 3) == ("text is longer than 3 tokens", "4 tokens")
+    assert (
+        reader.fault("ቡ a", None, 100) is None
+        and unknown_in(reader, "ቡ a")
+        and not unknown_in(reader, "a", "de")
+    )
+
+
+def test_a_text_to_speak_is_checked(capsys):
+    reader = texts.Texts(make_info())
+    with pytest.raises(
+        UsageError,
+        match=r"^--synthesize 'ቡና': the vocabulary has none of the text's letters: 'ቡና'$",
+    ):
+        reader.check("ቡና")
+    reader.check("the end")
+    assert capsys.readouterr().err == ""
+    reader.check("aቡ bናቡ")
+    assert capsys.readouterr().err == "warning: 'aቡ bናቡ': the vocabulary lacks ቡ x 2, ና x 1\n"
+
+
+def test_show(capsys):
+    texts.show(["ሰላም", "the end"], texts.FrontEnd("am", G2P, True), 200)
+    out, err = capsys.readouterr()
+    assert out == f"{amharic.phonemes('ሰላም', {}, True)}\nthe end\n" and not err
+    texts.show(["ሰቡ", "hens"], texts.Texts(make_info()), 3)
+    out, err = capsys.readouterr()
+    assert out == "ሰቡ\nhens\n"
+    assert (
+        err
+        == "warning: 'ሰቡ': the vocabulary lacks ቡ x 1\nwarning: 'hens': text is longer than 3 tokens:"
+        " 4 tokens\n"
+    )
+
+
+def test_texts_of_a_flag(tmp_path):
+    (tmp_path / "a.txt").write_text("ሰላም  ለሁሉም\n\nno\n", encoding="utf-8")
+    assert texts.texts_of([str(tmp_path / "a.txt")]) == ["ሰላም ለሁሉም", "no"] and texts.texts_of(
+        ["a", "b "]
+    ) == ["a", "b"]
+    with pytest.raises(UsageError, match="--show_text: there is no text"):
+        texts.texts_of([" "], "--show_text")
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+def kept(text: texts.TextOptions) -> texts.TextOptions:
+    """The options as a .safetensors keeps them."""
+    return records.read(texts.TextOptions, json.loads(json.dumps(asdict(text))), "it")
+
+
+def test_json_keeps_the_options(tmp_path):
+    (tmp_path / "words.tsv").write_text("ሰላም\tsəlam\n", encoding="utf-8")
+    flags = ["--use_amharic_g2p", "--no_epenthesis", "--lexicon", tmp_path / "words.tsv"]
+    chosen = resolved("--from_scratch", *flags).text
+    lexicon = amharic.read_lexicon(str(tmp_path / "words.tsv"))
+    assert chosen == texts.TextOptions(g2p=True, epenthesis=False, lexicon=lexicon)
+    assert lexicon["ሰላም"] == "səlam" and kept(chosen) == chosen
+    assert resolved("--from_scratch").text == PLAIN == kept(PLAIN)
+    asked = texts.TextOptions(extend_vocab="bpe", vocab_size=30)
+    info, _, _ = new_tokens.extend(make_info(), None, TRAINING, asked)
+    assert info.text == asked == kept(info.text)
+    again = records.read(start.ModelInfo, json.loads(json.dumps(asdict(info))), "it")
+    assert again == info and texts.Texts(again).encode("ሰላም") == texts.Texts(info).encode("ሰላም")
+
+
+@pytest.mark.parametrize(
+    "change", [{"g2p": 1}, {"lexicon": {"a": 1}}, {"lexicon": []}, {"extend_vocab": "x"}]
+)
+def test_damaged_options(change):
+    with pytest.raises(UsageError, match=f"^it: TextOptions.{next(iter(change))} is "):
+        records.read(texts.TextOptions, {**asdict(PLAIN), **change}, "it")
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--from_scratch", "--lexicon", "x"], "--lexicon goes with --use_amharic_g2p"),
+        (["--from_scratch", "--epenthesis"], "--epenthesis goes with --use_amharic_g2p"),
+        (["--from_scratch", "--no_epenthesis"], "--no_epenthesis goes with --use_amharic_g2p"),
+        (["--from_scratch", "--vocab_size", 9], "--vocab_size goes with --extend_vocab bpe"),
+        (
+            ["--from_scratch", "--vocab_size", 9, "--extend_vocab", "characters"],
+            "--vocab_size goes with --extend_vocab bpe",
+        ),
+        (
+            ["--from_scratch", "--use_amharic_g2p", "--extend_vocab", "bpe"],
+            "--extend_vocab and --use_amharic_g2p",
+        ),
+        (["--from_scratch", "--use_amharic_g2p", "--language", "ti"], "is for Amharic"),
+        (["--show_text", "a", "--use_amharic_g2p", "--lexicon", "missing.tsv"], "missing.tsv"),
+        (["--show_text", "a", "--extend_vocab", "bpe"], "--extend_vocab and --show_text"),
+        (["--show_text", "a", "--evaluate"], "--show_text and --evaluate"),
+        (["--evaluate", "--extend_vocab", "bpe"], "--extend_vocab and --evaluate"),
+        (
+            ["--synthesize", "a", "--speaker_wav", __file__, "--extend_vocab", "bpe"],
+            "--extend_vocab and --synthesize",
+        ),
+        (
+            ["--synthesize", "a", "--speaker_wav", __file__, "--use_amharic_g2p"],
+            "a checkpoint keeps how it reads",
+        ),
+        (
+            [
+                "--synthesize",
+                "a",
+                "--speaker_wav",
+                __file__,
+                "--use_amharic_g2p",
+                "--model_dir",
+                ".",
+                "--resume",
+                "x",
+            ],
+            "keeps how it reads",
+        ),
+    ],
+)
+def test_flags_that_contradict(flags, message):
+    with pytest.raises(UsageError, match=f"{message}[^\n]*$"):
+        resolved(*flags)
+
+
+def test_flags_that_agree():
+    speaking = [
+        "--synthesize",
+        "a",
+        "--speaker_wav",
+        __file__,
+        "--model_dir",
+        ".",
+        "--use_amharic_g2p",
+    ]
+    assert resolved(*speaking, "--no_epenthesis").text == texts.TextOptions(
+        g2p=True, epenthesis=False
+    )
+    assert (
+        resolved("--from_scratch", "--extend_vocab", "bpe", "--vocab_size", 9).text.vocab_size == 9
+    )
+    assert resolved("--show_text", "a", "--use_amharic_g2p", "--language", "amh").text.g2p
+
+
+@pytest.mark.parametrize(
+    "flags, text, messages",
+    [
+        (
+            ["--use_amharic_g2p"],
+            PLAIN,
+            ["--use_amharic_g2p (the checkpoint reads text as written)"],
+        ),
+        (["--use_amharic_g2p"], G2P, []),
+        (["--no_use_amharic_g2p"], G2P, ["--no_use_amharic_g2p (the checkpoint reads phonemes)"]),
+        ([], replace(G2P, epenthesis=False, lexicon={"a": "b"}), []),
+        (
+            ["--use_amharic_g2p", "--no_epenthesis"],
+            G2P,
+            ["--no_epenthesis (the checkpoint has the opposite)"],
+        ),
+        (
+            ["--extend_vocab", "bpe"],
+            PLAIN,
+            ["--extend_vocab bpe (the checkpoint's vocabulary was not extended)"],
+        ),
+        (["--extend_vocab", "bpe"], replace(PLAIN, extend_vocab="bpe"), []),
+        (
+            ["--extend_vocab", "bpe", "--vocab_size", 9],
+            replace(PLAIN, extend_vocab="bpe"),
+            ["--vocab_size 9 (the checkpoint's vocabulary was extended by bpe, 2000 at most)"],
+        ),
+    ],
+)
+def test_flags_that_contradict_a_checkpoint(flags, text, messages):
+    chosen = resolved("--resume", "auto", *flags)
+    assert texts.conflicts(chosen.origin.given, chosen.text, text) == messages
+
+
+def test_a_contradiction_ends_the_resumed_run(tmp_path):
+    config = formats.SIZES["demo"]
+    info = make_info(new_vocabulary(texts.CHARACTERS, ["en", "am"], 512))
+    shapes = formats.expected_shapes(config)["gpt"]
+    weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    saved = Saved(tmp_path / "a.pt", "xtts_amharic", asdict(info), {}, weights)
+
+    def read_info(*flags) -> start.ModelInfo:
+        asked = resolved("--resume", "auto", *flags)
+        return released.read_info(asked.origin, start.family(asked), saved)
+
+    assert read_info() == info
+    with pytest.raises(
+        UsageError, match=r"--use_amharic_g2p \(the checkpoint reads text as written\) conflicts"
+    ):
+        read_info("--use_amharic_g2p")

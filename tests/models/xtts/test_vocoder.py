@@ -1,0 +1,200 @@
+"""XTTS's HiFiGAN and speaker encoder, against coqui-tts and by properties that hold for any
+weights."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from models.xtts.vocoder import HifiDecoder
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "xtts"
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tiny_decoder() -> HifiDecoder:
+    """With statistics and scales that are not those of a new network, so that an omitted one is
+    seen."""
+    torch.manual_seed(0)
+    decoder = HifiDecoder(
+        d_model=12, channels=32, speaker=24, filters=(8, 8, 16, 16), blocks=(2, 1, 1, 1)
+    )
+    for module in decoder.modules():
+        if isinstance(module, torch.nn.BatchNorm1d | torch.nn.BatchNorm2d):
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2.0)
+    with torch.no_grad():
+        for parameter in decoder.waveform_decoder.parameters():
+            parameter *= 2.0
+    return decoder
+
+
+def reference_decoder() -> HifiDecoder:
+    sizes = json.loads((FIXTURES / "cases.json").read_text(encoding="utf-8"))["sizes"]
+    decoder = HifiDecoder(
+        d_model=sizes["d_model"],
+        channels=sizes["vocoder_initial"],
+        speaker=sizes["speaker_dim"],
+        filters=sizes["speaker_filters"],
+        blocks=sizes["speaker_layers"],
+    )
+    weights = load_file(FIXTURES / "hifigan_decoder.safetensors")
+    decoder.load_state_dict(
+        {name.removeprefix("hifigan_decoder."): w for name, w in weights.items()}
+    )
+    return decoder
+
+
+def test_waveforms_are_those_of_coqui():
+    decoder, cases = reference_decoder(), load_file(FIXTURES / "hifigan_decoder_cases.safetensors")
+    latents, speaker = cases["latents"], cases["speaker"]
+    torch.testing.assert_close(decoder(latents, speaker), cases["waveform"], rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        decoder(latents[:1, :3], speaker[:1]), cases["waveform_of_one"], rtol=0, atol=1e-4
+    )
+    assert cases["waveform"].std() > 0.01
+
+
+def test_speaker_vectors_are_those_of_coqui():
+    cases = load_file(FIXTURES / "hifigan_decoder_cases.safetensors")
+    vectors = reference_decoder().speaker_vector(cases["clips"] / 32_768)
+    atol = 1e-4 * float(cases["speaker_vector"].abs().max())
+    torch.testing.assert_close(vectors, cases["speaker_vector"], rtol=0, atol=atol)
+    assert (vectors[0] - vectors[1]).abs().max() > 0.01
+
+
+def test_the_speaker_encoders_own_features_are_those_of_coqui():
+    """Files hold the filters and the window, too, so that weights of a new network need the right
+    ones."""
+    weights = load_file(FIXTURES / "hifigan_decoder.safetensors")
+    spectrogram = tiny_decoder().speaker_encoder.torch_spec.state_dict()
+    assert len(spectrogram) == 3
+    for name, tensor in spectrogram.items():
+        expected = weights[f"hifigan_decoder.speaker_encoder.torch_spec.{name}"].float()
+        # The edges of the filters, up to 8 kHz in fp32, are rounded by 1e-5 of a filter's width.
+        atol = 3e-5 * float(expected.abs().max())
+        torch.testing.assert_close(tensor, expected, rtol=0, atol=atol)
+
+
+def test_the_full_size_has_the_parameters_and_names_of_the_released_one():
+    with torch.device("meta"):
+        decoder = HifiDecoder()
+    assert sum(p.numel() for p in decoder.waveform_decoder.parameters()) == 17_827_808
+    assert sum(p.numel() for p in decoder.speaker_encoder.parameters()) == 8_028_492
+    shapes = {name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}
+    generator, encoder = "waveform_decoder.", "speaker_encoder."
+    assert shapes[f"{generator}conv_pre.weight"] == (512, 1024, 7)
+    assert shapes[f"{generator}ups.0.parametrizations.weight.original0"] == (512, 1, 1)
+    assert shapes[f"{generator}ups.3.parametrizations.weight.original1"] == (64, 32, 4)
+    assert shapes[f"{generator}resblocks.11.convs2.2.parametrizations.weight.original1"] == (
+        32,
+        32,
+        11,
+    )
+    assert shapes[f"{generator}conds.3.weight"] == (32, 512, 1)
+    assert shapes[f"{generator}cond_layer.weight"] == (512, 512, 1)
+    assert (
+        shapes[f"{generator}conv_post.weight"] == (1, 32, 7)
+        and f"{generator}conv_post.bias" not in shapes
+    )
+    assert shapes[f"{encoder}torch_spec.0.filter"] == (1, 1, 2)
+    assert shapes[f"{encoder}torch_spec.1.spectrogram.window"] == (400,)
+    assert shapes[f"{encoder}torch_spec.1.mel_scale.fb"] == (257, 64)
+    assert shapes[f"{encoder}layer3.5.se.fc.2.weight"] == (128, 16)
+    assert shapes[f"{encoder}layer4.0.downsample.1.running_var"] == (256,)
+    assert shapes[f"{encoder}attention.3.weight"] == (2048, 128, 1) and shapes[
+        f"{encoder}fc.weight"
+    ] == (512, 4096)
+    frames, speaker = torch.empty(2, 1024, 39, device="meta"), torch.empty(2, 512, 1, device="meta")
+    assert decoder.waveform_decoder(frames, speaker).shape == (2, 1, 39 * 256)
+
+
+@pytest.mark.parametrize(("codes", "frames"), [(1, 4), (2, 8), (7, 30), (30, 130)])
+def test_codes_become_frames_of_256_samples_at_24_khz(codes, frames):
+    waveforms = tiny_decoder()(normal(2, codes, 12), normal(2, 24))
+    assert waveforms.shape == (2, 256 * frames) and frames == int(4 * codes * 24_000 / 22_050)
+    assert waveforms.abs().max() <= 1 and waveforms.std() > 0.01 and not waveforms.requires_grad
+
+
+def test_a_waveform_depends_on_its_own_latents_and_speaker_alone():
+    decoder, latents, speakers = (
+        tiny_decoder().double(),
+        normal(3, 5, 12).double(),
+        normal(3, 24).double(),
+    )
+    together = decoder(latents, speakers)
+    for i in range(3):
+        torch.testing.assert_close(
+            decoder(latents[i : i + 1], speakers[i : i + 1])[0], together[i], rtol=0, atol=1e-12
+        )
+    other = decoder(latents, speakers.flip(0))
+    assert (other[0] - together[0]).abs().max() > 0.01 and torch.allclose(
+        other[1], together[1], rtol=0, atol=1e-12
+    )
+
+
+def test_both_spellings_of_weight_norm_load():
+    decoder, other = tiny_decoder(), tiny_decoder()
+    weights = decoder.state_dict()
+    old = {
+        name.replace("parametrizations.weight.original0", "weight_g").replace(
+            "parametrizations.weight.original1", "weight_v"
+        ): tensor
+        for name, tensor in weights.items()
+    }
+    assert (
+        "waveform_decoder.ups.1.weight_g" in old
+        and "waveform_decoder.resblocks.4.convs1.2.weight_v" in old
+    )
+    inputs = normal(1, 3, 12), normal(1, 24)
+    expected = decoder(*inputs)
+    for spelling in (weights, old):
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        other.load_state_dict(spelling)
+        assert torch.equal(other(*inputs), expected)
+
+
+def test_waveforms_and_speaker_vectors_stay_in_fp32_under_autocast():
+    decoder, latents, speaker, clip = (
+        tiny_decoder(),
+        normal(1, 6, 12),
+        normal(1, 24),
+        normal(1, 4_800),
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        waveform, vector = decoder(latents, speaker), decoder.speaker_vector(clip)
+        of_narrow = decoder(latents.bfloat16(), speaker.bfloat16())
+    assert waveform.dtype == vector.dtype == of_narrow.dtype == torch.float32
+    assert torch.equal(waveform, decoder(latents, speaker)) and torch.equal(
+        vector, decoder.speaker_vector(clip)
+    )
+    assert torch.equal(of_narrow, decoder(latents.bfloat16().float(), speaker.bfloat16().float()))
+
+
+@pytest.mark.parametrize("samples", [257, 4_800, 16_001])
+def test_speaker_vectors_have_length_1_and_are_those_of_each_clip(samples):
+    decoder, clips = tiny_decoder().double(), 0.1 * normal(2, samples).double()
+    vectors = decoder.speaker_vector(clips)
+    torch.testing.assert_close(vectors.norm(dim=1), torch.ones(2, dtype=torch.float64))
+    torch.testing.assert_close(vectors[1:], decoder.speaker_vector(clips[1:]), rtol=0, atol=1e-10)
+    assert (vectors[0] - vectors[1]).abs().max() > 1e-5 and not vectors.requires_grad
+
+
+def test_digital_silence_has_a_finite_speaker_vector():
+    assert tiny_decoder().speaker_vector(torch.zeros(1, 4_800)).isfinite().all()
+
+
+def test_training_mode_does_not_reach_the_speaker_encoder():
+    decoder, clip = tiny_decoder(), normal(1, 4_800)
+    before = {name: tensor.clone() for name, tensor in decoder.state_dict().items()}
+    expected = decoder.eval().speaker_vector(clip)
+    decoder.train()
+    assert torch.equal(decoder.speaker_vector(clip), expected)
+    assert all(torch.equal(before[name], tensor) for name, tensor in decoder.state_dict().items())

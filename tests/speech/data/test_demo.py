@@ -1,0 +1,335 @@
+"""The demo corpus: deterministic, with disjoint splits, and unknown voices raise."""
+
+import ctypes
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from common.errors import RunError, UsageError
+from speech.data import demo, folders
+from tests import processes
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = {"train": 12, "val": 4}
+MAKE = (
+    "import sys; from pathlib import Path; from speech import demo; "
+    f"demo.speech_corpus(Path(sys.argv[1]), demo.KONKANI_WORDS, demo.KONKANI_VOICES, {SIZES})"
+)
+
+
+def make(folder: Path, seed: int = 0) -> None:
+    demo.speech_corpus(folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES, SIZES, seed)
+
+
+def make_in_a_new_process(folder: Path) -> None:
+    process = processes.start(["-c", MAKE, folder], ROOT)
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def rows(folder: Path, split: str) -> list[dict]:
+    return [
+        json.loads(line)
+        for line in (folder / f"{split}.json").read_text(encoding="utf-8").splitlines()
+    ]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """As a run makes it: in a new process, in which espeak-ng has not spoken before."""
+    folder = tmp_path_factory.mktemp("demo") / "new" / "corpus"
+    make_in_a_new_process(folder)
+    return folder
+
+
+def test_the_corpus_is_deterministic_and_its_seed_matters(corpus, tmp_path):
+    # Another process, in another second: neither must seed anything.
+    make_in_a_new_process(tmp_path / "again")
+    again, expected = content(tmp_path / "again"), content(corpus)
+    assert [name for name in expected | again if again.get(name) != expected.get(name)] == []
+    make(tmp_path / "other", 1)
+    texts = [
+        {row["text"] for row in rows(folder, "train")} for folder in (corpus, tmp_path / "other")
+    ]
+    assert texts[0] != texts[1]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [
+        "again",
+        "other",
+    ]  # nothing is left beside them
+
+
+def test_manifests_describe_the_files_and_splits_are_disjoint(corpus):
+    texts: dict[str, set] = {}
+    for split, size in SIZES.items():
+        lines = rows(corpus, split)
+        assert len(lines) == size
+        for row in lines:
+            info = soundfile.info(corpus / row["audio_filepath"])
+            assert (
+                info.duration == pytest.approx(row["duration"], abs=1e-3)
+                and 0.4 < info.duration < 10
+            )
+            assert row["speaker"] in demo.KONKANI_VOICES
+            assert 2 <= len(row["text"].split()) <= 5 and set(row["text"].split()) <= set(
+                demo.KONKANI_WORDS
+            )
+            samples, _ = soundfile.read(corpus / row["audio_filepath"])
+            assert np.abs(samples).max() > 0.05  # somebody speaks
+        texts[split] = {row["text"] for row in lines}
+        assert len(texts[split]) == size
+    assert not texts["train"] & texts["val"]
+    assert len({row["speaker"] for row in rows(corpus, "train")}) > 3
+
+
+@pytest.fixture
+def ask(tmp_path):
+    """ask(size) asks for a training set of so many utterances in the folder "c"."""
+
+    def make(size: int) -> dict[str, str]:
+        return demo.speech_corpus(tmp_path / "c", ["घर", "उदक", "वाट"], ["mr+f2"], {"train": size})
+
+    return make
+
+
+def test_a_complete_corpus_is_kept_and_an_earlier_one_is_replaced(ask, tmp_path, capsys):
+    assert ask(3) == {"train": str(tmp_path / "c" / "train.json")}
+    assert "demo corpus: 3 utterances" in capsys.readouterr().out
+    number = (tmp_path / "c" / "train.json").stat().st_ino
+    ask(3)
+    assert (tmp_path / "c" / "train.json").stat().st_ino == number and capsys.readouterr().out == ""
+    ask(2)
+    assert len(list((tmp_path / "c" / "audio").iterdir())) == 2 and [
+        path.name for path in tmp_path.iterdir()
+    ] == ["c"]
+
+
+@pytest.mark.parametrize("name", ["audio/train_00000.wav", "made_from.json"])
+def test_a_corpus_that_somebody_has_changed_is_not_replaced(ask, tmp_path, name):
+    ask(1)
+    (tmp_path / "c" / name).write_text("{")
+    changed = content(tmp_path)
+    with pytest.raises(
+        UsageError, match=r"/c: it holds files that are not replaced \(.*\); choose a new folder$"
+    ):
+        ask(1)
+    assert content(tmp_path) == changed
+
+
+def test_a_corpus_that_another_rank_writes_in_the_meantime_is_kept(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "c"
+    write = demo._write_corpus
+
+    def overtaken(aside, recipe, manner):
+        folders.write_folder(folder, lambda other: (other / "first").touch(), recipe)
+        return write(aside, recipe, manner)
+
+    monkeypatch.setattr(demo, "_write_corpus", overtaken)
+    assert demo.speech_corpus(folder, ["घर"], ["mr+f2"], {"train": 1}) == {
+        "train": str(folder / "train.json")
+    }
+    assert sorted(path.name for path in folder.iterdir()) == ["first", "made_from.json"]
+    assert capsys.readouterr().out == "" and list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"^cannot write the demo corpus in .*/file/corpus: [\w ]+$"):
+        demo.speech_corpus(tmp_path / "file" / "corpus", ["घर"], ["mr"], {"train": 1})
+
+
+@pytest.mark.parametrize("voice", ["xx", "mr+nobody", "mr+", "", "xx+f2"])
+def test_an_unknown_voice_raises(voice):
+    espeak = demo.espeak()
+    espeak.say("घर", "mr+f2")
+    with pytest.raises(RunError) as error:
+        espeak.say("घर", voice)
+    assert str(error.value) == f"espeak-ng has no voice {voice!r}"
+
+
+def test_every_voice_of_the_recipe_exists_and_differs():
+    espeak = demo.espeak()
+    assert len({espeak.say("हांव घर उदक", voice).tobytes() for voice in demo.KONKANI_VOICES}) == len(
+        demo.KONKANI_VOICES
+    )
+    slow, fast = (len(espeak.say("हांव घर उदक", "mr", rate)) for rate in (140, 220))
+    assert fast < 0.8 * slow
+
+
+def test_sentences_are_distinct_and_too_many_are_refused():
+    made = demo.sentences(["a", "b", "c"], 39, np.random.default_rng(0), 1, 3)
+    assert len(set(made)) == 39 and {len(sentence.split()) for sentence in made} == {1, 2, 3}
+    with pytest.raises(ValueError, match="3 words do not make 40 distinct sentences of 1 to 3"):
+        demo.sentences(["a", "b", "c"], 40, np.random.default_rng(0), 1, 3)
+
+
+def test_a_folder_with_files_of_the_user_is_not_replaced(tmp_path):
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match=r"holds files that are not replaced \(notes\.txt\)"):
+        demo.speech_corpus(
+            tmp_path / "demo", demo.KONKANI_WORDS, demo.KONKANI_VOICES[:1], {"val": 1}
+        )
+    assert (tmp_path / "demo" / "notes.txt").read_text() == "mine" and len(
+        list(tmp_path.rglob("*"))
+    ) == 2
+
+
+# --- manners --------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """In place of espeak-ng: notes what it should say; a tenth of a second of noise between two of
+    silence."""
+
+    sample_rate = 22_050
+
+    def __init__(self):
+        self.calls = []
+
+    def say(self, *values) -> np.ndarray:
+        self.calls.append(values)
+        loud = np.random.default_rng(len(self.calls)).integers(-9000, 9000, 2205)
+        loud[[0, -1]] = 9000
+        return np.concatenate([np.zeros(2205), loud, np.full(2205, 80)]).astype(np.int16)
+
+
+@pytest.fixture
+def recorder(monkeypatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(demo, "espeak", lambda: recorder)
+    return recorder
+
+
+def expected_calls(
+    words: list[str], voices: list[str], sizes: dict[str, int], rate, pitch, lengths, shuffled=False
+) -> list[tuple]:
+    """What a corpus says, in order: one draw each for the voice, the rate and the pitch of a
+    sentence."""
+    random, calls = np.random.default_rng(0), []
+    texts = demo.sentences(words, sum(sizes.values()), random, *lengths)
+    if shuffled:
+        random.shuffle(texts)
+    for text in reversed(texts):
+        voice = voices[int(random.integers(len(voices)))]
+        calls.append(
+            (
+                text,
+                voice,
+                int(random.integers(rate[0], rate[1] + 1)),
+                int(random.integers(pitch[0], pitch[1] + 1)),
+            )
+        )
+    return calls
+
+
+def test_the_usual_corpus_sounds_like_recordings(recorder, tmp_path):
+    make(tmp_path / "c")
+    expected = expected_calls(
+        demo.KONKANI_WORDS, demo.KONKANI_VOICES, SIZES, (140, 220), (30, 70), (2, 5)
+    )
+    assert recorder.calls == expected and len({call[2:] for call in expected}) > 10
+    made_from = folders.read_made_from(tmp_path / "c")
+    usual = {
+        "words": demo.KONKANI_WORDS,
+        "voices": demo.KONKANI_VOICES,
+        "sizes": SIZES,
+        "seed": 0,
+        "version": demo.VERSION,
+    }
+    assert made_from == usual
+    samples, rate = soundfile.read(tmp_path / "c" / "audio" / "train_00001.wav", dtype="int16")
+    recorder.calls.clear()
+    recorder.say()
+    ends = np.random.default_rng([0, 1])  # of the seed and the number of the recording
+    assert rate == 22_050
+    assert np.array_equal(samples, demo.recorded(recorder.say(), 22_050, ends))
+    first = rows(tmp_path / "c", "train")[0]
+    length = soundfile.info(tmp_path / "c" / first["audio_filepath"]).duration
+    assert first == {
+        "audio_filepath": "audio/train_00000.wav",
+        "text": expected[0][0],
+        "duration": round(length, 3),
+        "speaker": expected[0][1],
+    }
+
+
+def test_recordings_have_silence_and_noise_or_none():
+    loud = np.random.default_rng(0).integers(-9000, 9000, 4000).astype(np.int16)
+    made = [demo.recorded(loud, 16_000, np.random.default_rng(seed)) for seed in range(100)]
+    assert sum(np.array_equal(each, loud) for each in made) > 10, "some are as they were"
+    lengths = np.array([len(each) for each in made])
+    assert lengths.min() == 4000 and 15_000 < lengths.max() <= 4000 + 2 * 9_600
+    noisy = [each for each in made if len(each) > 4100 and np.abs(each[:50]).max() > 0]
+    quiet = [each for each in made if len(each) > 4100 and not each[:50].any()]
+    assert len(noisy) > 10 and len(quiet) > 10
+    power = np.square(loud, dtype=np.float64).mean()
+    levels = []
+    for each in made:
+        if len(each) == len(loud) and not np.array_equal(each, loud):
+            noise = np.square(each.astype(float) - loud).mean()
+            levels.append(10 * np.log10(power / noise))
+    assert len(levels) > 5 and min(levels) > 29.5 and max(levels) < 60.5
+    loudest = demo.recorded(np.full(999, 32_767, np.int16), 16_000, np.random.default_rng(3))
+    assert loudest.min() >= 0, "what is too loud is cut off, not wrapped"
+
+
+def test_another_manner(recorder, tmp_path, capsys):
+    manner = demo.Manner(rate=(170, 170), pitch=(50, 51), words=(1, 4), trimmed=True)
+    given = (tmp_path / "c", demo.AMHARIC_WORDS, demo.AMHARIC_VOICES, SIZES)
+    demo.speech_corpus(*given, manner=manner)
+    expected = expected_calls(
+        demo.AMHARIC_WORDS, demo.AMHARIC_VOICES, SIZES, (170, 170), (50, 51), (1, 4), True
+    )
+    assert recorder.calls == expected and {call[2:] for call in expected} == {(170, 50), (170, 51)}
+    assert {len(call[0].split()) for call in expected} == {1, 2, 3, 4}
+    samples, _ = soundfile.read(tmp_path / "c" / "audio" / "val_00003.wav", dtype="int16")
+    assert len(samples) == 2205 and samples[0] == samples[-1] == 9000
+    assert rows(tmp_path / "c", "val")[3]["duration"] == 0.1
+    capsys.readouterr()
+    demo.speech_corpus(*given, manner=manner)
+    assert len(recorder.calls) == 16 and capsys.readouterr().out == "", (
+        "the same corpus was made again"
+    )
+    demo.speech_corpus(*given)
+    assert len(recorder.calls) == 32
+
+
+@pytest.mark.parametrize(
+    ("samples", "kept"),
+    [
+        ([0, 5, 1000, 0, -1000, 9, 0], [1000, 0, -1000]),
+        ([10, 1000, 11], [1000, 11]),  # -40 dB are 10
+        ([-32768, 0, 327], [-32768]),
+        ([0, 0], [0, 0]),
+        ([7], [7]),
+    ],
+)
+def test_quiet_ends_are_cut(samples, kept):
+    assert demo.trim(np.array(samples, dtype=np.int16)).tolist() == kept
+
+
+def test_a_signal_while_a_library_calls_back_is_not_lost():
+    def stop(number: int, frame) -> None:
+        raise KeyError("stopped")
+
+    callback = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: os.kill(os.getpid(), signal.SIGTERM) or 0)
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with pytest.raises(KeyError, match="stopped"), demo.signals_afterwards():
+            callback()
+        assert signal.getsignal(signal.SIGTERM) is stop
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,701 @@
+"""Checked splits: the data flags, held-out data, and rows that are cut by their segment times."""
+
+import functools
+import itertools
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common import options
+from common.errors import DataError, UsageError
+from common.options import Parser
+from models import model_files
+from speech.data import listening, splits
+from speech.data.loading import SPARE, SPARE_SHARE, Checks, join_segments, load_corpus, load_sample
+from speech.data.splits import load_splits, read_manifests
+from speech.signal.audio import read_utterance
+from speech.writing.text import normalise
+
+GOOD = {"audio_filepath": "good.wav", "text": "बरें"}
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+def parse(*flags):
+    parser = Parser("test")
+    splits.add_arguments(parser)
+    options.add_arguments(parser)
+    args = parser.parse_args(["--seed", "3", *flags])
+    args.log_dir = splits.Path("logs")
+    return args
+
+
+def checks(*flags):
+    return splits.resolve(parse(*flags)).checks
+
+
+def test_the_flags_become_checks():
+    assert checks() == Checks(cache_dir=splits.Path("logs/cache"), seed=3)
+    flags = (
+        "--min_duration 0.5 --max_duration 9 --audio_root a --max_samples 4 --strict_data"
+        " --use_chunking --cache_audio b"
+    )
+    assert checks(*flags.split()) == Checks(
+        min_duration=0.5,
+        max_duration=9,
+        audio_root="a",
+        cache_dir=splits.Path("logs/cache"),
+        cache_audio="b",
+        use_chunking=True,
+        max_samples=4,
+        strict=True,
+        seed=3,
+    )
+    assert splits.resolve(parse(), ["a1", "b2"]).checks.held_out == ("a1", "b2")
+    assert splits.resolve(parse(), for_synthesis=True).checks.for_synthesis
+    assert not checks().listen  # the demo's audio is known
+    for manifest_flag in ("--train_manifest", "--test_manifest"):
+        assert checks(manifest_flag, "m.json").listen
+        assert not checks(manifest_flag, "m.json", "--no_check_audio").listen
+    skips = [
+        checks(*flags).skip_bad_audio for flags in ([], ["--skip_bad_audio"], ["--check_data"])
+    ]
+    assert skips == [False, True, True]
+    with pytest.raises(UsageError) as error:
+        checks("--min_duration", "30")
+    assert str(error.value) == "--min_duration 30 is not below --max_duration 30"
+
+
+def test_evaluation_reads_the_test_set_alone():
+    paths = {"train": "a.json", "val": "b.json", "test": "c.json"}
+    flags = [word for name, path in paths.items() for word in (f"--{name}_manifest", path)]
+    assert splits.resolve(parse(*flags)).manifests == paths
+    assert splits.resolve(parse(*flags, "--evaluate")).manifests == {"test": "c.json"}
+    args = parse("--evaluate", "--min_duration", "40")
+    args.long = "d.json"
+    data = splits.resolve(args)
+    assert data.manifests == {"long": "d.json"}
+    assert data.checks.listen and data.checks.max_duration == splits.LONGEST_RECORDING
+    held_out = splits.resolve(parse("--train_manifest", "a.json", "--evaluate"))
+    assert held_out.manifests == {"train": "a.json"}
+
+
+@pytest.mark.parametrize("flags", [["--dry_run", "8GB"], ["--dry_run"], ["--verify_gpu"]])
+def test_a_planned_run_keeps_no_cache_and_does_not_listen(flags):
+    given = ["--train_manifest", "a.json", "--cache_audio", "b"]
+    assert checks(*given).listen and checks(*given).cache_audio == "b"
+    planned = splits.resolve(parse(*given, *flags))
+    assert planned.planned and not planned.checks.listen
+    assert planned.checks.cache_dir is planned.checks.cache_audio is None
+
+
+def test_without_manifests_there_is_a_demo_a_stand_in_or_an_error(
+    tmp_path, wav, json_lines, capsys
+):
+    def demo():
+        return {split: manifest(tmp_path, wav, json_lines, 4) for split in ("train", "val")}
+
+    corpora = load_splits(splits.resolve(parse()), normalise, demo)
+    assert list(corpora) == ["train", "val"] and len(corpora["train"]) == 4
+    assert "no --train_manifest: using the demo corpus" in capsys.readouterr().out
+    planned = splits.resolve(parse("--dry_run"))
+    stood_in = load_splits(planned, normalise, demo, lambda: splits.stand_in(3.0))
+    assert set(stood_in["train"].seconds) == {3.0}
+    with pytest.raises(UsageError, match="there are no data: give --train_manifest"):
+        load_splits(splits.resolve(parse()), normalise, stand_in=lambda: splits.stand_in(3.0))
+
+
+def test_what_a_checkpoint_keeps_about_the_data(tmp_path, wav, json_lines):
+    path = manifest(tmp_path, wav, json_lines, 60)
+    data = splits.resolve(parse("--train_manifest", path))
+    corpora = load_splits(data, normalise)
+    kept = splits.run_info(data, corpora)
+    assert kept.held_out == splits.held_out_keys(corpora["val"]) and len(kept.held_out) == 3
+    assert kept.longest == corpora["train"].seconds.max() and not kept.demo
+    again = load_splits(splits.resolve(parse("--train_manifest", path), kept.held_out), normalise)
+    assert list(again["val"].texts) == list(corpora["val"].texts)
+    data = splits.resolve(parse("--train_manifest", path, "--val_manifest", path))
+    assert splits.run_info(data, load_splits(data, normalise)).held_out == []
+    of_set = {"utterances": 57, "hours": pytest.approx(57 / 3600), "languages": []}
+    assert kept.sets["train"] == of_set and kept.sets["val"]["utterances"] == 3
+    assert splits.run_info(splits.resolve(parse()), corpora) == splits.RunInfo(
+        [], kept.longest, True, kept.sets
+    )
+
+
+class Numbers:
+    """A data set whose even items cannot be read."""
+
+    def __len__(self):
+        return 10
+
+    def item(self, index: int, epoch: int) -> dict:
+        if index % 2 == 0:
+            raise DataError("unreadable")
+        return {"index": index}
+
+
+def test_some_items_are_drawn_at_random_and_unreadable_ones_left_out():
+    order = [index for index in np.random.default_rng(3).permutation(10) if index % 2]
+    assert [item["index"] for item in splits.some_items(Numbers(), 3, 4)] == order[:4]
+    assert len(splits.some_items(Numbers(), 3, 100)) == 5
+    assert [item["index"] for item in splits.some_items(Numbers(), None, 3)] == [1, 3, 5]
+
+
+def test_the_data_of_a_planned_run_without_data_are_silence_of_the_longest_utterances(capsys):
+    corpus = splits.stand_in(11.6)["train"]
+    assert "the longest utterances that are taken, 11.6 s" in capsys.readouterr().out
+    assert set(corpus.seconds) == {11.6} and len(corpus) == 4096 and len(set(corpus.texts)) == 64
+    assert all(text.count(" ") == 45 for text in corpus.texts)  # 4 words a second
+    waveform = read_utterance(corpus, 3, 22_050)
+    assert waveform.shape == (255_780,) and not waveform.any()
+    assert max(map(len, splits.stand_in(30.0, 100)["val"].texts)) <= 100
+
+
+def test_a_plan_without_data_needs_the_length_of_an_utterance():
+    with pytest.raises(UsageError, match="1000000 s is more than 600 s: give --train_manifest"):
+        splits.stand_in(1e6)
+
+
+def test_weights_of_a_planned_run_take_no_memory():
+    with pytest.raises(UsageError, match="too large for this machine"):
+        model_files.require_room(1 << 50)
+    with torch.device("meta"):
+        model_files.require_room(1 << 50)
+        copies = model_files.floats({"w": torch.ones(2, dtype=torch.float64, device="cpu")}, "file")
+        assert copies["w"].is_meta and copies["w"].dtype == torch.float32
+        with pytest.raises(UsageError, match="not finite"):
+            model_files.floats({"w": torch.full((2,), math.nan, device="cpu")}, "file")
+
+
+def test_the_tables_of_contradictions_name_flags():
+    known = set(vars(parse()))
+    for flag, needed, extra in splits.NEEDS:
+        assert {flag, *needed} <= known and isinstance(extra, str)
+
+
+# --- splits ---------------------------------------------------------------------------------------
+
+
+def manifest(folder, wav, json_lines, count, name="m.json"):
+    wav(folder / "good.wav")
+    return json_lines(folder / name, [{**GOOD, "text": f"t{i}"} for i in range(count)])
+
+
+def test_without_a_val_manifest_a_part_of_the_training_data_is_held_out(
+    tmp_path, wav, json_lines, capsys
+):
+    paths = {"train": manifest(tmp_path, wav, json_lines, 60)}
+    corpora = read_manifests(paths, normalise, Checks(seed=5))
+    assert [len(corpora[split]) for split in ("train", "val")] == [57, 3]
+    assert sorted([*corpora["train"].texts, *corpora["val"].texts]) == sorted(
+        f"t{i}" for i in range(60)
+    )
+    assert (
+        "no --val_manifest: 3 of the 60 training utterances are held out" in capsys.readouterr().out
+    )
+    again, other = (read_manifests(paths, normalise, Checks(seed=seed)) for seed in (5, 6))
+    assert list(again["val"].texts) == list(corpora["val"].texts) != list(other["val"].texts)
+
+
+def test_the_draw_depends_on_the_seed_alone(tmp_path, wav, json_lines):
+    """It is the one of earlier versions, whose checkpoints do not list what was held out."""
+    corpora = read_manifests(
+        {"train": manifest(tmp_path, wav, json_lines, 60)}, normalise, Checks(seed=5)
+    )
+    drawn = np.sort(np.random.default_rng(5).permutation(60)[:3])
+    assert list(corpora["val"].texts) == [f"t{i}" for i in drawn]
+    assert list(corpora["train"].texts) == [f"t{i}" for i in range(60) if i not in drawn]
+
+
+def test_the_held_out_part_comes_from_the_training_set_whatever_the_order(
+    tmp_path, wav, json_lines
+):
+    train, test = (
+        manifest(tmp_path, wav, json_lines, 60),
+        manifest(tmp_path / "test", wav, json_lines, 5),
+    )
+    drawn = read_manifests({"train": train}, normalise, Checks(seed=5))
+    for paths in ({"train": train, "test": test}, {"test": test, "train": train}):
+        corpora = read_manifests(paths, normalise, Checks(seed=5))
+        assert {split: len(corpus) for split, corpus in corpora.items()} == {
+            "train": 57,
+            "val": 3,
+            "test": 5,
+        }
+        assert corpora["val"].fingerprint() == drawn["val"].fingerprint()
+
+
+def test_what_was_held_out_stays_held_out(tmp_path, wav, json_lines, capsys):
+    first = read_manifests(
+        {"train": manifest(tmp_path / "a", wav, json_lines, 60)}, normalise, Checks(seed=5)
+    )
+    held_out, keys = set(first["val"].texts), splits.held_out_keys(first["val"])
+    assert len(keys) == 3 and len(set(splits.held_out_keys(first["train"])).union(keys)) == 60
+    moved = manifest(tmp_path / "b" / "a", wav, json_lines, 100)  # another place, and new rows
+    for checks in (
+        {"seed": 5},
+        {"seed": 6},
+        {"seed": 6, "max_samples": 10},
+        {"seed": 5, "max_samples": 100},
+    ):
+        corpora = read_manifests(
+            {"train": moved}, normalise, Checks(held_out=tuple(keys), **checks)
+        )
+        rows = splits.draw(100, Checks(**checks))
+        assert set(corpora["val"].texts) == held_out and len(rows) == checks.get("max_samples", 100)
+        assert set(corpora["train"].texts) == {f"t{i}" for i in rows} - held_out
+    assert (
+        "no --val_manifest: 3 of the 100 training utterances are held out"
+        in capsys.readouterr().out
+    )
+    again = read_manifests(
+        {"train": str(tmp_path / "a" / "m.json")}, normalise, Checks(seed=5, held_out=tuple(keys))
+    )
+    for split in ("train", "val"):
+        assert again[split].fingerprint() == first[split].fingerprint()
+
+
+def test_a_part_that_is_gone_is_drawn_anew(tmp_path, wav, json_lines, capsys):
+    path = manifest(tmp_path, wav, json_lines, 60)
+    drawn = read_manifests({"train": path}, normalise, Checks(seed=5))
+    other = read_manifests({"train": path}, normalise, Checks(seed=5, held_out=("0" * 16,)))
+    assert list(other["val"].texts) == list(drawn["val"].texts)
+    assert (
+        "were held out before are not in the training set any more: others are drawn"
+        in capsys.readouterr().out
+    )
+    partly = (splits.held_out_keys(drawn["val"])[0], "0" * 16)
+    assert (
+        len(read_manifests({"train": path}, normalise, Checks(seed=6, held_out=partly))["val"]) == 1
+    )
+    corpora = read_manifests({"train": path, "val": path}, normalise, Checks(held_out=partly))
+    assert len(corpora["train"]) == len(corpora["val"]) == 60
+
+
+def test_rows_that_are_there_twice_are_held_out_together_or_as_before(tmp_path, wav, json_lines):
+    wav(tmp_path / "good.wav")
+    path = json_lines(tmp_path / "m.json", [{**GOOD, "text": f"t{i % 30}"} for i in range(60)])
+    first = read_manifests({"train": path}, normalise, Checks(seed=5))
+    keys = tuple(splits.held_out_keys(first["val"]))
+    again = read_manifests({"train": path}, normalise, Checks(seed=5, held_out=keys))
+    assert again["train"].fingerprint() == first["train"].fingerprint()
+    other = read_manifests({"train": path}, normalise, Checks(seed=6, held_out=keys))
+    assert not set(other["train"].texts) & set(other["val"].texts) and len(other["val"]) == 6
+
+
+def test_a_folder_that_is_not_utf_8(tmp_path, wav, json_lines):
+    folder = splits.Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    manifest(tmp_path / "a", wav, json_lines, 60)
+    os.rename(tmp_path / "a", folder)
+    path = str(folder / "m.json")
+    for _ in range(2):  # the second time from the cache of file headers
+        corpora = read_manifests({"train": path}, normalise, Checks(cache_dir=folder / "cache"))
+        assert corpora["train"].fingerprint() and len(splits.held_out_keys(corpora["val"])) == 3
+    assert len(list((folder / "cache").iterdir())) == 1
+
+
+def test_at_least_one_and_at_most_200_utterances_are_held_out(tmp_path, wav, json_lines):
+    for count, held_out in ((2, 1), (4100, 200)):
+        corpora = read_manifests(
+            {"train": manifest(tmp_path, wav, json_lines, count)}, normalise, Checks()
+        )
+        assert (len(corpora["train"]), len(corpora["val"])) == (count - held_out, held_out)
+    with pytest.raises(
+        DataError,
+        match="one utterance is too few to hold one out for evaluation: add --val_manifest",
+    ):
+        read_manifests({"train": manifest(tmp_path, wav, json_lines, 1)}, normalise, Checks())
+
+
+def test_max_samples_shortens_the_training_set_only(tmp_path, wav, json_lines, capsys):
+    path = manifest(tmp_path, wav, json_lines, 40)
+    paths, drawn = dict.fromkeys(("train", "val", "test"), path), {}
+    for seed in (1, 2):
+        corpora = read_manifests(paths, normalise, Checks(max_samples=6, seed=seed))
+        assert {split: len(corpus) for split, corpus in corpora.items()} == {
+            "train": 6,
+            "val": 40,
+            "test": 40,
+        }
+        numbers = [int(text[1:]) for text in corpora["train"].texts]
+        assert numbers == sorted(numbers) and numbers != list(range(6))
+        again = read_manifests(paths, normalise, Checks(max_samples=6, seed=seed))
+        assert again["train"].fingerprint() == corpora["train"].fingerprint()
+        drawn[seed] = numbers
+    assert drawn[1] != drawn[2] and f"train set ({path}): 6 utterances, " in capsys.readouterr().out
+
+
+def test_more_samples_contain_every_smaller_choice(tmp_path, wav, json_lines):
+    path = manifest(tmp_path, wav, json_lines, 60)
+    sets = [
+        set(
+            read_manifests(
+                {"train": path, "val": path}, normalise, Checks(max_samples=count, seed=7)
+            )["train"].texts
+        )
+        for count in (1, 9, 10, 30, 59, 60, 1000, None)
+    ]
+    assert [len(texts) for texts in sets] == [1, 9, 10, 30, 59, 60, 60, 60]
+    assert all(a < b for a, b in itertools.pairwise(sets[:6]))
+
+
+def test_a_sample_is_that_of_the_checked_corpus(tmp_path, wav, json_lines):
+    """Without rejected rows: the first ones of an order of all rows."""
+    path = manifest(tmp_path, wav, json_lines, 60)
+    whole = load_corpus(path, normalise, Checks())[0]
+    for count in (1, 10, 59):
+        checks = Checks(max_samples=count, seed=7)
+        drawn = read_manifests({"train": path, "val": path}, normalise, checks)["train"]
+        assert drawn.fingerprint() == whole.select(splits.draw(60, checks)).fingerprint()
+
+
+def test_a_sample_listens_to_no_more_than_it_draws(tmp_path, json_lines, monkeypatch):
+    """A third of 200 clips are silent."""
+    noise = np.random.default_rng(0).uniform(-0.5, 0.5, 8000)
+    for i in range(200):
+        soundfile.write(tmp_path / f"{i}.wav", noise * (i % 3 > 0), 16_000)
+    rows = [{"audio_filepath": f"{i}.wav", "text": f"t{i}"} for i in range(200)]
+    path = json_lines(tmp_path / "m.json", rows)
+    heard = []
+    measure = listening.measure_utterance
+    monkeypatch.setattr(listening, "processor_count", lambda: 1)
+    monkeypatch.setattr(
+        listening,
+        "measure_utterance",
+        lambda corpus, row: heard.append(corpus.texts[row]) or measure(corpus, row),
+    )
+    sets = []
+    for count in (1, 20, 40, 120):
+        checks = Checks(max_samples=count, seed=3, listen=True, cache_dir=tmp_path / "cache")
+        sample = load_sample(path, normalise, checks)
+        numbers = [int(text[1:]) for text in sample.corpus.select(sample.rows).texts]
+        assert len(numbers) == count and numbers == sorted(numbers)
+        assert all(number % 3 for number in numbers)
+        assert sample.total == 200 and len(heard) == len(set(heard)) == sample.checked
+        assert sample.checked <= 2 * (count + count // SPARE_SHARE + SPARE)
+        assert sample.rejected.counts == {"audio is silent": sample.checked - len(sample.corpus)}
+        sets.append(set(numbers))
+    assert all(a < b for a, b in itertools.pairwise(sets))
+    sample = load_sample(path, normalise, Checks(max_samples=150, listen=True))
+    assert len(sample.rows) == 133 and sample.checked == 200
+
+
+def test_pieces_of_recordings_are_drawn(tmp_path, wav, json_lines):
+    for i in range(60):
+        wav(tmp_path / f"{i}.wav", 3.0)
+    rows = [
+        {
+            "audio_filepath": f"{i}.wav",
+            "segments": [{"start": s, "end": s + 1, "text": f"{i} {s}"} for s in range(3)],
+        }
+        for i in range(60)
+    ]
+    path = json_lines(tmp_path / "m.json", rows)
+    checks = functools.partial(Checks, max_duration=2.0, use_chunking=True, seed=3)
+    whole = set(load_corpus(path, normalise, checks())[0].texts)
+    sets = []
+    for count in (1, 2, 3, 31, 119, 120):
+        sample = load_sample(path, normalise, checks(max_samples=count))
+        texts = list(sample.corpus.select(sample.rows).texts)
+        assert len(texts) == count and whole.issuperset(texts)
+        assert [int(t.split()[0]) for t in texts] == sorted(int(t.split()[0]) for t in texts)
+        sets.append(set(texts))
+    assert all(a < b for a, b in itertools.pairwise(sets)) and sets[-1] == whole
+    first = read_manifests({"train": path}, normalise, checks(max_samples=100))
+    keys = tuple(splits.held_out_keys(first["val"]))
+    for count in (5, 100, 120, None):
+        again = read_manifests({"train": path}, normalise, checks(max_samples=count, held_out=keys))
+        assert tuple(splits.held_out_keys(again["val"])) == keys
+
+
+def test_what_the_first_stage_holds_out_is_never_trained_on(tmp_path, wav, json_lines):
+    """Stages of --max_samples with --resume, in both directions."""
+    path = manifest(tmp_path, wav, json_lines, 300)
+    first = read_manifests({"train": path}, normalise, Checks(max_samples=40, seed=7))
+    held_out, keys = set(first["val"].texts), tuple(splits.held_out_keys(first["val"]))
+    assert len(held_out) == 2 and len(first["train"]) == 38
+    parts = {}
+    for count in (10, 40, 100, 200, None):
+        corpora = read_manifests(
+            {"train": path}, normalise, Checks(max_samples=count, seed=7, held_out=keys)
+        )
+        assert (
+            set(corpora["val"].texts) == held_out
+            and tuple(splits.held_out_keys(corpora["val"])) == keys
+        )
+        parts[count] = set(corpora["train"].texts)
+        assert not parts[count] & held_out
+    assert parts[40] == set(first["train"].texts) and len(parts[None]) == 298
+    assert all(a < b for a, b in itertools.pairwise(parts.values()))
+
+
+def test_the_values_of_max_samples(capsys):
+    assert [parse("--max_samples", text).max_samples for text in ("-1", "1", "500000")] == [
+        None,
+        1,
+        500000,
+    ]
+    assert checks("--max_samples", "-1").max_samples is None is parse().max_samples
+    for text, reason in (
+        ("0", "0 is out of range: it must be at least 1"),
+        ("-2", "-2 is out of range: it must be at least 1"),
+        ("some", "'some' is not a whole number"),
+        ("1.5", "'1.5' is not a whole number"),
+    ):
+        with pytest.raises(SystemExit) as error:
+            parse("--max_samples", text)
+        lines = (
+            f"error: argument --max_samples: {reason} (-1 means all) (--help lists every flag)\n"
+        )
+        assert error.value.code == 2 and capsys.readouterr().err == lines
+
+
+def test_dropped_utterances_are_reported_and_strict_refuses_them(tmp_path, wav, json_lines, capsys):
+    corpus = load_corpus(manifest(tmp_path, wav, json_lines, 3), normalise, Checks())[0]
+
+    def fault(index):
+        return ("too odd", "as it is") if index == 1 else None
+
+    kept = splits.drop(corpus, "training set", fault, False)
+    assert list(kept.texts) == ["t0", "t2"]
+    assert f"{tmp_path}/good.wav: as it is" in capsys.readouterr().out
+    assert splits.drop(corpus, "training set", lambda index: None, True) is corpus
+    with pytest.raises(DataError, match=r"training set: 1 utterances rejected \(--strict_data\)"):
+        splits.drop(corpus, "training set", fault, True)
+
+
+# --- rows with segment times ----------------------------------------------------------------------
+
+TOO_LONG = "longer than 10 s (--max_duration)"
+
+
+def chunked(path, use_chunking=True):
+    return load_corpus(str(path), normalise, Checks(max_duration=10.0, use_chunking=use_chunking))
+
+
+def timed(*times, text="t", **row):
+    parts = [{"start": a, "end": b, "text": f"{text}{i}"} for i, (a, b) in enumerate(times)]
+    return {"audio_filepath": "long.wav", "text": "all of it", "segments": parts, **row}
+
+
+@pytest.fixture
+def long_wav(tmp_path, wav):
+    return wav(tmp_path / "long.wav", 40.0, 8000)
+
+
+def pieces(corpus):
+    return [
+        (round(float(o), 3), round(float(d), 3), text)
+        for o, d, text in zip(corpus.offsets, corpus.durations, corpus.texts, strict=True)
+    ]
+
+
+def test_a_long_row_is_cut_into_pieces_of_whole_segments(tmp_path, long_wav, wav, json_lines):
+    wav(tmp_path / "good.wav", 3.0)
+    rows = [
+        GOOD,
+        timed((0, 4), (4.5, 10), (12, 14.5), (14.5, 20), (30, 40)),
+        {**GOOD, "segments": [{"start": 5, "end": 1}]},  # not read, because the row is short
+        timed((1, 3), (3, 12), text="u", offset=20),
+        {
+            "audio_filepath": "long.wav",
+            "segments": [
+                {"offset": 0.1, "duration": 0.2, "text": "v"},
+                {"offset": 35, "duration": 2, "text": " w "},
+            ],
+        },
+    ]
+    corpus, rejected = chunked(json_lines(tmp_path / "m.json", rows))
+    assert not rejected.total
+    assert [(o, d, t) for o, d, t in pieces(corpus) if d == d] == [
+        (0, 10, "t0 t1"),
+        (12, 8, "t2 t3"),
+        (30, 10, "t4"),
+        (21, 2, "u0"),
+        (23, 9, "u1"),
+        (0.1, 0.2, "v"),
+        (35, 2, "w"),
+    ]
+    assert corpus.lines.tolist() == [1, 2, 2, 2, 3, 4, 4, 5, 5]
+    assert corpus.seconds.tolist() == pytest.approx([3, 10, 8, 10, 3, 2, 9, 0.2, 2])
+    assert corpus.paths[1] == long_wav and corpus.where(2) == f"{long_wav} at 12.00 s"
+
+
+@pytest.mark.parametrize("use_chunking", [False, True])
+def test_the_reasons_for_rejecting_a_long_row(tmp_path, long_wav, json_lines, use_chunking):
+    path = json_lines(tmp_path / "m.json", [timed((0, 4)), timed(), {**timed(), "segments": None}])
+    corpus, rejected = chunked(path, use_chunking)
+    if use_chunking:
+        assert rejected.counts == {f"{TOO_LONG}, without segment times for --use_chunking": 2}
+        assert pieces(corpus) == [(0, 4, "t0")]
+    else:
+        assert rejected.counts == {
+            f"{TOO_LONG}; --use_chunking would use its segment times": 1,
+            TOO_LONG: 2,
+        }
+
+
+BAD_SEGMENTS = {
+    "overlap": (timed((0, 4), (3, 6)), "segments overlap, or are not in the order of time"),
+    "backwards": (timed((5, 9), (0, 4)), "segments overlap, or are not in the order of time"),
+    "one twice": (timed((0, 4), (0, 4)), "segments overlap, or are not in the order of time"),
+    "ends first": (timed((0, 4), (6, 5)), "a segment ends before it begins"),
+    "of no length": (timed((4, 4)), "a segment ends before it begins"),
+    "negative": (timed((-1, 4)), "a segment's time is negative"),
+    "not a number": (timed((0, math.nan)), "a segment's time is not a number"),
+    "infinite": (timed((0, math.inf)), "a segment's time is not a number"),
+    "in words": (timed((0, "four")), "a segment's time is not a number"),
+    "null": (timed((0, None)), "a segment's time is not a number"),
+    "huge": (timed((0, 10**400)), "a segment's time is not a number"),
+    "no times": (
+        timed() | {"segments": [{"text": "a"}]},
+        "a segment has no times (start and end, or offset and duration)",
+    ),
+    "no end": (
+        timed() | {"segments": [{"text": "a", "start": 1}]},
+        "a segment has no times (start and end, or offset and duration)",
+    ),
+    "no text": (timed() | {"segments": [{"start": 1, "end": 2}]}, "a segment has no text field"),
+    "a list as text": (
+        timed() | {"segments": [{"start": 1, "end": 2, "text": []}]},
+        "a segment's text is not a string",
+    ),
+    "a string": (timed() | {"segments": "0-4"}, "segments are not a list of objects"),
+    "strings": (timed() | {"segments": ["0-4"]}, "segments are not a list of objects"),
+    "beyond the file": (timed((0, 4), (38, 41)), "segment times reach beyond the audio"),
+    "beyond the row": (
+        timed((0, 4), (13, 16), offset=5, duration=15),
+        "segment times reach beyond the audio",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SEGMENTS)
+@pytest.mark.parametrize("has_text", [True, False])
+def test_impossible_segments_are_rejected_by_file_and_line(
+    tmp_path, long_wav, json_lines, name, has_text
+):
+    row, reason = BAD_SEGMENTS[name]
+    row = dict(row)
+    if not has_text:
+        del row["text"]
+    path = json_lines(tmp_path / "m.json", [timed((0, 4)), row, timed((6, 8))])
+    corpus, rejected = chunked(path)
+    assert rejected.counts == {reason: 1}
+    assert rejected.examples[reason][0].startswith(f"{path}:2")
+    assert pieces(corpus) == [(0, 4, "t0"), (6, 2, "t0")]
+
+
+def test_a_segment_that_is_too_long_is_rejected_and_nothing_is_joined_across_it(
+    tmp_path, long_wav, json_lines
+):
+    path = json_lines(tmp_path / "m.json", [timed((0, 1), (1, 2), (2, 12.5), (12.5, 13), (13, 40))])
+    corpus, rejected = chunked(path)
+    assert pieces(corpus) == [(0, 2, "t0 t1"), (12.5, 0.5, "t3")]
+    (reason,) = rejected.counts
+    assert (
+        reason == "a segment is longer than 10 s (--max_duration)" and rejected.counts[reason] == 2
+    )
+    assert (
+        rejected.examples[reason][0]
+        == f"{path}:1: {tmp_path}/long.wav, segment from 2.00 to 12.50 s"
+    )
+
+
+def test_rounding_of_times_is_tolerated(tmp_path, long_wav, json_lines):
+    row = timed((0, 1.1), (1.0995, 11.1), (30.05, 40.05))
+    row["segments"].insert(2, {"offset": 11.1, "duration": 10.000000001, "text": "x"})
+    corpus, rejected = chunked(json_lines(tmp_path / "m.json", [row]))
+    assert not rejected.total
+    assert pieces(corpus) == [(0, 1.1, "t0"), (1.1, 10, "t1"), (11.1, 10, "x"), (30.05, 9.95, "t2")]
+    assert corpus.seconds.max() <= 10.0
+
+
+def test_texts_of_whole_recordings_may_be_long_but_not_those_of_pieces(
+    tmp_path, long_wav, json_lines
+):
+    row = timed((0, 4), (12, 16), (30, 40))
+    row["text"] = "a" * 30_000
+    row["segments"][1]["text"] = "b" * 10_001
+    corpus, rejected = chunked(json_lines(tmp_path / "m.json", [row]))
+    assert rejected.counts == {"text is longer than 10000 characters": 1}
+    assert [text for *_, text in pieces(corpus)] == ["t0", "t2"]
+
+
+def test_pieces_without_text_or_too_short_are_rejected_like_rows(tmp_path, long_wav, json_lines):
+    row = timed((0, 4), (10, 19), (20, 20.05), (39, 40))
+    row["segments"][1]["text"] = " "
+    path = json_lines(tmp_path / "m.json", [row])
+    corpus, rejected = chunked(path)
+    assert rejected.counts == {"text is empty": 1, "shorter than 0.1 s (--min_duration)": 1}
+    assert pieces(corpus) == [(0, 4, "t0"), (39, 1, "t3")]
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 3), st.floats(0.01, 12), st.sampled_from(["a", "b c", "", "d"])),
+        max_size=40,
+    ),
+    st.floats(0.5, 12),
+)
+def test_joined_segments_keep_every_text_in_order_within_the_limit(gaps, most):
+    segments, now = [], 0.0
+    for gap, length, text in gaps:
+        segments.append((now + gap, now + gap + length, text))
+        now = segments[-1][1]
+    joined = join_segments(segments, most)
+    assert " ".join(text for *_, text in joined if text) == " ".join(
+        text for *_, text in segments if text
+    )
+    for start, stop, _ in joined:
+        assert stop - start <= most + 2e-6 or (start, stop) in [pair[:2] for pair in segments]
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(joined))
+    assert {edge for piece in joined for edge in piece[:2]} <= {
+        edge for segment in segments for edge in segment[:2]
+    }
+    assert all(b[1] - a[0] > most for a, b in itertools.pairwise(joined))  # or they would be one
+
+
+@given(data=st.data())
+def test_whatever_the_segments_every_text_is_used_once_or_rejected(tmp_path_factory, data):
+    """Rows of random segments over one file of 40 s, checked by brute force."""
+    folder = tmp_path_factory.getbasetemp() / "segments"
+    if not (folder / "long.wav").exists():
+        folder.mkdir(exist_ok=True)
+        soundfile.write(folder / "long.wav", np.zeros(40 * 8000), 8000)
+    rows, number = [], 0
+    for _ in range(data.draw(st.integers(1, 4))):
+        times = sorted(
+            data.draw(st.lists(st.integers(0, 400), min_size=2, max_size=14, unique=True))
+        )
+        parts = []
+        for start, end in zip(times[::2], times[1::2], strict=False):
+            parts.append({"start": start / 10, "end": end / 10, "text": f"w{number}"})
+            number += 1
+        rows.append({"audio_filepath": "long.wav", "text": "x", "segments": parts})
+    path = folder / "m.json"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    corpus, rejected = chunked(path)
+    kept = [
+        part for row in rows for part in row["segments"] if part["end"] - part["start"] <= 10 + 1e-9
+    ]
+    assert rejected.total == number - len(kept)
+    assert " ".join(corpus.texts).split() == [part["text"] for part in kept]
+    assert corpus.seconds.max(initial=0) <= 10 and np.array_equal(corpus.seconds, corpus.durations)
+    times = {part["text"]: part for part in kept}
+    for line in set(corpus.lines.tolist()):
+        ends = corpus.offsets + corpus.durations
+        here = np.flatnonzero(corpus.lines == line)
+        assert (ends[here][:-1] <= corpus.offsets[here][1:] + 1e-9).all()
+        for i in here.tolist():
+            words = corpus.texts[i].split()
+            assert corpus.offsets[i] == pytest.approx(times[words[0]]["start"])
+            assert ends[i] == pytest.approx(times[words[-1]]["end"])

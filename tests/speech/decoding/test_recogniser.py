@@ -1,0 +1,259 @@
+"""Transcripts of files whose decoder returns records with timed parts, or plain texts; results."""
+
+import json
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from common.device import Setup
+from speech.data.columns import Codes
+from speech.decoding import long, recogniser
+from speech.morse import scores
+from speech.signal.audio import SAMPLE_RATE
+from speech.writing import metrics
+from speech.writing.text import for_scoring, in_lower_case
+
+LONGEST = 4.0  # seconds of a piece
+# The words of a recording, (start, end) in seconds. The silence in the middle is longer than two
+# pieces.
+WORDS = [
+    (0.5, 1.25),
+    (1.5, 2.0),
+    (2.5, 3.5),
+    (4.0, 5.0),
+    (15.125, 16.0),
+    (16.5, 17.75),
+    (18.0, 19.5),
+    (20.0, 20.25),
+]
+SECONDS = 20.5
+
+
+@pytest.fixture
+def spoken(tmp_path):
+    """A recording with word `i` at the amplitude (i + 1) / 16."""
+    waveform = np.zeros(int(SECONDS * SAMPLE_RATE), dtype=np.float32)
+    for i, (start, end) in enumerate(WORDS):
+        waveform[int(start * SAMPLE_RATE) : int(end * SAMPLE_RATE)] = (i + 1) / 16
+    soundfile.write(tmp_path / "spoken.wav", waveform, SAMPLE_RATE)
+    return str(tmp_path / "spoken.wav")
+
+
+def heard(waveform: torch.Tensor) -> list[dict]:
+    """The words of a piece, with their times in it."""
+    words = []
+    for number in sorted({round(16 * value) for value in waveform.unique().tolist()} - {0}):
+        samples = (waveform * 16).round().eq(number).nonzero()
+        start, end = int(samples[0]) / SAMPLE_RATE, (int(samples[-1]) + 1) / SAMPLE_RATE
+        words.append({"start": start, "end": end, "text": f"w{number}"})
+    return words
+
+
+class Decoder:
+    """Decodes to records, or with `plain` to texts. Remembers the number of pieces of each
+    batch."""
+
+    def __init__(self, plain: bool = False):
+        self.plain = plain
+        self.sizes = []
+
+    def __call__(self, batch: dict) -> list[str | dict]:
+        self.sizes.append(len(batch["audio"]))
+        records = []
+        for waveform, length in zip(batch["audio"], batch["audio_lengths"], strict=True):
+            assert length <= LONGEST * SAMPLE_RATE
+            words = heard(waveform[:length])
+            text = " ".join(word["text"] for word in words)
+            segment = {"start": words[0]["start"], "end": words[-1]["end"], "text": text}
+            records.append(
+                text if self.plain else {"text": text, "words": words, "segments": [segment]}
+            )
+        return records
+
+
+def rows_of(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def transcribe(paths: list[str], decode: Decoder, output=None) -> None:
+    how = recogniser.Options(transcribe=paths, output=str(output) if output else None, batch_size=2)
+    recogniser.transcribe_files(how, decode, Setup(), LONGEST)
+
+
+def test_words_and_segments_have_times_in_the_recording(spoken, tmp_path):
+    decode = Decoder()
+    transcribe([spoken], decode, tmp_path / "out.jsonl")
+    (row,) = rows_of(tmp_path / "out.jsonl")
+    assert list(row) == ["file", "text", "seconds", "pieces", "words", "segments"]
+    assert (row["file"], row["seconds"]) == (spoken, SECONDS)
+    expected = [
+        {"start": start, "end": end, "text": f"w{i + 1}"} for i, (start, end) in enumerate(WORDS)
+    ]
+    assert row["words"] == expected and row["text"] == "w1 w2 w3 w4 w5 w6 w7 w8"
+    # Pieces without a sound are not decoded, and have no parts.
+    pieces = row["pieces"]
+    audible = [piece for piece in pieces if piece["text"]]
+    assert (
+        len(pieces) - len(audible) >= 2
+        and sum(decode.sizes) == len(audible) >= 4
+        and max(decode.sizes) == 2
+    )
+    assert [segment["text"] for segment in row["segments"]] == [piece["text"] for piece in audible]
+    for piece, segment in zip(audible, row["segments"], strict=True):
+        words = [
+            word
+            for word in expected
+            if piece["start"] <= word["start"] and word["end"] <= piece["end"]
+        ]
+        times = {"start": words[0]["start"], "end": words[-1]["end"]}
+        assert segment == {**times, "text": " ".join(word["text"] for word in words)}
+
+
+def test_times_are_rounded_to_milliseconds_and_other_keys_stay():
+    records = [
+        {"words": [{"start": 0.1, "end": 0.25, "text": "a", "share": 0.5}]},
+        {},
+        {"words": []},
+        {
+            "words": [
+                {"start": 0.2, "end": 0.3, "text": "b"},
+                {"start": 0.3, "end": 0.5, "text": "c"},
+            ]
+        },
+    ]
+    pieces = [(0, 16_001), (16_001, 20_000), (20_000, 40_000), (40_007, 50_000)]
+    assert long.moved(records, pieces) == {
+        "words": [
+            {"start": 0.1, "end": 0.25, "text": "a", "share": 0.5},
+            {"start": 2.7, "end": 2.8, "text": "b"},
+            {"start": 2.8, "end": 3.0, "text": "c"},
+        ]
+    }
+    assert long.moved([{}, {}], pieces[:2]) == {}
+
+
+def test_plain_texts_have_no_parts(spoken, tmp_path):
+    transcribe([spoken], Decoder(), tmp_path / "records.jsonl")
+    transcribe([spoken], Decoder(plain=True), tmp_path / "plain.jsonl")
+    (record,), (plain,) = rows_of(tmp_path / "records.jsonl"), rows_of(tmp_path / "plain.jsonl")
+    assert list(plain) == ["file", "text", "seconds", "pieces"] and plain.items() <= record.items()
+
+
+def test_without_output_only_the_texts_are_printed(spoken, tmp_path, capsys):
+    silent = str(tmp_path / "silent.wav")
+    soundfile.write(silent, np.zeros(int(9.5 * SAMPLE_RATE)), SAMPLE_RATE)
+    decode = Decoder()
+    transcribe([spoken], decode)
+    assert capsys.readouterr().out == "w1 w2 w3 w4 w5 w6 w7 w8\n"
+    decoded = len(decode.sizes)
+    transcribe([silent], decode, tmp_path / "out.jsonl")
+    (row,) = rows_of(tmp_path / "out.jsonl")
+    assert (row["text"], row.get("words", []), len(decode.sizes)) == ("", [], decoded) and len(
+        row["pieces"]
+    ) > 2
+    transcribe([spoken, silent], decode)
+    assert capsys.readouterr().out == f"{spoken}\tw1 w2 w3 w4 w5 w6 w7 w8\n{silent}\t\n"
+
+
+# --- results --------------------------------------------------------------------------------------
+
+TEXTS = {
+    "vi": [("Hôm nay trời đẹp.", "hôm nay trời dẹp"), ("Xin chào!", "xin chào")],
+    "kok": [("हांव घर वचता", "हांव घर वचता"), ("तूं कसो आसा", "तूं कसो आसां")],
+}
+
+
+def results(language, tmp_path, capsys, normalise=for_scoring, **how):
+    """The lines that are printed before the examples, and the rows of transcripts.jsonl."""
+    rows = [
+        {"file": f"{i}.wav", "seconds": 1.0, "reference": said, "hypothesis": heard, "index": i}
+        for i, (said, heard) in enumerate(TEXTS[language])
+    ]
+    how = recogniser.Options(log_dir=tmp_path, **how)
+    recogniser.print_results(rows, "test set", how, normalise)
+    lines = capsys.readouterr().out.strip().split("\n  reference:")[0].splitlines()
+    return lines, rows_of(tmp_path / "transcripts.jsonl")
+
+
+def heads(lines):
+    """The names of the readings, and the first number of each error rate."""
+    return [line.split()[1] if line[:3] in ("WER", "CER") else line for line in lines[2:]]
+
+
+def test_results_keep_the_recipes_reading_and_add_one_in_lower_case(tmp_path, capsys):
+    lines, rows = results("vi", tmp_path, capsys)
+    own, lower = "case kept, no punctuation", "lower case, no punctuation"
+    assert heads(lines) == [f"{own}:", "50.00", "12.50", f"{lower}:", "16.67", "4.17"]
+    assert rows[0]["errors"] == {
+        own: {"words": [2, 4], "characters": [2, 16]},
+        lower: {"words": [1, 4], "characters": [1, 16]},
+    }
+    lines, rows = results("vi", tmp_path, capsys, in_lower_case)
+    assert heads(lines) == ["16.67", "4.17"] and list(rows[0]["errors"]) == [lower]
+    lines, rows = results("kok", tmp_path, capsys)
+    assert lines[-1] == f"{lower}: the same"
+    lines, rows = results("kok", tmp_path, capsys, scores.for_scoring)
+    assert len(lines) == 4 and list(rows[0]["errors"]) == ["as sent"]
+
+
+def test_a_set_of_several_languages_has_the_error_rates_of_each(tmp_path, capsys):
+    pairs = [("a b", "a b"), ("a b", "a"), ("c d", "x d"), ("e", "e")]
+    rows = [
+        {"file": f"{i}", "seconds": 1.0, "reference": said, "hypothesis": heard, "index": 3 - i}
+        for i, (said, heard) in enumerate(pairs)
+    ]
+    how = recogniser.Options(log_dir=tmp_path)
+    recogniser.print_results(rows, "test set", how, languages=Codes(["", "vi", "kok", "kok"]))
+    out = capsys.readouterr().out
+    lines = out[out.index("by language:") :].splitlines()[2:5]
+    assert [" ".join(line.split()[:5]) for line in lines] == [
+        "(no language given) 1 0.00",
+        "kok 2 25.00 (0.00 to",
+        "vi 1 50.00 - 33.33",
+    ]
+    noted = json.loads((tmp_path / "results.json").read_text())["languages"]
+    assert {name: each["utterances"] for name, each in noted.items()} == {"": 1, "kok": 2, "vi": 1}
+    assert noted["kok"]["wer"]["errors"] == 1 and noted["kok"]["wer"]["length"] == 4
+    languages = [row["language"] for row in rows_of(tmp_path / "transcripts.jsonl")]
+    assert languages == ["kok", "kok", "vi", ""]
+    recogniser.print_results(rows, "test set", how, languages=Codes(["vi"] * 4))
+    assert "by language" not in capsys.readouterr().out
+    assert "languages" not in json.loads((tmp_path / "results.json").read_text())
+
+
+def test_an_interval_can_be_computed_from_the_file(tmp_path, capsys):
+    lines, rows = results("vi", tmp_path, capsys)
+    pairs = [row["errors"]["case kept, no punctuation"]["words"] for row in rows]
+    ends = metrics.middle(metrics.resampled_rates(np.array(pairs)))
+    assert metrics.shown(ends).strip() in lines[3]
+
+
+def test_whispers_normaliser_warns_of_scripts_that_it_breaks(tmp_path, capsys):
+    whisper = "Whisper's multilingual normaliser"
+    lines, _ = results("vi", tmp_path, capsys, normaliser="whisper")
+    assert heads(lines)[-3:] == [f"{whisper}:", "16.67", "4.17"] and "warning" not in "".join(lines)
+    lines, rows = results("kok", tmp_path, capsys, normaliser="whisper")
+    assert "warning: Whisper's multilingual normaliser" in lines[1] and "37 % of its" in lines[1]
+    # The mark that is wrong is not compared.
+    assert lines[-2].split()[1] == "0.00" and rows[1]["errors"][whisper]["words"][0] == 0
+
+
+def test_an_improvement_has_the_readings_of_the_results(tmp_path, capsys):
+    rows = [{"reference": said, "hypothesis": heard} for said, heard in TEXTS["vi"]]
+    before = [{**row, "hypothesis": ""} for row in rows]
+    results("vi", tmp_path, capsys)
+    recogniser.print_improvement(before, rows, "other", recogniser.Options(log_dir=tmp_path))
+    lines = capsys.readouterr().out.splitlines()
+    noted = recogniser.read_results(tmp_path)
+    assert noted["title"] == "test set"
+    rates = [noted[key]["lower case, no punctuation"]["wer"] for key in ("before", "rates")]
+    assert [(each["errors"], each["length"]) for each in rates] == [(6, 6), (1, 6)]
+    assert (rates[1]["rate"], rates[1]["low"]) == (1 / 6, 0)
+    assert (
+        lines[0] == "compared to other on the same 2 utterances:"
+        and lines[5] == "lower case, no punctuation:"
+    )
+    assert lines[3].split()[:3] == ["WER", "100.00%", "50.00%"]
+    assert lines[6].split()[:3] == ["WER", "100.00%", "16.67%"]

@@ -1,0 +1,548 @@
+"""Reading audio: rates, formats, segments, bad files, ffmpeg, the cache."""
+
+import math
+import os
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import DataError, RunError, UsageError
+from speech.data import headers
+from speech.signal import audio, spectra
+from tests.peers import resampled
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# --- reading audio --------------------------------------------------------------------------------
+
+
+def sweep(seconds: float, rate: int, channels: int = 1) -> np.ndarray:
+    """(T, channels) of slowly rising tones below 3 kHz, each channel its own."""
+    time = np.arange(round(seconds * rate)) / rate
+    return np.stack(
+        [0.4 * np.sin(2 * np.pi * (300 + 200 * c + 400 * time) * time) for c in range(channels)],
+        axis=1,
+    )
+
+
+@pytest.mark.parametrize("rate", [8_000, 16_000, 22_050, 44_100, 48_000])
+@pytest.mark.parametrize("channels", [1, 2])
+def test_rates_and_channels(tmp_path, rate, channels):
+    samples = sweep(0.7, rate, channels)
+    soundfile.write(tmp_path / "a.wav", samples, rate, subtype="FLOAT")
+    waveform = audio.read_audio(str(tmp_path / "a.wav"), 16_000)
+    mono = torch.from_numpy(samples.mean(axis=1))
+    assert waveform.dtype == torch.float32 and waveform.shape == (round(0.7 * 16_000),)
+    exact = mono
+    if rate != 16_000:
+        exact = torch.from_numpy(resampled(mono.numpy(), rate, 16_000))
+    torch.testing.assert_close(waveform.double(), exact, atol=2e-6, rtol=0)
+    # And against the same sweep sampled at the target rate, away from the ends.
+    direct = torch.from_numpy(sweep(0.7, 16_000, channels).mean(axis=1)).float()
+    torch.testing.assert_close(waveform[200:-200], direct[200:-200], atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "tolerance"),
+    [
+        ("a.wav", {"subtype": "PCM_U8"}, 2 / 256),
+        ("a.wav", {"subtype": "PCM_16"}, 1e-4),
+        ("a.wav", {"subtype": "PCM_24"}, 1e-6),
+        ("a.wav", {"subtype": "PCM_32"}, 1e-6),
+        ("a.wav", {"subtype": "FLOAT"}, 0),
+        ("a.wav", {"subtype": "DOUBLE"}, 1e-7),
+        ("a.wav", {"subtype": "ULAW"}, 0.02),
+        ("a.flac", {"subtype": "PCM_16"}, 1e-4),
+        ("a.flac", {"subtype": "PCM_24"}, 1e-6),
+        ("a.ogg", {}, 0.05),
+        ("a.mp3", {}, 0.05),
+        ("a.aiff", {}, 1e-4),
+        ("no_suffix", {"format": "WAV"}, 1e-4),
+    ],
+)
+def test_sample_formats(tmp_path, name, options, tolerance):
+    samples = sweep(0.5, 16_000)
+    soundfile.write(tmp_path / name, samples, 16_000, **options)
+    waveform = audio.read_audio(str(tmp_path / name), 16_000)
+    torch.testing.assert_close(
+        waveform, torch.from_numpy(samples[:, 0]).float(), atol=tolerance, rtol=0
+    )
+
+
+@pytest.mark.parametrize("suffix", ["wav", "flac", "ogg"])
+@given(offset=st.floats(0, 1.9), duration=st.none() | st.floats(0.01, 3))
+def test_segments_are_parts_of_the_file(tmp_path_factory, suffix, offset, duration):
+    path = tmp_path_factory.getbasetemp() / f"segments.{suffix}"
+    if not path.exists():
+        soundfile.write(path, sweep(2.0, 16_000), 16_000)
+    whole = audio.read_audio(str(path), 16_000)
+    start = round(offset * 16_000)
+    end = len(whole) if duration is None else min(len(whole), start + round(duration * 16_000))
+    torch.testing.assert_close(
+        audio.read_audio(str(path), 16_000, offset, duration), whole[start:end], atol=1e-6, rtol=0
+    )
+
+
+def test_rates_without_a_simple_ratio_are_rounded(tmp_path):
+    """A filter from 7999 to 16000 Hz has 16000 phases and takes 4.6 GB; 8000 Hz is close enough."""
+    samples = sweep(0.5, 7_999)
+    soundfile.write(tmp_path / "a.wav", samples, 7_999, subtype="FLOAT")
+    near = torch.from_numpy(resampled(samples[:, 0], 8_000, 16_000))
+    torch.testing.assert_close(
+        audio.read_audio(str(tmp_path / "a.wav"), 16_000).double(), near, atol=2e-6, rtol=0
+    )
+
+
+def terms_of(source: int, target: int, monkeypatch) -> tuple[int, int]:
+    """The ratio that `resample` uses, without its filter."""
+    terms = []
+    monkeypatch.setattr(spectra, "resample", lambda waveform, *pair: terms.append(pair))
+    audio.resample(torch.zeros(1), source, target)
+    return terms[0] if terms else (1, 1)
+
+
+def test_the_filter_of_any_rate_is_small_and_exact_for_usual_rates(monkeypatch):
+    for rate in (
+        1_000,
+        8_000,
+        11_025,
+        12_000,
+        22_050,
+        24_000,
+        32_000,
+        44_100,
+        48_000,
+        96_000,
+        192_000,
+        768_000,
+    ):
+        source, target = terms_of(rate, 16_000, monkeypatch)
+        assert source * 16_000 == target * rate
+    low, high = headers.RATES
+    for rate in (low, low + 1, 7_999, 15_999, 16_001, high - 1, high, *range(low, high, 4_999)):
+        source, target = terms_of(rate, 16_000, monkeypatch)
+        assert min(source, target) >= 1 and max(source, target) <= audio.LARGEST_TERM
+        assert abs(source / target * 16_000 / rate - 1) <= 6e-4
+
+
+def test_the_lowest_and_the_highest_rate_are_read(tmp_path):
+    for rate in (1_000, 1_001, 767_999, 768_000):
+        soundfile.write(tmp_path / "a.wav", np.full(rate // 4, 0.5), rate, subtype="FLOAT")
+        waveform = audio.read_audio(str(tmp_path / "a.wav"), 16_000)
+        assert len(waveform) == pytest.approx(4_000, abs=4) and float(
+            waveform[2_000]
+        ) == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.0, 1.1])
+def test_change_speed(factor):
+    """A tone of 1000 Hz becomes one of 1000 x factor Hz, and its length is divided by the
+    factor."""
+    waveform = torch.sin(2 * math.pi * 1000 * torch.arange(16_000) / 16_000)
+    changed = audio.change_speed(waveform, np.float32(factor))
+    assert len(changed) == math.ceil(16_000 / factor)
+    spectrum = torch.fft.rfft(changed * torch.hann_window(len(changed))).abs()
+    assert spectrum.argmax() * 16_000 / len(changed) == pytest.approx(1000 * factor, abs=2)
+
+
+def test_speed_factors_depend_on_seed_and_epoch():
+    factors = (0.9, 1.0, 1.1)
+    drawn = audio.speed_factors(1, 2, 30_000, factors)
+    assert np.array_equal(drawn, audio.speed_factors(1, 2, 30_000, factors))
+    assert not np.array_equal(drawn, audio.speed_factors(1, 3, 30_000, factors))
+    assert not np.array_equal(drawn, audio.speed_factors(2, 2, 30_000, factors))
+    values, counts = np.unique(drawn, return_counts=True)
+    assert values.tolist() == pytest.approx(factors) and counts.min() > 9_500
+
+
+# --- bad audio ------------------------------------------------------------------------------------
+
+
+def bad_file(folder: Path, kind: str) -> str:
+    """Writes a bad file and returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, rate = folder / f"हांव {kind}.wav", 16_000
+    noise = np.random.default_rng(0).uniform(-0.5, 0.5, 4 * rate)
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "empty":
+        path.touch()
+    elif kind == "text":
+        path.write_text("not audio")
+    elif kind == "not a number":
+        noise[1000] = np.nan
+        soundfile.write(path, noise, rate, subtype="FLOAT")
+    elif kind == "infinite":
+        noise[1000] = 1e300
+        soundfile.write(path, noise, rate, subtype="DOUBLE")
+    elif kind == "no samples":
+        soundfile.write(path, noise[:0], rate)
+    elif kind == "flac cut" or kind == "flac damaged":
+        path = path.with_suffix(".flac")
+        soundfile.write(path, noise, rate)
+        data = path.read_bytes()
+        middle = len(data) // 2
+        path.write_bytes(
+            data[:middle] + (b"" if kind == "flac cut" else bytes(1000) + data[middle + 1000 :])
+        )
+    elif kind == "flac of unknown length":
+        path = path.with_suffix(".flac")
+        soundfile.write(path, noise, rate)
+        data = bytearray(path.read_bytes())
+        data[21] &= 0xF0
+        data[22:26] = bytes(4)
+        path.write_bytes(data)
+    elif kind == "flac that claims days":
+        path = path.with_suffix(".flac")
+        soundfile.write(path, noise, rate)
+        data = bytearray(path.read_bytes())
+        data[21] |= 0x0F
+        data[22:26] = b"\xff" * 4
+        path.write_bytes(data)
+    elif kind == "raw":
+        path = path.with_suffix(".raw")
+        path.write_bytes(bytes(1000))
+    elif kind == "too loud":
+        noise[1000] = -1e30
+        soundfile.write(path, noise, rate, subtype="FLOAT")
+    elif kind.startswith("rate of "):
+        write_header(path, int(kind.split()[2]), 1)
+    elif kind.endswith(" channels"):
+        write_header(path, rate, int(kind.split()[0]))
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind in ("wav cut", "aiff cut", "au cut", "mp3 cut", "ogg cut", "opus cut"):
+        path = path.with_suffix("." + kind.split()[0])
+        soundfile.write(
+            path,
+            noise,
+            rate,
+            **({"format": "OGG", "subtype": "OPUS"} if kind == "opus cut" else {}),
+        )
+        data = path.read_bytes()
+        path.write_bytes(data[: len(data) // 2])
+    return str(path)
+
+
+def write_header(path: Path, rate: int, channels: int) -> None:
+    """A WAV of 6000 bytes that states this rate and this number of channels."""
+    head = struct.pack(
+        "<4sI8sIHHIIHH4sI",
+        b"RIFF",
+        6036,
+        b"WAVEfmt ",
+        16,
+        1,
+        channels % 65_536,
+        rate,
+        min(rate * 2 * channels, 2**32 - 1),
+        2 * channels % 65_536,
+        16,
+        b"data",
+        6000,
+    )
+    path.write_bytes(head + bytes(6000))
+
+
+NO_FFMPEG = " (and ffmpeg, which may know it, is not installed)"
+BAD_FILES = {
+    "missing": "cannot be used: file is missing",
+    "folder": "cannot be used: not a file but a folder",
+    "pipe": "cannot be used: not a regular file",
+    "empty": "cannot be used: file is empty",
+    "text": "cannot be read: Format not recognised" + NO_FFMPEG,
+    "not a number": "holds samples that are not finite (NaN or infinity)",
+    "infinite": "holds samples that are not finite (NaN or infinity)",
+    "too loud": "holds samples of up to 1e+30, where 1 is full scale",
+    "no samples": "cannot be used: audio is empty",
+    "rate of 1": "cannot be used: sample rate is not between 1000 and 768000 Hz",
+    "rate of 7": "cannot be used: sample rate is not between 1000 and 768000 Hz",
+    "rate of 999": "cannot be used: sample rate is not between 1000 and 768000 Hz",
+    "rate of 2147483647": "cannot be used: sample rate is not between 1000 and 768000 Hz",
+    "1000 channels": "cannot be used: audio has more than 64 channels",
+    "65535 channels": "cannot be read: Too many channels specified" + NO_FFMPEG,
+    "flac cut": "is truncated or damaged: flac decoder lost sync",
+    "flac damaged": "is truncated or damaged: unknown error in flac decoder",
+    "flac of unknown length": "cannot be read: its header states no length" + NO_FFMPEG,
+    "raw": "cannot be read: samplerate must be specified" + NO_FFMPEG,
+    "wav cut": "cannot be used: audio is truncated",
+    "aiff cut": "cannot be used: audio is truncated",
+    "au cut": "cannot be used: audio is truncated",
+    "ogg cut": "cannot be used: audio is truncated",
+    "opus cut": "cannot be used: audio is truncated",
+}
+
+
+def in_pieces(path: str, rate: int) -> torch.Tensor:
+    return torch.cat(list(audio.read_in_pieces(path, rate)))
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_bad_audio_is_one_line_that_names_the_file(tmp_path, no_ffmpeg, no_hang, kind):
+    path = bad_file(tmp_path / "my audio", kind)
+    for read in (audio.read_audio, in_pieces):
+        with pytest.raises(audio.BadAudio) as error:
+            read(path, 16_000)
+        assert str(error.value) == f"{path} {BAD_FILES[kind]}"
+        assert error.value.path == path
+
+
+@pytest.mark.parametrize("rate", [16_000, 8_000, 44_100, 48_000, 11_025, 96_000])
+def test_a_file_in_pieces_is_the_whole_file(tmp_path, rate):
+    for seconds in (0.001, 0.5, 3.21):
+        path = tmp_path / f"{seconds}.flac"
+        soundfile.write(path, sweep(seconds, rate, 2), rate)
+        whole = audio.read_audio(str(path), 16_000)
+        pieces = list(audio.read_in_pieces(str(path), 16_000))
+        assert all(len(piece) <= 16_000 + 200 for piece in pieces)
+        torch.testing.assert_close(torch.cat(pieces), whole, rtol=0, atol=1e-6)
+
+
+def test_what_a_header_states_is_checked_before_training_too(tmp_path, no_ffmpeg):
+    for kind, reason in BAD_FILES.items():
+        if reason.startswith("cannot be used: "):
+            assert headers.probe(bad_file(tmp_path / kind, kind))[1] == reason.removeprefix(
+                "cannot be used: "
+            )
+
+
+def test_audio_without_permission_to_read_says_so(tmp_path, wav, monkeypatch, no_ffmpeg):
+    path = wav(tmp_path / "a.wav")
+    monkeypatch.setattr(headers.os, "access", lambda *mode: False)  # root may read everything
+    assert headers.probe(path)[1] == "file cannot be read: Permission denied"
+    with pytest.raises(
+        audio.BadAudio, match=r"a\.wav cannot be used: file cannot be read: Permission denied$"
+    ):
+        audio.read_audio(path, 16_000)
+
+
+def test_audio_of_sixteen_bit_integers_as_floats_is_read(tmp_path):
+    soundfile.write(tmp_path / "a.wav", np.full(1_600, 32_767.0), 16_000, subtype="FLOAT")
+    assert audio.read_audio(str(tmp_path / "a.wav"), 16_000).max() == 32_767
+
+
+def test_a_name_that_is_not_utf_8_is_read(tmp_path, wav):
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.wav")
+    os.rename(wav(tmp_path / "a.wav"), path)
+    assert headers.probe(path) == (1.0, "")
+    for _ in range(2):
+        assert len(audio.read_cached(str(tmp_path / "cache"), path, 16_000)) == 16_000
+    assert audio.audio_files([str(tmp_path)]) == [Path(path)]
+
+
+def test_a_line_break_in_a_name_does_not_break_the_message(tmp_path):
+    assert str(audio.BadAudio("a\nb\x1b.wav", "is bad")) == "a\\nb\\x1b.wav is bad"
+
+
+def test_a_truncated_mp3(tmp_path, no_ffmpeg):
+    path = bad_file(tmp_path, "mp3 cut")
+    for read in (audio.read_audio, in_pieces):
+        with pytest.raises(
+            audio.BadAudio, match=r"is truncated: [12]\.\d\d of 4\.00 s could be read$"
+        ):
+            read(path, 16_000)
+
+
+def test_a_header_that_claims_days(tmp_path, no_ffmpeg):
+    """2^36 samples, 256 GiB: either the memory is refused, or the file ends first."""
+    path = bad_file(tmp_path, "flac that claims days")
+    with pytest.raises(audio.BadAudio) as error:
+        audio.read_audio(path, 16_000)
+    assert str(error.value).startswith(path + " ")
+
+
+def test_a_segment_beyond_the_end(tmp_path, wav):
+    path = wav(tmp_path / "a.wav")
+    with pytest.raises(audio.BadAudio) as error:
+        audio.read_audio(path, 16_000, 2.5, 1.0)
+    assert str(error.value) == f"{path} is empty from 2.5 s on"
+
+
+def test_a_millisecond_is_read(tmp_path, wav):
+    assert len(audio.read_audio(wav(tmp_path / "a.wav", 0.001), 16_000)) == 16
+
+
+@pytest.fixture
+def false_ffmpeg(tmp_path, monkeypatch):
+    """false_ffmpeg(script): puts a shell script called ffmpeg first in PATH."""
+
+    def install(script: str) -> None:
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "ffmpeg").write_text("#!/bin/sh\n" + script)
+        (tmp_path / "bin" / "ffmpeg").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+
+    return install
+
+
+def test_formats_that_libsndfile_does_not_know_are_decoded_by_ffmpeg(tmp_path, false_ffmpeg):
+    np.linspace(-1, 1, 800, dtype="<f4").tofile(tmp_path / "samples")
+    false_ffmpeg(f'printf "%s\\n" "$@" > {tmp_path}/arguments; cat {tmp_path}/samples')
+    path = tmp_path / "a b.m4a"
+    path.write_bytes(b"something")
+    waveform = audio.read_audio(str(path), 16_000, 1.5, 2.0)
+    torch.testing.assert_close(waveform, torch.linspace(-1, 1, 800))
+    arguments = (tmp_path / "arguments").read_text().splitlines()
+    assert arguments[arguments.index("-i") + 1] == f"file:{path}"
+    assert (
+        float(arguments[arguments.index("-ss") + 1]) == 1.5
+        and float(arguments[arguments.index("-t") + 1]) == 2.0
+    )
+    assert (
+        arguments[arguments.index("-ar") + 1] == "16000"
+        and arguments[arguments.index("-ac") + 1] == "1"
+    )
+
+    assert "mov" in arguments[arguments.index("-format_whitelist") + 1].split(",")
+    torch.testing.assert_close(in_pieces(str(path), 16_000), waveform)
+    arguments = (tmp_path / "arguments").read_text().splitlines()
+    assert arguments[arguments.index("-i") + 1] == f"file:{path}" and "-ss" not in arguments
+
+
+@pytest.mark.skipif(not shutil.which("ffmpeg"), reason="ffmpeg is not installed")
+@pytest.mark.parametrize(
+    "playlist",
+    [
+        "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{}\n#EXT-X-ENDLIST\n",
+        "ffconcat version 1.0\nfile {}\n",
+    ],
+)
+def test_no_playlist_reads_another_file(tmp_path, playlist):
+    other = tmp_path / "other.ts"
+    subprocess.run(["ffmpeg", "-v", "error", "-f", "lavfi", "-i", "sine=d=1", other], check=True)
+    assert len(audio.read_audio(str(other), 16_000)) > 15_000
+    (tmp_path / "a.m4a").write_text(playlist.format(other.name))
+    assert headers.probe(str(tmp_path / "a.m4a"))[1]
+    with pytest.raises(audio.BadAudio, match="not on whitelist"):
+        audio.read_audio(str(tmp_path / "a.m4a"), 16_000)
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_audio_about_which_ffmpeg_complains_is_not_used(tmp_path, false_ffmpeg, status):
+    """It decodes the rest of a truncated file and returns 0."""
+    false_ffmpeg(
+        "echo '[in#0/mov @ 0x12] stream 0, offset 0x9cd4: partial file' >&2; echo more >&2;"
+        f" printf '\\0\\0\\0\\0'; exit {status}"
+    )
+    path = tmp_path / "a.m4a"
+    path.write_bytes(b"something")
+    for read in (audio.read_audio, in_pieces):
+        with pytest.raises(audio.BadAudio) as error:
+            read(str(path), 16_000)
+        assert str(error.value) == f"{path} cannot be read: stream 0, offset 0x9cd4: partial file"
+
+
+def test_ffmpeg_that_hangs_or_cannot_start_is_named(tmp_path, false_ffmpeg, monkeypatch, no_hang):
+    path = tmp_path / "a.m4a"
+    path.write_bytes(b"something")
+    monkeypatch.setattr(audio, "FFMPEG_SECONDS", 0.1)
+    false_ffmpeg("exec sleep 100")
+    with pytest.raises(audio.BadAudio, match=r"a\.m4a cannot be read: ffmpeg failed: .*timed out"):
+        audio.read_audio(str(path), 16_000)
+    (tmp_path / "bin" / "ffmpeg").write_bytes(b"\x7fELF")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # or the next ffmpeg would be tried
+    for read in (audio.read_audio, in_pieces):
+        with pytest.raises(
+            audio.BadAudio, match=r"a\.m4a cannot be read: ffmpeg failed: Exec format error"
+        ):
+            read(str(path), 16_000)
+
+
+@pytest.mark.parametrize("answer", ["nan", "inf", "-1", "N/A", ""])
+def test_a_length_that_is_not_one_makes_audio_unreadable(tmp_path, monkeypatch, answer):
+    (tmp_path / "a.m4a").write_bytes(b"something")
+    monkeypatch.setattr(headers.shutil, "which", lambda name: name)
+    result = subprocess.CompletedProcess([], 0, answer + "\n", "")
+    monkeypatch.setattr(headers.subprocess, "run", lambda *_, **__: result)
+    assert (
+        headers.probe(str(tmp_path / "a.m4a"))[1]
+        == "audio is unreadable (for libsndfile and ffmpeg)"
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["-v", "|true", "http:a.m4a", "concat:a|b", "file:a.m4a", "a b\n.m4a", "~", "$HOME"]
+)
+def test_any_file_name_is_a_plain_name(tmp_path, false_ffmpeg, monkeypatch, name):
+    np.zeros(800, dtype="<f4").tofile(tmp_path / "samples")
+    false_ffmpeg(f'printf "%s\\n" "$@" > {tmp_path}/arguments; cat {tmp_path}/samples')
+    (tmp_path / name).write_bytes(b"something")
+    monkeypatch.chdir(tmp_path)
+    assert len(audio.read_audio(name, 16_000)) == 800
+    assert f"-i\nfile:{name}\n" in (tmp_path / "arguments").read_text()
+
+
+def test_audio_files_below_links_that_lead_back(tmp_path, wav, no_hang):
+    wanted = wav(tmp_path / "b" / "a.wav")
+    (tmp_path / "b" / "again").symlink_to(tmp_path / "b")
+    assert audio.audio_files([str(tmp_path / "b")]) == [Path(wanted)]
+
+
+def test_audio_files(tmp_path, wav):
+    wanted = [wav(tmp_path / "b" / "x y.wav"), wav(tmp_path / "b" / "z" / "a.flac")]
+    (tmp_path / "b" / "c.M4A").write_bytes(b"")
+    (tmp_path / "b" / "notes.txt").write_text("")
+    (tmp_path / "b" / "folder.wav").mkdir()
+    files = audio.audio_files([str(tmp_path / "b"), str(tmp_path / "b" / "notes.txt")])
+    assert [str(path) for path in files] == [
+        str(tmp_path / "b" / "c.M4A"),
+        *wanted,
+        str(tmp_path / "b" / "notes.txt"),
+    ]
+    for path, message in (
+        (tmp_path / "none", "no such file or folder"),
+        (tmp_path / "b" / "folder.wav", "no audio file in"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            audio.audio_files([str(path)])
+
+
+def test_cached_audio_is_the_same_to_the_bit_and_follows_changes(tmp_path, wav):
+    path, cache = wav(tmp_path / "a b.wav", 1.0, 22_050), str(tmp_path / "cache")
+    for part in ((0.0, None), (0.25, 0.5)):
+        expected = audio.read_audio(path, 16_000, *part)
+        for _ in range(2):
+            assert torch.equal(audio.read_cached(cache, path, 16_000, *part), expected)
+    assert len(list(Path(cache).rglob("*.f32"))) == 2
+    wav(tmp_path / "a b.wav", 0.5, 22_050)
+    assert len(audio.read_cached(cache, path, 16_000)) == 8000
+
+
+BAD_ENTRIES = {
+    "truncated": lambda entry: os.truncate(entry, 200),
+    "empty": lambda entry: os.truncate(entry, 0),
+    "a checksum only": lambda entry: os.truncate(entry, 4),
+    "of odd length": lambda entry: os.truncate(entry, 201),
+    "longer": lambda entry: entry.write_bytes(entry.read_bytes() + bytes(4)),
+    "that of another file": lambda entry: entry.write_bytes(
+        next(p for p in entry.parents[1].rglob("*.f32") if p != entry).read_bytes()
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ENTRIES)
+def test_a_damaged_entry_of_the_cache_is_replaced(tmp_path, wav, kind):
+    path, cache = wav(tmp_path / "a.wav"), tmp_path / "cache"
+    expected = audio.read_cached(str(cache), path, 16_000)
+    (entry,) = cache.rglob("*.f32")
+    good = entry.read_bytes()
+    audio.read_cached(str(cache), wav(tmp_path / "b.wav", 2.0), 16_000)
+    BAD_ENTRIES[kind](entry)
+    assert torch.equal(audio.read_cached(str(cache), path, 16_000), expected)
+    assert entry.read_bytes() == good
+
+
+def test_a_cache_that_cannot_be_written_says_so(tmp_path, wav):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"--cache_audio .*file: Not a directory"):
+        audio.read_cached(str(tmp_path / "file"), wav(tmp_path / "a.wav"), 16_000)
+    with pytest.raises(DataError, match=r"gone\.wav cannot be read: No such file"):
+        audio.read_cached(str(tmp_path / "cache"), str(tmp_path / "gone.wav"), 16_000)

@@ -1,0 +1,196 @@
+"""Characters that a vocabulary lacks: counted, named, and refused above a share."""
+
+import shlex
+import time
+import types
+
+import numpy as np
+import pytest
+
+from common.errors import DataError
+from speech.data.columns import Codes, Corpus, Strings
+from speech.writing import text, unknown
+
+
+def corpus(texts: list[str], path: str = "a.wav") -> Corpus:
+    count = len(texts)
+    return Corpus(
+        paths=Strings([path] * count),
+        texts=Strings(texts),
+        seconds=np.ones(count),
+        offsets=np.zeros(count),
+        durations=np.ones(count),
+        speakers=Codes([""] * count),
+        languages=Codes([""] * count),
+        lines=np.arange(count),
+    )
+
+
+LATIN = unknown.outside("abcdefghijklmnopqrstuvwxyz ")
+
+
+def check(texts: list[str], lacking=LATIN, allow: bool = False) -> None:
+    unknown.check_unknown({"training": corpus(texts)}, lacking, allow, "do something else")
+
+
+def test_nothing_is_said_of_texts_that_can_be_written(capsys):
+    check(["hello world", "how are you"])
+    assert capsys.readouterr().out == ""
+
+
+def test_the_share_is_of_characters_and_not_of_texts(capsys):
+    check(["a" * 30 + "ñ"] * 10)  # every text, 3.2 % of the characters
+    out = capsys.readouterr().out
+    assert (
+        out == "warning: training set: 3.2 % of the characters are outside the vocabulary: ñ x 10\n"
+    )
+
+
+def test_another_script_is_refused_with_the_advice():
+    with pytest.raises(DataError) as error:
+        check(["ሰላም ሰላም", "hello"])
+    message = str(error.value)
+    assert "54.5 % of the characters (ላ x 2, ም x 2, ሰ x 2)" in message
+    assert message.startswith("training set: ")
+    assert "do something else" in message
+    assert "--allow_unknown" in message
+    assert "\n" not in message
+
+
+def test_a_refusal_can_be_overridden(capsys):
+    check(["ሰላም ሰላም"], allow=True)
+    assert "100.0 %" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["training", "val", "test"])
+def test_every_set_is_looked_at_by_itself(name):
+    corpora = {"training": corpus(["hello"] * 1000), name: corpus(["hello", "ሰላም"])}
+    with pytest.raises(DataError, match=f"^{name} set: "):
+        unknown.check_unknown(corpora, LATIN, False)
+
+
+def test_a_small_evaluation_set_can_have_a_rare_character_if_the_vocabulary_is_the_runs_own(capsys):
+    rare = corpus(["hello world", "you ñ"])  # 7 %
+    unknown.check_unknown({"val": rare}, LATIN, False, is_own=True)
+    assert "ñ x 1" in capsys.readouterr().out
+    for corpora, is_own in (
+        ({"val": rare}, False),
+        ({"train": rare}, True),
+        ({"test": corpus(["ሰላም"])}, True),
+    ):
+        with pytest.raises(DataError):
+            unknown.check_unknown(corpora, LATIN, False, is_own=is_own)
+
+
+def test_invisible_characters_are_named_by_code_point_and_name(capsys):
+    check(["a" * 100 + "\u200d\u0301\u00a0\u200b\x07"])
+    out = capsys.readouterr().out
+    for name in (
+        "U+200D ZERO WIDTH JOINER x 1",
+        "U+0301 COMBINING ACUTE ACCENT",
+        "U+00A0 NO-BREAK SPACE",
+        "U+200B ZERO WIDTH SPACE",
+        "U+0007 x 1",
+    ):
+        assert name in out
+    assert out.count("\n") == 1 and out.rstrip("\n").isprintable()
+
+
+def test_many_characters_are_cut_to_the_most_frequent(capsys):
+    han = "".join(map(chr, range(0x4E00, 0x4E00 + 500)))
+    check([han, han[:3]], allow=True)
+    out = capsys.readouterr().out
+    assert "一 x 2, 丁 x 2, 丂 x 2, 七 x 1" in out and "480 others" in out
+
+
+def test_capitals_and_punctuation_of_sentences_are_only_warned_about(capsys):
+    check(["Is this the way to write a sentence? Yes! It is."] * 5)  # 13 %
+    out = capsys.readouterr().out
+    assert out.endswith(": I x 10, ! x 5, . x 5, ? x 5, Y x 5\n")
+
+
+def test_a_text_in_capitals_is_refused():
+    with pytest.raises(DataError, match="cannot write 100"):
+        check(["HELLO WORLD"])
+
+
+def test_letters_are_counted_beside_capitals():
+    with pytest.raises(DataError):
+        check(["Is this the ሰላ way to write? Yes!"] * 5)
+
+
+def test_a_missing_space_is_named_and_does_not_count(capsys):
+    check(["a b c d"], unknown.outside("abcd"))
+    assert "U+0020 SPACE x 3" in capsys.readouterr().out
+
+
+def test_texts_of_a_stand_in_are_not_looked_at(capsys):
+    stand_in = corpus(["ሰላም"], path="")
+    unknown.check_unknown({"train": stand_in, "empty": corpus([])}, LATIN, False)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("kind", ["char", "bpe"])
+def test_a_tokenizer_is_asked_for_each_character(kind):
+    tokenizer = text.train_tokenizer(["hello world", "how are you"] * 20, kind, 30)
+    lacking = unknown.not_encoded(tokenizer)
+    assert list(lacking("hello how")) == []
+    assert list(lacking("hxllo ሰሰ ?")) == ["x", "ሰ", "ሰ", "?"]
+
+
+def test_a_character_that_only_longer_pieces_have_can_be_written():
+    class Tokenizer:
+        unknown = 0
+
+        def encode(self, text):
+            pieces = {"qu": 1, "i": 2, "t": 3}
+            found = []
+            while text:
+                piece = next((piece for piece in pieces if text.startswith(piece)), text[0])
+                found.append(pieces.get(piece, 0))
+                text = text[len(piece) :]
+            return found
+
+    lacking = unknown.not_encoded(Tokenizer())
+    assert list(lacking("quit")) == []
+    assert list(lacking("qit")) == ["q"]
+
+
+def test_each_character_is_encoded_once():
+    calls = []
+
+    def encode(text):
+        calls.append(text)
+        return [1]
+
+    lacking = unknown.not_encoded(types.SimpleNamespace(encode=encode, unknown=0))
+    started = time.perf_counter()
+    for _ in range(50_000):
+        lacking("the quick brown fox jumps over the lazy dog " * 3)
+    assert len(calls) <= 28
+    assert time.perf_counter() - started < 5  # two orders of magnitude more than it takes
+
+
+def adds(counts) -> str:
+    value = unknown.as_value(counts)
+    return value and f"--add {value}"
+
+
+@pytest.mark.parametrize(
+    ("texts", "flag"),
+    [
+        (["a%b%", "(a) b"], '--add "% ( )"'),
+        (['a"$b'], """--add '" $'"""),
+        (["a`'\\!"], "--add '! '\"'\"' \\ `'"),
+        ([chr(0x4E00 + i) for i in range(101)], ""),  # too many
+    ],
+)
+def test_the_flag_that_adds_characters_is_ready_to_copy(texts, flag, capsys):
+    named = {"train": corpus(["a" * 99, *texts]), "val": corpus(["€" * 2])}
+    unknown.check_unknown(named, LATIN, True, adds=adds)
+    out = capsys.readouterr().out
+    lines = [line for line in out.splitlines() if line.startswith("to add them")]
+    assert lines == ([f"to add them to the vocabulary: {flag}"] if flag else [])
+    if flag:
+        value = shlex.split(flag)[1]
+        assert set(value.split(" ")) == {c for text in texts for c in text if c not in "ab "}
