@@ -14,7 +14,7 @@ import torch
 from benchmarks import on_gpu, tier_tables
 from benchmarks.gpu import bench, card, correctness, report, results, trial
 from benchmarks.gpu.bench import Bench, Failed, OutOfTime, Piece, Skipped
-from common.parts.offload import LEVELS
+from common.options import LEVELS
 from tests.recipes import runs
 
 ROOT = Path(__file__).resolve().parents[2]
