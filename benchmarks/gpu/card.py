@@ -12,11 +12,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from common.gpu import cuda_problem, gpu_processes
 from torch.backends.cuda import SDPAParams
 
 from common import device
+from common.cuda import cuda_problem
 from common.parts import preflight
+from common.parts.utilisation import gpu_processes
 
 # Peak of dense 16-bit products with sums in fp32, 1e12 operations a second: the makers' data
 # sheets. GeForce cards have half of their fp16 peak with sums in fp32.
