@@ -11,6 +11,8 @@ from torch.autograd.function import once_differentiable
 
 from common.errors import UsageError
 
+# Layers whose weights autocast casts. Norms and recurrent layers stay in fp32.
+LOWERED = (torch.nn.Linear, torch.nn.Embedding, torch.nn.Conv1d, torch.nn.Conv2d)
 SMALL = 1 << 19  # elements of an input for which `lean_chain` recomputes nothing
 # The activations of `lean_chain`, with their gradients.
 ACTIVATIONS = {

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,13 @@ import torch
 from common import checkpoint, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
-from common.parts import lora
-from models import card, model_files, peft_files
+from models import model_files
 
 MODELS = ("model_dir", "model_file")  # flags that name released weights
 GOALS = ("train_manifest", "from_scratch", "max_steps", "num_epochs", "dry_run", "verify_gpu")
 
 EXPORTS = ("export", "export_adapter")  # flags that name a folder which is replaced
 WRITTEN = ("checkpoint_dir", "log_dir", "output_dir", "cache_audio")  # other folders of a command
-
-ADAPTING = ("lora", "lora_targets", "lora_alpha")
-TARGETS = ("linear", "attention", "q,v")  # choices of --lora_targets
 
 LEAVE_OUT = (
     "leave it out to continue, or start a new run with another --output_dir, or from the weights"
@@ -56,20 +52,6 @@ EXCLUDES = (
         for model in MODELS
     ),
     ("from_scratch", options.COMMAND, options.TRAINS),
-    *((flag, options.COMMAND, options.TRAINS) for flag in ADAPTING),
-    ("adapter", "resume", "both name weights to use; leave one of them out"),
-    ("lora", "sharded", "shards are of a model that is trained; leave one of them out"),
-    ("lora", "use_cpu_offload", "adapters and their states are small; leave the second out"),
-)
-# Rows for common.options: flags that need another one.
-NEEDS = (
-    (
-        "lora",
-        (*MODELS, "resume", "init_from", "dry_run", "verify_gpu"),
-        "a random model cannot stay as it is",
-    ),
-    ("lora_targets", ("lora",), ""),
-    ("lora_alpha", ("lora",), ""),
 )
 
 
@@ -82,7 +64,6 @@ class Forms:
     file: str  # the file that --model_file takes; empty if the recipe has no such flag
     exported: str  # what loads an export: "for transformers, with OpenAI's model.pt"
     fetch: str  # the command that fetches a released model
-    peft: bool = True  # whether peft knows such a model
 
 
 @dataclass(frozen=True)
@@ -92,9 +73,8 @@ class Origin:
     `path` is the folder or file of released weights, which the flag `flag` names, or None.
     `may_be_random` says whether the weights may be random if there is no checkpoint. `size` is the
     configuration of --model_size `size_name`, and None for a released model. `export` is the folder
-    to export to, or None. `adapters`: of --lora, or of the adapters of peft's that --init_from
-    names. `adapter`: the file or folder of --adapter, or that folder. `export_adapter`: the folder
-    of that flag. `given` are the names of the flags on the command line."""
+    to export to, or None. `adapters` and `adapter`: see `adapters.resolve`. `export_adapter`: the
+    folder of that flag. `given` are the names of the flags on the command line."""
 
     given: frozenset[str]
     path: str | None
@@ -107,7 +87,7 @@ class Origin:
     checkpoint_dir: Path
     export: str | None
     forms: Forms
-    adapters: lora.Settings | None = None
+    adapters: Any = None
     adapter: str | None = None
     export_adapter: str | None = None
 
@@ -120,7 +100,7 @@ class Family:
     network with random weights. `check(info, name)` raises `UsageError` if the parts of an info
     that was saved contradict each other; `name` is the file's. `conflicts(info, saved)` lists the
     flags that contradict a checkpoint, each with what the checkpoint has instead; see
-    `conflicts`. `layers(info, targets)`: the layers that --lora_targets means. `prefix`: what the
+    `conflicts`. `layers(info, targets)`: the `lora.Layers` that --lora_targets means. `prefix`: what the
     names of transformers' model begin with in addition to these; None if there is no such model."""
 
     model_info: type
@@ -128,7 +108,7 @@ class Family:
     network: Callable[[Any], torch.nn.Module]
     check: Callable[[Any, str], None]
     conflicts: Callable[[Any, Saved], list[str]]
-    layers: Callable[[Any, str], lora.Layers]
+    layers: Callable[[Any, str], Any]
     prefix: str | None = None
 
 
@@ -176,59 +156,21 @@ def add_arguments(parser, forms: Forms, sizes: Iterable[str], usual_size: str):
             " --resume PATH or --model_dir"
         ),
     )
-    add_lora_arguments(parser, forms.peft)
     return group
 
 
-def add_lora_arguments(parser, has_peft: bool) -> None:
-    group = parser.add_argument_group("low-rank adapters, in place of training all weights")
-    group.add_argument(
-        "--lora",
-        type=options.number(int, 1, lora.MOST_RANK),
-        metavar="RANK",
-        help=(
-            "train adapters of this rank beside a released model, whose weights stay as they are,"
-            " on the GPU in 16 bits (off; 8 to 32 are usual)"
-        ),
-    )
-    group.add_argument(
-        "--lora_targets",
-        choices=TARGETS,
-        help="which layers get adapters: all linear ones, those of attention, or two of these"
-        f" ({TARGETS[0]})",
-    )
-    group.add_argument(
-        "--lora_alpha",
-        type=options.number(float, 0.0, lora.MOST_ALPHA),
-        metavar="X",
-        help="adapters count X / RANK times (twice RANK)",
-    )
-    group.add_argument(
-        "--adapter",
-        type=options.path,
-        metavar="PATH",
-        help=(
-            "without training, use --model_dir with these adapters: best.safetensors of a run, or"
-            " a folder of peft's"
-        ),
-    )
-    if has_peft:
-        group.add_argument(
-            "--export_adapter",
-            type=options.path,
-            metavar="DIR",
-            help=(
-                "write the adapters for peft and transformers; after training, or alone with"
-                " --resume PATH"
-            ),
-        )
+def path_of(args) -> str | None:
+    """The folder or file of released weights that a flag names."""
+    return args.model_dir or getattr(args, "model_file", None)
 
 
 def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo: bool) -> Origin:
     """Checks the flags that say where the model starts, and fills in --model_size. `sizes` are the
     names of model sizes and their configurations. A demo starts at random weights, and a command
     that does not train needs none. Raises `UsageError`."""
-    path = args.model_dir or getattr(args, "model_file", None)
+    from models import adapters
+
+    path = path_of(args)
     flag = "--model_dir" if args.model_dir else "--model_file"
     ways = f"--model_dir DIR ({forms.folder}), "
     if forms.file:
@@ -239,18 +181,12 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
     starts_somewhere = path or args.from_scratch or is_demo or args.resume or args.init_from
     if trains and not starts_somewhere:
         raise UsageError(f"training needs a model to start from: add {ways}")
-    if args.adapter and not path:
-        raise UsageError(f"--adapter {args.adapter}: name the released model that it is for, too")
     if path:
         require_source(path, flag, forms)
     require_exports(vars(args), options.paths_in(args, *EXPORTS))
     if not path and args.model_size is None:
         args.model_size = next(iter(sizes)) if is_demo else usual_size
-    settings = adapter_settings(args.lora, args.lora_alpha, args.lora_targets, args.init_from)
-    adapter = args.adapter
-    if peft_files.is_adapter(args.init_from):  # no file of a run, which the loop would read
-        adapter = args.init_from
-        args.init_from = None
+    settings, adapter = adapters.resolve(args)
     return Origin(
         given=args.given,
         path=path,
@@ -267,23 +203,6 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
         adapter=adapter,
         export_adapter=getattr(args, "export_adapter", None),
     )
-
-
-def adapter_settings(
-    rank: int | None, alpha: float | None, targets: str | None, init_from: str | None
-) -> lora.Settings | None:
-    """What --lora asks for, or what the adapters of peft's have that --init_from names. Raises
-    `UsageError`."""
-    if peft_files.is_adapter(init_from):
-        settings = peft_files.read_settings(init_from)
-        if rank not in (None, settings.rank) or alpha not in (None, settings.alpha) or targets:
-            raise UsageError(
-                f"--init_from {init_from} brings adapters of rank {settings.rank} and alpha"
-                f" {settings.alpha:g} beside layers of its choice: leave out --lora, --lora_alpha"
-                " and --lora_targets"
-            )
-        return settings
-    return lora.Settings(rank, alpha or 2.0 * rank, targets or TARGETS[0]) if rank else None
 
 
 def require_exports(flags: dict, inputs: list[str]) -> None:
@@ -363,11 +282,13 @@ def choose(
         info = read_info(origin, family, resumed)
         if not resumed.adapters:
             return info, None
-        adapters = saved_adapters(family, info, resumed)
-        base = read_base(origin, family, adapters, resumed.path)
-        return info, {**base, **lora.without_adapters(resumed.model)}
-    if initial:
-        match_initial(origin, family, initial)
+        from models import adapters
+
+        return info, adapters.frozen_base(origin, family, info, resumed)
+    if initial and (initial.adapters or origin.adapters):
+        from models import adapters
+
+        adapters.match_initial(origin, family, initial)
     if origin.path:
         return family.read(origin.path)
     if initial and not origin.may_be_random:
@@ -390,8 +311,10 @@ def use(
     """A model that is not trained further: its info and weights, and the checkpoint that they are
     from, None for a released model. The model is that of --model_dir or --model_file, of --resume,
     or of the best evaluation. Raises `UsageError`."""
-    if peft_files.is_adapter(origin.adapter):
-        return *with_foreign_adapter(origin, family), None
+    if has_foreign_adapter(origin):
+        from models import adapters
+
+        return *adapters.with_foreign(origin, family), None
     if origin.path and not (origin.resume or origin.adapter):
         info, weights = family.read(origin.path)
         return info, weights, None
@@ -402,10 +325,19 @@ def use(
     return read_info(origin, family, saved), whole_weights(origin, family, saved), saved
 
 
+def has_foreign_adapter(origin: Origin) -> bool:
+    """Whether --adapter names a folder of peft's."""
+    if origin.adapter is None:
+        return False
+    from models import peft_files
+
+    return peft_files.is_adapter(origin.adapter)
+
+
 def weights_file(origin: Origin) -> Path | None:
     """The file of the weights of `use`; None for a released model."""
     named = origin.adapter or origin.resume
-    if peft_files.is_adapter(origin.adapter) or (origin.path and not named):
+    if has_foreign_adapter(origin) or (origin.path and not named):
         return None
     return checkpoint.path_to_use(named, origin.checkpoint_dir)
 
@@ -423,7 +355,11 @@ def read_info(origin: Origin, family: Family, saved: Saved, advice: str = LEAVE_
     weights, and for flags that contradict it: otherwise `--resume auto` in a script would continue
     an earlier demo and ignore the model that the flags name. `advice` ends that message."""
     info = check_saved(family, saved, origin.forms.family)
-    found = family.conflicts(info, saved) + adapter_conflicts(origin, saved)
+    found = family.conflicts(info, saved)
+    if origin.adapters:
+        from models import adapters
+
+        found += adapters.conflicts(origin, saved)
     if found:
         raise UsageError(f"{', '.join(found)} conflicts with the checkpoint: {advice}")
     return info
@@ -434,269 +370,37 @@ def check_saved(family: Family, saved: Saved, name: str):
     info could ask for a model of any size. Raises `UsageError`."""
     info = records.read(family.model_info, saved.model_info, saved.path)
     family.check(info, str(saved.path))
-    expected = checkpoint.shapes_of(lambda: saved_network(family, info, saved))
-    model_files.check_shapes(saved.model, expected, saved.path, name)
-    return info
 
-
-# --- adapters -------------------------------------------------------------------------------------
-
-
-def adapter_record(saved: Saved) -> dict:
-    """The record of the adapters that a checkpoint has (`lora.SAVED`). Raises `UsageError`."""
-    if reason := records.mismatch(saved.adapters, lora.SAVED, "its record of adapters"):
-        raise UsageError(f"{saved.path} is damaged: {reason}")
-    return saved.adapters
-
-
-def saved_adapters(family: Family, info: Any, saved: Saved) -> lora.Adapters:
-    """The adapters of a checkpoint. Raises `UsageError` if they are for other layers."""
-    record = adapter_record(saved)
-    layers = family.layers(info, TARGETS[0])
-    if unknown := set(record["layers"]) - set(layers.adapted):
-        raise UsageError(f"{saved.path}: no adapter can be beside {min(unknown)[:80]!r} here")
-    settings = lora.Settings(record["rank"], record["alpha"], record["targets"])
-    layers = replace(layers, adapted=record["layers"])
-    return lora.Adapters(settings, layers, record["base"], record["name"])
-
-
-def adapt(
-    origin: Origin,
-    family: Family,
-    info: Any,
-    model: torch.nn.Module,
-    base: dict[str, torch.Tensor] | None,
-    resumed: Saved | None,
-    initial: Saved | None,
-    seed: int,
-) -> None:
-    """Adds adapters to a released model with the weights `base`: those of the checkpoint that the
-    run resumes, those of --init_from, or what --lora asks for, which frozen layers do not get.
-    Prints what is trained. Raises `UsageError`."""
-    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    found = {}
-    saved = resumed or (initial if origin.adapters else None)
-    if saved and saved.adapters:
-        adapters = saved_adapters(family, info, saved)
-        if saved is initial:
-            check_base(origin, adapters, lora.fingerprint(base or {}, adapters.layers), saved.path)
-    elif origin.adapters and not resumed:
-        if not origin.path and not next(model.parameters()).is_meta:  # as in a planned run
-            raise UsageError(
-                "--lora: adapters are for a released model; name it with --model_dir or"
-                " --model_file"
-            )
-        adapters, found = new_adapters(origin, family, info, base, frozen)
-    elif origin.export_adapter:
-        raise UsageError("--export_adapter writes adapters, and this run trains none: add --lora")
-    else:
-        return
-    if stuck := [name for name in adapters.layers.adapted if f"{name}.weight" in frozen]:
-        raise UsageError(
-            f"{len(stuck)} of {len(adapters.layers.adapted)} adapters are beside frozen layers:"
-            " leave out the flag that freezes them"
-        )
-    lora.attach(model, adapters, seed)
-    if found:
-        model.load_state_dict(found, strict=False)
-    print(lora.describe(model))
-
-
-def new_adapters(
-    origin: Origin,
-    family: Family,
-    info: Any,
-    base: dict[str, torch.Tensor] | None,
-    frozen: set[str],
-) -> tuple[lora.Adapters, dict[str, torch.Tensor]]:
-    """What --lora asks for beside layers that are not `frozen`, or the adapters of peft's that
-    --init_from names, with their values. Raises `UsageError`."""
-    found = {}
-    layers = family.layers(info, origin.adapters.targets)
-    if origin.adapter:
-        found, layers = foreign_layers(origin, family, info)
-    else:
-        trained = [name for name in layers.adapted if f"{name}.weight" not in frozen]
-        layers = replace(layers, adapted=trained)
-    name = os.path.basename(os.path.abspath(origin.path or ""))
-    fingerprint = lora.fingerprint(base or {}, layers)
-    return lora.Adapters(origin.adapters, layers, fingerprint, name), found
-
-
-def check_base(origin: Origin, adapters: lora.Adapters, found: str, path: Path) -> None:
-    """Raises `UsageError` if the adapters in a file are for other weights than those with the
-    fingerprint `found`, which is empty in a dry run."""
-    if found and adapters.base != found:
-        raise UsageError(
-            f"{path} has adapters for {adapters.name}, and {origin.flag} {origin.path} has other"
-            f" weights (SHA-256 {found[:12]} instead of {adapters.base[:12]})"
-        )
-
-
-def usual_adapters(family: Family, info: Any, rank: int) -> lora.Adapters:
-    """What --lora adds to such a model; the weights that it goes with are not known."""
-    settings = lora.Settings(rank, 2.0 * rank, TARGETS[0])
-    return lora.Adapters(settings, family.layers(info, settings.targets), "", "")
-
-
-def saved_network(family: Family, info: Any, saved: Saved) -> torch.nn.Module:
-    """The network of a checkpoint, with its adapters."""
-    network = family.network(info)
-    if saved.adapters:
-        lora.attach(network, saved_adapters(family, info, saved), seed=0)
-    return network
-
-
-def adapter_conflicts(origin: Origin, saved: Saved) -> list[str]:
-    """The flags that contradict the adapters of a checkpoint, each with what it has."""
-    asked = origin.adapters
-    if asked is None:
-        return []
-    if saved.adapters is None:
-        return [f"--lora {asked.rank} (the checkpoint has no adapters)"]
-    has = adapter_record(saved)
-    values = {"lora": (asked.rank, has["rank"])}
-    values["lora_targets"] = (asked.targets, has["targets"])
-    values["lora_alpha"] = (asked.alpha, has["alpha"])
-    return [
-        f"--{flag} {wanted} (the checkpoint has {found})"
-        for flag, (wanted, found) in values.items()
-        if flag in origin.given and wanted != found
-    ]
-
-
-def match_initial(origin: Origin, family: Family, initial: Saved) -> None:
-    """Merges the adapters of --init_from into its weights, if the run has none. Raises
-    `UsageError`, also if they are not those that the flags ask for."""
-    if initial.adapters:
-        check_saved(family, initial, origin.forms.family)
-    if initial.adapters and not origin.adapters:
-        merged = whole_weights(origin, family, initial)
-        initial.model.clear()
-        initial.model.update(merged)
-    elif origin.adapters and not initial.adapters:
-        raise UsageError(
-            f"--lora and --init_from {initial.path}: all of its weights were trained; export it,"
-            " and give the export as the released model"
-        )
-    elif found := adapter_conflicts(origin, initial):
-        raise UsageError(
-            f"{', '.join(found)}: --init_from {initial.path} keeps its adapters' shape"
-        )
-
-
-def read_base(
-    origin: Origin, family: Family, adapters: lora.Adapters, path: Path
-) -> dict[str, torch.Tensor]:
-    """The released weights that the adapters of the checkpoint at `path` are for. Raises
-    `UsageError` if the flags name no weights or others."""
-    if origin.path is None:
-        raise UsageError(
-            f"{path} has adapters (--lora) for a released model: name it with --model_dir or"
-            f" --model_file; its name was {adapters.name}"
-        )
-    _, base = family.read(origin.path)
-    check_base(origin, adapters, lora.fingerprint(base, adapters.layers), path)
-    return base
-
-
-def with_foreign_adapter(origin: Origin, family: Family) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A released model with the adapters of peft's that --adapter names: its info and weights.
-    Raises `UsageError`."""
-    info, base = family.read(origin.path)
-    found, layers = foreign_layers(origin, family, info)
-    settings = peft_files.read_settings(origin.adapter)
-    return info, merge(base, found, lora.Adapters(settings, layers, "", ""), origin.adapter)
-
-
-def foreign_layers(
-    origin: Origin, family: Family, info: Any
-) -> tuple[dict[str, torch.Tensor], lora.Layers]:
-    """The tensors of adapters of peft's, and the layers that they are for. Raises `UsageError` if
-    they do not fit the model."""
-    path = origin.adapter
-    settings, found = peft_files.read_settings(path), peft_files.read(path, family.prefix or "")
-    layers = family.layers(info, settings.targets)
-    ending = f".{lora.A}"
-    adapted = [name.removesuffix(ending) for name in found if name.endswith(ending)]
-    if unknown := [name for name in adapted if name not in layers.adapted]:
-        raise UsageError(f"{path}: no adapter can be beside {unknown[0][:80]!r} here")
-    if not adapted:
-        raise UsageError(f"{path} has no adapters")
-    layers = replace(layers, adapted=adapted)
-    with torch.device("meta"):
+    def make() -> torch.nn.Module:
         network = family.network(info)
-        lora.attach(network, lora.Adapters(settings, layers, "", ""), seed=0)
-    trained = {name for name, p in network.named_parameters() if p.requires_grad}
-    expected = {
-        name: tuple(tensor.shape)
-        for name, tensor in network.state_dict().items()
-        if name in trained and (name in found or name.endswith((lora.A, lora.B)))
-    }
-    model_files.check_shapes(found, expected, path, "adapter of the")
-    return found, layers
+        if saved.adapters:
+            from models import adapters
 
+            adapters.attach_saved(network, family, info, saved)
+        return network
 
-def exports_adapter_only(origin: Origin) -> bool:
-    """Whether all that is asked for is --export_adapter of saved weights."""
-    return exports_only(origin) and not origin.export and "evaluate" not in origin.given
-
-
-def export_adapter(
-    origin: Origin, family: Family, about: card.About, form_of: Callable[[Any], card.Form]
-) -> None:
-    """--export_adapter of the adapters that a run has saved, with a model card, whose form follows
-    from the model's info. Raises `UsageError` and `RunError`."""
-    path = about.weights
-    if path is None:
-        raise UsageError("--export_adapter writes the adapters of a run: name them with --resume")
-    saved = checkpoint.read_weights(path, about.recipe)
-    if not saved.adapters:
-        raise UsageError(
-            f"--export_adapter: {path} has no adapters; --export writes the whole model"
-        )
-    info = check_saved(family, saved, origin.forms.family)
-    adapters = saved_adapters(family, info, saved)
-    text = card.readme(Path(origin.export_adapter).resolve().name, about, form_of(info))
-    names = peft_files.write(origin.export_adapter, saved.model, adapters, family.prefix, text)
-    print(f"adapters exported to {origin.export_adapter}: {', '.join(names)}")
+    model_files.check_shapes(saved.model, checkpoint.shapes_of(make), saved.path, name)
+    return info
 
 
 def trained_weights(
     origin: Origin, family: Family, model: torch.nn.Module
 ) -> dict[str, torch.Tensor]:
-    """The weights of a model after training. Its adapters are merged into the released weights as
-    they are in their file, because those of the model may have 16 bits. Raises `UsageError`."""
-    adapters = lora.adapters_of(model)
-    if not adapters:
+    """The weights of a model after training, without adapters. Raises `UsageError`."""
+    if checkpoint.partial_of(model) is None:
         return model.state_dict()
-    _, base = family.read(origin.path)
-    trained = {name: tensor.cpu() for name, tensor in checkpoint.state_of(model).items()}
-    return lora.merge(base, trained, adapters)
+    from models import adapters
+
+    return adapters.merged_after_training(origin, family, model)
 
 
 def whole_weights(origin: Origin, family: Family, saved: Saved) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint; adapters are merged into the released weights. Raises
-    `UsageError`."""
+    """The weights of a checkpoint, without adapters. Raises `UsageError`."""
     if not saved.adapters:
         return saved.model
-    info = records.read(family.model_info, saved.model_info, saved.path)
-    adapters = saved_adapters(family, info, saved)
-    base = read_base(origin, family, adapters, saved.path)
-    return merge(base, saved.model, adapters, saved.path)
+    from models import adapters
 
-
-def merge(
-    base: dict[str, torch.Tensor],
-    found: dict[str, torch.Tensor],
-    adapters: lora.Adapters,
-    path: str | Path,
-) -> dict[str, torch.Tensor]:
-    """`lora.merge`. Raises `UsageError` if the adapters in the file at `path` overflow."""
-    merged = lora.merge(base, found, adapters)
-    if any(tensor.is_meta for tensor in base.values()):  # as in a planned run
-        return merged
-    return checkpoint.check_tensors(merged, path)
+    return adapters.merged(origin, family, saved)
 
 
 def conflicts(origin: Origin, info: Any, sized: Iterable[str]) -> list[str]:

@@ -46,7 +46,7 @@ from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.parts import lora
 from common.parts.new_rows import NewRows
 from common.report import check_folder
-from models import card, released
+from models import adapters, card, released
 from models.parakeet import decoding, languages, live, start, vocabulary, windows
 from models.parakeet.loss import Lattice
 from models.parakeet.model import CHECKPOINTED, COMPILED, Parakeet
@@ -438,7 +438,7 @@ def transcribe(args, asked: Options) -> None:
 def evaluate_only(args, asked: Options) -> None:
     """--export, --evaluate on the test set, or both, without training."""
     about = card.About(RECIPE, asked.origin.path, released.weights_file(asked.origin))
-    if released.exports_adapter_only(asked.origin):
+    if adapters.exports_only(asked.origin):
         return start.export_adapter(asked, about)
     setup = device.setup(args)
     info, model, before = trained(asked, setup)
@@ -527,7 +527,7 @@ def make_task(
         vocabulary=rows_by_piece(info, run.initial),
         plans=ForPlans(
             compares=bool(asked.origin.path),
-            adapters=functools.partial(released.usual_adapters, start.family(asked), info),
+            adapters=functools.partial(adapters.usual, start.family(asked), info),
         ),
     )
 

@@ -44,7 +44,7 @@ from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.report import check_folder
-from models import card, released
+from models import adapters, card, released
 from models.whisper import comparing, decoding, formats, kept_times, packs, start, timed
 from models.whisper.model import Whisper, ctc_loss, token_loss
 from models.whisper.padding import Padding, middle_epoch, note_longer_epochs
@@ -607,7 +607,7 @@ def main(args) -> None:
         return check_data(args, asked)
     if args.transcribe:
         return transcribe(args, asked)
-    if released.exports_adapter_only(asked.origin):
+    if adapters.exports_only(asked.origin):
         return start.export_adapter(asked, RECIPE)
     if args.evaluate or released.exports_only(asked.origin):
         return evaluate_only(args, asked)

@@ -48,7 +48,7 @@ from common.layers import finite_layers
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.parts import lora, machines
 from common.parts.new_rows import NewRows
-from models import card, released
+from models import adapters, card, released
 from models.xtts import cleaners, codec_training, formats, judge, new_tokens, speaking, start, texts
 from models.xtts.codec import SAMPLE_RATE, SAMPLES_PER_CODE, code_count
 from models.xtts.decoding import GREEDY, Sampling
@@ -463,7 +463,7 @@ def first_model(
     if not (info.pretrained or info.config["hifigan"]):
         model.conditioning_encoder.requires_grad_(False)
     family = start.family(asked)
-    released.adapt(asked.origin, family, info, model, weights, run.resumed, run.initial, args.seed)
+    adapters.adapt(asked.origin, family, info, model, weights, run.resumed, run.initial, args.seed)
     use_sdpa(model, args.sdpa)
     print(f"attention: {attention_kernel(model, run.setup.device, run.setup.dtype)}")
     parameters, trainable = optim.count_parameters(model)
@@ -745,9 +745,7 @@ def make_task(
         vocabulary=start.vocabulary(info, run.initial),
         reports=(str(speaking.folder_of(args.output_dir)),),
         further=watched,
-        plans=ForPlans(
-            adapters=functools.partial(released.usual_adapters, start.family(asked), info)
-        ),
+        plans=ForPlans(adapters=functools.partial(adapters.usual, start.family(asked), info)),
     )
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("common", "speech", "dry_run", "recipes", "webui", "benchmarks", "tests")
+FOLDERS = ("common", "speech", "models", "dry_run", "recipes", "webui", "benchmarks", "tests")
 SPEECH_MAY_USE = (
     "errors",
     "files",
     "device",
+    "layers",
     "memory",
     "options",
     "batches",
@@ -54,8 +55,9 @@ def imported_folders(path: Path) -> set[str]:
     [
         ("common", {"common"}),
         ("speech", {"common", "speech"}),
+        ("models", {"common", "speech", "models"}),
         ("dry_run", {"dry_run"}),
-        ("recipes", {"common", "speech"}),
+        ("recipes", {"common", "speech", "models"}),
         ("webui", set(FOLDERS) - {"benchmarks", "tests"}),
         ("benchmarks", set(FOLDERS) - {"webui", "tests"}),
     ],
@@ -109,8 +111,16 @@ def test_the_planner_needs_only_torch():
         assert roots <= {"torch", "dry_run", *sys.stdlib_module_names}, label(path)
 
 
-def test_speech_knows_no_loop():
-    for path in modules("speech"):
+def test_no_family_imports_another():
+    families = {path.name for path in (ROOT / "models").iterdir() if path.is_dir()}
+    for family in families - {"__pycache__"}:
+        for path in modules(f"models/{family}"):
+            used = {name.split(".")[1] for name in imported(tree_of(path)) if name[:7] == "models."}
+            assert not used & (families - {family}), label(path)
+
+
+def test_speech_and_models_know_no_loop():
+    for path in modules("speech", "models"):
         used = {name.split(".")[1] for name in imported(tree_of(path)) if name[:7] == "common."}
         assert used <= set(SPEECH_MAY_USE), label(path)
 
@@ -125,7 +135,7 @@ def test_manifests_and_headers_are_read_without_torch():
 
 def test_nobody_asks_whether_a_run_is_only_planned():
     """Except functions named `resolve`, which fill the records by which others know it."""
-    for path in modules("recipes", "speech"):
+    for path in modules("recipes", "speech", "models"):
         tree = tree_of(path)
         tree.body = [node for node in tree.body if getattr(node, "name", "") != "resolve"]
         asked = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}

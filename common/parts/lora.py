@@ -21,12 +21,10 @@ from torch.autograd.function import once_differentiable
 
 from common import checkpoint
 from common.engine import Engine
-from common.layers import product_backward, with_product
+from common.layers import LOWERED, product_backward, with_product
 
 A = "lora_A"
 B = "lora_B"
-# What is kept in 16 bits where it is frozen. Norms and recurrent layers stay in fp32.
-LOWERED = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
 MOST_RANK = 4096
 USUAL_RANK = 32
 MOST_ALPHA = 10_000.0

@@ -13,7 +13,7 @@ from common.checkpoint import Saved
 from common.errors import UsageError
 from common.layers import quieten_branches
 from common.parts import lora
-from models import card, onnx_files, released
+from models import adapters, card, onnx_files, released
 from models.parakeet import formats, live, settings, vocabulary
 from models.parakeet.languages import AUTO, USUAL, are_slots, slot_of
 from models.parakeet.model import Parakeet
@@ -130,6 +130,7 @@ LOSS_FLAGS = {  # of one kind of model or two
 # Rows for common.options: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
     *released.EXCLUDES,
+    *adapters.EXCLUDES,
     *(
         (model, "vocab_size", "a released model has its own vocabulary")
         for model in released.MODELS
@@ -142,7 +143,7 @@ EXCLUDES = (
     *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
 )
 NEEDS = (
-    *released.NEEDS,
+    *adapters.NEEDS,
     ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
     ("export_format", ("export",), ""),
     ("stream", ("transcribe",), ""),
@@ -228,6 +229,7 @@ def add_arguments(parser) -> None:
         metavar="N",
         help="pieces of a model from scratch (by --model_size; demo: characters)",
     )
+    adapters.add_arguments(parser, has_peft=True)
     add_language_arguments(parser)
     add_loss_arguments(parser)
     prepared = f"{vocabulary.COMMAND} makes a model with it, which --model_dir then names"
@@ -465,7 +467,7 @@ def first_model(
     tell(asked, info, model)
     if is_unified(info):
         print("trained offline only: what this model does in streaming is not looked at")
-    released.adapt(asked.origin, kind, info, model, weights, resumed, initial, seed)
+    adapters.adapt(asked.origin, kind, info, model, weights, resumed, initial, seed)
     return info, model
 
 
@@ -625,7 +627,7 @@ def export_trained(asked: Options, info: ModelInfo, model: Parakeet, about: card
 
 def export_adapter(asked: Options, about: card.About) -> None:
     """Writes the adapters of a run for peft. Raises `UsageError` and `RunError`."""
-    released.export_adapter(asked.origin, family(asked), about, adapter_card)
+    adapters.export(asked.origin, family(asked), about, adapter_card)
 
 
 def adapter_card(info: ModelInfo) -> card.Form:

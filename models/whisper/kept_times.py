@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from common import memory
 from common.device import Setup, upcast
 from common.errors import DataError
-from common.parts import lora
+from common.layers import LOWERED
 from models.whisper.model import Whisper
 from models.whisper.packs import Windows
 from models.whisper.tokenizer import WhisperTokenizer
@@ -62,7 +62,7 @@ def in_use(model: Whisper, setup: Setup) -> Iterator[None]:
     parameters = {parameter: parameter.data for parameter in model.parameters()}
     is_training = model.training
     for name, module in model.named_modules():
-        if setup.dtype and isinstance(module, lora.LOWERED) and not name.endswith(POSITIONS):
+        if setup.dtype and isinstance(module, LOWERED) and not name.endswith(POSITIONS):
             for parameter in module.parameters(recurse=False):
                 parameter.data = parameter.data.to(setup.dtype)
     model.to(setup.device).eval()

@@ -14,7 +14,7 @@ from common import checkpoint, device, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
 from common.parts import lora
-from models import card, released
+from models import adapters, card, released
 from models.whisper import decoding, formats, scratch
 from models.whisper.model import FRAME, LAYERS, Whisper
 from models.whisper.tokenizer import (
@@ -79,6 +79,7 @@ FROZEN = "a frozen encoder knows inputs of 30 s only; leave one of them out"
 TRAINING = ("freeze_encoder", "ctc_weight", "pad_share", "pad_to_30s")
 EXCLUDES = (
     *released.EXCLUDES,
+    *adapters.EXCLUDES,
     ("transcribe", "export", "give one of them"),
     ("transcribe", "export_adapter", "give one of them"),
     *((model, flag, OWN_SHAPE) for model in released.MODELS for flag in SHAPE),
@@ -89,7 +90,7 @@ EXCLUDES = (
     *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
 )
 NEEDS = (
-    *released.NEEDS,
+    *adapters.NEEDS,
     ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
     (
         "tokenizer_file",
@@ -196,6 +197,7 @@ def add_arguments(parser, sizes: dict[str, dict], language: str) -> None:
         default=False,
         help="train the decoder only, with inputs of 30 s (off)",
     )
+    adapters.add_arguments(parser, has_peft=True)
     add_loss_arguments(parser.add_argument_group("losses and padding"))
 
 
@@ -452,7 +454,7 @@ def first_model(
     if training.freeze_encoder:
         model.freeze_encoder()
     weights = (weights, run.resumed, run.initial)
-    released.adapt(asked.origin, kind, info, model, *weights, training.seed)
+    adapters.adapt(asked.origin, kind, info, model, *weights, training.seed)
     describe(info, model, training.learning_rate)
     return info, model
 
@@ -546,7 +548,7 @@ def for_task(asked: Options, info: ModelInfo, initial: Saved | None) -> dict:
 
 def usual_adapters(asked: Options, info: ModelInfo) -> Callable[[int], lora.Adapters]:
     """The adapters that --lora adds, by their rank, for the advice of a dry run."""
-    return functools.partial(released.usual_adapters, family(asked), info)
+    return functools.partial(adapters.usual, family(asked), info)
 
 
 def with_longest(
@@ -586,14 +588,14 @@ def export_trained(asked: Options, info: ModelInfo, model: Whisper, about: card.
         weights = released.trained_weights(asked.origin, family(asked), model)
         export(asked.origin.export, info, weights, about)
     if asked.origin.export_adapter:
-        released.export_adapter(asked.origin, family(asked), about, lambda info: ADAPTER_CARD)
+        adapters.export(asked.origin, family(asked), about, lambda info: ADAPTER_CARD)
 
 
 def export_adapter(asked: Options, recipe: str) -> None:
     """Writes the adapters that a run of `recipe` has saved for peft, without the released weights.
     Raises `UsageError` and `RunError`."""
     about = card.About(recipe, asked.origin.path, released.weights_file(asked.origin))
-    released.export_adapter(asked.origin, family(asked), about, lambda info: ADAPTER_CARD)
+    adapters.export(asked.origin, family(asked), about, lambda info: ADAPTER_CARD)
 
 
 def export(

@@ -15,7 +15,7 @@ from common import checkpoint, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
 from common.parts import lora
-from models import card, released
+from models import adapters, card, released
 from models.released import Forms, Origin
 from models.xtts import cleaners, codec_training, formats, frozen, new_tokens, texts
 from models.xtts.frozen import Frozen
@@ -31,7 +31,6 @@ FORMS = Forms(
     file="",
     exported="that Coqui's XTTS loads",
     fetch="hf download coqui/XTTS-v2 --local-dir XTTS-v2",
-    peft=False,
 )
 CARD = card.Form(
     library="coqui",
@@ -80,10 +79,11 @@ EXCLUDES = (
     ("show_text", "export", "give one of them"),
     ("condition", options.COMMAND, options.TRAINS),
     *released.EXCLUDES,
+    *adapters.EXCLUDES,
     *texts.EXCLUDES,
 )
 NEEDS = (
-    *released.NEEDS,
+    *adapters.NEEDS,
     ("adapter", ("synthesize", "evaluate", "export"), "--init_from trains them"),
     ("custom_model", ("model_dir",), "it holds the GPT only"),
     ("model_size", ("from_scratch",), ""),
@@ -157,6 +157,7 @@ def add_arguments(parser) -> None:
         choices=list(VERSIONS),
         help="the version that the weights should have; another is an error",
     )
+    adapters.add_arguments(parser, has_peft=False)
     texts.add_arguments(parser)
     add_other_names(parser)
 

@@ -111,6 +111,8 @@ def other_base(released, tmp_path_factory):  # noqa: F811
         ("--model_dir {base} --lora 8 --resume {last}", "--lora 8"),
         ("--model_dir {other} --resume {last}", "other weights"),
         ("--resume {last}", "--model_dir"),
+        ("--model_dir {base} --use_cpu_offload --resume {last}", "--use_cpu_offload"),
+        ("--model_dir {base} --use_cpu_offload --init_from {peft}", "--use_cpu_offload"),
     ],
 )
 def test_what_does_not_fit_the_adapters(

@@ -1,0 +1,382 @@
+"""Low-rank adapters beside a released model (`common/parts/lora.py`): their flags, which layers have
+them, and what checkpoints, exports and folders of the library peft have of them.
+
+    # What the flags ask for, as `released.resolve` keeps it in an `Origin`
+    settings, path = adapters.resolve(args)
+    # The model to train, when its weights are loaded
+    adapters.adapt(origin, family, info, model, weights, resumed, initial, seed)
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common import checkpoint, options, records
+from common.checkpoint import Saved
+from common.errors import UsageError
+from common.parts import lora
+from models import card, model_files, peft_files, released
+
+TARGETS = ("linear", "attention", "q,v")  # choices of --lora_targets
+
+# Flags that are for a model that is trained whole, and why they are left out.
+WHOLE_ONLY = {
+    "sharded": "shards are of a model that is trained",
+    "use_cpu_offload": "adapters and their states are small",
+}
+# Rows for common.options.
+EXCLUDES = (
+    *((flag, options.COMMAND, options.TRAINS) for flag in ("lora", "lora_targets", "lora_alpha")),
+    ("adapter", "resume", "both name weights to use; leave one of them out"),
+    *(("lora", flag, f"{reason}; leave the second out") for flag, reason in WHOLE_ONLY.items()),
+)
+NEEDS = (
+    (
+        "lora",
+        (*released.MODELS, "resume", "init_from", "dry_run", "verify_gpu"),
+        "a random model cannot stay as it is",
+    ),
+    ("lora_targets", ("lora",), ""),
+    ("lora_alpha", ("lora",), ""),
+)
+
+
+def add_arguments(parser, has_peft: bool) -> None:
+    group = parser.add_argument_group("low-rank adapters, in place of training all weights")
+    group.add_argument(
+        "--lora",
+        type=options.number(int, 1, lora.MOST_RANK),
+        metavar="RANK",
+        help=(
+            "train adapters of this rank beside a released model, whose weights stay as they are,"
+            " on the GPU in 16 bits (off; 8 to 32 are usual)"
+        ),
+    )
+    group.add_argument(
+        "--lora_targets",
+        choices=TARGETS,
+        help="which layers get adapters: all linear ones, those of attention, or two of these"
+        f" ({TARGETS[0]})",
+    )
+    group.add_argument(
+        "--lora_alpha",
+        type=options.number(float, 0.0, lora.MOST_ALPHA),
+        metavar="X",
+        help="adapters count X / RANK times (twice RANK)",
+    )
+    group.add_argument(
+        "--adapter",
+        type=options.path,
+        metavar="PATH",
+        help=(
+            "without training, use --model_dir with these adapters: best.safetensors of a run, or"
+            " a folder of peft's"
+        ),
+    )
+    if has_peft:
+        group.add_argument(
+            "--export_adapter",
+            type=options.path,
+            metavar="DIR",
+            help=(
+                "write the adapters for peft and transformers; after training, or alone with"
+                " --resume PATH"
+            ),
+        )
+
+
+def resolve(args) -> tuple[lora.Settings | None, str | None]:
+    """The settings of the adapters that --lora asks for, or that peft's have if --init_from names
+    some; and the file or folder of adapters that a flag names. Raises `UsageError`."""
+    rank = args.lora
+    alpha = args.lora_alpha
+    targets = args.lora_targets
+    folder = args.init_from
+    if args.adapter and not released.path_of(args):
+        raise UsageError(f"--adapter {args.adapter}: name the released model that it is for, too")
+    if not peft_files.is_adapter(folder):
+        settings = None
+        if rank:
+            settings = lora.Settings(rank, alpha or 2.0 * rank, targets or TARGETS[0])
+        return settings, args.adapter
+    settings = peft_files.read_settings(folder)
+    if rank not in (None, settings.rank) or alpha not in (None, settings.alpha) or targets:
+        raise UsageError(
+            f"--init_from {folder} brings adapters of rank {settings.rank} and alpha"
+            f" {settings.alpha:g} beside layers of its choice: leave out --lora, --lora_alpha"
+            " and --lora_targets"
+        )
+    args.init_from = None  # it is no file of a run, which the loop would read
+    return settings, folder
+
+
+def record_of(saved: Saved) -> dict:
+    """The record of the adapters that a checkpoint has (`lora.SAVED`). Raises `UsageError`."""
+    if reason := records.mismatch(saved.adapters, lora.SAVED, "its record of adapters"):
+        raise UsageError(f"{saved.path} is damaged: {reason}")
+    return saved.adapters
+
+
+def adapters_of(family: released.Family, info: Any, saved: Saved) -> lora.Adapters:
+    """The adapters of a checkpoint. Raises `UsageError` if they are for other layers."""
+    record = record_of(saved)
+    layers = family.layers(info, TARGETS[0])
+    if unknown := set(record["layers"]) - set(layers.adapted):
+        raise UsageError(f"{saved.path}: no adapter can be beside {min(unknown)[:80]!r} here")
+    settings = lora.Settings(record["rank"], record["alpha"], record["targets"])
+    layers = replace(layers, adapted=record["layers"])
+    return lora.Adapters(settings, layers, record["base"], record["name"])
+
+
+def adapt(
+    origin: released.Origin,
+    family: released.Family,
+    info: Any,
+    model: torch.nn.Module,
+    base: dict[str, torch.Tensor] | None,
+    resumed: Saved | None,
+    initial: Saved | None,
+    seed: int,
+) -> None:
+    """Adds adapters to a released model with the weights `base`: those of the checkpoint that the
+    run resumes, those of --init_from, or what --lora asks for, which frozen layers do not get.
+    Prints what is trained. Raises `UsageError`."""
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    found = {}
+    saved = resumed or (initial if origin.adapters else None)
+    if saved and saved.adapters:
+        adapters = adapters_of(family, info, saved)
+        if saved is initial:
+            check_base(origin, adapters, lora.fingerprint(base or {}, adapters.layers), saved.path)
+    elif origin.adapters and not resumed:
+        if not origin.path and not next(model.parameters()).is_meta:  # as in a planned run
+            raise UsageError(
+                "--lora: adapters are for a released model; name it with --model_dir or"
+                " --model_file"
+            )
+        adapters, found = new(origin, family, info, base, frozen)
+    elif origin.export_adapter:
+        raise UsageError("--export_adapter writes adapters, and this run trains none: add --lora")
+    else:
+        return
+    for flag, reason in WHOLE_ONLY.items():
+        if flag in origin.given:
+            raise UsageError(f"--{flag} with adapters: {reason}; leave the flag out")
+    if stuck := [name for name in adapters.layers.adapted if f"{name}.weight" in frozen]:
+        raise UsageError(
+            f"{len(stuck)} of {len(adapters.layers.adapted)} adapters are beside frozen layers:"
+            " leave out the flag that freezes them"
+        )
+    lora.attach(model, adapters, seed)
+    if found:
+        model.load_state_dict(found, strict=False)
+    print(lora.describe(model))
+
+
+def new(
+    origin: released.Origin,
+    family: released.Family,
+    info: Any,
+    base: dict[str, torch.Tensor] | None,
+    frozen: set[str],
+) -> tuple[lora.Adapters, dict[str, torch.Tensor]]:
+    """What --lora asks for beside layers that are not `frozen`, or the adapters of peft's that
+    --init_from names, with their values. Raises `UsageError`."""
+    found = {}
+    layers = family.layers(info, origin.adapters.targets)
+    if origin.adapter:
+        found, layers = foreign_layers(origin, family, info)
+    else:
+        trained = [name for name in layers.adapted if f"{name}.weight" not in frozen]
+        layers = replace(layers, adapted=trained)
+    name = os.path.basename(os.path.abspath(origin.path or ""))
+    fingerprint = lora.fingerprint(base or {}, layers)
+    return lora.Adapters(origin.adapters, layers, fingerprint, name), found
+
+
+def check_base(origin: released.Origin, adapters: lora.Adapters, found: str, path: Path) -> None:
+    """Raises `UsageError` if the adapters in a file are for other weights than those with the
+    fingerprint `found`, which is empty in a dry run."""
+    if found and adapters.base != found:
+        raise UsageError(
+            f"{path} has adapters for {adapters.name}, and {origin.flag} {origin.path} has other"
+            f" weights (SHA-256 {found[:12]} instead of {adapters.base[:12]})"
+        )
+
+
+def usual(family: released.Family, info: Any, rank: int) -> lora.Adapters:
+    """What --lora adds to such a model; the weights that it goes with are not known."""
+    settings = lora.Settings(rank, 2.0 * rank, TARGETS[0])
+    return lora.Adapters(settings, family.layers(info, settings.targets), "", "")
+
+
+def attach_saved(
+    network: torch.nn.Module, family: released.Family, info: Any, saved: Saved
+) -> None:
+    """Adds the adapters of a checkpoint, without their values, to its network."""
+    lora.attach(network, adapters_of(family, info, saved), seed=0)
+
+
+def conflicts(origin: released.Origin, saved: Saved) -> list[str]:
+    """The flags that contradict the adapters of a checkpoint, each with what it has."""
+    asked = origin.adapters
+    if asked is None:
+        return []
+    if saved.adapters is None:
+        return [f"--lora {asked.rank} (the checkpoint has no adapters)"]
+    has = record_of(saved)
+    values = {"lora": (asked.rank, has["rank"])}
+    values["lora_targets"] = (asked.targets, has["targets"])
+    values["lora_alpha"] = (asked.alpha, has["alpha"])
+    return [
+        f"--{flag} {wanted} (the checkpoint has {found})"
+        for flag, (wanted, found) in values.items()
+        if flag in origin.given and wanted != found
+    ]
+
+
+def match_initial(origin: released.Origin, family: released.Family, initial: Saved) -> None:
+    """Merges the adapters of --init_from into its weights, if the run has none. Raises
+    `UsageError`, also if they are not those that the flags ask for."""
+    if initial.adapters:
+        released.check_saved(family, initial, origin.forms.family)
+    if initial.adapters and not origin.adapters:
+        weights = merged(origin, family, initial)
+        initial.model.clear()
+        initial.model.update(weights)
+    elif origin.adapters and not initial.adapters:
+        raise UsageError(
+            f"--lora and --init_from {initial.path}: all of its weights were trained; export it,"
+            " and give the export as the released model"
+        )
+    elif found := conflicts(origin, initial):
+        raise UsageError(
+            f"{', '.join(found)}: --init_from {initial.path} keeps its adapters' shape"
+        )
+
+
+def read_base(
+    origin: released.Origin, family: released.Family, adapters: lora.Adapters, path: Path
+) -> dict[str, torch.Tensor]:
+    """The released weights that the adapters of the checkpoint at `path` are for. Raises
+    `UsageError` if the flags name no weights or others."""
+    if origin.path is None:
+        raise UsageError(
+            f"{path} has adapters (--lora) for a released model: name it with --model_dir or"
+            f" --model_file; its name was {adapters.name}"
+        )
+    _, base = family.read(origin.path)
+    check_base(origin, adapters, lora.fingerprint(base, adapters.layers), path)
+    return base
+
+
+def with_foreign(
+    origin: released.Origin, family: released.Family
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A released model with the adapters of peft's that --adapter names: its info and weights.
+    Raises `UsageError`."""
+    info, base = family.read(origin.path)
+    found, layers = foreign_layers(origin, family, info)
+    settings = peft_files.read_settings(origin.adapter)
+    return info, merge(base, found, lora.Adapters(settings, layers, "", ""), origin.adapter)
+
+
+def foreign_layers(
+    origin: released.Origin, family: released.Family, info: Any
+) -> tuple[dict[str, torch.Tensor], lora.Layers]:
+    """The tensors of adapters of peft's, and the layers that they are for. Raises `UsageError` if
+    they do not fit the model."""
+    path = origin.adapter
+    settings, found = peft_files.read_settings(path), peft_files.read(path, family.prefix or "")
+    layers = family.layers(info, settings.targets)
+    ending = f".{lora.A}"
+    adapted = [name.removesuffix(ending) for name in found if name.endswith(ending)]
+    if unknown := [name for name in adapted if name not in layers.adapted]:
+        raise UsageError(f"{path}: no adapter can be beside {unknown[0][:80]!r} here")
+    if not adapted:
+        raise UsageError(f"{path} has no adapters")
+    layers = replace(layers, adapted=adapted)
+    with torch.device("meta"):
+        network = family.network(info)
+        lora.attach(network, lora.Adapters(settings, layers, "", ""), seed=0)
+    trained = {name for name, p in network.named_parameters() if p.requires_grad}
+    expected = {
+        name: tuple(tensor.shape)
+        for name, tensor in network.state_dict().items()
+        if name in trained and (name in found or name.endswith((lora.A, lora.B)))
+    }
+    model_files.check_shapes(found, expected, path, "adapter of the")
+    return found, layers
+
+
+def exports_only(origin: released.Origin) -> bool:
+    """Whether all that is asked for is --export_adapter of saved weights."""
+    return released.exports_only(origin) and not origin.export and "evaluate" not in origin.given
+
+
+def export(
+    origin: released.Origin,
+    family: released.Family,
+    about: card.About,
+    form_of: Callable[[Any], card.Form],
+) -> None:
+    """--export_adapter of the adapters that a run has saved, with a model card, whose form follows
+    from the model's info. Raises `UsageError` and `RunError`."""
+    path = about.weights
+    if path is None:
+        raise UsageError("--export_adapter writes the adapters of a run: name them with --resume")
+    saved = checkpoint.read_weights(path, about.recipe)
+    if not saved.adapters:
+        raise UsageError(
+            f"--export_adapter: {path} has no adapters; --export writes the whole model"
+        )
+    info = released.check_saved(family, saved, origin.forms.family)
+    adapters = adapters_of(family, info, saved)
+    text = card.readme(Path(origin.export_adapter).resolve().name, about, form_of(info))
+    names = peft_files.write(origin.export_adapter, saved.model, adapters, family.prefix, text)
+    print(f"adapters exported to {origin.export_adapter}: {', '.join(names)}")
+
+
+def merge(
+    base: dict[str, torch.Tensor],
+    found: dict[str, torch.Tensor],
+    adapters: lora.Adapters,
+    path: str | Path,
+) -> dict[str, torch.Tensor]:
+    """`lora.merge`. Raises `UsageError` if the adapters in the file at `path` overflow."""
+    merged = lora.merge(base, found, adapters)
+    if any(tensor.is_meta for tensor in base.values()):  # as in a planned run
+        return merged
+    return checkpoint.check_tensors(merged, path)
+
+
+def merged(origin: released.Origin, family: released.Family, saved: Saved) -> dict:
+    """The weights of a checkpoint with adapters, which are merged into the released weights. Raises
+    `UsageError`."""
+    info = records.read(family.model_info, saved.model_info, saved.path)
+    adapters = adapters_of(family, info, saved)
+    base = read_base(origin, family, adapters, saved.path)
+    return merge(base, saved.model, adapters, saved.path)
+
+
+def merged_after_training(
+    origin: released.Origin, family: released.Family, model: torch.nn.Module
+) -> dict[str, torch.Tensor]:
+    """The weights of a model with adapters, which are merged into the released weights as they are
+    in their file, because those of the model may have 16 bits. Raises `UsageError`."""
+    _, base = family.read(origin.path)
+    trained = {name: tensor.cpu() for name, tensor in checkpoint.state_of(model).items()}
+    return lora.merge(base, trained, lora.adapters_of(model))
+
+
+def frozen_base(
+    origin: released.Origin, family: released.Family, info: Any, resumed: Saved
+) -> dict[str, torch.Tensor]:
+    """The weights of a model, without its adapters, whose training is resumed. Raises
+    `UsageError`."""
+    base = read_base(origin, family, adapters_of(family, info, resumed), resumed.path)
+    return {**base, **lora.without_adapters(resumed.model)}
