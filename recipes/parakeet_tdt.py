@@ -64,7 +64,7 @@ from models.parakeet.start import (
     tokenizer_of,
 )
 from models.parakeet.tokenizer import ParakeetTokenizer
-from speech.data import demo, replay, splits
+from speech.data import demo, replay, splits, watching
 from speech.data.columns import Corpus
 from speech.data.splits import RunInfo
 from speech.decoding import recogniser
@@ -92,6 +92,7 @@ def add_arguments(parser) -> None:
     start.add_arguments(parser)
     splits.add_arguments(parser, allow_unknown=True)
     replay.add_arguments(parser)
+    watching.add_arguments(parser)
     recogniser.add_arguments(parser)
     rates = "fine-tuning 1e-4, or 3e-5 below 20 h of speech; from scratch by the model's width"
     options.add_arguments(
@@ -105,8 +106,8 @@ def add_arguments(parser) -> None:
 
 def resolve(args) -> Options:
     is_demo = not args.train_manifest
-    excludes = (*recogniser.EXCLUDES, *replay.EXCLUDES, *start.EXCLUDES)
-    needs = (*splits.NEEDS, *recogniser.NEEDS, *replay.NEEDS, *start.NEEDS)
+    excludes = (*recogniser.EXCLUDES, *replay.EXCLUDES, *watching.EXCLUDES, *start.EXCLUDES)
+    needs = (*splits.NEEDS, *recogniser.NEEDS, *replay.NEEDS, *watching.NEEDS, *start.NEEDS)
     options.resolve(args, is_demo, DEMO_STEPS, excludes, needs)
     return start.resolve(args, is_demo)
 
@@ -562,7 +563,7 @@ def main(args) -> None:
     evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data}
     run_info = about_run(args, info, corpora, before)
     task = make_task(args, asked, run, info, run_info, corpora["train"], model)
-    task = dataclasses.replace(task, further=replay.watched(args, evaluation))
+    task = dataclasses.replace(task, further=watching.watched(args, evaluation))
     progress = train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, asked, info, model, evaluation, True)
     weights = finish(args, run, model, task, report)

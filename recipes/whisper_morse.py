@@ -63,7 +63,7 @@ from models.whisper.start import (
     with_longest,
 )
 from models.whisper.tokenizer import WhisperTokenizer, train_symbols
-from speech.data import replay, splits
+from speech.data import replay, splits, watching
 from speech.decoding import recogniser
 from speech.decoding.long import BY_SILENCES
 from speech.decoding.recogniser import SPEEDS, decode_set, decode_texts
@@ -87,10 +87,18 @@ CARD = {"languages": (), "reading": recogniser.AS_SENT}  # what a model card has
 EXCLUDES = (
     *recogniser.EXCLUDES,
     *replay.EXCLUDES,
+    *watching.EXCLUDES,
     *start.EXCLUDES,
     *clips.EXCLUDES,
 )
-NEEDS = (*splits.NEEDS, *recogniser.NEEDS, *replay.NEEDS, *start.NEEDS, *clips.NEEDS)
+NEEDS = (
+    *splits.NEEDS,
+    *recogniser.NEEDS,
+    *replay.NEEDS,
+    *watching.NEEDS,
+    *start.NEEDS,
+    *clips.NEEDS,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +115,7 @@ def add_arguments(parser) -> None:
     start.add_arguments(parser, SIZES, language="en")
     splits.add_arguments(parser)
     replay.add_arguments(parser)
+    watching.add_arguments(parser)
     methods = ("greedy", "beam")
     recogniser.add_arguments(parser, methods, "greedy", BEAM_SIZE, normalisers=False)
     clips.add_arguments(parser)
@@ -468,7 +477,7 @@ def make_task(
 ) -> Task:
     """What the loop has to know of this recipe."""
     tokenizer, search = make_search(asked, info)
-    watched = replay.watched(args, evaluation)
+    watched = watching.watched(args, evaluation)
     heard = [train_set, *(each.dataset.data for each in (watched.sets if watched else {}).values())]
     rate = decoding.TokenRate(heard, args.seed)
     terms = loss_weights(args, info)

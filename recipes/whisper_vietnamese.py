@@ -64,7 +64,7 @@ from models.whisper.start import (
     with_longest,
 )
 from models.whisper.tokenizer import WhisperTokenizer, train_bpe
-from speech.data import demo, replay, splits
+from speech.data import demo, replay, splits, watching
 from speech.data.columns import Corpus
 from speech.decoding import recogniser
 from speech.decoding.recogniser import SPEEDS, decode_set, decode_texts
@@ -92,6 +92,7 @@ OWN_VOCABULARY = "trained weights have their own vocabulary; leave the first out
 EXCLUDES = (
     *recogniser.EXCLUDES,
     *replay.EXCLUDES,
+    *watching.EXCLUDES,
     *start.EXCLUDES,
     *(("vocab_size", model, OWN_VOCABULARY) for model in released.MODELS),
     ("vocab_size", options.COMMAND, OWN_VOCABULARY),
@@ -102,6 +103,7 @@ NEEDS = (
     *splits.NEEDS,
     *recogniser.NEEDS,
     *replay.NEEDS,
+    *watching.NEEDS,
     *start.NEEDS,
     *packs.NEEDS,
     *comparing.NEEDS,
@@ -122,6 +124,7 @@ def add_arguments(parser) -> None:
     start.add_arguments(parser, SIZES, language="vi")
     splits.add_arguments(parser)
     replay.add_arguments(parser)
+    watching.add_arguments(parser)
     recogniser.add_arguments(parser, ("greedy", "beam"), "greedy", BEAM_SIZE)
     own = parser.add_argument_group("Vietnamese")
     own.add_argument(
@@ -575,7 +578,7 @@ def make_task(
 ) -> Task:
     """What the loop has to know of this recipe."""
     tokenizer, search = make_search(asked, info)
-    watched = replay.watched(args, evaluation)
+    watched = watching.watched(args, evaluation)
     heard = [train_set, *(each.dataset.data for each in (watched.sets if watched else {}).values())]
     rate = decoding.TokenRate(heard, args.seed)
     terms = loss_weights(args, info)

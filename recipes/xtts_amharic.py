@@ -56,7 +56,7 @@ from models.xtts.frozen import Frozen
 from models.xtts.model import CHECKPOINTED, COMPILED, GPT, attention_kernel, make_model, use_sdpa
 from models.xtts.speaking import Synthesiser
 from models.xtts.start import ModelInfo
-from speech.data import checks, demo, replay, splits
+from speech.data import checks, demo, replay, splits, watching
 from speech.data.columns import Corpus
 from speech.signal.audio import read_utterance
 from speech.writing import text
@@ -84,6 +84,7 @@ def add_arguments(parser) -> None:
     speaking.add_arguments(parser)
     splits.add_arguments(parser, allow_unknown=True)
     replay.add_arguments(parser)
+    watching.add_arguments(parser)
     options.add_arguments(
         parser,
         learning_rate=(None, "5e-6 for released weights, 2e-3 from scratch"),
@@ -129,11 +130,12 @@ def resolve(args) -> start.Options:
     excludes = (
         *start.EXCLUDES,
         *replay.EXCLUDES,
+        *watching.EXCLUDES,
         *judge.EXCLUDES,
         ("max_audio_length", "max_duration", "both limit clips; give one"),
         *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
     )
-    needs = (*splits.NEEDS, *replay.NEEDS, *start.NEEDS, *speaking.NEEDS)
+    needs = (*splits.NEEDS, *replay.NEEDS, *watching.NEEDS, *start.NEEDS, *speaking.NEEDS)
     steps = FULL_DEMO_STEPS if args.model_dir or args.model_size == "full" else DEMO_STEPS
     options.resolve(args, is_demo, steps, excludes, needs)
     if args.max_audio_length:
@@ -721,7 +723,7 @@ def make_task(
 ) -> Task:
     """What the loop has to know of this recipe. `first_fit`: what a new model takes from the
     training data."""
-    watched = replay.watched(args, evaluation)
+    watched = watching.watched(args, evaluation)
     languages: set[str] = set()
     for each in (evaluation["val"], *(watched.sets if watched else {}).values()):
         languages.update(synthesiser.texts.languages_of(each.dataset.data.corpus))

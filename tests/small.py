@@ -20,7 +20,7 @@ from common.parts.new_rows import NewRows, speed_up
 from common.progress import Progress
 from recipes import template
 from recipes.template import SAMPLE_RATE, Layer
-from speech.data import replay
+from speech.data import replay, watching
 
 __all__ = ["Layer", "Network", "Waveforms", "collate", "compute_loss", "evaluate", "run"]
 RECIPE = "small"
@@ -48,6 +48,7 @@ def make_args(folder, *flags: str):
     parser = options.Parser(__doc__)
     options.add_arguments(parser)
     replay.add_arguments(parser)
+    watching.add_arguments(parser)
     parser.add_argument("--dropout", type=options.SHARE, default=0.0)
     args = parser.parse_args(["--output_dir", str(folder), *SHORT.split(), *flags])
     options.resolve(args, is_demo=False, demo_steps=0)
@@ -155,10 +156,10 @@ def run(
     global_batches = replay.global_batches(args, data, old, collate, begun.setup)
     eval_batches = EvalBatches(args, Waveforms(5, seed=1), collate, begun.setup)
     sets = {
-        replay.WATCHED + name: EvalBatches(args, each, collate, begun.setup)
+        watching.WATCHED + name: EvalBatches(args, each, collate, begun.setup)
         for name, each in dict(watched).items()
     }
-    made = task(further=replay.watched(args, sets), **changes)
+    made = task(further=watching.watched(args, sets), **changes)
     with contextlib.ExitStack() as patched:
         for where, name in () if trial else ((loop, "try_evaluation"), (checks, "try_loss")):
             patched.enter_context(mock.patch.object(where, name, lambda *_: None))

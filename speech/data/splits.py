@@ -15,7 +15,7 @@ import numpy as np
 
 from common import options
 from common.errors import DataError, UsageError
-from speech.data import replay
+from speech.data import replay, watching
 from speech.data.checks import overlap
 from speech.data.columns import (
     Codes,
@@ -193,7 +193,8 @@ def resolve(
     `needs`: what every utterance has to have, "text" or "label". The whole recordings of --long are
     longer than --max_duration. Raises `UsageError`."""
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
-    manifests = {split: path for split, path in paths.items() if path} | replay.resolve(args)
+    manifests = {split: path for split, path in paths.items() if path}
+    manifests |= {**replay.resolve(args), **watching.resolve(args)}
     max_duration = args.max_duration
     if args.evaluate and args.test_manifest:
         manifests = {"test": args.test_manifest}
@@ -277,6 +278,7 @@ def read_manifests(
     if "train" in corpora and "val" not in corpora:
         corpora["train"], corpora["val"] = hold_out(whole, rows, checks.seed, set(checks.held_out))
     replay.note_overlaps(corpora)
+    watching.note_overlaps(corpora)
     return corpora
 
 

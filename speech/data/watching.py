@@ -1,0 +1,83 @@
+"""Watched sets, which are evaluated with the evaluation set, such as a language that a model shall not
+forget: the flags, their names among a run's sets, what they share with the training set."""
+
+from pathlib import Path
+
+from common import options
+from common.errors import UsageError
+from speech.data.checks import overlap
+from speech.data.columns import Corpus, Rejections, printable
+
+WATCHED = "watched "  # how the name of a watched set begins
+FLAGS = ("watch_manifest", "stop_when_watched_rises")
+# Rows for `common.options`.
+EXCLUDES = (*((flag, options.COMMAND, options.TRAINS) for flag in FLAGS),)
+NEEDS = (
+    ("watch_manifest", ("train_manifest",), ""),
+    ("stop_when_watched_rises", ("watch_manifest",), ""),
+)
+
+
+def add_arguments(parser) -> None:
+    group = parser.add_argument_group("against forgetting: watched sets")
+    group.add_argument(
+        "--watch_manifest",
+        type=options.path,
+        action=options.Repeated,
+        nargs="+",
+        metavar="FILE",
+        help=(
+            "further sets to evaluate with the evaluation set, also before training; can be given"
+            " several times"
+        ),
+    )
+    group.add_argument(
+        "--stop_when_watched_rises",
+        type=options.RATE,
+        metavar="X",
+        help=(
+            "end at the first evaluation in which the metric of a watched set is worse than before"
+            " training by more than X times its value then, and by more than 0.01 (one point of an"
+            " error rate); the best weights are among those before (never)"
+        ),
+    )
+
+
+def resolve(args) -> dict[str, str]:
+    """{name of the set: path} of the flags, also of a recipe without them. Raises `UsageError`."""
+    found = {}
+    paths = getattr(args, "watch_manifest", None) or []
+    for number, path in enumerate(paths):
+        place = Path(path)
+        name = WATCHED + printable(place.stem)
+        if name in found:
+            name = WATCHED + printable(f"{place.absolute().parent.name}/{place.stem}")
+        if name in found or path in paths[:number]:
+            raise UsageError(
+                f"--watch_manifest {path}: it, or one of the same name, is given before; rename the"
+                " file or its folder"
+            )
+        found[name] = path
+    return found
+
+
+def watched(args, sets: dict):
+    """The watched ones of a run's `sets`, for `Task.further`; None if there are none."""
+    found = {
+        name.removeprefix(WATCHED): each for name, each in sets.items() if name.startswith(WATCHED)
+    }
+    if not found:
+        return None
+    from common.parts.watching import Watched
+
+    return Watched(found, args.stop_when_watched_rises)
+
+
+def note_overlaps(corpora: dict[str, Corpus]) -> None:
+    """Prints what watched sets share with the training set."""
+    for name, corpus in corpora.items():
+        shared = Rejections()
+        if name.startswith(WATCHED):
+            overlap(corpora["train"], corpus, shared, "training")
+        if shared.notes:
+            print(shared.noted(f"{name} set"))
