@@ -559,11 +559,13 @@ def main(args) -> None:
         data[name] = Utterances(args, corpus, tokenizer, info, training=name in replay.TRAINED)
 
     new, old = data.pop("train"), data.pop(replay.REPLAY, None)
-    global_batches = replay.global_batches(args, new, old, collate, run.setup)
+    global_batches = replay.batches_with(old)(args, new, collate, run.setup)
     evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data}
     run_info = about_run(args, info, corpora, before)
     task = make_task(args, asked, run, info, run_info, corpora["train"], model)
-    task = dataclasses.replace(task, further=watching.watched(args, evaluation))
+    task = dataclasses.replace(
+        task, further=watching.watched(args.stop_when_watched_rises, evaluation)
+    )
     progress = train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, asked, info, model, evaluation, True)
     weights = finish(args, run, model, task, report)

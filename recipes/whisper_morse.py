@@ -477,7 +477,7 @@ def make_task(
 ) -> Task:
     """What the loop has to know of this recipe."""
     tokenizer, search = make_search(asked, info)
-    watched = watching.watched(args, evaluation)
+    watched = watching.watched(args.stop_when_watched_rises, evaluation)
     heard = [train_set, *(each.dataset.data for each in (watched.sets if watched else {}).values())]
     rate = decoding.TokenRate(heard, args.seed)
     terms = loss_weights(args, info)
@@ -523,9 +523,8 @@ def main(args) -> None:
     sets = make_sets(args, asked, info, corpora)
 
     learned = {name: sets.pop(name) for name in replay.TRAINED if name in sets}
-    global_batches = replay.global_batches(
-        args, learned["train"], learned.get(replay.REPLAY), collate, run.setup
-    )
+    old = learned.get(replay.REPLAY)
+    global_batches = replay.batches_with(old)(args, learned["train"], collate, run.setup)
     run_info = about_run(args, info, source, corpora, global_batches, before)
     for each in learned.values():
         each.padding.begin = run_info.pad_from

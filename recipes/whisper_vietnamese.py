@@ -578,7 +578,7 @@ def make_task(
 ) -> Task:
     """What the loop has to know of this recipe."""
     tokenizer, search = make_search(asked, info)
-    watched = watching.watched(args, evaluation)
+    watched = watching.watched(args.stop_when_watched_rises, evaluation)
     heard = [train_set, *(each.dataset.data for each in (watched.sets if watched else {}).values())]
     rate = decoding.TokenRate(heard, args.seed)
     terms = loss_weights(args, info)
@@ -632,7 +632,7 @@ def main(args) -> None:
     learned = {name: sets.pop(name) for name in replay.TRAINED if name in sets}
     taken = [as_windows(each, share) for each in learned.values()]
     old = taken[1] if len(taken) > 1 else None
-    global_batches = replay.global_batches(args, taken[0], old, collate, run.setup)
+    global_batches = replay.batches_with(old)(args, taken[0], collate, run.setup)
     run_info = about_run(args, info, corpora, global_batches, before, times_before)
     for each in learned.values():
         each.padding.begin = run_info.pad_from

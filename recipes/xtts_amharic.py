@@ -723,7 +723,7 @@ def make_task(
 ) -> Task:
     """What the loop has to know of this recipe. `first_fit`: what a new model takes from the
     training data."""
-    watched = watching.watched(args, evaluation)
+    watched = watching.watched(args.stop_when_watched_rises, evaluation)
     languages: set[str] = set()
     for each in (evaluation["val"], *(watched.sets if watched else {}).values()):
         languages.update(synthesiser.texts.languages_of(each.dataset.data.corpus))
@@ -764,7 +764,7 @@ def main(args) -> dict | None:
         is_trained = name in replay.TRAINED
         sets[name] = Utterances(args, corpus, synthesiser.texts, info, training=is_trained)
     new, old = sets.pop("train"), sets.pop(replay.REPLAY, None)
-    global_batches = replay.global_batches(args, new, old, collate, run.setup)
+    global_batches = replay.batches_with(old)(args, new, collate, run.setup)
     evaluation = {name: EvalBatches(args, each, collate, run.setup) for name, each in sets.items()}
     languages = {name: synthesiser.texts.languages_of(corpora[name]) for name in evaluation}
     first_fit = functools.partial(fit, info, synthesiser.frozen, added, draw_seed(args, data))

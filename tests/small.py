@@ -153,13 +153,13 @@ def run(
         with begun.model_device():
             model = Network(args.dropout).double()
     data = data or Waveforms()
-    global_batches = replay.global_batches(args, data, old, collate, begun.setup)
+    global_batches = replay.batches_with(old)(args, data, collate, begun.setup)
     eval_batches = EvalBatches(args, Waveforms(5, seed=1), collate, begun.setup)
     sets = {
         watching.WATCHED + name: EvalBatches(args, each, collate, begun.setup)
         for name, each in dict(watched).items()
     }
-    made = task(further=watching.watched(args, sets), **changes)
+    made = task(further=watching.watched(args.stop_when_watched_rises, sets), **changes)
     with contextlib.ExitStack() as patched:
         for where, name in () if trial else ((loop, "try_evaluation"), (checks, "try_loss")):
             patched.enter_context(mock.patch.object(where, name, lambda *_: None))

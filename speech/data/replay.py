@@ -1,7 +1,9 @@
 """Old material that a model is trained on beside the new, so that it does not forget: the flags, its
 name among a run's sets, what it shares with evaluation sets."""
 
+import functools
 import itertools
+from collections.abc import Callable
 
 from common import options
 from common.batches import GlobalBatches
@@ -46,13 +48,14 @@ def resolve(args) -> dict[str, str]:
     return {REPLAY: path} if path else {}
 
 
-def global_batches(args, new, old, collate, setup) -> GlobalBatches:
-    """The global batches of a training set `new` and, with --replay_manifest, of a set `old`."""
+def batches_with(old) -> Callable[..., GlobalBatches]:
+    """`GlobalBatches`; with a set `old`, what makes those that have a share of it, of the same
+    arguments."""
     if old is None:
-        return GlobalBatches(args, new, collate, setup)
+        return GlobalBatches
     from common.parts.replay import ReplayedBatches
 
-    return ReplayedBatches(args, new, old, collate, setup)
+    return functools.partial(ReplayedBatches, old)
 
 
 def texts(corpora: dict[str, Corpus]) -> Strings:

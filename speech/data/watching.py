@@ -61,8 +61,9 @@ def resolve(args) -> dict[str, str]:
     return found
 
 
-def watched(args, sets: dict):
-    """The watched ones of a run's `sets`, for `Task.further`; None if there are none."""
+def watched(most_rise: float | None, sets: dict):
+    """The watched ones of a run's `sets`, for `Task.further`; None if there are none. `most_rise`:
+    --stop_when_watched_rises."""
     found = {
         name.removeprefix(WATCHED): each for name, each in sets.items() if name.startswith(WATCHED)
     }
@@ -70,7 +71,7 @@ def watched(args, sets: dict):
         return None
     from common.parts.watching import Watched
 
-    return Watched(found, args.stop_when_watched_rises)
+    return Watched(found, most_rise)
 
 
 def note_overlaps(corpora: dict[str, Corpus]) -> None:
