@@ -556,7 +556,7 @@ def main(args) -> None:
     check_texts(args, asked, corpora, tokenizer, info.own_vocabulary)
     data = {}
     for name, corpus in corpora.items():
-        data[name] = Utterances(args, corpus, tokenizer, info, training=name in replay.TRAINED)
+        data[name] = Utterances(args, corpus, tokenizer, info, training=name in splits.TRAINED)
 
     new, old = data.pop("train"), data.pop(replay.REPLAY, None)
     global_batches = replay.batches_with(old)(args, new, collate, run.setup)

@@ -441,7 +441,7 @@ def make_sets(
     tokenizer, _ = make_search(asked, info)
     sets = {}
     for name, corpus in corpora.items():
-        is_trained = name in replay.TRAINED
+        is_trained = name in splits.TRAINED
         sets[name] = Utterances(args, corpus, tokenizer, info, is_trained)
     return sets
 
@@ -522,7 +522,7 @@ def main(args) -> None:
     info, model = first_model(asked, run, lambda: train_symbols(SYMBOLS, args.language))
     sets = make_sets(args, asked, info, corpora)
 
-    learned = {name: sets.pop(name) for name in replay.TRAINED if name in sets}
+    learned = {name: sets.pop(name) for name in splits.TRAINED if name in sets}
     old = learned.get(replay.REPLAY)
     global_batches = replay.batches_with(old)(args, learned["train"], collate, run.setup)
     run_info = about_run(args, info, source, corpora, global_batches, before)

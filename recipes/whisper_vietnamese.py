@@ -531,9 +531,9 @@ def make_sets(
 
     sets = {}
     for name, corpus in corpora.items():
-        is_trained = name in replay.TRAINED
+        is_trained = name in splits.TRAINED
         if is_trained:
-            about = (f"{replay.NAMES[name]} set", tokens_of, most_tokens)
+            about = ("training set" if name == "train" else f"{name} set", tokens_of, most_tokens)
             corpora[name] = splits.drop_long_texts(corpus, *about, args.strict_data)
         sets[name] = Utterances(args, corpora[name], tokenizer, info, is_trained)
     return sets
@@ -629,7 +629,7 @@ def main(args) -> None:
     measure = functools.partial(measure_times, sets["val"], info)
     times_before = kept_times.at_start(model, run, before and before.times_before, measure)
 
-    learned = {name: sets.pop(name) for name in replay.TRAINED if name in sets}
+    learned = {name: sets.pop(name) for name in splits.TRAINED if name in sets}
     taken = [as_windows(each, share) for each in learned.values()]
     old = taken[1] if len(taken) > 1 else None
     global_batches = replay.batches_with(old)(args, taken[0], collate, run.setup)

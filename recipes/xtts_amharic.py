@@ -761,7 +761,7 @@ def main(args) -> dict | None:
     corpora = check_corpora(args, data, read, synthesiser.texts, info.config)
     sets = {}
     for name, corpus in corpora.items():
-        is_trained = name in replay.TRAINED
+        is_trained = name in splits.TRAINED
         sets[name] = Utterances(args, corpus, synthesiser.texts, info, training=is_trained)
     new, old = sets.pop("train"), sets.pop(replay.REPLAY, None)
     global_batches = replay.batches_with(old)(args, new, collate, run.setup)

@@ -11,8 +11,6 @@ from speech.data.checks import overlap
 from speech.data.columns import Corpus, Rejections, Strings
 
 REPLAY = "replay"
-NAMES = {"train": "training", REPLAY: REPLAY}  # in messages
-TRAINED = tuple(NAMES)  # the sets that a model learns from
 FLAGS = ("replay_manifest", "replay_share")
 # Rows for `common.options`.
 EXCLUDES = (*((flag, options.COMMAND, options.TRAINS) for flag in FLAGS),)
@@ -62,16 +60,15 @@ def texts(corpora: dict[str, Corpus]) -> Strings:
     """All texts that a model learns from, which a new vocabulary is made of."""
     if REPLAY not in corpora:
         return corpora["train"].texts
-    return Strings(itertools.chain(*(corpora[name].texts for name in TRAINED)))
+    return Strings(itertools.chain(*(corpora[name].texts for name in ("train", REPLAY))))
 
 
 def note_overlaps(corpora: dict[str, Corpus]) -> None:
     """Prints what evaluation sets, also watched ones, share with replayed material. (--check_data
     tells what they share with the new material.)"""
     for name, corpus in corpora.items():
-        if REPLAY not in corpora or name in TRAINED:
-            continue
         shared = Rejections()
-        overlap(corpora[REPLAY], corpus, shared, NAMES[REPLAY])
+        if REPLAY in corpora and name not in ("train", REPLAY):
+            overlap(corpora[REPLAY], corpus, shared, REPLAY)
         if shared.notes:
             print(shared.noted(f"{name} set"))

@@ -43,6 +43,7 @@ LONGEST_RECORDING = 24 * 3600.0  # seconds, of a recording of --long
 LONGEST_STAND_IN = 600.0  # seconds: who gives more as --max_duration means any length
 
 SPLITS = ("train", "val", "test", replay.REPLAY)
+TRAINED = ("train", replay.REPLAY)  # the sets that a model learns from
 SET = {"utterances": int, "hours": (int, float), "languages": [str]}  # of `RunInfo.sets`
 
 # Rows for `common.options`: (flag, flags of which one must be given, words to add to the message).
@@ -269,7 +270,7 @@ def read_manifests(
                     f"--max_samples: {sample.checked} of {sample.total} rows of {path} were checked"
                 )
         else:
-            own = checks if split in replay.TRAINED else replace(checks, join_segments=True)
+            own = checks if split in TRAINED else replace(checks, join_segments=True)
             corpus, rejected = load_corpus(path, normalise, own)
             if split == "train":
                 whole, rows = corpus, np.arange(len(corpus))
@@ -323,9 +324,7 @@ def run_info(data: DataOptions, corpora: dict[str, Corpus]) -> RunInfo:
     held_out = "train" in data.manifests and "val" not in data.manifests
     return RunInfo(
         held_out=held_out_keys(corpora["val"]) if held_out else [],
-        longest=max(
-            float(corpora[name].seconds.max()) for name in replay.TRAINED if name in corpora
-        ),
+        longest=max(float(corpora[name].seconds.max()) for name in TRAINED if name in corpora),
         demo=not data.manifests,
         sets=about_sets(corpora),
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from common import options
 from common.errors import DataError, UsageError
 from speech.data import splits
-from speech.data.replay import TRAINED
+from speech.data.splits import TRAINED
 from speech.morse.alphabet import normalise
 from speech.morse.recordings import (
     DATASET_MIX,
