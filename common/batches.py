@@ -266,9 +266,8 @@ class GlobalBatches:
         """The data sets of which `whole` consists, by name."""
         return {"training": self.data}
 
-    def plan(self, epoch: int, done: list) -> list[np.ndarray]:
+    def plan(self, epoch: int, seconds: np.ndarray, done: list) -> list[np.ndarray]:
         """The global batches of an epoch: see `plan_epoch`."""
-        seconds = self.dataset.data.seconds(epoch)
         return plan_epoch(seconds, self.global_batch_size, self.seed, epoch, done)
 
     def count(self, first: int, last: int) -> int:
@@ -281,7 +280,7 @@ class GlobalBatches:
         ranks = self.setup.ranks
         while True:
             seconds = self.dataset.data.seconds(epoch)
-            plan = self.plan(epoch, done)
+            plan = self.plan(epoch, seconds, done)
             for number in range(start, len(plan)):
                 batches = cut_global_batch(
                     plan[number],

@@ -46,7 +46,7 @@ from common.device import upcast
 from common.errors import DataError, UsageError, exit_with_one_line
 from common.layers import finite_layers
 from common.loop import ForPlans, Run, Task, begin, finish, train
-from common.parts import lora, machines
+from common.parts import machines
 from common.parts.new_rows import NewRows
 from models import adapters, card, released
 from models.xtts import cleaners, codec_training, formats, judge, new_tokens, speaking, start, texts
@@ -643,7 +643,8 @@ def export(
     have other names."""
     named = speaking.named_clips(args.speaker_wav or [])
     clips = named | clips | named
-    with setup.autocast() if lora.adapters_of(synthesiser.model) else contextlib.nullcontext():
+    in_16_bits = checkpoint.partial_of(synthesiser.model)  # the weights beside adapters
+    with setup.autocast() if in_16_bits else contextlib.nullcontext():
         speakers = speaking.to_export(synthesiser, clips)
     weights = released.trained_weights(asked.origin, start.family(asked), synthesiser.model)
     start.export(args.export, info, weights, synthesiser.frozen, speakers, about)

@@ -89,8 +89,7 @@ class ReplayedBatches(GlobalBatches):
     def count(self, first: int, last: int) -> int:
         return count_global_batches(len(self.data), self.global_batch_size, self.share, first, last)
 
-    def plan(self, epoch: int, done: list) -> list[np.ndarray]:
-        seconds = self.dataset.data.seconds(epoch)
+    def plan(self, epoch: int, seconds: np.ndarray, done: list) -> list[np.ndarray]:
         size = self.global_batch_size
         return plan_epoch(seconds, len(self.old), self.share, size, (self.seed, epoch), done)
 
