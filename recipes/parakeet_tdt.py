@@ -39,7 +39,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import device, memory, optim, options
+from common import batches, device, memory, optim, options
 from common.batches import EvalBatches, pad, to_device
 from common.errors import UsageError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
@@ -558,11 +558,13 @@ def main(args) -> None:
         data[name] = Utterances(args, corpus, tokenizer, info, training=name in replay.TRAINED)
 
     new, old = data.pop("train"), data.pop(replay.REPLAY, None)
-    global_batches = replay.global_batches(args, new, old, collate, run.setup)
+    global_batches = batches.global_batches(args, new, collate, run.setup, old)
     evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data}
     run_info = about_run(args, info, corpora, before)
     task = make_task(args, asked, run, info, run_info, corpora["train"], model)
-    task = dataclasses.replace(task, further=replay.watched(args, evaluation))
+    task = dataclasses.replace(
+        task, further=replay.watched(evaluation, args.stop_when_watched_rises)
+    )
     progress = train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, asked, info, model, evaluation, True)
     weights = finish(args, run, model, task, report)

@@ -39,7 +39,7 @@ common.spin_briefly()  # before torch is imported
 import numpy as np
 import torch
 
-from common import device, options, run_length
+from common import batches, device, options, run_length
 from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
@@ -468,7 +468,7 @@ def make_task(
 ) -> Task:
     """What the loop has to know of this recipe."""
     tokenizer, search = make_search(asked, info)
-    watched = replay.watched(args, evaluation)
+    watched = replay.watched(evaluation, args.stop_when_watched_rises)
     heard = [train_set, *(each.dataset.data for each in (watched.sets if watched else {}).values())]
     rate = decoding.TokenRate(heard, args.seed)
     terms = loss_weights(args, info)
@@ -514,8 +514,8 @@ def main(args) -> None:
     sets = make_sets(args, asked, info, corpora)
 
     learned = {name: sets.pop(name) for name in replay.TRAINED if name in sets}
-    global_batches = replay.global_batches(
-        args, learned["train"], learned.get(replay.REPLAY), collate, run.setup
+    global_batches = batches.global_batches(
+        args, learned["train"], collate, run.setup, learned.get(replay.REPLAY)
     )
     run_info = about_run(args, info, source, corpora, global_batches, before)
     for each in learned.values():
