@@ -112,6 +112,17 @@ def test_what_holds_for_every_recogniser_exists_in_every_recogniser(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
+def test_the_short_help_is_short_and_the_other_one_whole(recipe):
+    def listed(text: str) -> list[str]:
+        return [line.strip().split("  ")[0] for line in text.splitlines() if line[:3] == "  -"]
+
+    parser = parser_of(recipe)
+    assert 20 <= len(listed(parser.format_usual())) <= 32
+    flags = re.findall(r"--\w+", " ".join(listed(parser.format_help())))
+    assert sorted(flags) == sorted(set(parser._option_string_actions) - {"-h"})
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
 def test_a_model_that_is_not_trained_further_is_loaded_by_one_function(recipe):
     """The page keeps what it returns. The words of a request tell what is done with the model, so
     nothing else may be loaded by `transcribe` or `synthesise`."""
