@@ -144,7 +144,8 @@ class Help(argparse._HelpAction):
         self.metavar = "all"
 
     def __call__(self, parser, namespace, values, option_string=None):
-        print(parser.format_help() if values else parser.format_usual(), end="")
+        text = parser.format_help() if values else parser.format_usual()
+        parser._print_message(text, sys.stdout)
         parser.exit()
 
 
