@@ -163,8 +163,8 @@ def add_arguments(parser, forms: Forms, sizes: Iterable[str], usual_size: str):
          f"write the weights as a folder {forms.exported}; after training, or alone with --resume"
          " PATH or --model_dir"),
     )  # fmt: skip
+    parser.usual("model_dir", "from_scratch", "model_size", "export")
     add_lora_arguments(parser, forms.peft)
-    parser.usual("model_dir", "from_scratch", "model_size", "export", "lora")
     return group
 
 
@@ -191,6 +191,7 @@ def add_lora_arguments(parser, has_peft: bool) -> None:
              "write the adapters for peft and transformers; after training, or alone with --resume"
              " PATH"),
         )  # fmt: skip
+    parser.usual("lora")
 
 
 def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo: bool) -> Origin:
