@@ -137,6 +137,7 @@ def add_arguments(parser) -> None:
     comparing.add_arguments(own)
     rate = (None, "by the model's width, and whether it is fine-tuned")
     options.add_arguments(parser, learning_rate=rate)
+    parser.usual("language")
 
 
 def resolve(args) -> Options:

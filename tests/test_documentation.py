@@ -22,16 +22,14 @@ from webui import app
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 # Those of the README: a user's copies have neither a page nor a preset.
-NAMED = set(re.findall(r"\(recipes/(\w+)\.md\)", README.read_text(encoding="utf-8")))
-RECIPES = sorted(name for name in NAMED if (ROOT / f"recipes/{name}.py").is_file())
+LINKED = set(re.findall(r"\(recipes/(\w+)\.md\)", README.read_text(encoding="utf-8")))
+RECIPES = sorted(name for name in LINKED if (ROOT / f"recipes/{name}.py").exists())
 PAGES = [
     README,
     ROOT / "CONTRIBUTING.md",
     ROOT / "benchmarks/README.md",
     ROOT / "webui/README.md",
-    ROOT / "docs/from_other_projects.md",
-    ROOT / "docs/lora.md",
-    ROOT / "docs/several_gpus.md",
+    *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "recipes").glob("*.md")),
 ]
 # Further pages of a recipe.
@@ -184,6 +182,28 @@ def test_flags_exist(page):
             if line.startswith("torchrun ") or page.stem == "several_gpus":
                 flags |= TORCHRUN
             assert [flag for flag in FLAG.findall(line) if flag not in flags] == [], line
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_flag_is_described(recipe):
+    """On the recipe's pages, or among those that the recipes share. A switch may be named by the
+    flag that turns it off."""
+    names = [recipe, *(page for page, of in RECIPE_OF.items() if of == recipe)]
+    pages = [ROOT / "docs/flags.md", *(ROOT / f"recipes/{name}.md" for name in names)]
+    described = {flag for page in pages for line in code(page) for flag in FLAG.findall(line)}
+    missing = [
+        action.option_strings[0]
+        for action in parser_of(recipe)._actions
+        if action.dest != "help" and described.isdisjoint(action.option_strings)
+    ]
+    assert missing == []
+
+
+def test_shared_flags_exist_in_several_recipes():
+    """A flag of one recipe is on its own page."""
+    shared = {flag for line in code(ROOT / "docs/flags.md") for flag in FLAG.findall(line)}
+    counts = {flag: sum(flag in flags_of(recipe) for recipe in RECIPES) for flag in shared}
+    assert [flag for flag in shared - SPELLINGS if counts[flag] < 3] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

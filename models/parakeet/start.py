@@ -230,6 +230,7 @@ def add_arguments(parser) -> None:
     )
     add_language_arguments(parser)
     add_loss_arguments(parser)
+    parser.usual("export_format", "language")
     prepared = f"{vocabulary.COMMAND} makes a model with it, which --model_dir then names"
     parser.hints |= dict.fromkeys(PREPARED, prepared)
 

@@ -197,6 +197,7 @@ def add_arguments(parser, sizes: dict[str, dict], language: str) -> None:
         help="train the decoder only, with inputs of 30 s (off)",
     )
     add_loss_arguments(parser.add_argument_group("losses and padding"))
+    parser.usual("freeze_encoder")
 
 
 def add_loss_arguments(losses) -> None:

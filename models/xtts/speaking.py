@@ -153,6 +153,7 @@ def add_arguments(parser) -> None:
         metavar="X",
         help="divides the scores of codes that have been spoken (5)",
     )
+    parser.usual("synthesize", "speaker_wav", "output")
 
 
 def resolve(args, count: int) -> tuple[Sampling, list[Path]]:

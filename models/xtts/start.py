@@ -159,6 +159,7 @@ def add_arguments(parser) -> None:
     )
     texts.add_arguments(parser)
     add_other_names(parser)
+    parser.usual("language")
 
 
 def add_other_names(parser) -> None:

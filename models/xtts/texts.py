@@ -130,6 +130,7 @@ def add_arguments(parser) -> None:
         metavar="TEXT",
         help="print what the model reads of texts, or of a file with a text in each line, and exit",
     )
+    parser.usual("use_amharic_g2p", "extend_vocab")
 
 
 def resolve(args, language: str) -> TextOptions:

@@ -141,6 +141,7 @@ def add_arguments(parser) -> None:
         metavar=("DIR", "N"),
         help="write such a folder with N synthetic clips of --conditions, and exit",
     )
+    parser.usual("conditions", "data_dir")
 
 
 def resolve(args, is_demo: bool, alignment_weight: float) -> Options:
