@@ -15,7 +15,7 @@ from webui.tabs.events import on
 from webui.trials import CPU, GPU, Model
 
 OF_RUN, RELEASED = "A run", "A released model"
-WEIGHTS = {"best.safetensors": "best evaluation", "averaged.safetensors": "average of checkpoints"}
+WEIGHTS = {"best.safetensors": "best evaluation"}
 
 
 @dataclass(frozen=True)
