@@ -114,7 +114,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Family:
-    """What a family of models supplies to `choose` and `use`. `info` stands for a `ModelInfo`.
+    """A family of models, as `choose` and `use` need it. `info` stands for a `ModelInfo`.
 
     `read(path)` returns the info and the weights of a released model; `network(info)` makes the
     network with random weights. `check(info, name)` raises `UsageError` if the parts of an info
@@ -272,7 +272,7 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
 def adapter_settings(
     rank: int | None, alpha: float | None, targets: str | None, init_from: str | None
 ) -> lora.Settings | None:
-    """What --lora asks for, or what the adapters of peft's have that --init_from names. Raises
+    """The settings of --lora, or of the adapters in peft's form that --init_from names. Raises
     `UsageError`."""
     if peft_files.is_adapter(init_from):
         settings = peft_files.read_settings(init_from)
@@ -509,7 +509,7 @@ def new_adapters(
     base: dict[str, torch.Tensor] | None,
     frozen: set[str],
 ) -> tuple[lora.Adapters, dict[str, torch.Tensor]]:
-    """What --lora asks for beside layers that are not `frozen`, or the adapters of peft's that
+    """The adapters of --lora beside layers that are not `frozen`, or those in peft's form that
     --init_from names, with their values. Raises `UsageError`."""
     found = {}
     layers = family.layers(info, origin.adapters.targets)
@@ -534,7 +534,8 @@ def check_base(origin: Origin, adapters: lora.Adapters, found: str, path: Path) 
 
 
 def usual_adapters(family: Family, info: Any, rank: int) -> lora.Adapters:
-    """What --lora adds to such a model; the weights that it goes with are not known."""
+    """The adapters that --lora adds to such a model, without the SHA-256 of its weights, which are
+    not known."""
     settings = lora.Settings(rank, 2.0 * rank, TARGETS[0])
     return lora.Adapters(settings, family.layers(info, settings.targets), "", "")
 

@@ -1,4 +1,5 @@
-"""What XTTS adds to `models.released`: flags, the record of a model, its frozen parts, exports."""
+"""The start of XTTS's training: what it adds to `models.released`, flags, the record of a model,
+its frozen parts, exports."""
 
 import argparse
 import functools
@@ -93,7 +94,7 @@ NEEDS = (
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a checkpoint says about its GPT."""
+    """The record of a GPT in a checkpoint."""
 
     stage: Annotated[str, {"gpt"}, OF_DVAE]
     config: dict  # see `formats.CONFIG`
@@ -384,7 +385,8 @@ def check_initial(initial: Saved, info: ModelInfo) -> None:
 
 
 def vocabulary(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
-    """What the rows of the text embedding and head mean, here and in the weights of --init_from."""
+    """The meanings of the rows of the text embedding and head, here and in the weights of
+    --init_from."""
     if initial is None:
         return None
     before = records.read(ModelInfo, initial.model_info, initial.path)

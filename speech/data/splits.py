@@ -56,7 +56,7 @@ NEEDS = (
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What the data flags ask for: the manifests to read, {split: path}, and how to check them.
+    """The request of the data flags: the manifests to read, {split: path}, and how to check them.
     Without manifests the data are a recipe's demo corpus or, in a `planned` run, its stand-in."""
 
     manifests: dict[str, str]
@@ -66,7 +66,7 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a checkpoint keeps about the data of its run."""
+    """The record of a run's data in its checkpoints."""
 
     held_out: list[str]  # keys of the utterances that were held out for evaluation
     # Seconds of the longest training utterance. A file from elsewhere must not ask for pieces of
@@ -189,7 +189,7 @@ def _add_checks(parser, group) -> None:
 def resolve(
     args, held_out: Iterable[str] = (), for_synthesis: bool = False, needs: str = "text"
 ) -> DataOptions:
-    """What the flags ask for. `held_out`: keys of the utterances that the resumed run held out.
+    """The request of the flags. `held_out`: keys of the utterances that the resumed run held out.
     `needs`: what every utterance has to have, "text" or "label". The whole recordings of --long are
     longer than --max_duration. Raises `UsageError`."""
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
@@ -317,7 +317,7 @@ def stand_in(
 
 
 def run_info(data: DataOptions, corpora: dict[str, Corpus]) -> RunInfo:
-    """What a checkpoint keeps about the `corpora` of `load_splits(data, ...)`."""
+    """The record in a checkpoint of the `corpora` of `load_splits(data, ...)`."""
     held_out = "train" in data.manifests and "val" not in data.manifests
     return RunInfo(
         held_out=held_out_keys(corpora["val"]) if held_out else [],
