@@ -253,10 +253,10 @@ def read_manifests(
 ) -> dict[str, Corpus]:
     """The checked corpora of `manifests`, {split: path}; prints their sizes and what was rejected.
 
-    `checks.max_samples` shortens "train" to the rows of `load_sample`, and only its segments can be
-    left apart. If there is a "train" but no
-    "val", a part of these rows is held out: if possible `checks.held_out`, whatever the seed and
-    `max_samples` are now. Raises `DataError` and `UsageError`."""
+    `checks.max_samples` shortens "train" to the rows of `load_sample`; sets that are only
+    evaluated have joined segments. If there is a "train" but no "val", a part of these rows is held
+    out: if possible `checks.held_out`, whatever the seed and `max_samples` are now. Raises
+    `DataError` and `UsageError`."""
     corpora = {}
     for split, path in manifests.items():
         if split == "train" and checks.max_samples is not None:
