@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("common", "speech", "models", "dry_run", "recipes", "webui", "benchmarks", "tests")
+FOLDERS = ("common", "speech", "dry_run", "recipes", "webui", "benchmarks", "tests")
 SPEECH_MAY_USE = (
     "errors",
     "files",
     "device",
-    "layers",
     "memory",
     "options",
     "batches",
@@ -55,9 +54,8 @@ def imported_folders(path: Path) -> set[str]:
     [
         ("common", {"common"}),
         ("speech", {"common", "speech"}),
-        ("models", {"common", "models", "speech"}),
         ("dry_run", {"dry_run"}),
-        ("recipes", {"common", "models", "speech"}),
+        ("recipes", {"common", "speech"}),
         ("webui", set(FOLDERS) - {"benchmarks", "tests"}),
         ("benchmarks", set(FOLDERS) - {"webui", "tests"}),
     ],
@@ -111,8 +109,8 @@ def test_the_planner_needs_only_torch():
         assert roots <= {"torch", "dry_run", *sys.stdlib_module_names}, label(path)
 
 
-def test_speech_and_models_know_no_loop():
-    for path in modules("speech", "models"):
+def test_speech_knows_no_loop():
+    for path in modules("speech"):
         used = {name.split(".")[1] for name in imported(tree_of(path)) if name[:7] == "common."}
         assert used <= set(SPEECH_MAY_USE), label(path)
 
