@@ -272,7 +272,7 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
 def adapter_settings(
     rank: int | None, alpha: float | None, targets: str | None, init_from: str | None
 ) -> lora.Settings | None:
-    """The settings of --lora, or of the adapters in peft's form that --init_from names. Raises
+    """What --lora asks for, or what the adapters of peft's have that --init_from names. Raises
     `UsageError`."""
     if peft_files.is_adapter(init_from):
         settings = peft_files.read_settings(init_from)
@@ -509,7 +509,7 @@ def new_adapters(
     base: dict[str, torch.Tensor] | None,
     frozen: set[str],
 ) -> tuple[lora.Adapters, dict[str, torch.Tensor]]:
-    """The adapters of --lora beside layers that are not `frozen`, or those in peft's form that
+    """What --lora asks for beside layers that are not `frozen`, or the adapters of peft's that
     --init_from names, with their values. Raises `UsageError`."""
     found = {}
     layers = family.layers(info, origin.adapters.targets)
@@ -534,8 +534,7 @@ def check_base(origin: Origin, adapters: lora.Adapters, found: str, path: Path) 
 
 
 def usual_adapters(family: Family, info: Any, rank: int) -> lora.Adapters:
-    """The adapters that --lora adds to such a model, without the SHA-256 of its weights, which are
-    not known."""
+    """What --lora adds to such a model; the weights that it goes with are not known."""
     settings = lora.Settings(rank, 2.0 * rank, TARGETS[0])
     return lora.Adapters(settings, family.layers(info, settings.targets), "", "")
 

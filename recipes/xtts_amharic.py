@@ -159,8 +159,8 @@ def resolve(args) -> start.Options:
 
 
 def read_data(args, saved: Saved | None) -> tuple[splits.DataOptions, dict[str, Corpus]]:
-    """The request of the data flags, and the corpora "train", "val" and, if there is one, "test";
-    the demo's if no manifest is given. What the run that `saved` a checkpoint held out is held out
+    """What the data flags ask for, and the corpora "train", "val" and, if there is one, "test"; the
+    demo's if no manifest is given. What the run that `saved` a checkpoint held out is held out
     again."""
     run_info = released.read_run_info(splits.RunInfo, saved)
     held_out = run_info.held_out if run_info else ()
@@ -696,7 +696,7 @@ def evaluate_only(args, asked: start.Options) -> None:
 
 
 def command_of(args, asked: start.Options) -> Callable | None:
-    """The command that the flags ask for in place of a training; None for a training."""
+    """What the flags ask for in place of a training; None for a training."""
     if args.show_text or args.check_data:
         return look_only
     if args.synthesize:
@@ -719,8 +719,8 @@ def make_task(
     first_fit: Callable,
     evaluation: dict[str, EvalBatches],
 ) -> Task:
-    """The task: all that the loop knows of this recipe. `first_fit`: what a new model takes from
-    the training data."""
+    """What the loop has to know of this recipe. `first_fit`: what a new model takes from the
+    training data."""
     watched = replay.watched(args, evaluation)
     languages: set[str] = set()
     for each in (evaluation["val"], *(watched.sets if watched else {}).values()):

@@ -1,5 +1,4 @@
-"""The start of XTTS's training: what it adds to `models.released`, flags, the record of a model,
-its frozen parts, exports."""
+"""What XTTS adds to `models.released`: flags, the record of a model, its frozen parts, exports."""
 
 import argparse
 import functools
@@ -94,7 +93,7 @@ NEEDS = (
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The record of a GPT in a checkpoint."""
+    """What a checkpoint says about its GPT."""
 
     stage: Annotated[str, {"gpt"}, OF_DVAE]
     config: dict  # see `formats.CONFIG`
@@ -385,8 +384,7 @@ def check_initial(initial: Saved, info: ModelInfo) -> None:
 
 
 def vocabulary(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
-    """The meanings of the rows of the text embedding and head, here and in the weights of
-    --init_from."""
+    """What the rows of the text embedding and head mean, here and in the weights of --init_from."""
     if initial is None:
         return None
     before = records.read(ModelInfo, initial.model_info, initial.path)

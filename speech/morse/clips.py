@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from common import options
 from common.errors import DataError, UsageError
+from models import released
 from speech.data import splits
 from speech.data.replay import TRAINED
 from speech.morse.alphabet import normalise
@@ -27,7 +28,6 @@ DEMO_SECONDS = 3.0  # the longest clip of the demo
 DRAWN = ("conditions", "wpm", "tone", "snr_db", "clip_seconds")  # flags: what clips are drawn from
 SYNTHETIC_ONLY = (*DRAWN, "clips_per_epoch", "eval_clips")
 RECORDED = ("data_dir", "train_manifest", "test_manifest")  # flags that name recordings
-MODELS = ("model_dir", "model_file")  # as in models/released.py, which this does not import
 GOALS = ("conditions", "data_dir")  # flags that ask for training, see `released.exports_only`
 ALIGNED = "a released encoder is aligned already; leave the first out"
 NOT_ALIGNED = "recordings do not say when a symbol is sent; give --ctc_weight instead"
@@ -55,7 +55,7 @@ EXCLUDES = (
         "ctc_weight",
         "both train the same output layer of the encoder; give one of them",
     ),
-    *(("alignment_weight", model, ALIGNED) for model in MODELS),
+    *(("alignment_weight", model, ALIGNED) for model in released.MODELS),
     *(("alignment_weight", source, NOT_ALIGNED) for source in RECORDED),
     ("alignment_weight", options.COMMAND, options.TRAINS),
 )
@@ -146,7 +146,7 @@ def add_arguments(parser) -> None:
 def resolve(args, is_demo: bool, alignment_weight: float) -> Options:
     """Fills in the defaults of these flags and returns what they ask for. `alignment_weight`: the
     default for synthetic clips from scratch. Raises `UsageError`."""
-    is_known = not any(getattr(args, name) for name in (*RECORDED, *MODELS))
+    is_known = not any(getattr(args, name) for name in (*RECORDED, *released.MODELS))
     if args.alignment_weight is None:
         args.alignment_weight = alignment_weight if is_known and not args.ctc_weight else 0.0
     if args.alignment_weight:
