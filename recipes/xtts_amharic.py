@@ -1,5 +1,5 @@
 """XTTS for Amharic: Coqui's XTTS-v2, whose GPT learns a language or a voice from little speech on a
-small GPU. Licence of XTTS-v2 and of what is trained from it: no commercial use.
+small GPU.
 
     python recipes/xtts_amharic.py   # without data: a small model learns to speak synthetic Amharic
     python recipes/xtts_amharic.py --model_dir XTTS-v2 --train_manifest train.csv --use_amharic_g2p --resume auto
@@ -20,7 +20,7 @@ on top. run_xtts_amharic.sh has presets from 4 GB.
 
 Sources: XTTS (Casanova et al. 2024), Tortoise (Betker 2023), Perceiver (Jaegle et al. 2021), GPT-2
 (Radford et al. 2019). Written from these and from the shapes of the released files; Coqui's code is
-not used.
+not used. The released weights have another licence.
 """
 
 import contextlib
