@@ -15,8 +15,8 @@ from common.errors import UsageError
 
 LEVELS = ("states", "gradients", "weights")  # of --use_cpu_offload, from the least to the most
 
-# Names that a flag has elsewhere: in other projects, in earlier versions and in the run_*.sh
-# scripts. A flag here, or a sentence where there is none.
+# Names that a flag has in other projects and in the run_*.sh scripts. A flag here, or a sentence
+# where there is none.
 OTHER_NAMES = {
     "--lr": "--learning_rate",
     "--fp16": "--mixed_precision fp16",

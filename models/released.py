@@ -114,7 +114,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Family:
-    """What a family of models supplies to `choose` and `use`. `info` stands for a `ModelInfo`.
+    """A family of models, as `choose` and `use` need it. `info` stands for a `ModelInfo`.
 
     `read(path)` returns the info and the weights of a released model; `network(info)` makes the
     network with random weights. `check(info, name)` raises `UsageError` if the parts of an info

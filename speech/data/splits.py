@@ -56,7 +56,7 @@ NEEDS = (
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What the data flags ask for: the manifests to read, {split: path}, and how to check them.
+    """The request of the data flags: the manifests to read, {split: path}, and how to check them.
     Without manifests the data are a recipe's demo corpus or, in a `planned` run, its stand-in."""
 
     manifests: dict[str, str]
@@ -66,7 +66,7 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a checkpoint keeps about the data of its run."""
+    """The record of a run's data in its checkpoints."""
 
     held_out: list[str]  # keys of the utterances that were held out for evaluation
     # Seconds of the longest training utterance. A file from elsewhere must not ask for pieces of
@@ -137,7 +137,7 @@ def add_arguments(parser, allow_unknown: bool = False) -> None:
 def resolve(
     args, held_out: Iterable[str] = (), for_synthesis: bool = False, needs: str = "text"
 ) -> DataOptions:
-    """What the flags ask for. `held_out`: keys of the utterances that the resumed run held out.
+    """The request of the flags. `held_out`: keys of the utterances that the resumed run held out.
     `needs`: what every utterance has to have, "text" or "label". The whole recordings of --long are
     longer than --max_duration. Raises `UsageError`."""
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
@@ -201,10 +201,10 @@ def read_manifests(
 ) -> dict[str, Corpus]:
     """The checked corpora of `manifests`, {split: path}; prints their sizes and what was rejected.
 
-    `checks.max_samples` shortens "train" to the rows of `load_sample`, and only its segments can be
-    left apart. If there is a "train" but no
-    "val", a part of these rows is held out: if possible `checks.held_out`, whatever the seed and
-    `max_samples` are now. Raises `DataError` and `UsageError`."""
+    `checks.max_samples` shortens "train" to the rows of `load_sample`; sets that are only
+    evaluated have joined segments. If there is a "train" but no "val", a part of these rows is held
+    out: if possible `checks.held_out`, whatever the seed and `max_samples` are now. Raises
+    `DataError` and `UsageError`."""
     corpora = {}
     for split, path in manifests.items():
         if split == "train" and checks.max_samples is not None:
@@ -265,7 +265,7 @@ def stand_in(
 
 
 def run_info(data: DataOptions, corpora: dict[str, Corpus]) -> RunInfo:
-    """What a checkpoint keeps about the `corpora` of `load_splits(data, ...)`."""
+    """The record in a checkpoint of the `corpora` of `load_splits(data, ...)`."""
     held_out = "train" in data.manifests and "val" not in data.manifests
     return RunInfo(
         held_out=held_out_keys(corpora["val"]) if held_out else [],

@@ -1,4 +1,4 @@
-"""What every recogniser does besides learning: its flags, decoding a set, the results at the end,
+"""Everything that recognisers do besides learning: flags, decoding a set, the results at the end,
 transcribing files."""
 
 import json
@@ -55,7 +55,7 @@ NEEDS = (
 
 @dataclass(frozen=True)
 class Options:
-    """What the flags say about decoding and transcribing: the `method` and `beam_size` of a search
+    """The flags' settings of decoding and transcribing: the `method` and `beam_size` of a search
     (None if the recipe has one method only); a further way to compare texts; the files and folders
     to transcribe, the file that the transcripts are written to (None: they are printed), the
     longest piece of a recording in seconds (None: what the model reads), and whether they are
@@ -297,7 +297,7 @@ def write_results(how: Options, results: dict) -> None:
 
 
 def read_results(log_dir: Path) -> dict:
-    """What `print_results` has written in the log folder."""
+    """The results that `print_results` has written in the log folder."""
     return files.read_json(log_dir / "results.json")
 
 
