@@ -36,6 +36,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from common.errors import DataError, RunError
+from common.ranks import Ranks
 
 # Global batches that are sorted by length together: more save padding, fewer mix lengths better.
 POOL_BATCHES = 64
@@ -313,7 +314,7 @@ class GlobalBatches:
         return self.data.fingerprint()
 
     def described(self) -> str:
-        """What the line about the length of a run says besides; here nothing."""
+        """An addition to the line about the length of a run; here none."""
         return ""
 
     @functools.cached_property
@@ -322,6 +323,15 @@ class GlobalBatches:
         if hasattr(self.data, "hours"):
             return self.data.hours()
         return float(np.sum(self.data.seconds(0))) / 3600
+
+
+def global_batches(args, data, collate: Callable, setup, old=None) -> GlobalBatches:
+    """The global batches of a training set and, with --replay_manifest, of a set `old`."""
+    if old is None:
+        return GlobalBatches(args, data, collate, setup)
+    from common.parts.replay import ReplayedBatches
+
+    return ReplayedBatches(args, data, old, collate, setup)
 
 
 def _loaded(loader: torch.utils.data.DataLoader) -> Iterator[GlobalBatch]:
@@ -367,7 +377,7 @@ class EvalBatches:
         if self.ranks.size == 1:
             return self
         *arguments, setup = self.arguments
-        return EvalBatches(*arguments, replace(setup, ranks=type(setup.ranks)()))
+        return EvalBatches(*arguments, replace(setup, ranks=Ranks()))
 
     def __iter__(self) -> Iterator[dict]:
         for global_batch in _loaded(self.loader):

@@ -47,46 +47,28 @@ NEEDS = (
 
 def add_arguments(parser, has_peft: bool) -> None:
     group = parser.add_argument_group("low-rank adapters, in place of training all weights")
-    group.add_argument(
-        "--lora",
-        type=options.number(int, 1, lora.MOST_RANK),
-        metavar="RANK",
-        help=(
-            "train adapters of this rank beside a released model, whose weights stay as they are,"
-            " on the GPU in 16 bits (off; 8 to 32 are usual)"
-        ),
-    )
-    group.add_argument(
-        "--lora_targets",
-        choices=TARGETS,
-        help="which layers get adapters: all linear ones, those of attention, or two of these"
-        f" ({TARGETS[0]})",
-    )
-    group.add_argument(
-        "--lora_alpha",
-        type=options.number(float, 0.0, lora.MOST_ALPHA),
-        metavar="X",
-        help="adapters count X / RANK times (twice RANK)",
-    )
-    group.add_argument(
-        "--adapter",
-        type=options.path,
-        metavar="PATH",
-        help=(
-            "without training, use --model_dir with these adapters: best.safetensors of a run, or"
-            " a folder of peft's"
-        ),
-    )
+    options.add_rows(
+        group,
+        ("lora", options.number(int, 1, lora.MOST_RANK), None, "RANK",
+         "train adapters of this rank beside a released model, whose weights stay as they are, on"
+         " the GPU in 16 bits (off; 8 to 32 are usual)"),
+        ("lora_targets", TARGETS, None, None,
+         "which layers get adapters: all linear ones, those of attention, or two of these"
+         f" ({TARGETS[0]})"),
+        ("lora_alpha", options.number(float, 0.0, lora.MOST_ALPHA), None, "X",
+         "adapters count X / RANK times (twice RANK)"),
+        ("adapter", options.path, None, "PATH",
+         "without training, use --model_dir with these adapters: best.safetensors of a run, or a"
+         " folder of peft's"),
+    )  # fmt: skip
     if has_peft:
-        group.add_argument(
-            "--export_adapter",
-            type=options.path,
-            metavar="DIR",
-            help=(
-                "write the adapters for peft and transformers; after training, or alone with"
-                " --resume PATH"
-            ),
-        )
+        options.add_rows(
+            group,
+            ("export_adapter", options.path, None, "DIR",
+             "write the adapters for peft and transformers; after training, or alone with --resume"
+             " PATH"),
+        )  # fmt: skip
+    parser.usual("lora")
 
 
 def resolve(args) -> tuple[lora.Settings | None, str | None]:

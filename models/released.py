@@ -94,7 +94,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Family:
-    """What a family of models supplies to `choose` and `use`. `info` stands for a `ModelInfo`.
+    """A family of models, as `choose` and `use` need it. `info` stands for a `ModelInfo`.
 
     `read(path)` returns the info and the weights of a released model; `network(info)` makes the
     network with random weights. `check(info, name)` raises `UsageError` if the parts of an info
@@ -123,39 +123,27 @@ def add_arguments(parser, forms: Forms, sizes: Iterable[str], usual_size: str):
     group = parser.add_argument_group(
         "model: where it starts (its shape comes from the checkpoint when resuming)"
     )
-    group.add_argument(
-        "--model_dir",
-        type=options.path,
-        metavar="DIR",
-        help=f"fine-tune {forms.family}, {forms.folder}; without training, use it",
-    )
+    options.add_rows(
+        group,
+        ("model_dir", options.path, None, "DIR",
+         f"fine-tune {forms.family}, {forms.folder}; without training, use it"),
+    )  # fmt: skip
     if forms.file:
-        group.add_argument(
-            "--model_file",
-            type=options.path,
-            metavar="FILE",
-            help=f"the same for {forms.file}",
+        options.add_rows(
+            group, ("model_file", options.path, None, "FILE", f"the same for {forms.file}")
         )
-    group.add_argument(
-        "--from_scratch",
-        action=options.OnOff,
-        default=False,
-        help="train all weights from random ones (on for the demo)",
-    )
-    group.add_argument(
-        "--model_size",
-        choices=sizes,
-        help=f"shape of a model from scratch ({sizes[0]}, without data; {usual_size} with data)",
-    )
-    group.add_argument(
-        "--export",
-        type=options.path,
-        metavar="DIR",
-        help=(
-            f"write the weights as a folder {forms.exported}; after training, or alone with"
-            " --resume PATH or --model_dir"
-        ),
-    )
+        parser.usual("model_file")
+    options.add_rows(
+        group,
+        ("from_scratch", options.OnOff, False, None,
+         "train all weights from random ones (on for the demo)"),
+        ("model_size", sizes, None, None,
+         f"shape of a model from scratch ({sizes[0]}, without data; {usual_size} with data)"),
+        ("export", options.path, None, "DIR",
+         f"write the weights as a folder {forms.exported}; after training, or alone with --resume"
+         " PATH or --model_dir"),
+    )  # fmt: skip
+    parser.usual("model_dir", "from_scratch", "model_size", "export")
     return group
 
 

@@ -39,7 +39,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import device, memory, optim, options
+from common import batches, device, memory, optim, options
 from common.batches import EvalBatches, pad, to_device
 from common.errors import UsageError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
@@ -468,8 +468,8 @@ def fit(seed: int, model: Parakeet, data: Utterances) -> None:
 
 
 def about_run(args, info: ModelInfo, corpora: dict[str, Corpus], before: RunInfo | None) -> RunInfo:
-    """What is saved about the run. `before`: the same of the run that is resumed. Recordings are
-    later cut into pieces as long as any utterance that the model was trained on."""
+    """The record of the run. `before`: the same of the run that is resumed. Recordings are later
+    cut into pieces as long as any utterance that the model was trained on."""
     if before is None and info.pretrained:
         before = RELEASED
     run_info = splits.run_info(splits.resolve(args), corpora)
@@ -494,7 +494,7 @@ def make_task(
     train_set: Corpus,
     model: Parakeet,
 ) -> Task:
-    """What the loop has to know of this recipe."""
+    """The task: all that the loop knows of this recipe."""
     tokenizer = tokenizer_of(info)
     texts = []
     # Only a released vocabulary can have another style.
@@ -559,12 +559,12 @@ def main(args) -> None:
         data[name] = Utterances(args, corpus, tokenizer, info, training=name in splits.TRAINED)
 
     new, old = data.pop("train"), data.pop(replay.REPLAY, None)
-    global_batches = replay.batches_with(old)(args, new, collate, run.setup)
+    global_batches = batches.global_batches(args, new, collate, run.setup, old)
     evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data}
     run_info = about_run(args, info, corpora, before)
     task = make_task(args, asked, run, info, run_info, corpora["train"], model)
     task = dataclasses.replace(
-        task, further=watching.watched(args.stop_when_watched_rises, evaluation)
+        task, further=watching.watched(evaluation, args.stop_when_watched_rises)
     )
     progress = train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, asked, info, model, evaluation, True)

@@ -39,7 +39,7 @@ common.spin_briefly()  # before torch is imported
 import numpy as np
 import torch
 
-from common import device, options, run_length
+from common import batches, device, options, run_length
 from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
@@ -103,8 +103,8 @@ NEEDS = (
 
 @dataclasses.dataclass(frozen=True)
 class RunInfo:
-    """What else later commands must know: the data, the epoch from which --pad_share applies, and
-    what synthetic clips were drawn from (None: the run trained on recordings)."""
+    """The record of a run for later commands: the data, the epoch from which --pad_share applies,
+    and what synthetic clips were drawn from (None: the run trained on recordings)."""
 
     data: splits.RunInfo
     pad_from: Annotated[int, range(1 << 31)]
@@ -223,8 +223,8 @@ class Utterances:
         transcript: str,
         name: str,
     ) -> dict:
-        """What the model learns from: waveform (T,), decoder input and labels (U,), CTC's targets
-        (S,), masks of SpecAugment."""
+        """An example that the model learns from: waveform (T,), decoder input and labels (U,),
+        CTC's targets (S,), masks of SpecAugment."""
         waveform = waveform[: round(self.longest * SAMPLE_RATE)]
         if self.augmentation:
             waveform = self.augmentation.apply(waveform, index, epoch)
@@ -454,8 +454,7 @@ def about_run(
     global_batches: GlobalBatches,
     before: RunInfo | None,
 ) -> RunInfo:
-    """What is kept with the weights beside the model. `before`: the same of the run that is
-    resumed."""
+    """The record of the run. `before`: the same of the run that is resumed."""
     data = clips.run_info(splits.resolve(args), corpora)
     data = with_longest(info, data, before and before.data)
     steps = run_length.choose(args, global_batches, info.pretrained).total
@@ -475,9 +474,9 @@ def make_task(
     train_set: Utterances,
     evaluation: dict[str, EvalBatches],
 ) -> Task:
-    """What the loop has to know of this recipe."""
+    """The task: all that the loop knows of this recipe."""
     tokenizer, search = make_search(asked, info)
-    watched = watching.watched(args.stop_when_watched_rises, evaluation)
+    watched = watching.watched(evaluation, args.stop_when_watched_rises)
     heard = [train_set, *(each.dataset.data for each in (watched.sets if watched else {}).values())]
     rate = decoding.TokenRate(heard, args.seed)
     terms = loss_weights(args, info)
@@ -523,8 +522,9 @@ def main(args) -> None:
     sets = make_sets(args, asked, info, corpora)
 
     learned = {name: sets.pop(name) for name in splits.TRAINED if name in sets}
-    old = learned.get(replay.REPLAY)
-    global_batches = replay.batches_with(old)(args, learned["train"], collate, run.setup)
+    global_batches = batches.global_batches(
+        args, learned["train"], collate, run.setup, learned.get(replay.REPLAY)
+    )
     run_info = about_run(args, info, source, corpora, global_batches, before)
     for each in learned.values():
         each.padding.begin = run_info.pad_from

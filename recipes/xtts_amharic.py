@@ -39,7 +39,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import checkpoint, device, memory, optim, options
+from common import batches, checkpoint, device, memory, optim, options
 from common.batches import EvalBatches, GlobalBatches, pad, to_device
 from common.checkpoint import Saved
 from common.device import upcast
@@ -724,7 +724,7 @@ def make_task(
 ) -> Task:
     """What the loop has to know of this recipe. `first_fit`: what a new model takes from the
     training data."""
-    watched = watching.watched(args.stop_when_watched_rises, evaluation)
+    watched = watching.watched(evaluation, args.stop_when_watched_rises)
     languages: set[str] = set()
     for each in (evaluation["val"], *(watched.sets if watched else {}).values()):
         languages.update(synthesiser.texts.languages_of(each.dataset.data.corpus))
@@ -765,7 +765,7 @@ def main(args) -> dict | None:
         is_trained = name in splits.TRAINED
         sets[name] = Utterances(args, corpus, synthesiser.texts, info, training=is_trained)
     new, old = sets.pop("train"), sets.pop(replay.REPLAY, None)
-    global_batches = replay.batches_with(old)(args, new, collate, run.setup)
+    global_batches = batches.global_batches(args, new, collate, run.setup, old)
     evaluation = {name: EvalBatches(args, each, collate, run.setup) for name, each in sets.items()}
     languages = {name: synthesiser.texts.languages_of(corpora[name]) for name in evaluation}
     first_fit = functools.partial(fit, info, synthesiser.frozen, added, draw_seed(args, data))

@@ -19,6 +19,7 @@ SPEECH_MAY_USE = (
     "batches",
     "records",
     "checkpoint",
+    "layers",
     "parts",
 )
 

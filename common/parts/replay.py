@@ -74,7 +74,7 @@ class ReplayedBatches(GlobalBatches):
     """Global batches of which a share are utterances of the data set `old`, by --replay_share. An
     epoch is one of `data`."""
 
-    def __init__(self, old, args, data, collate: Callable[[list[dict]], dict], setup):
+    def __init__(self, args, data, old, collate: Callable[[list[dict]], dict], setup):
         self.old = old
         self.share = args.replay_share
         super().__init__(args, data, collate, setup)

@@ -160,6 +160,7 @@ def add_arguments(parser) -> None:
     adapters.add_arguments(parser, has_peft=False)
     texts.add_arguments(parser)
     add_other_names(parser)
+    parser.usual("language")
 
 
 def add_other_names(parser) -> None:

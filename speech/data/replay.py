@@ -1,12 +1,9 @@
 """Old material that a model is trained on beside the new, so that it does not forget: the flags, its
 name among a run's sets, what it shares with evaluation sets."""
 
-import functools
 import itertools
-from collections.abc import Callable
 
 from common import options
-from common.batches import GlobalBatches
 from speech.data.checks import overlap
 from speech.data.columns import Corpus, Rejections, Strings
 
@@ -44,16 +41,6 @@ def resolve(args) -> dict[str, str]:
     """{name of the set: path} of the flags, also of a recipe without them."""
     path = getattr(args, "replay_manifest", None)
     return {REPLAY: path} if path else {}
-
-
-def batches_with(old) -> Callable[..., GlobalBatches]:
-    """`GlobalBatches`; with a set `old`, what makes those that have a share of it, of the same
-    arguments."""
-    if old is None:
-        return GlobalBatches
-    from common.parts.replay import ReplayedBatches
-
-    return functools.partial(ReplayedBatches, old)
 
 
 def texts(corpora: dict[str, Corpus]) -> Strings:

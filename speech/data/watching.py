@@ -61,7 +61,7 @@ def resolve(args) -> dict[str, str]:
     return found
 
 
-def watched(most_rise: float | None, sets: dict):
+def watched(sets: dict, most_rise: float | None):
     """The watched ones of a run's `sets`, for `Task.further`; None if there are none. `most_rise`:
     --stop_when_watched_rises."""
     found = {

@@ -177,7 +177,7 @@ def make(tmp_path, *flags, rank: int = 0, ranks: int = 1, old=True) -> batches.G
     setup = Setup(ranks=Ranks(rank, ranks))
     if not old:
         return batches.GlobalBatches(args, small.Waveforms(), small.collate, setup)
-    return replay.ReplayedBatches(Old(), args, small.Waveforms(), small.collate, setup)
+    return replay.ReplayedBatches(args, small.Waveforms(), Old(), small.collate, setup)
 
 
 def test_cuts_and_ranks_do_not_change_a_global_batch(tmp_path):

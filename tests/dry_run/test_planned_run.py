@@ -21,7 +21,6 @@ from dry_run.cards import Card
 from dry_run.fake_tensors import CannotPlan
 from dry_run.planned_run import FIRST, Evaluation, PlannedRun, longest_items, repeated
 from dry_run.report import room
-from speech.data import replay
 from tests import small
 
 
@@ -534,7 +533,7 @@ def test_two_cards_share_an_update(tmp_path, capsys):
 
     with (
         mock.patch("dry_run.PlannedRun", Planned),
-        mock.patch.object(replay, "GlobalBatches", global_batches),
+        mock.patch("common.batches.GlobalBatches", global_batches),
     ):
         for card in ("8GB", "2x8GB"):
             assert planned(tmp_path, *words, card) == (0, [])

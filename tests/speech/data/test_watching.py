@@ -16,8 +16,8 @@ def test_sets_are_called_after_their_files():
         "watched dev": "a/dev.json",
         "watched b/dev": "b/dev.json",
     }
-    assert watching.watched(None, {"val": 1, "watched dev": 3}).sets == {"dev": 3}
-    assert watching.watched(None, {"val": 1}) is None
+    assert watching.watched({"val": 1, "watched dev": 3}, None).sets == {"dev": 3}
+    assert watching.watched({"val": 1}, None) is None
 
 
 def test_the_same_file_twice_is_refused():
