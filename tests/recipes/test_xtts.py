@@ -24,7 +24,7 @@ from common import checkpoint, memory, optim, records
 from common.batches import split_batch, to_device
 from common.device import LossScale, Setup
 from common.engine import run_global_batch
-from common.errors import DataError
+from common.errors import DataError, UsageError
 from common.loop import Run
 from models.xtts import (
     codec_training,
@@ -46,7 +46,6 @@ from models.xtts.start import ModelInfo
 from models.xtts.tokenizer import Vocabulary, new_vocabulary
 from models.xtts.vocoder import HifiDecoder
 from recipes import xtts_amharic as recipe
-from speech.data import splits
 from speech.data.columns import Corpus, Strings
 from speech.data.splits import Checks, RunInfo, load_corpus
 from tests import small
@@ -416,7 +415,7 @@ def test_adapters_are_as_exact(noise, monkeypatch):
         run = (model, micro_batches, totals, compute_loss, WEIGHTS, Setup())
         assert run_global_batch(*run).failed is None
 
-    adapters.check_exact(make, train_on, recipe.CHECKPOINTED, monkeypatch)
+    adapters.check_exact(make, train_on, xtts.CHECKPOINTED, monkeypatch)
 
 
 def test_longer_clips_in_the_batch_change_no_gradient(noise):
@@ -697,9 +696,8 @@ def first_model(info: ModelInfo, weights: dict | None, folder: Path, *flags) -> 
     args = runs.parse(recipe, "--from_scratch", "--output_dir", folder, *flags)
     asked = recipe.resolve(args)
     with mock.patch.object(start, "choose", lambda *_: (info, weights, make_frozen())):
-        return recipe.first_model(
-            args, asked, Run(Setup()), None, {"train": SimpleNamespace(texts=[], languages=[])}
-        )[1].model
+        corpora = {"train": SimpleNamespace(texts=[], languages=[])}
+        return start.first_model(asked, Run(Setup()), None, corpora)[0].model
 
 
 @pytest.mark.parametrize(
@@ -1084,8 +1082,7 @@ def test_the_language_of_a_row_goes_before_that_of_the_flag(places, json_lines, 
     info, _, _ = chosen(recipe.resolve(args))
     reader = texts.Texts(info)
     texts.read_corpora(reader, {"val": corpus})
-    data = splits.resolve(args, for_synthesis=True)
-    assert len(recipe.check_corpora(args, data, {"val": corpus}, reader, info.config)["val"]) == 4
+    assert len(recipe.check_corpora(args, {"val": corpus}, reader, info.config)["val"]) == 4
     data = recipe.Utterances(args, corpus, reader, info, training=True)
     german, *others = [row.tolist() for row in data.tokens]
     assert german == reader.encode("no", "de") and others == [reader.encode("no")] * 3
@@ -1107,7 +1104,7 @@ def test_the_version_is_that_of_the_vocabulary(places, monkeypatch, capsys):
             assert chosen(asked)[0].config["text_tokens"] == ROWS + 1
             continue
         with pytest.raises(
-            recipe.UsageError, match=f"vocabulary has 6681 tokens, and these weights have {ROWS}"
+            UsageError, match=f"vocabulary has 6681 tokens, and these weights have {ROWS}"
         ):
             chosen(asked)
 
@@ -1856,7 +1853,7 @@ def test_a_new_model_is_fitted_to_random_utterances_of_a_manifest(noise):
     for flags, expected in ((both(noise), 5), ([], None)):
         args = runs.parse(recipe, "--from_scratch", "--seed", 5, *flags)
         recipe.resolve(args)
-        assert recipe.draw_seed(args, splits.resolve(args)) == expected
+        assert recipe.draw_seed(args) == expected
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "terminated"])
@@ -2336,7 +2333,7 @@ def test_a_model_that_says_nothing(places, with_vocoder, capsys):
     if not with_vocoder:
         frozen.vocoder = None
     voice = [torch.randn(SAMPLE_RATE) * 0.1]
-    synthesiser = recipe.synthesiser_of(info, model, frozen, texts.Texts(info))
+    synthesiser = start.synthesiser_of(info, model, frozen, texts.Texts(info))
     voice = speaking.voice_of(synthesiser, voice)
     [waveform] = speaking.speak(synthesiser, ["hello. no"], voice, Sampling())
     assert waveform.ndim == 1 and bool(waveform.isfinite().all())
