@@ -241,7 +241,7 @@ def check_replay(recipe, folder: Path, old: str | Path, watched: str | Path, *fl
     assert "(step 3)" in ran(recipe, *flags, folder / "again", "--resume", "auto")
     whole, again = (newest(folder / each, recipe) for each in ("whole", "again"))
     assert_same_state(whole, again)
-    assert len(whole.progress.watched[name]) == 3
+    assert len(whole.progress.parts["watched"][name]) == 3
     assert set(whole.run_info.get("data", whole.run_info)["sets"]) == {"train", "val", "replay"}
     return out
 
