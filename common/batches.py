@@ -36,6 +36,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from common.errors import DataError, RunError
+from common.ranks import Ranks
 
 # Global batches that are sorted by length together: more save padding, fewer mix lengths better.
 POOL_BATCHES = 64
@@ -325,6 +326,15 @@ class GlobalBatches:
         return float(np.sum(self.data.seconds(0))) / 3600
 
 
+def global_batches(args, data, collate: Callable, setup, old=None) -> GlobalBatches:
+    """The global batches of a training set and, with --replay_manifest, of a set `old`."""
+    if old is None:
+        return GlobalBatches(args, data, collate, setup)
+    from common.parts.replay import ReplayedBatches
+
+    return ReplayedBatches(args, data, old, collate, setup)
+
+
 def _loaded(loader: torch.utils.data.DataLoader) -> Iterator[GlobalBatch]:
     """The loader's global batches. Raises `DataError` for a global batch with an error, and
     `RunError` if a worker has died."""
@@ -368,7 +378,7 @@ class EvalBatches:
         if self.ranks.size == 1:
             return self
         *arguments, setup = self.arguments
-        return EvalBatches(*arguments, replace(setup, ranks=type(setup.ranks)()))
+        return EvalBatches(*arguments, replace(setup, ranks=Ranks()))
 
     def __iter__(self) -> Iterator[dict]:
         for global_batch in _loaded(self.loader):

@@ -174,7 +174,8 @@ def finish(
     if not run.setup.ranks.first:
         return None
     memory.free_memory(run.setup.device)  # the optimizer may be part of a reference cycle
-    model.to(run.setup.device)
+    if next(model.parameters()).device.type != run.setup.device.type:  # it was on other GPUs
+        model.to(run.setup.device)
     with torch.no_grad():
         best = checkpoint.use_best(args.checkpoint_dir, model, task.name)
         with run.setup.autocast():

@@ -39,7 +39,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import device, memory, optim, options
+from common import batches, device, memory, optim, options
 from common.batches import EvalBatches, pad, to_device
 from common.errors import UsageError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
@@ -533,7 +533,7 @@ def make_task(
         learning_rate=rate,
         checkpointed=CHECKPOINTED,
         reports=recogniser.REPORTS,
-        further=replay.watched(args, evaluation),
+        further=replay.watched(evaluation, args.stop_when_watched_rises),
         compiled=COMPILED,
         evaluate_first=info.pretrained,
         adamw=optim.Settings(decay_embeddings=False),
@@ -572,7 +572,7 @@ def main(args) -> None:
     sets = make_sets(args, info, corpora)
 
     new, old = sets.pop("train"), sets.pop(replay.REPLAY, None)
-    global_batches = replay.global_batches(args, new, old, collate, run.setup)
+    global_batches = batches.global_batches(args, new, collate, run.setup, old)
     run_info = about_run(args, info, corpora, before)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
     task = make_task(args, asked, run, info, run_info, corpora["train"], model, evaluation)

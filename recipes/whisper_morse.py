@@ -39,7 +39,7 @@ common.spin_briefly()  # before torch is imported
 import numpy as np
 import torch
 
-from common import device, options, run_length
+from common import batches, device, options, run_length
 from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
@@ -468,7 +468,7 @@ def make_task(
 ) -> Task:
     """What the loop has to know of this recipe."""
     tokenizer, search = make_search(asked, info)
-    watched = replay.watched(args, evaluation)
+    watched = replay.watched(evaluation, args.stop_when_watched_rises)
     heard = [train_set, *(each.dataset.data for each in (watched.sets if watched else {}).values())]
     rate = decoding.TokenRate(heard, args.seed)
     terms = loss_weights(args, info)
@@ -515,7 +515,7 @@ def main(args) -> None:
 
     learned = {name: sets.pop(name) for name in replay.TRAINED if name in sets}
     new, old = learned["train"], learned.get(replay.REPLAY)
-    global_batches = replay.global_batches(args, new, old, collate, run.setup)
+    global_batches = batches.global_batches(args, new, collate, run.setup, old)
     run_info = about_run(args, info, source, corpora, global_batches, before)
     for each in learned.values():
         each.padding.begin = run_info.pad_from

@@ -40,7 +40,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import checkpoint, device, memory, optim, options
+from common import batches, checkpoint, device, memory, optim, options
 from common.batches import EvalBatches, GlobalBatches, pad, to_device
 from common.device import upcast
 from common.errors import DataError, exit_with_one_line
@@ -527,7 +527,7 @@ def make_task(
 ) -> Task:
     """What the loop has to know of this recipe. `first_fit`: what a new model takes from the
     training data."""
-    watched = replay.watched(args, evaluation)
+    watched = replay.watched(evaluation, args.stop_when_watched_rises)
     languages: set[str] = set()
     for each in (evaluation["val"], *(watched.sets if watched else {}).values()):
         languages.update(synthesiser.texts.languages_of(each.dataset.data.corpus))
@@ -569,7 +569,7 @@ def main(args) -> None:
     sets = make_sets(args, corpora, synthesiser.texts, info)
 
     new, old = sets.pop("train"), sets.pop(replay.REPLAY, None)
-    global_batches = replay.global_batches(args, new, old, collate, run.setup)
+    global_batches = batches.global_batches(args, new, collate, run.setup, old)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
     first_fit = functools.partial(fit, info, synthesiser.frozen, added, draw_seed(args))
     task = make_task(args, asked, run, info, run_info, synthesiser, first_fit, evaluation)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from common import checks, loop, optim, options
+from common import batches, checks, loop, optim, options
 from common.batches import EvalBatches, to_device
 from common.engine import Engine
 from common.loop import Task, begin, finish, train
@@ -152,13 +152,13 @@ def run(
         with begun.model_device():
             model = Network(args.dropout).double()
     data = data or Waveforms()
-    global_batches = replay.global_batches(args, data, old, collate, begun.setup)
+    global_batches = batches.global_batches(args, data, collate, begun.setup, old)
     eval_batches = EvalBatches(args, Waveforms(5, seed=1), collate, begun.setup)
     sets = {
         replay.WATCHED + name: EvalBatches(args, each, collate, begun.setup)
         for name, each in dict(watched).items()
     }
-    made = task(further=replay.watched(args, sets), **changes)
+    made = task(further=replay.watched(sets, args.stop_when_watched_rises), **changes)
     with contextlib.ExitStack() as patched:
         for where, name in () if trial else ((loop, "try_evaluation"), (checks, "try_loss")):
             patched.enter_context(mock.patch.object(where, name, lambda *_: None))

@@ -22,7 +22,8 @@ from webui import app
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 # Those of the README: a user's copies have neither a page nor a preset.
-RECIPES = sorted(set(re.findall(r"\(recipes/(\w+)\.md\)", README.read_text(encoding="utf-8"))))
+NAMED = set(re.findall(r"\(recipes/(\w+)\.md\)", README.read_text(encoding="utf-8")))
+RECIPES = sorted(name for name in NAMED if (ROOT / f"recipes/{name}.py").is_file())
 PAGES = [
     README,
     ROOT / "CONTRIBUTING.md",
@@ -36,9 +37,9 @@ PAGES = [
 # Further pages of a recipe.
 RECIPE_OF = {"parakeet_live": "parakeet_tdt", "parakeet_export": "parakeet_tdt"}
 PREPARE = "python -m models.parakeet.prepare "
-FOLDERS = ("recipes", "common", "speech", "webui", "benchmarks", "tests")
+FOLDERS = ("recipes", "common", "speech", "models", "webui", "benchmarks", "tests")
 # Paths that a reader creates, and a script of another project.
-EXAMPLES = {"recipes/my_model.py", "run_training.sh"}
+EXAMPLES = {"recipes/my_model.py", "run_training.sh", "models/morse"}
 # Messages of other programs in the README's table.
 FOREIGN = {
     "Process 75955 has 14.17 GiB memory in use",

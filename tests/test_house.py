@@ -18,6 +18,7 @@ SPEECH_MAY_USE = (
     "batches",
     "records",
     "checkpoint",
+    "layers",
     "parts",
 )
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # in place of this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # in place of this folder
 
 from common.errors import Failure
 from speech.data.columns import Rejections

@@ -5,7 +5,6 @@ import itertools
 from pathlib import Path
 
 from common import options
-from common.batches import GlobalBatches
 from common.errors import UsageError
 from speech.data.checks import overlap
 from speech.data.columns import Corpus, Rejections, Strings, printable
@@ -86,8 +85,9 @@ def resolve(args) -> dict[str, str]:
     return found
 
 
-def watched(args, sets: dict):
-    """The watched ones of a run's `sets`, for `Task.further`; None if there are none."""
+def watched(sets: dict, most_rise: float | None):
+    """The watched ones of a run's `sets`, for `Task.further`; None if there are none. `most_rise`:
+    the value of --stop_when_watched_rises."""
     found = {
         name.removeprefix(WATCHED): each for name, each in sets.items() if name.startswith(WATCHED)
     }
@@ -95,16 +95,7 @@ def watched(args, sets: dict):
         return None
     from common.parts.watching import Watched
 
-    return Watched(found, args.stop_when_watched_rises)
-
-
-def global_batches(args, new, old, collate, setup) -> GlobalBatches:
-    """The global batches of a training set `new` and, with --replay_manifest, of a set `old`."""
-    if old is None:
-        return GlobalBatches(args, new, collate, setup)
-    from common.parts.replay import ReplayedBatches
-
-    return ReplayedBatches(args, new, old, collate, setup)
+    return Watched(found, most_rise)
 
 
 def texts(corpora: dict[str, Corpus]) -> Strings:

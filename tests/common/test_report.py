@@ -49,13 +49,13 @@ def test_without_a_terminal_there_are_plain_lines_seconds_apart_and_a_last_one(t
 def test_a_pause_is_forgotten_in_the_time_that_is_left(tmp_path, capsys, monkeypatch):
     now = 0.0
     monkeypatch.setattr(report.time, "monotonic", lambda: now)
-    made = report.Report(tmp_path, 0, 1000, tensorboard=False)
-    for step in range(1, 101):
+    made = report.Report(tmp_path, 0, 1000)
+    for step in range(1, 201):
         now += 3600 if step == 50 else 60
         made.progress(step, 2.0, 1e-3, 5.0, 2**30, 0.02)
     made.close()
     left = [int(line.split()[-3]) for line in capsys.readouterr().err.splitlines()]
-    assert left[48] == 951 and left[49] > 2 * 950 and left[99] == 900
+    assert left[48] == 951 and left[49] > 2 * 950 and left[199] == 800
 
 
 def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):

@@ -15,6 +15,7 @@ from torch import nn
 from common import loop, memory, optim, options
 from common.batches import GlobalBatches
 from common.errors import DataError, RunError, UsageError
+from common.parts import preflight
 from dry_run.advice import Settings
 from dry_run.cards import Card
 from dry_run.fake_tensors import CannotPlan
@@ -489,7 +490,7 @@ def test_verify_gpu_plans_on_the_gpu_that_is_there(tmp_path, capsys, monkeypatch
     checks = []
     monkeypatch.setattr(dry_run.cards, "card_here", lambda index: CARD)
     monkeypatch.setattr(
-        loop.preflight, "verify", lambda args, model, plan=None: checks.append(plan and plan()) or 1
+        preflight, "verify", lambda args, model, plan=None: checks.append(plan and plan()) or 1
     )
     assert planned(tmp_path, "--verify_gpu") == (1, [])
     ((needed, verdict),) = checks
@@ -532,7 +533,7 @@ def test_two_cards_share_an_update(tmp_path, capsys):
 
     with (
         mock.patch("dry_run.PlannedRun", Planned),
-        mock.patch.object(small, "GlobalBatches", global_batches),
+        mock.patch("common.batches.GlobalBatches", global_batches),
     ):
         for card in ("8GB", "2x8GB"):
             assert planned(tmp_path, *words, card) == (0, [])

@@ -533,7 +533,10 @@ def test_a_released_encoder_as_a_start(tmp_path, konkani):
     source = replace(
         source,
         *SMALL,
-        ("import demo, metrics, recogniser", "import demo, metrics, model_files, recogniser"),
+        (
+            "from speech.data import demo",
+            "from models import model_files\nfrom speech.data import demo",
+        ),
         ("N_MELS = 80", f'N_MELS = 80\nRELEASED = "{tmp_path}/released"'),
     )
     recipe = made(tmp_path, source)

@@ -15,7 +15,8 @@ import pytest
 import soundfile
 import torch
 
-from common import loop, options
+import common.parts.planned
+from common import options
 from dry_run.plan import Plan
 from models import released
 from models.whisper.decoding import Search, greedy
@@ -144,7 +145,7 @@ def test_a_plan_of_a_billion_utterances_takes_seconds_and_leaves_nothing(tmp_pat
 
 @EACH
 def test_a_command_that_trains_nothing_is_not_planned(recipe, monkeypatch):
-    monkeypatch.setattr(loop, "plan", lambda *inputs: pytest.fail("it was planned"))
+    monkeypatch.setattr(common.parts.planned, "plan", lambda *inputs: pytest.fail("it was planned"))
     parser = options.Parser("")
     recipe.add_arguments(parser)
     commands = parser.commands.keys() - {"dry_run", "verify_gpu"}
@@ -187,8 +188,8 @@ def test_the_last_steps_of_a_search_need_as_much_as_all():
 
         return plan.measure(step, [encoded]).total
 
-    _, search, *_ = run_of.task.evaluate.args[-1].args
-    _, last_steps, *_ = run_of.task.last_steps.args
+    _, search, *_ = run_of.task.evaluate.args
+    _, last_steps, *_ = run_of.task.plans.last_steps.args
     assert (search.max_new_tokens, last_steps.max_new_tokens) == (32, 2)
     cache = 2 * 4 * 4 * 384 * 2 * search.max_new_tokens  # keys and values of four layers, 16 bits
     assert peak(last_steps) == pytest.approx(peak(search), abs=0.1 * cache)

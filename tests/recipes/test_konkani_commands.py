@@ -215,12 +215,9 @@ def test_terminated_with_a_worker_in_mid_epoch_and_resumed_it_ends_with_the_same
 
 def assert_trained_by_two(out: str, folder: Path) -> None:
     assert out.count("evaluation at step 2") == 1 and out.count("WER") == 1
-    state = newest(folder, recipe).state
-    assert (
-        state["progress"]["step"] == 2
-        and state["progress"]["utterances"] == 14
-        and len(state["rng"]) == 2
-    )
+    saved = newest(folder, recipe)
+    assert (saved.progress.step, saved.progress.utterances) == (2, 14)
+    assert len(saved.state["rng"]) == 2
 
 
 def test_two_ranks_train(flags, tmp_path):

@@ -1369,7 +1369,7 @@ def test_a_run_knows_which_pieces_are_new(retrained, released):
     saved = newest(retrained[0] / "run", recipe)
     trained = records.read(start.ModelInfo, saved.model_info, "the run")
     assert trained.config == info.config and trained.new_pieces == info.new_pieces
-    assert saved.state["progress"]["new_rows"]["rows"]["joint.head.bias"] == info.new_pieces
+    assert saved.progress.parts["new_rows"]["rows"]["joint.head.bias"] == info.new_pieces
 
 
 @pytest.mark.parametrize(
@@ -1478,7 +1478,6 @@ def grown(signs, with_signs, tmp_path_factory) -> Path:
     flags = ["--model_dir", with_signs, "--max_steps", "3", "--warmup_steps", "2", *LONG[2:]]
     out = ran(recipe, *signs, *flags, "--output_dir", folder)
     assert "outside the vocabulary" not in out
-    assert "the first 2 updates leave the weights encoder.* as they are" in out
     return folder
 
 
@@ -1492,18 +1491,6 @@ def test_missing_characters_are_named_with_the_command_that_adds_them(
     assert words[:3] == ["python", "-m", "models.parakeet.prepare"]
     assert "4 are new" in prepared(*words[3:-1], tmp_path / "new")
     assert "outside the vocabulary" not in ran(recipe, *flags, "--model_dir", with_signs)
-
-
-def test_the_encoder_stays_until_the_warm_up_ends(grown, released):
-    _, weights = start.read(released / "hf")
-    for path in checkpoint.list_checkpoints(grown / "checkpoints"):
-        saved = checkpoint.read(path, recipe.RECIPE)
-        step = saved.progress.step
-        for name, state in saved.state["optimizer"].items():
-            is_frozen = name.startswith("encoder.") and step < 3
-            assert (state["step"] == 0) == is_frozen, (name, step)
-            if is_frozen:
-                assert torch.equal(saved.model[name], weights[name]), (name, step)
 
 
 @pytest.mark.parametrize("stop", [1, 2])

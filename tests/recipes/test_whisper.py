@@ -1668,7 +1668,7 @@ def test_flags_that_contradict_the_checkpoint(saved, line, message, released, tm
     info, _ = start.read_released(tuned, released / "hf")
     info = dataclasses.replace(info, pretrained=saved == "tuned")
     state = {"args": {"vocab_size": 500}}
-    content = checkpoint.Saved(tmp_path / "x.pt", vietnamese.RECIPE, {}, {}, {}, state)
+    content = checkpoint.Saved(tmp_path / "x.pt", vietnamese.RECIPE, {}, {}, {}, state=state)
     words = line.format(released=released, other=tmp_path).split()
     asked = vietnamese.resolve(runs.parse(vietnamese, *words))
     found = start.conflicts(asked, info, content)

@@ -72,11 +72,11 @@ def test_a_command_line_run_is_known_by_its_weights(tmp_path):
 def test_progress_is_read_as_the_report_writes_it(tmp_path, capfd):
     """By metrics.jsonl or the log, whichever is newer."""
     run = make(tmp_path)
-    batches = SimpleNamespace(hours=0.5, per_epoch=10, global_batch_size=8, share=0.0)
+    batches = SimpleNamespace(hours=0.5, per_epoch=10, global_batch_size=8, described=lambda: "")
     length = run_length.RunLength(600, None, 600, 100, 5)
     report = Report(run.folder / "logs", 0, 600)
     report.bar, report.last_line = None, -1e9
-    report.printed[0] = (time.monotonic() - 90, 0)
+    report.ends[0] = time.monotonic() - 0.75
     print(run_length.describe(length, batches))
     report.write(100, **{"eval/wer": 0.5, "eval/loss": 3.0, "eval/cer": 0.25})
     values = {"loss": 1.5, "learning_rate": 1e-3, "utterances_per_second": 3.0}

@@ -14,10 +14,10 @@ from common.errors import RunError, UsageError
 from speech.data import demo, folders
 from tests import processes
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SIZES = {"train": 12, "val": 4}
 MAKE = (
-    "import sys; from pathlib import Path; from speech import demo; "
+    "import sys; from pathlib import Path; from speech.data import demo; "
     f"demo.speech_corpus(Path(sys.argv[1]), demo.KONKANI_WORDS, demo.KONKANI_VOICES, {SIZES})"
 )
 

@@ -245,7 +245,7 @@ def fill(aside):
     os.kill(os.getpid(), signal.SIGKILL)
 folders.write_folder(Path({str(folder)!r}), fill, {MADE})
 """
-    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False)
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False)
 
 
 def test_what_a_killed_process_has_left_is_removed(tmp_path):

@@ -34,8 +34,9 @@ def test_sets_are_called_after_their_files():
         "watched dev": "a/dev.json",
         "watched b/dev": "b/dev.json",
     }
-    sets = replay.watched({"val": 1, "replay": 2, "watched dev": 3})
-    assert sets == {"dev": 3}
+    watched = replay.watched({"val": 1, "replay": 2, "watched dev": 3}, 0.5)
+    assert (watched.sets, watched.most_rise) == ({"dev": 3}, 0.5)
+    assert replay.watched({"val": 1}, None) is None
 
 
 def test_the_same_file_twice_is_refused():

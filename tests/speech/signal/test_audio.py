@@ -19,7 +19,7 @@ from speech.data import headers
 from speech.signal import audio, spectra
 from tests.peers import resampled
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 # --- reading audio --------------------------------------------------------------------------------
 
