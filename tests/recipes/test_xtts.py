@@ -1,5 +1,6 @@
 """The XTTS recipe: its GPT against Coqui's, exactness of training, data, memory options, and its
-command line on tiny models."""
+command line on tiny models. What the core guarantees for every recipe (kills, offload, adapters, old
+clips) is `slow` here; Whisper's tests prove it."""
 
 import errno
 import functools
@@ -888,6 +889,7 @@ def tuned(places, tmp_path_factory) -> tuple[Path, str]:
     return folder, ran(recipe, *tuning(places, *flags))
 
 
+@pytest.mark.slow
 def test_old_clips_and_a_watched_set(places, tmp_path):
     flags = tuning(places, "--speak_held_out", "0")
     runs.check_replay(recipe, tmp_path, places.val, places.val, *flags)
@@ -1139,6 +1141,7 @@ def unstopped(places, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "terminated"])
 def test_stopped_and_resumed_it_ends_with_the_same_bits(unstopped, places, tmp_path, how):
     killing = """
@@ -1183,6 +1186,7 @@ def test_a_run_from_scratch_and_its_frozen_parts(noise, tmp_path):
     assert not info.licence and not info.pretrained and info.config["text_tokens"] == 450
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_window_that_overflows_is_skipped_and_training_recovers(
     places, tmp_path, monkeypatch, precision
@@ -1679,6 +1683,7 @@ def test_the_results_have_a_line_for_each_language(places, json_lines, tmp_path,
     assert all(line.startswith("  ") and ": text " in line for line in lines[: len(names)])
 
 
+@pytest.mark.slow
 def test_adapters_beside_a_released_gpt(places, tmp_path):
     def read(folder: Path) -> dict:
         return formats.read_model(folder)[0]["gpt"]
@@ -1856,6 +1861,7 @@ def test_a_new_model_is_fitted_to_random_utterances_of_a_manifest(noise):
         assert recipe.draw_seed(args) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "terminated"])
 def test_stopped_in_every_stage_and_resumed_it_ends_with_the_same_bits(
     scratch, noise, tmp_path, number
@@ -2370,5 +2376,6 @@ def test_sentences_of_a_batch_that_end_at_different_times_are_as_alone():
         )
 
 
+@pytest.mark.slow
 def test_a_level_of_offloading_changes_no_bit(places, tmp_path):
     check_levels(recipe, tmp_path, *tuning(places, "--speak_held_out", "0"))
