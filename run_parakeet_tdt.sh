@@ -14,7 +14,7 @@
 # An update is 120 utterances in every tier, 48 with medium_data, 16 with small_data, 8 in the demo.
 # The tier decides how many of them are on the GPU at once.
 # --print shows the command instead of running it. All flags of the recipe:
-#   python recipes/parakeet_tdt.py --help
+#   python recipes/parakeet_tdt.py --help all
 # The output is written in runs/parakeet_tdt, unless --output_dir names another folder.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run_parakeet_tdt.sh
 set -eo pipefail

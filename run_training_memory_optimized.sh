@@ -8,7 +8,7 @@
 # SIZE: optimized (default), minimal, original.
 # An update is 8 utterances in every tier. The tier decides how many of them are on the GPU at once.
 # --print shows the command instead of running it. All flags of the recipe:
-#   python recipes/konkani_conformer.py --help
+#   python recipes/konkani_conformer.py --help all
 # The output is written in the current folder, unless --output_dir names another folder.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run_training_memory_optimized.sh
 set -eo pipefail

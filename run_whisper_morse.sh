@@ -14,7 +14,7 @@
 # An update is 96 clips in every tier (many: 256, medium_data: 48, small_data: 16, demo: 24). The
 # tier decides how many of them are on the GPU at once.
 # --print shows the command instead of running it. All flags of the recipe:
-#   python recipes/whisper_morse.py --help
+#   python recipes/whisper_morse.py --help all
 # The output is written in runs/whisper_morse, unless --output_dir names another folder.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run_whisper_morse.sh
 set -eo pipefail

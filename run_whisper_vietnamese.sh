@@ -13,7 +13,7 @@
 # An update is 24 utterances in every tier, 16 with small_data and in the demo. The tier decides how
 # many of them are on the GPU at once. large_data trains as the guide does, for 50,000 updates.
 # --print shows the command instead of running it. All flags of the recipe:
-#   python recipes/whisper_vietnamese.py --help
+#   python recipes/whisper_vietnamese.py --help all
 # The output is written in runs/whisper_vietnamese, unless --output_dir names another folder.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run_whisper_vietnamese.sh
 set -eo pipefail

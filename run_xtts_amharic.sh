@@ -13,7 +13,7 @@
 # An update is 240 utterances in every tier, 48 with medium_data, 16 with small_data and in the demo.
 # The tier decides how many of them are on the GPU at once.
 # --print shows the command instead of running it. All flags of the recipe:
-#   python recipes/xtts_amharic.py --help
+#   python recipes/xtts_amharic.py --help all
 # The output is written in runs/xtts_amharic, unless --output_dir names another folder.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run_xtts_amharic.sh
 set -eo pipefail

@@ -1,5 +1,5 @@
-"""What dry_run predicts against what CUDA's allocator counted, for steps of a commit whose memory
-was measured.
+"""The peaks that dry_run predicts against those that CUDA's allocator counted, for steps of a
+commit whose memory was measured.
 
     git worktree add ../measured dde72d3
     python benchmarks/dry_run_agreement.py --worktree ../measured [--cases whisper]
@@ -71,7 +71,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Step:
-    """What a recipe's step is made of."""
+    """The ingredients of a recipe's step."""
 
     model: torch.nn.Module
     compute_loss: Callable

@@ -302,8 +302,8 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained on a recipe's demo. `begin` writes the folder of --model_dir and takes the
-    runs of the models before it; without `training` that is the model."""
+    """A model that is trained on a recipe's demo. `begin` writes the folder of --model_dir and
+    takes the runs of the models before it; without `training` that is the model."""
 
     recipe: str
     training: str | None
@@ -421,7 +421,7 @@ def clips_of(recipe: str, run: Path, count: int, folder: Path) -> list[Path]:
 
 
 def texts_of(recipe: str, weights: list, files: list[Path], folder: Path) -> list[str]:
-    """What our --transcribe writes."""
+    """The texts that our --transcribe writes."""
     output = folder / "ours.jsonl"
     flags = [*weights, "--output", output, *DECODING.get(recipe, "").split()]
     recipe_of(recipe, "--transcribe", *files, *flags)
@@ -432,7 +432,8 @@ def texts_of(recipe: str, weights: list, files: list[Path], folder: Path) -> lis
 
 @torch.no_grad()
 def window_texts(folder: Path, files: list[Path], zeros: bool, method: str) -> list[str]:
-    """What our code writes of clips in windows of 30 s with an exported Whisper; see `Row`."""
+    """The texts that our code writes of clips in windows of 30 s with an exported Whisper; see
+    `Row`."""
     from models.whisper import decoding, formats
     from models.whisper.model import HOP, Whisper
     from models.whisper.tokenizer import read_tokenizer
@@ -492,7 +493,7 @@ def read(row: Row, python: str, folder: Path, files: list[Path], whisper_cpp: st
 
 
 def compared(texts: list[str], ours: list[str]) -> str:
-    """What the table says of a program's texts."""
+    """The table's cell for a program's texts."""
     pairs = [
         (" ".join(each.split()), " ".join(our.split()))
         for each, our in zip(texts, ours, strict=True)
@@ -508,8 +509,8 @@ def compared(texts: list[str], ours: list[str]) -> str:
 
 
 def compared_speech(spoken: list[str], ours: list[str]) -> str:
-    """What the table says of a program's waveforms. Ours end with a short fade where they have
-    become quiet, so only what is before it is compared, and theirs must be quiet after it."""
+    """The table's cell for a program's waveforms. Ours end with a short fade where they have become
+    quiet, so only what is before it is compared, and theirs must be quiet after it."""
     shares = []
     seconds = 0.0
     for each, our in zip(spoken, ours, strict=True):

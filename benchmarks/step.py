@@ -69,7 +69,7 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What is measured of a recipe. `flags`: its flags and their defaults. `rows`: options of each
+    """The measurements of a recipe. `flags`: its flags and their defaults. `rows`: options of each
     row. `make_clips(args)` returns the items of a batch, and `make_step(args, options, clips)` the
     model and a function that makes an update and returns the loss before it. In fp32 the rows in
     `same_loss` must have the loss of the first row."""
@@ -83,8 +83,8 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a step of ours is made of. `term`: the loss term that the table shows. `layers`: those
-    that gradient checkpointing recomputes."""
+    """The ingredients of a step of ours. `term`: the loss term that the table shows. `layers`:
+    those that gradient checkpointing recomputes."""
 
     model: torch.nn.Module
     collate: Callable
@@ -581,8 +581,8 @@ def measure(args, row: str) -> None:
 
 
 def run_rows(args) -> dict[str, list[dict]]:
-    """What the processes of each row have printed; the rows take turns, `args.runs` times. A
-    process that fails, because its row does not fit into memory, has no result."""
+    """The results that the processes of each row have printed; the rows take turns, `args.runs`
+    times. A process that fails, because its row does not fit into memory, has no result."""
     first, *others = BENCHMARKS[args.recipe].rows
     rows = [first, *(row for row in others if not args.rows or row in args.rows)]
     found = {row: [] for row in rows}

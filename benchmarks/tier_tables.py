@@ -36,7 +36,7 @@ LETTERS = {
 
 @dataclass(frozen=True)
 class Script:
-    """What is known of a preset script."""
+    """A preset script: its page and its longest utterances."""
 
     page: str  # the recipe's, where its table is written
     longest: str  # the utterances that its rows are planned for
@@ -102,7 +102,7 @@ def measured_file() -> Path:
 
 
 def measurements(script: str, rows: list[list[str]]) -> dict[tuple[str, str], dict]:
-    """What was measured of each tier and size: {"row": cell, "gib": allocated, "card": name}.
+    """The measurements of each tier and size: {"row": cell, "gib": allocated, "card": name}.
     Measurements of rows that have changed since are left out."""
     if not measured_file().exists():
         return {}

@@ -16,6 +16,6 @@ def spin_briefly() -> None:
 
 
 def spinning() -> str:
-    """What a benchmark says about it."""
+    """The variables of `spin_briefly` that are set, for a benchmark's report."""
     names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     return ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)

@@ -315,7 +315,7 @@ class GlobalBatches:
         return self.data.fingerprint()
 
     def described(self) -> str:
-        """What the line about the length of a run says besides; here nothing."""
+        """An addition to the line about the length of a run; here none."""
         return ""
 
     @functools.cached_property

@@ -67,8 +67,8 @@ NOTES = {
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What the rows of embeddings and output layers stand for, so that --init_from copies them to a
-    model with other tokens by what they mean. `names`: the tensors with a row for each token, or
+    """The meanings of the rows of embeddings and output layers, so that --init_from copies them to
+    a model with other tokens by what they mean. `names`: the tensors with a row for each token, or
     for the first ones. `tokens`: what the rows of the new model mean, by number; `saved`: those of
     the weights that are copied. A token is its text."""
 
@@ -79,9 +79,9 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Partial:
-    """What is saved of a model of which another file has the rest, such as adapters beside released
-    weights: the attribute `partial` of such a model. `elsewhere`: the names of the tensors that are
-    not saved; `record`: what identifies that file, in plain values."""
+    """The part of a model that is saved where another file has the rest, such as adapters beside
+    released weights: the attribute `partial` of such a model. `elsewhere`: the names of the tensors
+    that are not saved; `record`: what identifies that file, in plain values."""
 
     elsewhere: frozenset[str]
     record: dict
@@ -107,7 +107,7 @@ class Damaged(UsageError):
 
 @dataclass(frozen=True)
 class Saved:
-    """What a run saved: a checkpoint, or a .safetensors. `model_info` and `run_info` are the
+    """A saved state of a run: a checkpoint, or a .safetensors. `model_info` and `run_info` are the
     recipe's records as `asdict` made them; read them with `records.read`. `model` are the weights,
     which are views of the file. `progress` and `state` are None for a .safetensors; `state` holds
     "optimizer", "scaler", "rng" and "args". `adapters`: the record of a `Partial` whose tensors
@@ -572,7 +572,8 @@ def copy_rows(
 
 
 def noted(weights: Path) -> dict:
-    """What the loop has written beside weights; {} if there is nothing, or it is damaged."""
+    """The content of the file that the loop has written beside weights; {} if there is nothing, or
+    it is damaged."""
     try:
         content = files.read_json(weights.with_suffix(".json"))
     except UsageError:

@@ -119,7 +119,7 @@ class LossScale:
             self.updates = 0
 
     def state_dict(self) -> dict:
-        """What a checkpoint keeps."""
+        """The state that a checkpoint keeps."""
         return {"scale": self.value, "_growth_tracker": self.updates}
 
     def load_state_dict(self, saved: dict) -> None:

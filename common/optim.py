@@ -20,8 +20,7 @@ AVERAGES = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a recipe chooses of AdamW. Without `decay_embeddings`, embeddings have no weight
-    decay."""
+    """A recipe's settings of AdamW. Without `decay_embeddings`, embeddings have no weight decay."""
 
     betas: tuple[float, float] = BETAS
     decay_embeddings: bool = True
@@ -237,7 +236,7 @@ class Schedule:
             group["lr"] = group["initial_lr"] * self.factor(step)
 
     def state(self) -> dict:
-        """What `resume` needs."""
+        """The state that `resume` needs."""
         rate = self.optimizer.param_groups[0]["lr"]
         return {"total": self.total, "again": list(self.again), "rate": rate}
 

@@ -15,8 +15,8 @@ from common.errors import UsageError
 
 LEVELS = ("states", "gradients", "weights")  # of --use_cpu_offload, from the least to the most
 
-# Names that a flag has elsewhere: in other projects, in earlier versions and in the run_*.sh
-# scripts. A flag here, or a sentence where there is none.
+# Names that a flag has in other projects and in the run_*.sh scripts. A flag here, or a sentence
+# where there is none.
 OTHER_NAMES = {
     "--lr": "--learning_rate",
     "--fp16": "--mixed_precision fp16",
@@ -53,44 +53,31 @@ TRAINING = (
     " eval_every save_every keep_last log_every init_from"
 ).split()
 TRAINS = "the first is for training; leave it out"
+# Those of the short help.
+USUAL = (
+    "batch_size gradient_accumulation_steps num_epochs max_steps learning_rate device"
+    " mixed_precision gradient_checkpointing optimizer use_cpu_offload dry_run evaluate"
+    " output_dir resume init_from"
+).split()
 # In a row of a table, in place of the other flag: every command that takes no training flags.
 COMMAND = "any command"
 
 # Rows (flag, other flag, reason), for flags that were given. "flag value" stands for that value of
 # the flag.
 EXCLUDES = (
-    (
-        "resume",
-        "init_from",
-        "the first continues a run, the second starts a new one; give one of them",
-    ),
-    (
-        "deterministic",
-        "cudnn_benchmark",
-        "the second chooses kernels by their speed, which may differ between runs",
-    ),
-    (
-        "use_cpu_offload",
-        "optimizer adamw_8bit",
-        (
-            "offloading leaves no optimizer states on the GPU; give the first alone for the least"
-            " GPU memory, the second alone for faster updates"
-        ),
-    ),
-    (
-        "sharded",
-        "use_cpu_offload",
-        "the first divides the states between the GPUs, the second moves them to the host; give"
-        " one",
-    ),
-    (
-        "sharded",
-        "optimizer adamw_8bit",
-        "8-bit states have blocks that cannot be divided between GPUs; leave one out",
-    ),
+    ("resume", "init_from",
+     "the first continues a run, the second starts a new one; give one of them"),
+    ("deterministic", "cudnn_benchmark",
+     "the second chooses kernels by their speed, which may differ between runs"),
+    ("use_cpu_offload", "optimizer adamw_8bit",
+     "offloading leaves no optimizer states on the GPU; give the first alone for the least GPU"
+     " memory, the second alone for faster updates"),
+    ("sharded", "use_cpu_offload",
+     "the first divides the states between the GPUs, the second moves them to the host; give one"),
+    ("sharded", "optimizer adamw_8bit",
+     "8-bit states have blocks that cannot be divided between GPUs; leave one out"),
     *((flag, COMMAND, TRAINS) for flag in TRAINING),
-)
-
+)  # fmt: skip
 
 # Flags of weights and records, which safetensors and torch read and write only under names in UTF-8.
 IN_UTF8 = (
@@ -147,16 +134,37 @@ class Joined(argparse.Action):
         setattr(namespace, self.dest, " ".join(values))
 
 
+class Help(argparse._HelpAction):
+    """`--help` shows the flags that were marked by `Parser.usual`, `--help all` shows all."""
+
+    def __init__(self, option_strings, dest, **kwargs):
+        super().__init__(option_strings, dest, **kwargs)
+        self.nargs = "?"
+        self.choices = ("all",)
+        self.metavar = "all"
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        text = parser.format_help() if values else parser.format_usual()
+        parser._print_message(text, sys.stdout)
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations. An error is one line that offers the nearest flag. The parsed
-    namespace has `given`, the set of names that were on the command line, and `commands`, what
-    `add_command` marked: {name: whether it takes training flags}."""
+    """argparse without abbreviations, and with a short help. An error is one line that offers the
+    nearest flag. The parsed namespace has `given`, the set of names that were on the command line,
+    and `commands`, what `add_command` marked: {name: whether it takes training flags}."""
 
     def __init__(self, description: str):
         layout = functools.partial(
             argparse.RawDescriptionHelpFormatter, max_help_position=34, width=118
         )
-        super().__init__(description=description, allow_abbrev=False, formatter_class=layout)
+        super().__init__(
+            description=description, allow_abbrev=False, formatter_class=layout, add_help=False
+        )
+        self.add_argument(
+            "-h", "--help", action=Help, help="show the usual flags, or all of them, and exit"
+        )
+        self.in_short_help: set[argparse.Action] = set()
         self.commands: dict[str, bool] = {}
         self.hints = dict(OTHER_NAMES)  # a recipe can add to them
 
@@ -166,6 +174,26 @@ class Parser(argparse.ArgumentParser):
         --check_data, which checks a training's data, can be added to a training's command line."""
         action = group.add_argument(flag, **settings)
         self.commands[action.dest] = takes_training_flags
+
+    def usual(self, *names: str) -> None:
+        """Marks flags, which have been added, for the short help: those that most people need in
+        their first week. Raises `KeyError` for another name."""
+        self.in_short_help |= {self._option_string_actions[f"--{name}"] for name in names}
+
+    def format_usual(self) -> str:
+        """The short help; that of all flags if none is marked."""
+        if not self.in_short_help:
+            return self.format_help()
+        formatter = self._get_formatter()
+        formatter.add_usage("%(prog)s [FLAG ...]", [], [])
+        formatter.add_text(self.description)
+        for group in self._action_groups:
+            formatter.start_section(group.title)
+            formatter.add_arguments(a for a in group._group_actions if a in self.in_short_help)
+            formatter.end_section()
+        count = len(self._actions) - 1  # without --help
+        formatter.add_text(f"--help all shows all {count} flags.")
+        return formatter.format_help()
 
     def parse_args(self, words=None, namespace=None) -> argparse.Namespace:
         # Of several flags for one name, the first has the default. argparse keeps values that are
@@ -226,7 +254,7 @@ class Parser(argparse.ArgumentParser):
         return min(names, key=len, default="")
 
     def error(self, message: str):
-        print(f"error: {self.explained(message)} (--help lists every flag)", file=sys.stderr)
+        print(f"error: {self.explained(message)} (--help all lists every flag)", file=sys.stderr)
         sys.exit(2)
 
 
@@ -283,21 +311,36 @@ def file(text: str) -> str:
     return text
 
 
+def add_rows(group, *rows: tuple) -> None:
+    """Adds a flag to the group for each row (name, kind, default, metavar, help), or with a
+    dictionary of argparse's other settings at its end. `kind` is argparse's type, its choices as a
+    list or tuple, an action, or None for a text."""
+    for name, kind, default, metavar, text, *others in rows:
+        settings = {"default": default, "metavar": metavar, "help": text}
+        if isinstance(kind, list | tuple):
+            settings["choices"] = kind
+        elif isinstance(kind, type) and issubclass(kind, argparse.Action):
+            settings["action"] = kind
+        elif kind:
+            settings["type"] = kind
+        for other in others:
+            settings |= other
+        group.add_argument(f"--{name}", **settings)
+
+
 def add_arguments(parser: Parser, **defaults) -> None:
     """Adds the shared flags in four groups. A recipe's own `defaults` replace the ones here and in
     the help: add_arguments(parser, learning_rate=1e-4), or with a text for the help:
     learning_rate=(None, "by model size")."""
     training = parser.add_argument_group("training")
-    _add_updates(training)
-    _add_limits(training)
+    _add_training(training)
     memory = parser.add_argument_group("memory and speed")
     _add_device(memory)
     _add_memory(memory)
-    _add_speed(memory)
     _add_checks(parser, memory)
     output = parser.add_argument_group("evaluation and output")
     _add_evaluation(parser, output)
-    _add_places(output)
+    parser.usual(*USUAL)
     shared = {action.dest: action for action in reversed(parser._actions)}
     for name, value in defaults.items():
         text = None
@@ -310,203 +353,81 @@ def add_arguments(parser: Parser, **defaults) -> None:
         shared[name].help = re.sub(r"\([^()]*\)$", f"({text})", shared[name].help)
 
 
-def _add_updates(group) -> None:
-    add = group.add_argument
-    add(
-        "--batch_size",
-        type=POSITIVE,
-        default=2,
-        metavar="N",
-        help="utterances in a micro-batch (2)",
-    )
-    add(
-        "--gradient_accumulation_steps",
-        type=POSITIVE,
-        default=4,
-        metavar="N",
-        help="micro-batches in an update (4)",
-    )
-    add(
-        "--num_epochs",
-        type=POSITIVE,
-        metavar="N",
-        help="passes over the training data (100; fine-tuning by the hours of speech; any number"
-        " with --max_steps)",
-    )
-    add(
-        "--max_steps",
-        type=POSITIVE,
-        metavar="N",
-        help="stop after so many updates, whatever the epoch",
-    )
-    add("--learning_rate", type=RATE, default=1e-3, metavar="X", help="peak learning rate (1e-3)")
-    add(
-        "--weight_decay",
-        type=number(float, 0.0),
-        default=0.01,
-        metavar="X",
-        help="decoupled weight decay; not applied to norms and biases (0.01)",
-    )
-    add(
-        "--warmup_steps",
-        type=COUNT,
-        metavar="N",
-        help="updates with a rising learning rate (a tenth of all, at most 2000)",
-    )
-    add(
-        "--lr_schedule",
-        choices=["inverse_sqrt", "cosine", "constant"],
-        default="cosine",
-        help="schedule after the warm-up (cosine)",
-    )
-
-
-def _add_limits(group) -> None:
-    add = group.add_argument
-    add(
-        "--max_grad_norm",
-        type=number(float, 0.0),
-        default=1.0,
-        metavar="X",
-        help="clip the gradient norm to this; 0 = do not clip (1.0)",
-    )
-    add(
-        "--early_stopping_patience",
-        type=COUNT,
-        metavar="N",
-        help="stop after N evaluations without a better result or a lower loss; 0 = never"
-        " (0; fine-tuning: a third of them, at least 5)",
-    )
-    add(
-        "--seed",
-        type=COUNT,
-        default=1,
-        metavar="N",
-        help="seed of initialisation, order, augmentation and dropout (1)",
-    )
-    add(
-        "--deterministic",
-        action=OnOff,
-        default=False,
-        help="use deterministic kernels if they exist; slower on CUDA (off)",
-    )
+def _add_training(group) -> None:
+    add_rows(
+        group,
+        ("batch_size", POSITIVE, 2, "N", "utterances in a micro-batch (2)"),
+        ("gradient_accumulation_steps", POSITIVE, 4, "N", "micro-batches in an update (4)"),
+        ("num_epochs", POSITIVE, None, "N",
+         "passes over the training data (100; fine-tuning by the hours of speech; any number with"
+         " --max_steps)"),
+        ("max_steps", POSITIVE, None, "N", "stop after so many updates, whatever the epoch"),
+        ("learning_rate", RATE, 1e-3, "X", "peak learning rate (1e-3)"),
+        ("weight_decay", number(float, 0.0), 0.01, "X",
+         "decoupled weight decay; not applied to norms and biases (0.01)"),
+        ("warmup_steps", COUNT, None, "N",
+         "updates with a rising learning rate (a tenth of all, at most 2000)"),
+        ("lr_schedule", ["inverse_sqrt", "cosine", "constant"], "cosine", None,
+         "schedule after the warm-up (cosine)"),
+        ("max_grad_norm", number(float, 0.0), 1.0, "X",
+         "clip the gradient norm to this; 0 = do not clip (1.0)"),
+        ("early_stopping_patience", COUNT, None, "N",
+         "stop after N evaluations without a better result or a lower loss; 0 = never (0;"
+         " fine-tuning: a third of them, at least 5)"),
+        ("seed", COUNT, 1, "N", "seed of initialisation, order, augmentation and dropout (1)"),
+        ("deterministic", OnOff, False, None,
+         "use deterministic kernels if they exist; slower on CUDA (off)"),
+    )  # fmt: skip
 
 
 def _add_device(group) -> None:
-    add = group.add_argument
-    add("--device", default="auto", metavar="D", help="auto, cpu, cuda or cuda:N (auto)")
-    add(
-        "--mixed_precision",
-        nargs="?",
-        const="auto",
-        default="auto",
-        choices=["auto", "fp16", "bf16"],
-        help="16-bit activations; auto: bf16 from compute capability 8.0,"
-        " fp16 below, fp32 on a CPU (auto)",
-    )
-    add(
-        "--no_mixed_precision",
-        dest="mixed_precision",
-        action="store_const",
-        const="no",
-        help="fp32 throughout",
-    )
-    add(
-        "--bf16",
-        dest="mixed_precision",
-        action="store_const",
-        const="bf16",
-        help="same as --mixed_precision bf16",
-    )
+    other_name = {"dest": "mixed_precision", "action": "store_const"}
+    add_rows(
+        group,
+        ("device", None, "auto", "D", "auto, cpu, cuda or cuda:N (auto)"),
+        ("mixed_precision", ["auto", "fp16", "bf16"], "auto", None,
+         "16-bit activations; auto: bf16 from compute capability 8.0, fp16 below, fp32 on a CPU"
+         " (auto)", {"nargs": "?", "const": "auto"}),
+        ("no_mixed_precision", None, None, None, "fp32 throughout", {**other_name, "const": "no"}),
+        ("bf16", None, None, None,
+         "same as --mixed_precision bf16", {**other_name, "const": "bf16"}),
+    )  # fmt: skip
 
 
 def _add_memory(group) -> None:
-    add = group.add_argument
-    add(
-        "--gradient_checkpointing",
-        action=OnOff,
-        default=False,
-        help="recompute activations in backward: less memory, about a third more time (off)",
-    )
-    add(
-        "--torch_compile",
-        action=OnOff,
-        default=False,
-        help="compile the layers: faster updates after a slow start;"
-        " needs a C compiler, on a GPU also triton (off)",
-    )
-    add(
-        "--optimizer",
-        choices=["adamw", "adamw_8bit"],
-        default="adamw",
-        help="adamw_8bit keeps optimizer states in 8 bits, a quarter of the memory;"
-        " needs bitsandbytes (adamw)",
-    )
-    add(
-        "--use_cpu_offload",
-        action=Level,
-        choices=LEVELS,
-        metavar="LEVEL",
-        help="update on the host, slower: `states` keeps AdamW's states in host memory,"
-        " `gradients` also the gradients, `weights` also the fp32 weights, with 16-bit copies on"
-        " the GPU (off; without a word states)",
-    )
-    add(
-        "--sharded",
-        action=OnOff,
-        default=False,
-        help="divide weights, gradients and states between the GPUs (FSDP2), for a model that is"
-        " too large for one (off)",
-    )
-
-
-def _add_speed(group) -> None:
-    add = group.add_argument
-    add(
-        "--max_batch_seconds",
-        type=RATE,
-        metavar="S",
-        help="limit of a micro-batch's padded audio, seconds (no limit)",
-    )
-    add(
-        "--empty_cache_every",
-        type=COUNT,
-        default=50,
-        metavar="N",
-        help="micro-batches between calls of torch.cuda.empty_cache(); 0 = never (50)",
-    )
-    add(
-        "--allocator_conf",
-        default="expandable_segments:True",
-        metavar="CONF",
-        help="PYTORCH_CUDA_ALLOC_CONF, unless the environment sets it (expandable_segments:True)",
-    )
-    add("--tf32", action=OnOff, default=True, help="use TF32 for fp32 operations on CUDA (on)")
-    add(
-        "--cudnn_benchmark",
-        action=OnOff,
-        default=False,
-        help="let cuDNN time its kernels for every new shape; slower with varying lengths (off)",
-    )
-    add(
-        "--dataloader_num_workers",
-        type=workers,
-        default="auto",
-        metavar="N",
-        help="data worker processes; 0 = load in the main process (auto)",
-    )
-    add(
-        "--persistent_workers",
-        action=OnOff,
-        default=True,
-        help="keep the evaluation's workers between evaluations (on)",
-    )
-    add(
-        "--skip_bad_audio",
-        action=OnOff,
-        default=False,
-        help="skip, count and list samples that cannot be read, instead of stopping (off)",
-    )
+    add_rows(
+        group,
+        ("gradient_checkpointing", OnOff, False, None,
+         "recompute activations in backward: less memory, about a third more time (off)"),
+        ("torch_compile", OnOff, False, None,
+         "compile the layers: faster updates after a slow start; needs a C compiler, on a GPU also"
+         " triton (off)"),
+        ("optimizer", ["adamw", "adamw_8bit"], "adamw", None,
+         "adamw_8bit keeps optimizer states in 8 bits, a quarter of the memory; needs bitsandbytes"
+         " (adamw)"),
+        ("use_cpu_offload", Level, None, "LEVEL",
+         "update on the host, slower: `states` keeps AdamW's states in host memory, `gradients`"
+         " also the gradients, `weights` also the fp32 weights, with 16-bit copies on the GPU (off;"
+         " without a word states)", {"choices": LEVELS}),
+        ("sharded", OnOff, False, None,
+         "divide weights, gradients and states between the GPUs (FSDP2), for a model that is too"
+         " large for one (off)"),
+        ("max_batch_seconds", RATE, None, "S",
+         "limit of a micro-batch's padded audio, seconds (no limit)"),
+        ("empty_cache_every", COUNT, 50, "N",
+         "micro-batches between calls of torch.cuda.empty_cache(); 0 = never (50)"),
+        ("allocator_conf", None, "expandable_segments:True", "CONF",
+         "PYTORCH_CUDA_ALLOC_CONF, unless the environment sets it (expandable_segments:True)"),
+        ("tf32", OnOff, True, None, "use TF32 for fp32 operations on CUDA (on)"),
+        ("cudnn_benchmark", OnOff, False, None,
+         "let cuDNN time its kernels for every new shape; slower with varying lengths (off)"),
+        ("dataloader_num_workers", workers, "auto", "N",
+         "data worker processes; 0 = load in the main process (auto)"),
+        ("persistent_workers", OnOff, True, None,
+         "keep the evaluation's workers between evaluations (on)"),
+        ("skip_bad_audio", OnOff, False, None,
+         "skip, count and list samples that cannot be read, instead of stopping (off)"),
+    )  # fmt: skip
 
 
 def _add_checks(parser: Parser, group) -> None:
@@ -533,20 +454,12 @@ def _add_checks(parser: Parser, group) -> None:
 
 
 def _add_evaluation(parser: Parser, group) -> None:
-    add = group.add_argument
-    add(
-        "--eval_every",
-        type=COUNT,
-        metavar="N",
-        help="updates between evaluations; 0 = at the end of each epoch (an epoch's, at least 100)",
-    )
-    add(
-        "--eval_batch_size",
-        type=POSITIVE,
-        default=8,
-        metavar="N",
-        help="utterances in an evaluation batch (8)",
-    )
+    add_rows(
+        group,
+        ("eval_every", COUNT, None, "N",
+         "updates between evaluations; 0 = at the end of each epoch (an epoch's, at least 100)"),
+        ("eval_batch_size", POSITIVE, 8, "N", "utterances in an evaluation batch (8)"),
+    )  # fmt: skip
     parser.add_command(
         group,
         "--evaluate",
@@ -555,46 +468,20 @@ def _add_evaluation(parser: Parser, group) -> None:
         help="only evaluate the weights of --resume (OUTPUT_DIR/checkpoints/best.safetensors)"
         " on the test set",
     )
-    add(
-        "--save_every",
-        type=COUNT,
-        default=500,
-        metavar="N",
-        help="updates between checkpoints; 0 = only at the end and on signals (500)",
-    )
-    add("--keep_last", type=POSITIVE, default=5, metavar="N", help="checkpoints to keep (5)")
-    add(
-        "--log_every",
-        type=POSITIVE,
-        default=10,
-        metavar="N",
-        help="updates between lines of metrics.jsonl (10)",
-    )
-
-
-def _add_places(group) -> None:
-    add = group.add_argument
-    add(
-        "--output_dir",
-        type=path,
-        default=".",
-        metavar="DIR",
-        help="folder for checkpoints/ and logs/ (.)",
-    )
-    add(
-        "--resume",
-        type=path,
-        metavar="PATH|auto",
-        help="continue from a checkpoint; auto: from the newest sound one,"
-        " or start a new run if there is none",
-    )
-    add(
-        "--init_from",
-        type=path,
-        metavar="PATH",
-        help="start a new run from the weights in a checkpoint or .safetensors,"
-        " as far as their shapes fit",
-    )
+    add_rows(
+        group,
+        ("save_every", COUNT, 500, "N",
+         "updates between checkpoints; 0 = only at the end and on signals (500)"),
+        ("keep_last", POSITIVE, 5, "N", "checkpoints to keep (5)"),
+        ("log_every", POSITIVE, 10, "N", "updates between lines of metrics.jsonl (10)"),
+        ("output_dir", path, ".", "DIR", "folder for checkpoints/ and logs/ (.)"),
+        ("resume", path, None, "PATH|auto",
+         "continue from a checkpoint; auto: from the newest sound one, or start a new run if there"
+         " is none"),
+        ("init_from", path, None, "PATH",
+         "start a new run from the weights in a checkpoint or .safetensors, as far as their shapes"
+         " fit"),
+    )  # fmt: skip
 
 
 def resolve(

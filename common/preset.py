@@ -75,10 +75,10 @@ TRAINS += ("--dry_run", "--verify_gpu")
 
 @dataclass(frozen=True)
 class Script:
-    """What a preset script says of its recipe, empty where it has nothing to say. The size is `usual`
-    with one of the flags `brings`, which bring a model or data; without them it is demo, if the
-    table has that. `light`: the size for a model whose file has less than so many MB, and this
-    number. `always`: flags of every command. `python` is an interpreter that has the packages."""
+    """A preset script's settings, empty where it has none. The size is `usual` with one of the
+    flags `brings`, which bring a model or data; without them it is demo, if the table has that.
+    `light`: the size for a model whose file has less than so many MB, and this number. `always`:
+    flags of every command. `python` is an interpreter that has the packages."""
 
     recipe: str
     rows: str
@@ -448,10 +448,10 @@ def choose(script: Script, user: User) -> tuple[User, Machines, list[str]]:
 
 
 def launcher_words(script: Script, user: User, machines: Machines) -> list[str]:
-    """What stands before the recipe: a variable for torchrun, the launcher and its options. Machines
-    meet at HEAD: they wait an hour for one that is missing, and ten minutes for an answer of machine
-    0. torchrun numbers them by address, of which only that of machine 0 is used; ~ sorts the others
-    behind it, by NODE."""
+    """The words before the recipe: a variable for torchrun, the launcher and its options. Machines
+    meet at HEAD: they wait an hour for one that is missing, and ten minutes for an answer of
+    machine 0. torchrun numbers them by address, of which only that of machine 0 is used; ~ sorts
+    the others behind it, by NODE."""
     if machines.gpus * machines.nodes == 1:
         return ["python"]
     processes = ["--nproc_per_node", str(machines.gpus)]

@@ -110,7 +110,7 @@ def write_checkpoint(training: Training, states: list, model: dict, optimizer: d
 
 
 def record_of(training: Training) -> dict | None:
-    """What is saved beside a part of a model (`checkpoint.Partial`)."""
+    """The record that is saved beside a part of a model (`checkpoint.Partial`)."""
     partial = checkpoint.partial_of(training.engine.model)
     return partial.record if partial else None
 

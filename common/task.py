@@ -14,12 +14,12 @@ from common.device import Setup
 
 @dataclass(frozen=True)
 class ForPlans:
-    """What only a dry run asks of a recipe. `freeze(model)` is what --freeze_encoder does; None if
-    there is no such flag, or if the encoder is random and must be trained. `last_steps` is planned
-    in place of an `evaluate` that takes minutes without values: it makes only the last steps of a
-    long search, which need the most memory. With `compares`, another model of this size decodes at
-    the end, too, with fp32 weights. `adapters(rank)` are those that --lora adds; None if there is
-    no such flag."""
+    """Answers of a recipe that only a dry run needs. `freeze(model)` is what --freeze_encoder does;
+    None if there is no such flag, or if the encoder is random and must be trained. `last_steps` is
+    planned in place of an `evaluate` that takes minutes without values: it makes only the last
+    steps of a long search, which need the most memory. With `compares`, another model of this size
+    decodes at the end, too, with fp32 weights. `adapters(rank)` are those that --lora adds; None if
+    there is no such flag."""
 
     freeze: Callable[[torch.nn.Module], None] | None = None
     last_steps: Callable[[torch.nn.Module, Iterable[dict]], dict] | None = None
@@ -96,9 +96,10 @@ class Task:
 class Run:
     """A run that has begun: where it computes, the checkpoint that it resumes (or None), and the
     weights of --init_from (or None); `train` empties both. `locks` hold the folders as long as they
-    exist. `is_planned`: nothing is trained, as with --dry_run and --verify_gpu; `card`: what is
-    planned for, None if --verify_gpu finds no GPU. `keeps_folder`: whether this rank looks after the folders of its machine. `restarted`:
-    whether torchrun has started the processes of this run anew."""
+    exist. `is_planned`: nothing is trained, as with --dry_run and --verify_gpu; `card`: the GPU that
+    is planned for, None if --verify_gpu finds none. `keeps_folder`: whether this rank looks after
+    the folders of its machine. `restarted`: whether torchrun has started the processes of this run
+    anew."""
 
     setup: Setup
     resumed: checkpoint.Saved | None = None

@@ -98,7 +98,7 @@ def empty_cache(training: Training, micro_batches: int) -> None:
 
 
 class Before:
-    """What a pass over a global batch changes besides gradients, as it was."""
+    """The state before a pass over a global batch: all that it changes besides gradients."""
 
     def __init__(self, training: Training):
         self.buffers = [(buffer, buffer.clone()) for buffer in training.engine.trained.buffers()]

@@ -51,8 +51,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class Measures:
-    """What plans a step of the training, and an evaluation (None: it is not planned). The first
-    plan of a batch size, of checkpointing, of a level and of a frozen encoder takes seconds."""
+    """The functions that plan a step of the training, and an evaluation (None: it is not planned).
+    The first plan of a batch size, of checkpointing, of a level and of a frozen encoder takes
+    seconds."""
 
     training: Callable[[Settings], Peak]
     evaluation: Callable[[Settings], Peak] | None = None

@@ -54,8 +54,8 @@ class Block:
 
 
 class Operator:
-    """What a plan has to know of an operator of torch. `kind`: "view" if it returns another shape
-    of the same memory or changes that of its input, "in place" if it only changes values of its
+    """An operator of torch, as a plan has to know it. `kind`: "view" if it returns another shape of
+    the same memory or changes that of its input, "in place" if it only changes values of its
     inputs, which are `written`, else "compute"."""
 
     def __init__(self, function):
@@ -95,7 +95,7 @@ def tensors_in(values: Iterable) -> list[torch.Tensor]:
 
 
 def signature(value):
-    """What the shapes of an operator's results depend on, as a key."""
+    """A key of all that the shapes of an operator's results depend on."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (list, tuple)):
@@ -474,7 +474,7 @@ class FakeTensors(TorchDispatchMode):
     # --- the result ---
 
     def made_by_update(self) -> list[Block]:
-        """What an optimizer's step has allocated and kept."""
+        """The blocks that an optimizer's step has allocated and kept."""
         return [
             block
             for block in self.live.values()

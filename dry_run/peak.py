@@ -1,4 +1,4 @@
-"""What a plan finds: the peak of memory, its parts, and where it is."""
+"""The result of a plan: the peak of memory, its parts, and where it is."""
 
 from dataclasses import dataclass
 

@@ -111,9 +111,9 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What is planned. `step(batches)` is forward and backward of `model` with batches on the host,
-    which `collate` makes of `items`, the longest first of `count`; `states(optimizer)` are the
-    bytes of an optimizer's states, `host(optimizer)` those that it takes on the host;
+    """A run that is planned. `step(batches)` is forward and backward of `model` with batches on the
+    host, which `collate` makes of `items`, the longest first of `count`; `states(optimizer)` are
+    the bytes of an optimizer's states, `host(optimizer)` those that it takes on the host;
     `checkpoint()` makes the model's layers recompute their activations and `freeze()` freezes its
     encoder (None: it cannot); `parts` holds other modules that the step uses; `castable()` are the
     parameters that have the type `halves` on the GPU if the weights are offloaded (None: there are

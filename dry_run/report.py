@@ -1,4 +1,4 @@
-"""What a plan says: the memory at the peak by kind, where the peak is, and whether it fits on a
+"""The report of a plan: the memory at the peak by kind, where the peak is, and whether it fits on a
 card."""
 
 import textwrap

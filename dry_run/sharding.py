@@ -1,4 +1,4 @@
-"""What FSDP2 keeps on one of several GPUs, by hooks at the places of its own.
+"""The memory that FSDP2 keeps on one of several GPUs, by hooks at the places of its own.
 
 torch 2.11's `fully_shard`, with fp32 parameters and its usual policies, on the layers and on the
 root, which has all other parameters. A *group* is what one of them has. For each group there are:

@@ -51,7 +51,7 @@ METRICS = ("wer", "cer")
 
 @dataclass(frozen=True)
 class Form:
-    """What an export is for: the hub's names of the program (`library`) and of the task, a
+    """The purpose of an export: the hub's names of the program (`library`) and of the task, a
     `family` ("Whisper"), and how to use it, a few lines in which FOLDER stands for the export, of
     Python unless another `language` of code is given."""
 
@@ -64,7 +64,7 @@ class Form:
 
 @dataclass(frozen=True)
 class About:
-    """What a recipe knows of the weights that it exports.
+    """A recipe's knowledge of the weights that it exports.
 
     `base`: the folder or file of released weights that a flag names. `weights`: the file of a
     run whose weights these are, beside which the loop has noted how they came about; None for
@@ -100,8 +100,8 @@ class Rate:
 
 
 def noted(weights: Path | None) -> dict:
-    """What the loop has written beside weights; of those that are not of an evaluation, how the
-    best ones of their run came about."""
+    """The content of the file that the loop has written beside weights; of those that are not of an
+    evaluation, how the best ones of their run came about."""
     if weights is None:
         return {}
     best = checkpoint.noted(weights.with_name("best.safetensors"))
@@ -274,7 +274,7 @@ def error_table(rates: list[Rate]) -> str:
 
 
 def origin(about: About, form: Form, base: str | None, licence: dict, unchanged: bool) -> str:
-    """What the model is, whether training has not changed it, and its licence."""
+    """A sentence on the model's origin, whether training has not changed it, and its licence."""
     if about.weights is None:
         text = f"{form.family}: {base or 'released weights'}, converted and not trained."
     elif about.is_new:

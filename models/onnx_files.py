@@ -34,8 +34,8 @@ NEVER = -1e4  # a log-probability; some programs cannot calculate with infinity
 
 @dataclass(frozen=True)
 class Graph:
-    """What becomes a file. `inputs`: by name an example and its axes of any size, with names.
-    Examples have sizes above 1, which would become constants."""
+    """A graph that becomes a file. `inputs`: by name an example and its axes of any size, with
+    names. Examples have sizes above 1, which would become constants."""
 
     module: nn.Module
     inputs: dict[str, tuple[torch.Tensor, dict[int, str]]]

@@ -114,7 +114,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Family:
-    """What a family of models supplies to `choose` and `use`. `info` stands for a `ModelInfo`.
+    """A family of models, as `choose` and `use` need it. `info` stands for a `ModelInfo`.
 
     `read(path)` returns the info and the weights of a released model; `network(info)` makes the
     network with random weights. `check(info, name)` raises `UsageError` if the parts of an info
@@ -143,85 +143,55 @@ def add_arguments(parser, forms: Forms, sizes: Iterable[str], usual_size: str):
     group = parser.add_argument_group(
         "model: where it starts (its shape comes from the checkpoint when resuming)"
     )
-    group.add_argument(
-        "--model_dir",
-        type=options.path,
-        metavar="DIR",
-        help=f"fine-tune {forms.family}, {forms.folder}; without training, use it",
-    )
+    options.add_rows(
+        group,
+        ("model_dir", options.path, None, "DIR",
+         f"fine-tune {forms.family}, {forms.folder}; without training, use it"),
+    )  # fmt: skip
     if forms.file:
-        group.add_argument(
-            "--model_file",
-            type=options.path,
-            metavar="FILE",
-            help=f"the same for {forms.file}",
+        options.add_rows(
+            group, ("model_file", options.path, None, "FILE", f"the same for {forms.file}")
         )
-    group.add_argument(
-        "--from_scratch",
-        action=options.OnOff,
-        default=False,
-        help="train all weights from random ones (on for the demo)",
-    )
-    group.add_argument(
-        "--model_size",
-        choices=sizes,
-        help=f"shape of a model from scratch ({sizes[0]}, without data; {usual_size} with data)",
-    )
-    group.add_argument(
-        "--export",
-        type=options.path,
-        metavar="DIR",
-        help=(
-            f"write the weights as a folder {forms.exported}; after training, or alone with"
-            " --resume PATH or --model_dir"
-        ),
-    )
+        parser.usual("model_file")
+    options.add_rows(
+        group,
+        ("from_scratch", options.OnOff, False, None,
+         "train all weights from random ones (on for the demo)"),
+        ("model_size", sizes, None, None,
+         f"shape of a model from scratch ({sizes[0]}, without data; {usual_size} with data)"),
+        ("export", options.path, None, "DIR",
+         f"write the weights as a folder {forms.exported}; after training, or alone with --resume"
+         " PATH or --model_dir"),
+    )  # fmt: skip
+    parser.usual("model_dir", "from_scratch", "model_size", "export")
     add_lora_arguments(parser, forms.peft)
     return group
 
 
 def add_lora_arguments(parser, has_peft: bool) -> None:
     group = parser.add_argument_group("low-rank adapters, in place of training all weights")
-    group.add_argument(
-        "--lora",
-        type=options.number(int, 1, lora.MOST_RANK),
-        metavar="RANK",
-        help=(
-            "train adapters of this rank beside a released model, whose weights stay as they are,"
-            " on the GPU in 16 bits (off; 8 to 32 are usual)"
-        ),
-    )
-    group.add_argument(
-        "--lora_targets",
-        choices=TARGETS,
-        help="which layers get adapters: all linear ones, those of attention, or two of these"
-        f" ({TARGETS[0]})",
-    )
-    group.add_argument(
-        "--lora_alpha",
-        type=options.number(float, 0.0, lora.MOST_ALPHA),
-        metavar="X",
-        help="adapters count X / RANK times (twice RANK)",
-    )
-    group.add_argument(
-        "--adapter",
-        type=options.path,
-        metavar="PATH",
-        help=(
-            "without training, use --model_dir with these adapters: best.safetensors of a run, or"
-            " a folder of peft's"
-        ),
-    )
+    options.add_rows(
+        group,
+        ("lora", options.number(int, 1, lora.MOST_RANK), None, "RANK",
+         "train adapters of this rank beside a released model, whose weights stay as they are, on"
+         " the GPU in 16 bits (off; 8 to 32 are usual)"),
+        ("lora_targets", TARGETS, None, None,
+         "which layers get adapters: all linear ones, those of attention, or two of these"
+         f" ({TARGETS[0]})"),
+        ("lora_alpha", options.number(float, 0.0, lora.MOST_ALPHA), None, "X",
+         "adapters count X / RANK times (twice RANK)"),
+        ("adapter", options.path, None, "PATH",
+         "without training, use --model_dir with these adapters: best.safetensors of a run, or a"
+         " folder of peft's"),
+    )  # fmt: skip
     if has_peft:
-        group.add_argument(
-            "--export_adapter",
-            type=options.path,
-            metavar="DIR",
-            help=(
-                "write the adapters for peft and transformers; after training, or alone with"
-                " --resume PATH"
-            ),
-        )
+        options.add_rows(
+            group,
+            ("export_adapter", options.path, None, "DIR",
+             "write the adapters for peft and transformers; after training, or alone with --resume"
+             " PATH"),
+        )  # fmt: skip
+    parser.usual("lora")
 
 
 def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo: bool) -> Origin:

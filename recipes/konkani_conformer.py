@@ -104,7 +104,7 @@ NEEDS = (
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What it takes to rebuild the model, saved with its weights."""
+    """The record from which the model is rebuilt, saved with its weights."""
 
     config: Annotated[dict, CONFIG]
     characters: list[str]
@@ -126,6 +126,7 @@ def add_arguments(parser) -> None:
     add("--vocab_file", type=options.path, metavar="FILE", help="characters in JSON (char2idx)")
     add("--export", type=options.path, metavar="DIR", help="CTC model for sherpa-onnx and onnx-asr")
     options.add_arguments(parser)
+    parser.usual("d_model", "encoder_layers", "decoding", "export")
 
 
 def resolve(args) -> recogniser.Options:
@@ -499,8 +500,8 @@ class Conformer(nn.Module):
         return x, mask, host
 
     def run_encoder(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What the subsampling returns, and which of its frames are `valid` (B, T), None for all,
-        to (B, T, D) and the attention mask over T."""
+        """The encoder's output (B, T, D) and the attention mask over T, of the subsampling's output
+        `x`. `valid` (B, T) are its frames inside the utterances, None for all."""
         x = self.dropout(x)
         mask = None
         padding = None
@@ -813,7 +814,7 @@ def describe(model: Conformer) -> None:
 def vocabulary(
     characters: list[str], initial: checkpoint.Saved | None
 ) -> checkpoint.Vocabulary | None:
-    """What the rows of the embedding and of the CTC layer mean, here and in the weights of
+    """The meanings of the rows of the embedding and of the CTC layer, here and in the weights of
     --init_from."""
     if initial is None:
         return None

@@ -480,8 +480,8 @@ def fit(seed: int, model: Parakeet, data: Utterances) -> None:
 
 
 def about_run(args, info: ModelInfo, corpora: dict[str, Corpus], before: RunInfo | None) -> RunInfo:
-    """What is saved about the run. `before`: the same of the run that is resumed. Recordings are
-    later cut into pieces as long as any utterance that the model was trained on."""
+    """The record of the run. `before`: the same of the run that is resumed. Recordings are later
+    cut into pieces as long as any utterance that the model was trained on."""
     if before is None and info.pretrained:
         before = RELEASED
     run_info = splits.run_info(splits.resolve(args), corpora)
@@ -507,7 +507,7 @@ def make_task(
     model: Parakeet,
     evaluation: dict[str, EvalBatches],
 ) -> Task:
-    """What the loop has to know of this recipe."""
+    """The task: all that the loop knows of this recipe."""
     tokenizer = tokenizer_of(info)
     texts = []
     # Only a released vocabulary can have another style.

@@ -61,7 +61,7 @@ NEW_CHARACTERS = "start a new run with another --output_dir: its characters are 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What it takes to rebuild the model, saved with its weights."""
+    """The record from which the model is rebuilt, saved with its weights."""
 
     width: Annotated[int, range(1, 8193)]
     layers: Annotated[int, range(1, 129)]

@@ -95,8 +95,8 @@ NEEDS = (*splits.NEEDS, *recogniser.NEEDS, *replay.NEEDS, *start.NEEDS, *clips.N
 
 @dataclasses.dataclass(frozen=True)
 class RunInfo:
-    """What else later commands must know: the data, the epoch from which --pad_share applies, and
-    what synthetic clips were drawn from (None: the run trained on recordings)."""
+    """The record of a run for later commands: the data, the epoch from which --pad_share applies,
+    and what synthetic clips were drawn from (None: the run trained on recordings)."""
 
     data: splits.RunInfo
     pad_from: Annotated[int, range(1 << 31)]
@@ -214,8 +214,8 @@ class Utterances:
         transcript: str,
         name: str,
     ) -> dict:
-        """What the model learns from: waveform (T,), decoder input and labels (U,), CTC's targets
-        (S,), masks of SpecAugment."""
+        """An example that the model learns from: waveform (T,), decoder input and labels (U,),
+        CTC's targets (S,), masks of SpecAugment."""
         waveform = waveform[: round(self.longest * SAMPLE_RATE)]
         if self.augmentation:
             waveform = self.augmentation.apply(waveform, index, epoch)
@@ -445,8 +445,7 @@ def about_run(
     global_batches: GlobalBatches,
     before: RunInfo | None,
 ) -> RunInfo:
-    """What is kept with the weights beside the model. `before`: the same of the run that is
-    resumed."""
+    """The record of the run. `before`: the same of the run that is resumed."""
     data = clips.run_info(splits.resolve(args), corpora)
     data = with_longest(info, data, before and before.data)
     steps = run_length.choose(args, global_batches, info.pretrained).total
@@ -466,7 +465,7 @@ def make_task(
     train_set: Utterances,
     evaluation: dict[str, EvalBatches],
 ) -> Task:
-    """What the loop has to know of this recipe."""
+    """The task: all that the loop knows of this recipe."""
     tokenizer, search = make_search(asked, info)
     watched = replay.watched(evaluation, args.stop_when_watched_rises)
     heard = [train_set, *(each.dataset.data for each in (watched.sets if watched else {}).values())]

@@ -110,8 +110,8 @@ NEEDS = (
 
 @dataclasses.dataclass(frozen=True)
 class RunInfo:
-    """What else later commands must know: the data, the epoch from which --pad_share applies, and
-    what `measure_times` found before the first update (empty: nothing)."""
+    """The record of a run for later commands: the data, the epoch from which --pad_share applies,
+    and what `measure_times` found before the first update (empty: nothing)."""
 
     data: splits.RunInfo
     pad_from: Annotated[int, range(1 << 31)]
@@ -137,6 +137,7 @@ def add_arguments(parser) -> None:
     comparing.add_arguments(own)
     rate = (None, "by the model's width, and whether it is fine-tuned")
     options.add_arguments(parser, learning_rate=rate)
+    parser.usual("language")
 
 
 def resolve(args) -> Options:
@@ -277,8 +278,8 @@ class Utterances:
         transcript: str,
         name: str,
     ) -> dict:
-        """What the model learns from: waveform (T,), decoder input and labels (U,), CTC's targets
-        (S,), masks of SpecAugment."""
+        """An example that the model learns from: waveform (T,), decoder input and labels (U,),
+        CTC's targets (S,), masks of SpecAugment."""
         waveform = waveform[: round(self.longest * SAMPLE_RATE)]
         if self.augmentation:
             waveform = self.augmentation.apply(waveform, index, epoch)
@@ -553,8 +554,7 @@ def about_run(
     before: RunInfo | None,
     times_before: list[float],
 ) -> RunInfo:
-    """What is kept with the weights beside the model. `before`: the same of the run that is
-    resumed."""
+    """The record of the run. `before`: the same of the run that is resumed."""
     data = splits.run_info(splits.resolve(args), corpora)
     data = with_longest(info, data, before and before.data)
     steps = run_length.choose(args, global_batches, info.pretrained).total
@@ -573,7 +573,7 @@ def make_task(
     train_set: Utterances,
     evaluation: dict[str, EvalBatches],
 ) -> Task:
-    """What the loop has to know of this recipe."""
+    """The task: all that the loop knows of this recipe."""
     tokenizer, search = make_search(asked, info)
     watched = replay.watched(evaluation, args.stop_when_watched_rises)
     heard = [train_set, *(each.dataset.data for each in (watched.sets if watched else {}).values())]

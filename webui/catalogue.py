@@ -245,7 +245,7 @@ def _switches(action: argparse.Action) -> Iterator[tuple[str, str]]:
 
 
 def _help(parser: options.Parser, action: argparse.Action) -> str:
-    """The help as --help prints it, in one line."""
+    """The help as --help all prints it, in one line."""
     return " ".join(parser._get_formatter()._expand_help(action).split()) if action.help else ""
 
 

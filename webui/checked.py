@@ -1,4 +1,4 @@
-"""What --check_data has printed, in parts, and the audio of its examples."""
+"""The report of --check_data in parts, and the audio of its examples."""
 
 import math
 import os

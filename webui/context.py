@@ -1,4 +1,4 @@
-"""What all parts of the page share."""
+"""Objects that all parts of the page share."""
 
 from dataclasses import dataclass
 

@@ -126,7 +126,7 @@ class Guard:
             await send({"type": "websocket.close", "code": 1008})
 
     async def answer(self, scope, receive) -> Response | None:
-        """What is answered in place of the page, or None for the page itself."""
+        """The answer in place of the page, or None for the page itself."""
         headers = Headers(scope=scope)
         path, method = scope["path"], scope["method"]
         given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]

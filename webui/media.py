@@ -1,5 +1,5 @@
-"""What the page plays and downloads besides gradio's own files: recordings of manifests, and files
-of runs."""
+"""Media that the page plays and downloads besides gradio's own files: recordings of manifests, and
+files of runs."""
 
 import re
 from urllib.parse import parse_qs

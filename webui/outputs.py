@@ -1,4 +1,4 @@
-"""What a run has written into its folder: log, metrics, transcripts and weights. A run may be
+"""Files that a run has written into its folder: log, metrics, transcripts and weights. A run may be
 writing them, and its folder may come from elsewhere: of a file as much is read as a page shows."""
 
 import contextlib

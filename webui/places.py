@@ -112,7 +112,7 @@ class Places:
         return self._names(path for path in files if path.suffix.lower() in AUDIO_SUFFIXES)
 
     def uploads(self) -> list[str]:
-        """What was uploaded, to choose from."""
+        """The uploads to choose from."""
         folders = [Path(entry.path) for entry in _entries(self.runs / UPLOADS)]
         return self._names(each for each in folders if (each / NOT_USED).is_file())
 
@@ -178,7 +178,8 @@ class Places:
                 raise cannot_write(place, error, "--runs") from None
 
     def not_used(self, upload: str | Path) -> str:
-        """What was left out of an upload, a table as `Rejections` prints it; "" for other files."""
+        """The files that were left out of an upload, a table as `Rejections` prints it; "" for
+        other files."""
         with suppress(Failure):
             folder = self._upload(upload)
             return (folder / NOT_USED).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What --dry_run has printed, in parts, and the GPUs that it can be asked about."""
+"""The report of --dry_run in parts, and the GPUs that it can be asked about."""
 
 import functools
 import os
@@ -20,9 +20,9 @@ OF_ADVICE = re.compile(rf"Peak with these flags: {SIZE} of {SIZE} \(.+\): (.+)")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What --dry_run has printed. `word`: "fits", "tight" or "does not fit". `memory`: (kind,
-    size). `advice`: the lines that offer flags. `lines`: all others. `flags`: the values of the
-    options with which it fits, or none. `after`: the verdict with them, or ""."""
+    """The answer of --dry_run. `word`: "fits", "tight" or "does not fit". `memory`: (kind, size).
+    `advice`: the lines that offer flags. `lines`: all others. `flags`: the values of the options
+    with which it fits, or none. `after`: the verdict with them, or ""."""
 
     word: str
     memory: list[tuple[str, str]]

@@ -1,4 +1,4 @@
-"""What a run does, how far it is, and how it has ended: texts for people, of the locks on its
+"""The state of a run, how far it is, and how it has ended: texts for people, of the locks on its
 folder and of what it has written there."""
 
 import contextlib
@@ -49,7 +49,7 @@ class State:
 
 
 def state(run: Run) -> State:
-    """What a run does now, or how it has ended."""
+    """The state of a run, or how it has ended."""
     launcher, recipe = processes(run)
     process = recipe if launcher is None else launcher
     if process is None:

@@ -62,7 +62,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Wish:
-    """What is to be said, in which voice, and how codes are drawn."""
+    """A wish: a text, a voice, and how codes are drawn."""
 
     text: str
     voice: Path
@@ -219,7 +219,7 @@ def _remember(model: Model, wish: Wish, text: str, spoken: Path) -> dict:
 
 
 def history(places: Places, folder: Path) -> list[dict]:
-    """What was said, the newest first, with the "path" of each file."""
+    """The speech that was made, the newest first, with the "path" of each file."""
     rows = []
     with suppress(OSError, UsageError), open(places.file(folder / HISTORY), "rb") as file:
         file.seek(max(0, file.seek(0, 2) - HISTORY_BYTES))

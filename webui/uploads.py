@@ -1,5 +1,5 @@
-"""What becomes of dropped files: audio and a table of its texts, alone, in folders or in a .zip, are
-copied into a new folder under names of our own."""
+"""Dropped files: audio and a table of its texts, alone, in folders or in a .zip, are copied into a
+new folder under names of our own."""
 
 import errno
 import json

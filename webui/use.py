@@ -83,11 +83,11 @@ class Models:
         model: tuple[str, ...],
         seconds: float = REQUEST_SECONDS,
     ) -> str:
-        """What `python recipes/RECIPE.py WORDS MODEL` prints. `model` are the words that name the
-        model and its device, such as ("--resume", "best.safetensors", "--device", "cpu"): requests
-        with the same ones, and the same files, are answered by one process. The first of them
-        starts it. The caller has checked all paths. Raises `RunError` with the command's own error,
-        after `seconds`, and if the process has ended."""
+        """The text that `python recipes/RECIPE.py WORDS MODEL` prints. `model` are the words that
+        name the model and its device, such as ("--resume", "best.safetensors", "--device", "cpu"):
+        requests with the same ones, and the same files, are answered by one process. The first of
+        them starts it. The caller has checked all paths. Raises `RunError` with the command's own
+        error, after `seconds`, and if the process has ended."""
         with self.lock:
             answer = None
             while answer is None:
@@ -155,8 +155,8 @@ class Models:
 
 
 def stamp(word: str) -> tuple:
-    """What changes when the file, or a file in the folder, that a word names does: the best weights
-    of a run are replaced while it trains."""
+    """A value that changes with the file, or with a file in the folder, that a word names: the best
+    weights of a run are replaced while it trains."""
     name = word.partition("=")[2] if word.startswith("--") else word
     try:
         folder = os.scandir(name) if os.path.isdir(name) else [Path(name)]

@@ -59,7 +59,7 @@ class Piece:
 
 
 class Bench:
-    """What pieces are measured with: the device ("cuda" or "cpu"), the time that is left, children.
+    """The means of a measurement: the device ("cuda" or "cpu"), the time that is left, children.
     `card` is what the first piece found; `gib` is the memory of the card, or of the smaller one
     that is asked for, which has a `cap`: bytes that an allocator may take (0: all)."""
 
@@ -126,7 +126,7 @@ class Bench:
     def trial(
         self, recipe: str, words: list, usual: float, device: str | None = None, **wanted
     ) -> dict:
-        """What trial.py found; `usual`: seconds that it takes, about. After a failure, "failed"
+        """The results of trial.py; `usual`: seconds that it takes, about. After a failure, "failed"
         says why and the rest is what was known until then. Raises `Failed` if nothing was, and
         `OutOfTime`."""
         words = [*words, "--device", device or self.device, "--log_every", "1"]

@@ -1,4 +1,4 @@
-"""What a child process of on_gpu.py runs: a program of the project, or a trial of a recipe.
+"""A child process of on_gpu.py: a program of the project, or a trial of a recipe.
 
     {"run": ["recipes/template.py", "--max_steps", "2"]}
     {"recipe": "template", "words": [...], "trial": {...}}

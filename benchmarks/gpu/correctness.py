@@ -167,7 +167,7 @@ def resume(bench: Bench, demo: Demo) -> dict:
 
 
 def export(bench: Bench, demo: Demo) -> dict:
-    """What a model that was trained on the device says on the device and on the CPU."""
+    """The transcripts of a model that was trained on the device, on the device and on the CPU."""
     with bench.folder() as folder:
         run = DemoRun(bench, demo, folder)
         run.updates = 2 if bench.is_small else LEARNING
@@ -198,8 +198,8 @@ def is_result(line: str) -> bool:
 
 
 def offload(bench: Bench, demo: Demo) -> dict:
-    """What five updates change with each level of --use_cpu_offload, against those without, and in
-    two runs without."""
+    """The changes of five updates with each level of --use_cpu_offload, against those without, and
+    in two runs without."""
     import torch
 
     levels = {"none": [], "none again": []}

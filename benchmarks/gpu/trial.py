@@ -40,7 +40,7 @@ COUNTED = 4  # utterances at a time whose operations are counted, without gradie
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a trial does, and `output`, the JSON file with what it found."""
+    """The settings of a trial, and `output`, the JSON file with what it found."""
 
     output: str
     updates: int = 3

@@ -97,7 +97,8 @@ class Adapted(Engine):
         return self.args.learning_rate or rate(self.model, self.task.learning_rate)
 
     def groups(self) -> list[dict]:
-        """What is trained whole beside adapters has the rate of full fine-tuning."""
+        """The parameter groups. Weights that are trained whole beside adapters have the rate of
+        full fine-tuning."""
         adapters = weights_of(self.model)
         parts = []
         for group in super().groups():
@@ -116,12 +117,12 @@ def is_adapted(layer: nn.Module) -> bool:
 
 
 def adapters_of(model: nn.Module) -> Adapters | None:
-    """What `attach` has added to a model."""
+    """The adapters that `attach` has added to a model, or None."""
     return getattr(model, "adapters", None)
 
 
 def record_of(adapters: Adapters) -> dict:
-    """What is saved of adapters beside their weights: a `SAVED`."""
+    """The record of adapters that is saved beside their weights: a `SAVED`."""
     about = {"layers": adapters.layers.adapted, "base": adapters.base, "name": adapters.name}
     return {**asdict(adapters.settings), **about}
 
@@ -189,7 +190,7 @@ def weights_of(model: nn.Module) -> set[nn.Parameter]:
 
 
 def describe(model: nn.Module) -> str:
-    """What of a model with adapters is trained, with counts."""
+    """A line about the parts of a model with adapters that are trained, with counts."""
     adapters = adapters_of(model)
     counts = {"adapters": 0, "whole": 0, "frozen": 0}
     for name, parameter in model.named_parameters():
@@ -253,7 +254,7 @@ def merge(
 
 
 def without_adapters(trained: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What was trained whole."""
+    """The tensors that were trained whole."""
     return {name: t for name, t in trained.items() if name.rpartition(".")[2] not in (A, B)}
 
 

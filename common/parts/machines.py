@@ -95,7 +95,7 @@ def resume(
 
 
 def agent() -> str:
-    """What identifies the torchrun that has started this process; "" without one."""
+    """The name of the torchrun that has started this process; "" without one."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
     number = os.getppid()

@@ -18,7 +18,7 @@ class NewRows:
     learning_rate: float
 
     def record(self) -> dict:
-        """What a checkpoint keeps: the fields of a NewRows."""
+        """The fields of a NewRows, for a checkpoint."""
         rows = {name: list(map(int, numbers)) for name, numbers in self.rows.items()}
         return {"rows": rows, "learning_rate": self.learning_rate}
 

@@ -68,7 +68,7 @@ def host_bytes(model: torch.nn.Module, level: str | None, ranks: int = 1) -> int
 
 @dataclass(frozen=True)
 class Offload:
-    """What is on the host: the level, the fp32 values of the parameters that have 16 bits on the
+    """The state on the host: the level, the fp32 values of the parameters that have 16 bits on the
     GPU, and the ranks that divide the states and the update."""
 
     level: str

@@ -186,8 +186,8 @@ class Sharded(Engine):
         return {name: whole_tensors(each, self.setup.ranks) for name, each in states.items()}
 
     def end(self) -> None:
-        """What had 16 bits in evaluations will have them on the device, and its fp32 values stay on
-        the host."""
+        """Leaves a usual model without values. Parameters that had 16 bits in evaluations will have
+        them on the device, and their fp32 values stay on the host."""
         shapes = {name: p.shape for name, p in self.inner.named_parameters()}
         dtypes = {name: p.dtype for name, p in self.inner.named_parameters()}
         for name, p in self.model.named_parameters():

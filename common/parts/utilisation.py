@@ -1,4 +1,4 @@
-"""What a run on a GPU reports of it: how busy it is, and which other processes use it."""
+"""Reports of a run about its GPU: how busy it is, and which other processes use it."""
 
 import collections
 import os

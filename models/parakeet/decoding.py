@@ -27,9 +27,9 @@ class Token:
 
 @dataclass
 class Memory:
-    """What decoding keeps from one part of a recording for the next one: the prediction network's
-    output (B, J) and state after the last label, and the frames (B,) of the next part that the
-    last token skips."""
+    """The state of decoding from one part of a recording for the next one: the prediction network's
+    output (B, J) and state after the last label, and the frames (B,) of the next part that the last
+    token skips."""
 
     predicted: torch.Tensor | None = None
     state: tuple | None = None

@@ -157,8 +157,8 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
 
 
 def read_note(path: str | Path) -> dict:
-    """What prepare.py has noted in a folder: `new_pieces` (ids of pieces that the released model
-    does not have) and `base` (its name). Raises `UsageError`."""
+    """The note of prepare.py in a folder: `new_pieces` (ids of pieces that the released model does
+    not have) and `base` (its name). Raises `UsageError`."""
     file = Path(path, NOTE)
     if not file.is_file():
         return {"new_pieces": [], "base": ""}
@@ -333,7 +333,8 @@ def _nemo_config(content: dict, family: Family, path: Path) -> tuple[dict, dict[
 
 
 def _nemo_loss(content: dict, config: dict, family: Family, path: Path) -> dict:
-    """What is not given has NeMo's default, not the released models' value."""
+    """The settings of the loss. Those that are not given have NeMo's default, not the released
+    models' value."""
     loss = dict(NO_TERMS)
     for name, key in family.nemo_loss.items():
         loss[name] = _number(_value(content, key, 0.0))
@@ -668,7 +669,7 @@ def _nemo_changes(config: dict, pieces: list[str], extras: dict) -> dict:
 
 
 def _complete_settings(family: Family) -> dict:
-    """What NeMo's model needs besides its shape."""
+    """The settings that NeMo's model needs besides its shape."""
     needed = (
         "preprocessor.",
         "encoder.subsampling",

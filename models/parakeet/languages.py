@@ -65,8 +65,9 @@ def slot_of(name: str, names: dict[str, int], flag: str) -> int:
 
 @dataclass(frozen=True)
 class Prompts:
-    """What the utterances of a corpus are told. `slots`: by the number of a language's name in the
-    corpus; `auto`: that of a language which is not told, or None; `tags`: pieces by slot."""
+    """The languages that a model is told for the utterances of a corpus. `slots`: by the number of
+    a language's name in the corpus; `auto`: that of a language which is not told, or None; `tags`:
+    pieces by slot."""
 
     corpus: Corpus
     slots: list[int]

@@ -223,7 +223,7 @@ def _is_mp3(data: bytes) -> bool:
 
 
 def _without_header(data: bytes, read: Callable[[], bytes]) -> bytes:
-    """What follows the header of a wav file that begins with `data`."""
+    """The bytes after the header of a wav file that begins with `data`."""
     place = 12
     while True:
         while len(data) < place + 24:  # a chunk's name and size, and a format

@@ -52,11 +52,11 @@ class Subsampling(nn.Module):
 
     @staticmethod
     def halved(length):
-        """What a stage leaves of so many frames or bands, an int or a tensor."""
+        """The frames or bands that a stage leaves of so many, an int or a tensor."""
         return (length - 1) // 2 + 1
 
     def frames(self, length):
-        """What all stages leave of so many frames or bands, an int or a tensor."""
+        """The frames or bands that all stages leave of so many, an int or a tensor."""
         for _ in range(self.stages):
             length = self.halved(length)
         return length
@@ -243,7 +243,7 @@ class Convolution(nn.Module):
         return F.glu(pointwise(self.pointwise_conv1, x), dim=-1)
 
     def mixed(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
-        """What follows the gate."""
+        """The frames (B, T, D) that the kernel, the norm and the second pointwise layer make of `x`."""
         x = self.depthwise_conv(x.transpose(1, 2)).transpose(1, 2)
         return pointwise(self.pointwise_conv2, F.silu(self.norm(x, padding)))
 

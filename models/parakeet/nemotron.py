@@ -1,5 +1,6 @@
-"""What the files of a streaming model and of a model with a prompt say besides: between the values
-by their keys (`Family.nemo`, `.hf` and `.hf_processor` of settings.py) and a configuration."""
+"""Further settings in the files of a streaming model and of a model with a prompt: between the
+values by their keys (`Family.nemo`, `.hf` and `.hf_processor` of settings.py) and a
+configuration."""
 
 from pathlib import Path
 

@@ -230,7 +230,7 @@ def graphs(model: Parakeet) -> dict[str, Graph]:
 
 
 def metadata(config: dict) -> dict[str, object]:
-    """What sherpa-onnx reads in the encoder."""
+    """The metadata that sherpa-onnx reads in the encoder."""
     return {
         "model_type": "EncDecRNNTBPEModel",
         "version": "2",

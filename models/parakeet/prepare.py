@@ -40,7 +40,7 @@ NEW_PIECES = 1024  # of --train_tokenizer bpe
 
 @dataclass(frozen=True)
 class Asked:
-    """What the flags ask for. `path`: the released model. `tokenizer`: whose vocabulary is taken.
+    """The request of the flags. `path`: the released model. `tokenizer`: whose vocabulary is taken.
     `kind`: of the pieces that are made from the texts, "bpe" or "char", or None; `size`: how many.
     `added`: pieces that follow. `language`: a new name, and the one that it begins as."""
 
@@ -136,7 +136,7 @@ def add_data_arguments(parser) -> None:
 
 
 def resolve(args) -> Asked:
-    """What the flags ask for. Raises `UsageError`."""
+    """The request of the flags. Raises `UsageError`."""
     asked = Asked(
         path=args.model_dir or args.model_file,
         export=args.export,

@@ -1,4 +1,4 @@
-"""What a Parakeet model can be, and what the families of released models call it: the keys and
+"""The kinds of Parakeet models, and their names in the families of released models: the keys and
 fixed settings of NVIDIA's model_config.yaml and of Hugging Face's config.json, names of tensors."""
 
 from dataclasses import dataclass, field, replace

@@ -159,12 +159,12 @@ LOSS = {  # a schema of records.mismatch
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What is saved with a model's weights: its configuration, its tokenizer's state, its loss's
-    settings (`ctc` is the share of the CTC head's loss beside a transducer's, `ctc_reduction` its
-    reduction), the settings of the released model that an export keeps, and whether it began from
-    released weights. `new_pieces`: the ids of pieces that prepare.py has added, which learn at a
-    rate of their own; `base`: the name of the released model that it was given. `languages`: the
-    slots of the prompt, by name."""
+    """The record of a model beside its weights: its configuration, its tokenizer's state, its
+    loss's settings (`ctc` is the share of the CTC head's loss beside a transducer's,
+    `ctc_reduction` its reduction), the settings of the released model that an export keeps, and
+    whether it began from released weights. `new_pieces`: the ids of pieces that prepare.py has
+    added, which learn at a rate of their own; `base`: the name of the released model that it was
+    given. `languages`: the slots of the prompt, by name."""
 
     config: Annotated[dict, settings.CONFIG]
     tokenizer: Annotated[dict, STATE]
@@ -183,7 +183,7 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class Options:
-    """What the flags ask for. `origin`: where the model starts. `how`: decoding and transcribing.
+    """The request of the flags. `origin`: where the model starts. `how`: decoding and transcribing.
     `vocab_size`: pieces of a model from scratch, None for the usual number. `loss`: settings that
     replace the model's. `loss_flags`: those of LOSS_FLAGS that were given. `dropouts`: in the
     encoder, and in the prediction and joint networks. `export_format`: "hf", "nemo" or "onnx".
@@ -230,6 +230,7 @@ def add_arguments(parser) -> None:
     )
     add_language_arguments(parser)
     add_loss_arguments(parser)
+    parser.usual("export_format", "language")
     prepared = f"{vocabulary.COMMAND} makes a model with it, which --model_dir then names"
     parser.hints |= dict.fromkeys(PREPARED, prepared)
 
@@ -344,7 +345,7 @@ def resolve(args, is_demo: bool) -> Options:
 
 
 def family(asked: Options) -> released.Family:
-    """What models/released.py has to know of Parakeet."""
+    """The family Parakeet for models/released.py."""
 
     def conflicts(info: ModelInfo, saved: Saved) -> list[str]:
         return find_conflicts(asked, info)
@@ -550,7 +551,7 @@ def from_scratch(asked: Options, texts: Callable[[], Iterable[str]]) -> ModelInf
 
 
 def exported(info: ModelInfo) -> dict:
-    """What an export has besides weights and configuration."""
+    """The settings of an export besides weights and configuration."""
     return {
         "tokenizer": info.tokenizer,
         "source": info.source,
@@ -571,8 +572,8 @@ def saved_model(saved: Saved) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
 
 
 def rows_by_piece(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
-    """What the rows of the embedding and of the output layers mean, here and in the weights of
-    --init_from."""
+    """The meanings of the rows of the embedding and of the output layers, here and in the weights
+    of --init_from."""
     if initial is None:
         return None
     before, _ = saved_model(initial)

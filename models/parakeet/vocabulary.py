@@ -198,8 +198,8 @@ def without_token_ids(source: dict) -> dict:
 
 
 def row_names(info) -> list[str]:
-    """What each row of the joint network's output means. An embedding and a CTC head have the first
-    of them, up to the blank."""
+    """The meaning of each row of the joint network's output. An embedding and a CTC head have the
+    first of them, up to the blank."""
     durations = [f"<duration {frames}>" for frames in info.config["durations"]]
     return [*pieces(info.tokenizer), BLANK, *durations]
 

@@ -29,8 +29,8 @@ def by_time(model: Parakeet, tokenizer: ParakeetTokenizer) -> Cutting:
 
 
 def join(tokenizer, step: int, records: list[dict], pieces: list[Piece]) -> Joined:
-    """What the records of `decoding.transcripts` for windows say together. `step`: samples of an
-    encoder frame, at multiples of which the windows begin."""
+    """The joined records of `decoding.transcripts` for windows. `step`: samples of an encoder
+    frame, at multiples of which the windows begin."""
     heard = []
     frames = 0
     for record, (begin, _) in zip(records, pieces, strict=True):

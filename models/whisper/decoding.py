@@ -40,7 +40,7 @@ NO_LIMIT = 1e6  # tokens
 
 @dataclass(frozen=True)
 class Search:
-    """What a search takes besides the encoder's output."""
+    """The settings of a search."""
 
     prompt: Sequence[int]  # the decoder's first tokens, from <|startoftranscript|> on
     eos: int

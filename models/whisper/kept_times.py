@@ -138,7 +138,7 @@ def report(now: Times, before: Times | None, name: str) -> str:
 
 
 def warning(now: Times, before: Times | None) -> str:
-    """What to say if training has made it worse, else nothing."""
+    """A warning if training has made it worse, else ""."""
     if before is None:
         return ""
     ends = now.end > max(MUCH, WORSE * before.end)
@@ -155,9 +155,10 @@ def warning(now: Times, before: Times | None) -> str:
 def at_start(
     model: Whisper, run, before: list[float] | None, measure: Callable[[Whisper], Times | None]
 ) -> list[float]:
-    """What `measure(model)` finds of the model on the host that a `run` (`common.loop.begin`) will
-    train, for a record that is saved, or found `before` in the run that is resumed. Empty with
-    --init_from, whose weights the loop loads later, and in a plan, where weights have no values."""
+    """The values that `measure(model)` finds of the model on the host that a `run`
+    (`common.loop.begin`) will train, for a record that is saved, or found `before` in the run that
+    is resumed. Empty with --init_from, whose weights the loop loads later, and in a plan, where
+    weights have no values."""
     if before is not None:
         return before
     if run.initial or next(model.parameters()).is_meta:
@@ -172,7 +173,7 @@ def to_list(times: Times | None) -> list[float]:
 
 
 def from_list(values: list[float]) -> Times | None:
-    """What `to_list` made."""
+    """The inverse of `to_list`; None for an empty list."""
     if len(values) != 4:
         return None
     return Times(*values[:3], int(values[3]))

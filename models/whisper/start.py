@@ -107,8 +107,8 @@ NEEDS = (
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What it takes to rebuild a model. `ctc_tokens`: outputs of the additional layer on the
-    encoder without the blank, 0 if there is none. `generation`: a released model's
+    """A model's record, from which it is rebuilt. `ctc_tokens`: outputs of the additional layer on
+    the encoder without the blank, 0 if there is none. `generation`: a released model's
     generation_config.json, with the tokens that are never generated. `pretrained`: whether it began
     with released weights, and so is always evaluated on inputs padded to the longest one, as other
     programs read it. `pad_to_30s`: whether it was trained on padded inputs alone, and is evaluated
@@ -125,7 +125,7 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class Training:
-    """What the flags say about the model that is trained."""
+    """The flags' settings of the model that is trained."""
 
     dropout: float
     label_smoothing: float
@@ -137,7 +137,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Options:
-    """What the flags of a Whisper recipe ask for.
+    """The request of a Whisper recipe's flags.
 
     `origin`: where the model starts. `how`: how it decodes. `shape`: the flags that change the size
     of a model from scratch. `vocabulary`: the tokens that a planned run without data has, None for
@@ -197,6 +197,7 @@ def add_arguments(parser, sizes: dict[str, dict], language: str) -> None:
         help="train the decoder only, with inputs of 30 s (off)",
     )
     add_loss_arguments(parser.add_argument_group("losses and padding"))
+    parser.usual("freeze_encoder")
 
 
 def add_loss_arguments(losses) -> None:
@@ -290,7 +291,7 @@ def resolve(
 
 
 def family(asked: Options) -> released.Family:
-    """What Whisper supplies to `released.choose` and `released.use`."""
+    """The family Whisper for `released.choose` and `released.use`."""
     return released.Family(
         model_info=ModelInfo,
         read=functools.partial(read_released, asked),
@@ -486,7 +487,7 @@ def make_search(asked: Options, info: ModelInfo) -> tuple[WhisperTokenizer, deco
 
 
 def vocabulary(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
-    """What the rows of the embedding and of the CTC layer mean, here and in the weights of
+    """The meanings of the rows of the embedding and of the CTC layer, here and in the weights of
     --init_from. CTC's blank has the number of the end of text."""
     if initial is None:
         return None
@@ -526,8 +527,8 @@ def describe(info: ModelInfo, model: Whisper, given_rate: float | None) -> None:
 
 
 def for_task(asked: Options, info: ModelInfo, initial: Saved | None) -> dict:
-    """What the loop's `Task` has to know of a Whisper, by the names of its fields. `initial`: the
-    weights of --init_from."""
+    """Fields of the loop's `Task` that every Whisper has, by their names. `initial`: the weights of
+    --init_from."""
     fit = None
     if not info.pretrained:
         fit = functools.partial(

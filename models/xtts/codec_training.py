@@ -37,7 +37,7 @@ ROUNDS = 20  # of k-means
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a DVAE's checkpoints say about it. `updates`: the length of its run."""
+    """A DVAE's record in its checkpoints. `updates`: the length of its run."""
 
     stage: Annotated[str, {*STEPS}]
     config: dict

@@ -101,7 +101,7 @@ class Conditioning:
 
 
 def conditioning(settings: dict) -> Conditioning:
-    """What `settings`, a config.json, says about it. Raises `UsageError`."""
+    """The conditioning that `settings`, a config.json, ask for. Raises `UsageError`."""
     names = [field.name for field in dataclasses.fields(Conditioning)]
     values = {name: settings[name] for name in names if name in settings}
     return records.read(Conditioning, values, DESCRIPTION)

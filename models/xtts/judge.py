@@ -111,8 +111,8 @@ def speak_held_out(
 
 
 def transcripts(path: str, recipes: Path, clips: list[Path], device: str) -> dict[str, str]:
-    """What the recogniser at `path` hears in each clip, by file. `recipes`: their folder. A clip
-    without samples has no words. Raises `UsageError` and `RunError`."""
+    """The transcript that the recogniser at `path` makes of each clip, by file. `recipes`: their
+    folder. A clip without samples has no words. Raises `UsageError` and `RunError`."""
     heard = {str(clip): "" for clip in clips}
     audible = [name for name in heard if soundfile.info(name).frames]
     if not audible:

@@ -153,6 +153,7 @@ def add_arguments(parser) -> None:
         metavar="X",
         help="divides the scores of codes that have been spoken (5)",
     )
+    parser.usual("synthesize", "speaker_wav", "output")
 
 
 def resolve(args, count: int) -> tuple[Sampling, list[Path]]:
@@ -293,7 +294,8 @@ def named_clips(paths: list[str]) -> dict[str, tuple[np.ndarray, int]]:
 def to_export(
     synthesiser: Synthesiser, clips: dict[str, tuple[np.ndarray, int]]
 ) -> dict[str, Speaker]:
-    """What `speakers_of` or `named_clips` returned, with what the model hears of each voice."""
+    """The voices of `clips` (of `speakers_of` or `named_clips`), each with the latents that the
+    model hears in it."""
     device = next(synthesiser.model.parameters()).device
     speakers = {}
     for name, (samples, rate) in clips.items():

@@ -200,6 +200,7 @@ def add_arguments(parser) -> None:
     add_training(parser)
     judge.add_arguments(parser)
     add_other_names(parser)
+    parser.usual("language")
 
 
 def add_training(parser) -> None:

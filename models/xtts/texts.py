@@ -131,6 +131,7 @@ def add_arguments(parser) -> None:
         metavar="TEXT",
         help="print what the model reads of texts, or of a file with a text in each line, and exit",
     )
+    parser.usual("use_amharic_g2p", "extend_vocab")
 
 
 def resolve(args, language: str) -> TextOptions:
@@ -228,7 +229,7 @@ class FrontEnd:
         return code_of(language) if language else self.language
 
     def read(self, text: str, language: str | None = None) -> str:
-        """What the model reads of a text."""
+        """The text as the model reads it."""
         language = self.language_of(language)
         is_carried = self.carried and language == self.language
         if language in cleaners.LANGUAGES:
@@ -346,7 +347,7 @@ class Texts:
         return tokens
 
     def read(self, text: str, language: str | None = None) -> str:
-        """What the model reads of a text."""
+        """The text as the model reads it."""
         return self.front_end.read(text, self.language_of(language))
 
     def encode(self, text: str, language: str | None = None) -> list[int]:

@@ -110,7 +110,7 @@ class Vocabulary:
         return lacking
 
     def tokens(self) -> list[str]:
-        """What the V ids stand for."""
+        """The V tokens, by id."""
         return [self._tokenizer.id_to_token(i) or f"[no token {i}]" for i in range(self.size)]
 
     def decode(self, tokens: list[int]) -> str:

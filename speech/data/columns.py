@@ -119,7 +119,7 @@ def printable(text: str) -> str:
 
 
 def advice(reason: str) -> str:
-    """What helps against a reason, in parentheses, or ""."""
+    """Advice against a reason, in parentheses, or ""."""
     known = [text for start, text in ADVICE.items() if reason.startswith(start)]
     return f" ({known[0]})" if known else ""
 

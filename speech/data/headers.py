@@ -1,4 +1,4 @@
-"""What the headers of audio files say: their length, and whether the file is complete."""
+"""Headers of audio files: their length, and whether the file is complete."""
 
 import contextlib
 import errno

@@ -56,7 +56,7 @@ NEEDS = (
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What the data flags ask for: the manifests to read, {split: path}, and how to check them.
+    """The request of the data flags: the manifests to read, {split: path}, and how to check them.
     Without manifests the data are a recipe's demo corpus or, in a `planned` run, its stand-in."""
 
     manifests: dict[str, str]
@@ -66,7 +66,7 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a checkpoint keeps about the data of its run."""
+    """The record of a run's data in its checkpoints."""
 
     held_out: list[str]  # keys of the utterances that were held out for evaluation
     # Seconds of the longest training utterance. A file from elsewhere must not ask for pieces of
@@ -91,79 +91,25 @@ def add_arguments(parser, allow_unknown: bool = False) -> None:
     """The flags of data. `allow_unknown`: with the flag for `speech.writing.unknown.check_unknown`, for a
     recipe whose vocabulary can lack characters."""
     group = parser.add_argument_group("data")
-    group.add_argument(
-        "--train_manifest",
-        type=options.path,
-        metavar="FILE",
-        help=("JSON Lines, CSV/TSV with a header, or LJSpeech's metadata.csv (synthetic data)"),
-    )
-    group.add_argument(
-        "--val_manifest",
-        type=options.path,
-        metavar="FILE",
-        help="for evaluation during training (a held-out part of the training data)",
-    )
-    group.add_argument(
-        "--test_manifest",
-        type=options.path,
-        metavar="FILE",
-        help="for the results at the end (the evaluation set)",
-    )
-    group.add_argument(
-        "--audio_root",
-        type=options.path,
-        metavar="DIR",
-        help=(
-            "base of audio paths, also of absolute ones of another machine (the manifest's folder)"
-        ),
-    )
-    _add_limits(group)
-    _add_checks(parser, group)
-    if allow_unknown:
-        group.add_argument(
-            "--allow_unknown",
-            action=options.OnOff,
-            default=False,
-            help="also use texts of which the vocabulary lacks over 5 %% of the characters (off)",
-        )
-
-
-def _add_limits(group) -> None:
-    group.add_argument(
-        "--max_samples",
-        type=sample_count,
-        metavar="N",
-        help="use N training utterances, drawn by --seed: a larger N adds to them; -1 = all (all)",
-    )
-    group.add_argument(
-        "--min_duration",
-        type=options.number(float, 0.0),
-        default=0.1,
-        metavar="S",
-        help="reject shorter utterances, seconds (0.1)",
-    )
-    group.add_argument(
-        "--max_duration",
-        type=options.RATE,
-        default=30.0,
-        metavar="S",
-        help="reject longer utterances, seconds (30)",
-    )
-    group.add_argument(
-        "--use_chunking",
-        action=options.OnOff,
-        default=False,
-        help="cut recordings over --max_duration by the manifest's segment times (off)",
-    )
-
-
-def _add_checks(parser, group) -> None:
-    group.add_argument(
-        "--strict_data",
-        action=options.OnOff,
-        default=False,
-        help="stop if any utterance is rejected (off)",
-    )
+    options.add_rows(
+        group,
+        ("train_manifest", options.path, None, "FILE",
+         "JSON Lines, CSV/TSV with a header, or LJSpeech's metadata.csv (synthetic data)"),
+        ("val_manifest", options.path, None, "FILE",
+         "for evaluation during training (a held-out part of the training data)"),
+        ("test_manifest", options.path, None, "FILE",
+         "for the results at the end (the evaluation set)"),
+        ("audio_root", options.path, None, "DIR",
+         "base of audio paths, also of absolute ones of another machine (the manifest's folder)"),
+        ("max_samples", sample_count, None, "N",
+         "use N training utterances, drawn by --seed: a larger N adds to them; -1 = all (all)"),
+        ("min_duration", options.number(float, 0.0), 0.1, "S",
+         "reject shorter utterances, seconds (0.1)"),
+        ("max_duration", options.RATE, 30.0, "S", "reject longer utterances, seconds (30)"),
+        ("use_chunking", options.OnOff, False, None,
+         "cut recordings over --max_duration by the manifest's segment times (off)"),
+        ("strict_data", options.OnOff, False, None, "stop if any utterance is rejected (off)"),
+    )  # fmt: skip
     parser.add_command(
         group,
         "--check_data",
@@ -172,24 +118,26 @@ def _add_checks(parser, group) -> None:
         default=False,
         help="read and check all data, print what is wrong with them, and exit",
     )
-    group.add_argument(
-        "--check_audio",
-        action=options.OnOff,
-        default=True,
-        help="decode all audio once before training, and reject silent clips (on)",
-    )
-    group.add_argument(
-        "--cache_audio",
-        type=options.path,
-        metavar="DIR",
-        help="keep decoded audio in this folder, 230 MB an hour at 16 kHz (no cache)",
-    )
+    options.add_rows(
+        group,
+        ("check_audio", options.OnOff, True, None,
+         "decode all audio once before training, and reject silent clips (on)"),
+        ("cache_audio", options.path, None, "DIR",
+         "keep decoded audio in this folder, 230 MB an hour at 16 kHz (no cache)"),
+    )  # fmt: skip
+    if allow_unknown:
+        options.add_rows(
+            group,
+            ("allow_unknown", options.OnOff, False, None,
+             "also use texts of which the vocabulary lacks over 5 %% of the characters (off)"),
+        )  # fmt: skip
+    parser.usual("train_manifest", "val_manifest", "test_manifest", "check_data")
 
 
 def resolve(
     args, held_out: Iterable[str] = (), for_synthesis: bool = False, needs: str = "text"
 ) -> DataOptions:
-    """What the flags ask for. `held_out`: keys of the utterances that the resumed run held out.
+    """The request of the flags. `held_out`: keys of the utterances that the resumed run held out.
     `needs`: what every utterance has to have, "text" or "label". The whole recordings of --long are
     longer than --max_duration. Raises `UsageError`."""
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
@@ -253,10 +201,10 @@ def read_manifests(
 ) -> dict[str, Corpus]:
     """The checked corpora of `manifests`, {split: path}; prints their sizes and what was rejected.
 
-    `checks.max_samples` shortens "train" to the rows of `load_sample`, and only its segments can be
-    left apart. If there is a "train" but no
-    "val", a part of these rows is held out: if possible `checks.held_out`, whatever the seed and
-    `max_samples` are now. Raises `DataError` and `UsageError`."""
+    `checks.max_samples` shortens "train" to the rows of `load_sample`; sets that are only
+    evaluated have joined segments. If there is a "train" but no "val", a part of these rows is held
+    out: if possible `checks.held_out`, whatever the seed and `max_samples` are now. Raises
+    `DataError` and `UsageError`."""
     corpora = {}
     for split, path in manifests.items():
         if split == "train" and checks.max_samples is not None:
@@ -317,7 +265,7 @@ def stand_in(
 
 
 def run_info(data: DataOptions, corpora: dict[str, Corpus]) -> RunInfo:
-    """What a checkpoint keeps about the `corpora` of `load_splits(data, ...)`."""
+    """The record in a checkpoint of the `corpora` of `load_splits(data, ...)`."""
     held_out = "train" in data.manifests and "val" not in data.manifests
     return RunInfo(
         held_out=held_out_keys(corpora["val"]) if held_out else [],

@@ -45,8 +45,8 @@ Aligned = tuple[int | None, int | None]  # places in two lists; None: the other 
 
 @dataclass(frozen=True)
 class Unit:
-    """What is joined by time: `key` is equal for equal ones, `time` is in seconds of the recording,
-    and `begins` says whether a word begins with it."""
+    """A unit that is joined by time: `key` is equal for equal ones, `time` is in seconds of the
+    recording, and `begins` says whether a word begins with it."""
 
     key: object
     time: float

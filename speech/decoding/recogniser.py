@@ -1,4 +1,4 @@
-"""What every recogniser does besides learning: its flags, decoding a set, the results at the end,
+"""Everything that recognisers do besides learning: flags, decoding a set, the results at the end,
 transcribing files."""
 
 import json
@@ -55,7 +55,7 @@ NEEDS = (
 
 @dataclass(frozen=True)
 class Options:
-    """What the flags say about decoding and transcribing: the `method` and `beam_size` of a search
+    """The flags' settings of decoding and transcribing: the `method` and `beam_size` of a search
     (None if the recipe has one method only); a further way to compare texts; the files and folders
     to transcribe, the file that the transcripts are written to (None: they are printed), the
     longest piece of a recording in seconds (None: what the model reads), and whether they are
@@ -78,31 +78,18 @@ class Options:
 
 def add_augmentation(parser) -> None:
     """The flags of augmentation alone, for a recipe that does not decode."""
-    augmentation = parser.add_argument_group("augmentation")
-    augmentation.add_argument(
-        "--spec_augment",
-        action=options.OnOff,
-        help="mask bands and spans of the features (on; off for the demo)",
-    )
-    augmentation.add_argument(
-        "--speed_perturbation",
-        action=options.OnOff,
-        help="play at 0.9, 1.0 or 1.1 times the speed (on; off for the demo)",
-    )
-    augmentation.add_argument(
-        "--wave_augment",
-        action=options.OnOff,
-        help=(
-            "add silence at the ends and noise, and change the level (on for released weights; off"
-            " from scratch and for the demo)"
-        ),
-    )
-    augmentation.add_argument(
-        "--noise_dir",
-        type=options.path,
-        metavar="DIR",
-        help="turns --wave_augment on, with the noise in these audio files",
-    )
+    options.add_rows(
+        parser.add_argument_group("augmentation"),
+        ("spec_augment", options.OnOff, None, None,
+         "mask bands and spans of the features (on; off for the demo)"),
+        ("speed_perturbation", options.OnOff, None, None,
+         "play at 0.9, 1.0 or 1.1 times the speed (on; off for the demo)"),
+        ("wave_augment", options.OnOff, None, None,
+         "add silence at the ends and noise, and change the level (on for released weights; off"
+         " from scratch and for the demo)"),
+        ("noise_dir", options.path, None, "DIR",
+         "turns --wave_augment on, with the noise in these audio files"),
+    )  # fmt: skip
 
 
 def add_arguments(
@@ -126,31 +113,24 @@ def add_decoding(
 ) -> None:
     """The flags of a recogniser that decodes by `methods`, `method` by default. Without
     `normalisers` its texts are compared in one way only."""
-    decoding = parser.add_argument_group("decoding and transcribing")
+    group = parser.add_argument_group("decoding and transcribing")
     if methods:
-        decoding.add_argument(
-            "--decoding",
-            choices=methods,
-            default=method,
-            help=f"method for the results at the end, --evaluate and --transcribe ({method})",
-        )
-        decoding.add_argument(
-            "--beam_size",
-            type=options.number(int, 1, MOST_BEAMS),
-            metavar="N",
-            help=f"hypotheses of a beam search ({beam_size})",
-        )
+        options.add_rows(
+            group,
+            ("decoding", methods, method, None,
+             f"method for the results at the end, --evaluate and --transcribe ({method})"),
+            ("beam_size", options.number(int, 1, MOST_BEAMS), None, "N",
+             f"hypotheses of a beam search ({beam_size})"),
+        )  # fmt: skip
     if normalisers:
-        decoding.add_argument(
-            "--normaliser",
-            choices=tuple(NORMALISERS),
-            help=(
-                "also print error rates of texts that are normalised as Whisper's reports are (its"
-                " multilingual normaliser)"
-            ),
-        )
+        options.add_rows(
+            group,
+            ("normaliser", tuple(NORMALISERS), None, None,
+             "also print error rates of texts that are normalised as Whisper's reports are (its"
+             " multilingual normaliser)"),
+        )  # fmt: skip
     parser.add_command(
-        decoding,
+        group,
         "--transcribe",
         nargs="+",
         type=options.path,
@@ -160,21 +140,15 @@ def add_decoding(
             " (OUTPUT_DIR/checkpoints/best.safetensors)"
         ),
     )
-    decoding.add_argument(
-        "--output",
-        type=options.file,
-        metavar="FILE",
-        help="write the transcripts to this file as JSON Lines, or subtitles to x.srt or x.vtt",
-    )
-    decoding.add_argument(
-        "--piece_seconds",
-        type=options.number(float, 1.0),
-        metavar="S",
-        help=(
-            "cut recordings at silences into pieces of at most S seconds, to train on with"
-            " --use_chunking (as long as the model reads)"
-        ),
-    )
+    options.add_rows(
+        group,
+        ("output", options.file, None, "FILE",
+         "write the transcripts to this file as JSON Lines, or subtitles to x.srt or x.vtt"),
+        ("piece_seconds", options.number(float, 1.0), None, "S",
+         "cut recordings at silences into pieces of at most S seconds, to train on with"
+         " --use_chunking (as long as the model reads)"),
+    )  # fmt: skip
+    parser.usual("transcribe", "output")
 
 
 def resolve(
@@ -323,7 +297,7 @@ def write_results(how: Options, results: dict) -> None:
 
 
 def read_results(log_dir: Path) -> dict:
-    """What `print_results` has written in the log folder."""
+    """The results that `print_results` has written in the log folder."""
     return files.read_json(log_dir / "results.json")
 
 

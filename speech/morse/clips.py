@@ -66,7 +66,7 @@ Clips = Synthetic | Recordings
 
 @dataclass(frozen=True)
 class Options:
-    """What the flags ask for. `named`: whether they name clips, synthetic ones or recordings.
+    """The request of the flags. `named`: whether they name clips, synthetic ones or recordings.
     `counts`: synthetic clips in an epoch by split. `write`: the folder that a data set of
     `write_count` clips is written to, with so many `workers`, or None."""
 
@@ -141,6 +141,7 @@ def add_arguments(parser) -> None:
         metavar=("DIR", "N"),
         help="write such a folder with N synthetic clips of --conditions, and exit",
     )
+    parser.usual("conditions", "data_dir")
 
 
 def resolve(args, is_demo: bool, alignment_weight: float) -> Options:
@@ -244,7 +245,7 @@ def as_trained(source: Options, choice: Choice | None) -> Options:
 
 
 def run_info(data: splits.DataOptions, sets: dict[str, Clips]) -> splits.RunInfo:
-    """What a checkpoint keeps about these sets."""
+    """The record of these sets in a checkpoint."""
     held_out = []
     if "train" in data.manifests and "val" not in data.manifests:
         held_out = splits.held_out_keys(sets["val"])

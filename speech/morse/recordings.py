@@ -129,7 +129,7 @@ class Recordings:
         return digest.hexdigest()
 
     def as_corpus(self) -> Corpus:
-        """What --check_data reports of the clips: those of nobody, in no language."""
+        """The clips as a corpus for the report of --check_data, without speakers and languages."""
         count = len(self)
         return Corpus(
             paths=Strings(self.paths),

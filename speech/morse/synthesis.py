@@ -146,8 +146,8 @@ def is_range(name: str) -> Callable[[Sequence[float] | None], bool]:
 
 @dataclass(frozen=True)
 class Choice:
-    """What clips are drawn from: the named `CONDITIONS`, each equally likely, with other ranges
-    (low, high) of speed, tone and SNR, and another longest clip in seconds. None keeps the
+    """The choice that clips are drawn from: the named `CONDITIONS`, each equally likely, with other
+    ranges (low, high) of speed, tone and SNR, and another longest clip in seconds. None keeps the
     condition's own. It is saved with the weights."""
 
     conditions: Annotated[list[str], lambda names: bool(names) and set(names) <= set(CONDITIONS)]
@@ -200,8 +200,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a clip will contain: everything that decides its length, and what is drawn before
-    that."""
+    """The plan of a clip: everything that decides its length, and what is drawn before that."""
 
     text: str
     callsigns: list[str]

@@ -129,7 +129,7 @@ def read_by(
 
 
 def errors_of_row(errors: dict[str, dict[str, list[Errors]]], number: int) -> dict:
-    """What `read_by` counted in one row, as {reading: {"words": [errors, length], "characters":
+    """The counts of `read_by` in one row, as {reading: {"words": [errors, length], "characters":
     [errors, length]}}: intervals can be computed from these alone."""
     return {
         reading: {
@@ -197,8 +197,8 @@ def intervals_of_differences(
 
 
 def rates(errors: dict[str, dict[str, list[Errors]]]) -> dict:
-    """What `read_by` counted as {reading: {"wer": {"rate", "low", "high", "errors", "length"},
-    "cer": ...}}; low and high are the interval, None for fewer than two utterances."""
+    """The rates of the counts of `read_by`, as {reading: {"wer": {"rate", "low", "high", "errors",
+    "length"}, "cer": ...}}; low and high are the interval, None for fewer than two utterances."""
     every = [each for names in errors.values() for each in names.values()]
     ends = iter(intervals(every))
     found: dict[str, dict] = {}

@@ -63,8 +63,8 @@ OTHERS = set(
 
 @dataclass(frozen=True)
 class Atom:
-    """What no line break divides: its text with the `space` before it, and its time in seconds.
-    `ends`: a subtitle ends after it."""
+    """A piece that no line break divides: its text with the `space` before it, and its time in
+    seconds. `ends`: a subtitle ends after it."""
 
     text: str
     start: float

@@ -51,8 +51,8 @@ def in_unspaced(character: str) -> bool:
 
 
 def spaces_before(words: list[str], text: str) -> list[str]:
-    """What stands before each of the words that make up `text`: a space or nothing. If they do not
-    make it up, spaces."""
+    """The separator before each of the words that make up `text`: a space or nothing. If they do
+    not make it up, spaces."""
     if "".join(text.split()) != "".join("".join(words).split()):
         return [" "] * len(words)
     gaps = []

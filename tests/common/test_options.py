@@ -2,6 +2,7 @@
 exit status 2."""
 
 import argparse
+import re
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,56 @@ def test_help_shows_every_flag_and_its_default(parser):
                 "verify_gpu",
             )  # commands, which are off unless they are given
             assert says_nothing or tail == shown or float(tail) == shown, action.dest
+
+
+def printed(parser, capsys, *words) -> str:
+    with pytest.raises(SystemExit) as stop:
+        parser.parse_args(words)
+    out, err = capsys.readouterr()
+    assert stop.value.code == 0 and not err
+    return out
+
+
+def test_the_short_help_has_the_usual_flags(parser, capsys):
+    whole = printed(parser, capsys, "--help", "all")
+    assert whole == parser.format_help()
+    parser.usual("dropout")
+    short = printed(parser, capsys, "--help")
+    assert short == printed(parser, capsys, "-h", "--batch_size", "2")
+    listed = set(re.findall(r"^  --(\w+)", short, re.MULTILINE))
+    assert listed == {*options.USUAL, "dropout"}
+    assert "\nmemory and speed:\n" in short and short.endswith(
+        f"\n--help all shows all {len(parser._actions) - 1} flags.\n"
+    )
+    assert printed(parser, capsys, "--help", "all") == whole
+    assert "invalid choice: 'most'" in refused(parser, capsys, "--help", "most")
+    with pytest.raises(KeyError):
+        parser.usual("learning_rte")
+
+
+def test_a_parser_without_marks_has_one_help(capsys):
+    parser = options.Parser("a test")
+    parser.add_argument("--port", help="7860")
+    assert printed(parser, capsys, "--help") == printed(parser, capsys, "--help", "all")
+
+
+@pytest.mark.parametrize(
+    ("row", "words", "value"),
+    [
+        (("x", int, 3, "N", "(3)"), "", 3),
+        (("x", int, 3, "N", "(3)"), "--x 4", 4),
+        (("x", ["a", "b"], None, None, "(a)"), "--x b", "b"),
+        (("x", ("a", "b"), None, None, "(a)"), "--x b", "b"),
+        (("x", options.OnOff, True, None, "(on)"), "--no_x", False),
+        (("x", None, "t", "T", "(t)"), "--x u", "u"),
+        (("x", int, None, "N", "(none)", {"nargs": 2}), "--x 1 2", [1, 2]),
+    ],
+)
+def test_a_row_is_a_flag(row, words, value):
+    parser = options.Parser("")
+    options.add_rows(parser.add_argument_group("more"), row)
+    assert parser.parse_args(words.split()).x == value
+    assert parser._actions[-1].help == row[4] and parser._actions[-1].metavar == row[3]
 
 
 def test_a_recipes_own_defaults_replace_the_shared_ones_in_the_help_too():

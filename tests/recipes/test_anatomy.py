@@ -67,8 +67,8 @@ def parser_of(recipe) -> options.Parser:
 def test_every_recipe_is_examined():
     """Those that the README names: a user's copies are their own."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    pages = re.findall(r"\(recipes/(\w+)\.md\)", readme)
-    named = {page for page in pages if (ROOT / f"recipes/{page}.py").is_file()}
+    linked = set(re.findall(r"\(recipes/(\w+)\.md\)", readme))  # further pages of recipes, too
+    named = {name for name in linked if (ROOT / f"recipes/{name}.py").exists()}
     assert set(map(name_of, RECIPES)) == named
 
 
@@ -111,6 +111,17 @@ def test_what_holds_for_every_recogniser_exists_in_every_recogniser(recipe):
     actions = parser_of(recipe)._actions
     assert set(FLAGS) <= {flag for action in actions for flag in action.option_strings}
     assert all(action.help for action in actions)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
+def test_the_short_help_is_short_and_the_other_one_whole(recipe):
+    def listed(text: str) -> list[str]:
+        return [line.strip().split("  ")[0] for line in text.splitlines() if line[:3] == "  -"]
+
+    parser = parser_of(recipe)
+    assert 20 <= len(listed(parser.format_usual())) <= 32
+    flags = re.findall(r"--\w+", " ".join(listed(parser.format_help())))
+    assert sorted(flags) == sorted(set(parser._option_string_actions) - {"-h"})
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)

@@ -226,8 +226,8 @@ def test_the_demo_and_other_data_last_as_long_as_the_recipe_says():
 
 
 UNKNOWN = (
-    "error: unrecognized arguments: --batchsize 1; did you mean --batch_size? (--help lists every"
-    " flag)\n"
+    "error: unrecognized arguments: --batchsize 1; did you mean --batch_size? (--help all lists"
+    " every flag)\n"
 )
 
 

@@ -15,7 +15,7 @@ from webui.tabs.events import on
 from webui.trials import CPU, GPU, Model
 
 OF_RUN, RELEASED = "A run", "A released model"
-WEIGHTS = {"best.safetensors": "best evaluation", "averaged.safetensors": "average of checkpoints"}
+BEST = "best.safetensors"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What these controls say."""
+    """The values of these controls."""
 
     kind: str
     run: str | None
@@ -140,7 +140,7 @@ def weights_of(context: Context, name: str | None, before: str | None) -> gr.Dro
     """The weights of a run to choose from; those of the name `before` if the run has them."""
     found = [path.name for path in outputs.weights(context.run(name).folder)] if name else []
     steps = [int(each) for name in found for each in CHECKPOINT.findall(name)]
-    labels = [WEIGHTS[name] for name in found if name in WEIGHTS] + [f"step {s}" for s in steps]
+    labels = ["best evaluation"] * (BEST in found) + [f"step {s}" for s in steps]
     choices = list(zip(labels, found, strict=True))
     value = before if before in found else next(iter(found), None)
     return gr.Dropdown(choices=choices, value=value)

@@ -44,7 +44,7 @@ HELP = (
 
 @dataclass(frozen=True)
 class Controls:
-    """What the user sees, from top to bottom."""
+    """The controls of the tab, from top to bottom."""
 
     table: gr.Dropdown
     evaluation: gr.Dropdown
@@ -132,7 +132,7 @@ def _connect_tables(places: Places, shared: Shared, controls: Controls) -> None:
     """Tables to choose from."""
 
     def refresh(chosen=None, other=None) -> tuple:
-        """What there is to choose from now. What is chosen stays: it may change meanwhile."""
+        """The choices as they are now. A choice that was made stays: it may change meanwhile."""
         tables = places.manifests()
         return (
             gr.Dropdown(choices=_with(tables, chosen)),
@@ -160,7 +160,7 @@ def _connect_uploads(places: Places, controls: Controls) -> None:
     """Dropped files, and their end."""
 
     def refused(reason) -> tuple:
-        """What is said stays, because the files have to be chosen again."""
+        """The message of a refused upload. It stays, because the files have to be chosen again."""
         text = f"<p><b>Not uploaded: {views.text(reason)}</b></p>"
         return gr.skip(), gr.skip(), gr.skip(), text
 
@@ -317,7 +317,7 @@ def _look(places: Places, recipe: Recipe | None, name: str) -> dict:
 
 
 def _check(places: Places, recipe: Recipe, settings: dict) -> tuple[str, str]:
-    """What a recipe can use of the data: a report in HTML, and all that was printed."""
+    """The report on the data that a recipe can use: a table in HTML, and all that was printed."""
     values = {**settings["values"], "check_data": "on"}
     folder = places.runs / CHECKS
     command = commands.command(places, recipe, {**settings, "values": values}, folder)
@@ -380,7 +380,7 @@ def _reasons(places: Places, section: checked.Section, examples: dict[str, check
 
 
 def _left_out(places: Places, paths: list[Path]) -> str:
-    """What was left out of uploads, as HTML."""
+    """The files that were left out of uploads, as HTML."""
     parts = []
     for path in paths:
         table = places.not_used(path)

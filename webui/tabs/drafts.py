@@ -36,8 +36,8 @@ ABOUT = (
 
 @dataclass(frozen=True)
 class Shown:
-    """What the editor shows: a table, the place of its first text, and the texts as they are in the
-    table."""
+    """The content of the editor: a table, the place of its first text, and the texts as they are in
+    the table."""
 
     table: str = ""
     first: int = 0
@@ -145,7 +145,7 @@ def _with(context: Context, name: str) -> list[str]:
 
 
 def _texts(context: Context, table: Path, first: int) -> list:
-    """What the editor shows of a table from its text `first` on."""
+    """The controls of the editor for a table from its text `first` on."""
     places = context.places
     every = corrections.texts_of(table)
     if first >= len(every):

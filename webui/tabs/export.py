@@ -106,7 +106,7 @@ def export(context: Context, run: Run, weights: str | None, form: str | None) ->
 
 
 def section_of(recipe: Recipe) -> str:
-    """What the recipe's page says about exports, as Markdown; "" if it says nothing."""
+    """The section about exports in the recipe's page, as Markdown; "" if there is none."""
     if recipe.page is None:
         return ""
     found = re.search(

@@ -1,4 +1,4 @@
-"""What the tabs of the page share."""
+"""Functions that the tabs of the page share."""
 
 from dataclasses import dataclass
 from pathlib import Path

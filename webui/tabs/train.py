@@ -70,7 +70,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Parts:
-    """What is above the form, and the settings in it when it was left."""
+    """The controls above the form, and the settings in it when it was left."""
 
     typed: gr.State
     card: gr.Dropdown
@@ -258,7 +258,7 @@ def _control(context: Context, option: Option, value: str, preset: dict[str, str
 
 
 def _empty(option: Option, preset: dict[str, str]) -> str:
-    """What an option has that is not given."""
+    """The value of an option that is not given."""
     if option.name in preset:
         return f"{preset[option.name]} (preset)"
     if option.several and not option.default:
@@ -434,7 +434,7 @@ def _said(verdict: plans.Verdict) -> str:
 
 
 def _details(verdict: plans.Verdict, notes: list[str]) -> str:
-    """What else a plan says, as HTML."""
+    """The rest of a plan, as HTML."""
     rows = [[views.text(name), views.text(size)] for name, size in verdict.memory]
     table = views.table(["what", "memory"], rows, "Memory of the GPU at the peak")
     lines = "".join(f"<li>{views.text(line)}</li>" for line in (*notes, *verdict.lines))

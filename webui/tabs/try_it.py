@@ -50,7 +50,7 @@ def build(context: Context, shared: Shared) -> None:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is wanted of recordings: (file, the user's own name of it)."""
+    """The recordings to try: (file, the user's own name of it)."""
 
     recordings: list[tuple[str, str]]
     with_released: bool
@@ -173,7 +173,7 @@ def _words(context: Context, model: Model, chosen: Chosen) -> tuple[str, ...]:
 
 
 def _look(context: Context, voice: str | None, chosen: Chosen) -> list:
-    """What is shown of the chosen model: a message; the two panels; whether there is a released
+    """The controls for the chosen model: a message; the two panels; whether there is a released
     model beside it, worst and best utterances; voices, history and held-out sentences."""
     try:
         recipe, run, model = model_of(context, chosen)

@@ -452,9 +452,7 @@ def test_the_values_of_max_samples(capsys):
     ):
         with pytest.raises(SystemExit) as error:
             parse("--max_samples", text)
-        lines = (
-            f"error: argument --max_samples: {reason} (-1 means all) (--help lists every flag)\n"
-        )
+        lines = f"error: argument --max_samples: {reason} (-1 means all) (--help all lists every flag)\n"
         assert error.value.code == 2 and capsys.readouterr().err == lines
 
 
