@@ -45,7 +45,7 @@ from common.batches import EvalBatches, GlobalBatches, pad
 from common.device import upcast
 from common.errors import UsageError, exit_with_one_line
 from common.layers import lean_chain, quieten_branches
-from common.loop import Task, begin, finish, train
+from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
 from models import card, model_files, onnx_files, released
 from speech.data import demo, splits
@@ -143,11 +143,11 @@ def resolve(args) -> recogniser.Options:
 # --- data -----------------------------------------------------------------------------------------
 
 
-def read_data(args, config: dict, saved: splits.RunInfo | None = None) -> dict[str, Corpus]:
-    """The checked corpora "train", "val" and, if there is one, "test"; the demo's without
-    manifests. What the run `saved` held out is held out again. A planned run without data is of
-    the longest texts that CTC can align in a model with this `config`."""
-    held_out = saved.held_out if saved else ()
+def read_data(args, config: dict, before: splits.RunInfo | None = None) -> dict[str, Corpus]:
+    """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
+    given. What the run `before`, which is resumed or used, held out is held out again. A planned
+    run without data is of the longest texts that CTC can align in a model with this `config`."""
+    held_out = before.held_out if before else ()
     folder = Path(args.output_dir) / "data" / "konkani_demo"
     words, voices = demo.KONKANI_WORDS, demo.KONKANI_VOICES
     most_tokens = encoder_frames(int(args.max_duration * SAMPLE_RATE), config)
@@ -626,14 +626,21 @@ def final_texts(how: recogniser.Options, tokenizer, model: Conformer, batch: dic
 
 
 def report_results(
-    how: recogniser.Options, tokenizer, model: Conformer, eval_batches, name: str, *weights: str
+    how: recogniser.Options,
+    tokenizer,
+    model: Conformer,
+    evaluation: dict[str, EvalBatches],
+    weights: str,
 ) -> None:
-    """Prints the error rates and examples of the set `name`, decoded by --decoding."""
+    """Prints error rates and examples of the test set, or of "val" without one, decoded by
+    --decoding. `weights`: which weights the model has, for the title."""
+    name = "test" if "test" in evaluation else "val"
+    eval_batches = evaluation[name].whole()
     texts_of = functools.partial(final_texts, how, tokenizer, model)
-    rows = recogniser.decode_texts(model, texts_of, eval_batches.whole())
-    title = (f"{name} set", *weights, f"{len(rows)} utterances", f"decoding: {how.method}")
+    rows = recogniser.decode_texts(model, texts_of, eval_batches)
+    title = f"{name} set, {weights}, {len(rows)} utterances, decoding: {how.method}"
     spoken = eval_batches.dataset.data.corpus.languages
-    recogniser.print_results(rows, ", ".join(title), how, languages=spoken)
+    recogniser.print_results(rows, title, how, languages=spoken)
 
 
 # --- set-up ---------------------------------------------------------------------------------------
@@ -678,9 +685,9 @@ def make_tokenizer(args, saved: ModelInfo | None, texts) -> text.CharTokenizer:
 def check_data(args) -> None:
     """--check_data. The texts are compared with the vocabulary of --vocab_file or --resume."""
     saved = checkpoint.resume(args.resume, args.checkpoint_dir, RECIPE)
-    model_info, run_info = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
+    model_info, before = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
     config = choose_config(args, model_info)
-    corpora = read_data(args, config, run_info)
+    corpora = read_data(args, config, before)
     if args.vocab_file or model_info:
         check_texts(args, corpora, make_tokenizer(args, model_info, ()).characters)
     splits.report_checked(corpora)
@@ -725,22 +732,42 @@ def make_model(
 
 
 def trained(args, setup: device.Setup) -> tuple[Conformer, text.CharTokenizer, splits.RunInfo]:
-    """The model and the tokenizer of --resume, or of the best evaluation, and what is known of its
-    run."""
+    """The model that is used without training, its tokenizer, and what the run that trained it has
+    saved."""
     saved = checkpoint.weights_to_use(args.resume, args.checkpoint_dir, RECIPE)
-    model_info, run_info = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
+    model_info, before = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
     choose_config(args, model_info)  # refuses flags that contradict it
     model = make_model(model_info, saved=saved)
     checkpoint.load_weights(model, saved.model)
     tokenizer = text.CharTokenizer(model_info.characters)
-    return model.to(setup.device).eval(), tokenizer, run_info
+    return model.to(setup.device).eval(), tokenizer, before
 
 
 def transcribe(args, how: recogniser.Options) -> None:
     setup = device.setup(args, quiet=True)
-    model, tokenizer, run_info = trained(args, setup)
+    model, tokenizer, before = trained(args, setup)
     texts_of = functools.partial(final_texts, how, tokenizer, model)
-    recogniser.transcribe_files(how, texts_of, setup, run_info.longest)
+    recogniser.transcribe_files(how, texts_of, setup, before.longest)
+
+
+@torch.no_grad()
+def evaluate_only(args, how: recogniser.Options) -> None:
+    """--evaluate on the test set, --export, or both, without training."""
+    setup = device.setup(args)
+    model, tokenizer, before = trained(args, setup)
+    results = None
+    if args.evaluate:
+        check_folder(args.log_dir)
+        corpora = read_data(args, model.config, before)
+        corpora.pop("train", None)
+        check_texts(args, corpora, tokenizer.characters)
+        sets = make_sets(args, corpora, tokenizer, model.config)
+        evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
+        with setup.autocast():
+            report_results(how, tokenizer, model, evaluation, "the weights named")
+        results = recogniser.read_results(args.log_dir)
+    weights = checkpoint.path_to_use(args.resume, args.checkpoint_dir)
+    export(args, tokenizer, model, weights, before, results)
 
 
 def exports_only(args) -> bool:
@@ -749,8 +776,17 @@ def exports_only(args) -> bool:
     return bool(args.export) and args.resume not in (None, "auto") and not trains
 
 
-def export(args, tokenizer, model: Conformer, about: card.About) -> None:
-    """Writes the encoder with its CTC head, and a model card, to --export."""
+def export(
+    args,
+    tokenizer,
+    model: Conformer,
+    weights: Path,
+    data: splits.RunInfo,
+    results: dict | None,
+) -> None:
+    """--export: the encoder with its CTC head, and a model card."""
+    if not args.export:
+        return
     # Another one, in fp32 on the host: layers of the trained one may be compiled.
     copy = Conformer(model.config)
     copy.load_state_dict(model.state_dict())
@@ -761,51 +797,10 @@ def export(args, tokenizer, model: Conformer, about: card.About) -> None:
         num_mel_bins=N_MELS,
         subsampling=model.config["subsampling"],
     )
+    about = card.About(RECIPE, None, weights, data, results, is_new=True)
     text_of_card = card.readme(Path(args.export).resolve().name, about, CARD)
     names = model_files.write_export(Path(args.export), fill, text_of_card)
     print(f"exported to {args.export}: {', '.join(names)}")
-
-
-def report_and_export(
-    args,
-    how: recogniser.Options,
-    tokenizer,
-    model: Conformer,
-    eval_batches: dict[str, EvalBatches],
-    run_info: splits.RunInfo,
-    weights: str,
-) -> None:
-    """The results on the test set, or on "val" without one, and then --export."""
-    name = "test" if "test" in eval_batches else "val"
-    report_results(how, tokenizer, model, eval_batches[name], name, weights)
-    if args.export:
-        path = args.checkpoint_dir / "best.safetensors"
-        results = recogniser.read_results(args.log_dir)
-        about = card.About(RECIPE, None, path, run_info, results, is_new=True)
-        export(args, tokenizer, model, about)
-
-
-@torch.no_grad()
-def evaluate_only(args, how: recogniser.Options) -> None:
-    """--export, --evaluate on the test set, or both, without training."""
-    setup = device.setup(args)
-    model, tokenizer, run_info = trained(args, setup)
-    results = None
-    if args.evaluate:
-        check_folder(args.log_dir)
-        corpora = read_data(args, model.config, run_info)
-        name = "test" if "test" in corpora else "val"
-        check_texts(args, {name: corpora[name]}, tokenizer.characters)
-        data = Utterances(args, corpora[name], tokenizer, model.config, training=False)
-        eval_batches = EvalBatches(args, data, collate, setup)
-        with setup.autocast():
-            report_results(how, tokenizer, model, eval_batches, name)
-        results = recogniser.read_results(args.log_dir)
-    if args.export:
-        path = checkpoint.path_to_use(args.resume, args.checkpoint_dir)
-        export(
-            args, tokenizer, model, card.About(RECIPE, None, path, run_info, results, is_new=True)
-        )
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -830,6 +825,25 @@ def vocabulary(
     return checkpoint.Vocabulary(names, tokens, saved)
 
 
+def make_task(run: Run, info: ModelInfo, run_info: splits.RunInfo, tokenizer) -> Task:
+    """What the loop has to know of this recipe."""
+    return Task(
+        RECIPE,
+        compute_loss,
+        LOSS_WEIGHTS,
+        functools.partial(evaluate, tokenizer),
+        info,
+        run_info,
+        metric="cer",
+        higher_is_better=False,
+        fit=None,
+        vocabulary=vocabulary(info.characters, run.initial),
+        checkpointed=CHECKPOINTED,
+        compiled=COMPILED,
+        reports=recogniser.REPORTS,
+    )
+
+
 def main(args) -> None:
     how = resolve(args)
     if args.check_data:
@@ -839,9 +853,9 @@ def main(args) -> None:
     if args.evaluate or exports_only(args):
         return evaluate_only(args, how)
     run = begin(args, RECIPE)
-    model_info, run_info = checkpoint.read_infos(run.resumed, ModelInfo, splits.RunInfo)
+    model_info, before = checkpoint.read_infos(run.resumed, ModelInfo, splits.RunInfo)
     config = choose_config(args, model_info)
-    corpora = read_data(args, config, run_info)
+    corpora = read_data(args, config, before)
     tokenizer = make_tokenizer(args, model_info, corpora["train"].texts)
     check_texts(args, corpora, tokenizer.characters)
     corpora["train"] = drop_untrainable(args, corpora["train"], tokenizer, config)
@@ -849,28 +863,18 @@ def main(args) -> None:
     with run.model_device():
         model = make_model(model_info, args.dropout, args.label_smoothing, saved=run.resumed)
     describe(model)
+
     sets = make_sets(args, corpora, tokenizer, config)
     global_batches = GlobalBatches(args, sets.pop("train"), collate, run.setup)
-    eval_batches = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
-    task = Task(
-        RECIPE,
-        compute_loss,
-        LOSS_WEIGHTS,
-        functools.partial(evaluate, tokenizer),
-        model_info,
-        splits.run_info(splits.resolve(args), corpora),
-        metric="cer",
-        higher_is_better=False,
-        fit=None,
-        vocabulary=vocabulary(tokenizer.characters, run.initial),
-        checkpointed=CHECKPOINTED,
-        compiled=COMPILED,
-        reports=recogniser.REPORTS,
-    )
-    train(args, run, model, task, global_batches, eval_batches["val"])
-    given = (args, how, tokenizer, model, eval_batches, task.run_info)
-    report = functools.partial(report_and_export, *given)
-    finish(args, run, model, task, report)
+    evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
+    run_info = splits.run_info(splits.resolve(args), corpora)
+    task = make_task(run, model_info, run_info, tokenizer)
+    train(args, run, model, task, global_batches, evaluation["val"])
+    report = functools.partial(report_results, how, tokenizer, model, evaluation)
+    weights = finish(args, run, model, task, report)
+    if weights:  # on the first rank
+        results = recogniser.read_results(args.log_dir)
+        export(args, tokenizer, model, weights, run_info, results)
 
 
 if __name__ == "__main__":

@@ -55,10 +55,8 @@ from models.parakeet.settings import kind_of
 from models.parakeet.start import (
     ModelInfo,
     Options,
-    export_trained,
     first_model,
     learning_rate,
-    model_in_use,
     released_model,
     rows_by_piece,
     tokenizer_of,
@@ -416,16 +414,14 @@ def report_results(
 # --- main -----------------------------------------------------------------------------------------
 
 
-def trained(asked: Options, setup: device.Setup) -> tuple[ModelInfo, Parakeet, RunInfo | None]:
-    """The model of --model_dir or --model_file, of --resume, or of the best evaluation; the run
-    that trained it is None for a released one."""
-    info, model, before = model_in_use(asked, RECIPE)
-    return info, model.to(setup.device), before
+def trained(asked: Options, setup: device.Setup) -> tuple[Parakeet, ModelInfo, RunInfo | None]:
+    """The model that is used without training, and what the run that trained it has saved."""
+    return start.trained(asked, RECIPE, setup)
 
 
 def transcribe(args, asked: Options) -> None:
     setup = device.setup(args, quiet=True)
-    info, model, before = trained(asked, setup)
+    model, info, before = trained(asked, setup)
     tokenizer = tokenizer_of(info)
     if asked.stream:
         return live.transcribe(asked.how, asked.stream, model, tokenizer, setup)
@@ -437,27 +433,44 @@ def transcribe(args, asked: Options) -> None:
 
 @torch.no_grad()
 def evaluate_only(args, asked: Options) -> None:
-    """--export, --evaluate on the test set, or both, without training."""
-    about = card.About(RECIPE, asked.origin.path, released.weights_file(asked.origin))
-    if adapters.exports_only(asked.origin):
-        return start.export_adapter(asked, about)
+    """--evaluate on the test set, --export, or both, without training."""
     setup = device.setup(args)
-    info, model, before = trained(asked, setup)
-    about = dataclasses.replace(about, data=before)
+    model, info, before = trained(asked, setup)
+    results = None
     if args.evaluate:
         check_folder(args.log_dir)
         corpora = read_data(args, before or RELEASED)
         corpora.pop("train", None)
-        tokenizer = tokenizer_of(info)
-        check_texts(args, asked, corpora, tokenizer, info.own_vocabulary)
-        evaluation = {}
-        for name, corpus in corpora.items():
-            data = Utterances(args, corpus, tokenizer, info, training=False)
-            evaluation[name] = EvalBatches(args, data, collate, setup)
+        check_texts(args, asked, corpora, tokenizer_of(info), info.own_vocabulary)
+        sets = make_sets(args, info, corpora)
+        evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
         with setup.autocast():
             report_results(asked, info, model, evaluation, before is not None, "the weights named")
-        about = dataclasses.replace(about, results=recogniser.read_results(args.log_dir))
-    export_trained(asked, info, model, about)
+        results = recogniser.read_results(args.log_dir)
+    export(asked, info, model, released.weights_file(asked.origin), before, results)
+
+
+def export(
+    asked: Options,
+    info: ModelInfo,
+    model: Parakeet,
+    weights: Path | None,
+    data: RunInfo | None,
+    results: dict | None,
+) -> None:
+    """--export and --export_adapter."""
+    about = card.About(RECIPE, asked.origin.path, weights, data, results)
+    start.export_trained(asked, info, model, about)
+
+
+def make_sets(args, info: ModelInfo, corpora: dict[str, Corpus]) -> dict[str, Utterances]:
+    """The sets of utterances."""
+    tokenizer = tokenizer_of(info)
+    sets = {}
+    for name, corpus in corpora.items():
+        is_trained = name in splits.TRAINED
+        sets[name] = Utterances(args, corpus, tokenizer, info, is_trained)
+    return sets
 
 
 def fit(seed: int, model: Parakeet, data: Utterances) -> None:
@@ -493,6 +506,7 @@ def make_task(
     run_info: RunInfo,
     train_set: Corpus,
     model: Parakeet,
+    evaluation: dict[str, EvalBatches],
 ) -> Task:
     """The task: all that the loop knows of this recipe."""
     tokenizer = tokenizer_of(info)
@@ -520,6 +534,7 @@ def make_task(
         learning_rate=rate,
         checkpointed=CHECKPOINTED,
         reports=recogniser.REPORTS,
+        further=watching.watched(evaluation, args.stop_when_watched_rises),
         compiled=COMPILED,
         evaluate_first=info.pretrained,
         adamw=optim.Settings(decay_embeddings=False),
@@ -539,6 +554,8 @@ def main(args) -> None:
         return check_data(args, asked)
     if args.transcribe:
         return transcribe(args, asked)
+    if adapters.exports_only(asked.origin):
+        return start.export_adapter(asked, RECIPE)
     if args.evaluate or released.exports_only(asked.origin):
         return evaluate_only(args, asked)
     run = begin(args, RECIPE)
@@ -552,28 +569,20 @@ def main(args) -> None:
         )
     model.trains_ctc = "ctc" in loss_weights(info)
     corpora = read()
-    tokenizer = tokenizer_of(info)
-    check_texts(args, asked, corpora, tokenizer, info.own_vocabulary)
-    data = {}
-    for name, corpus in corpora.items():
-        data[name] = Utterances(args, corpus, tokenizer, info, training=name in splits.TRAINED)
+    check_texts(args, asked, corpora, tokenizer_of(info), info.own_vocabulary)
+    sets = make_sets(args, info, corpora)
 
-    new, old = data.pop("train"), data.pop(replay.REPLAY, None)
+    new, old = sets.pop("train"), sets.pop(replay.REPLAY, None)
     global_batches = batches.global_batches(args, new, collate, run.setup, old)
-    evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data}
     run_info = about_run(args, info, corpora, before)
-    task = make_task(args, asked, run, info, run_info, corpora["train"], model)
-    task = dataclasses.replace(
-        task, further=watching.watched(evaluation, args.stop_when_watched_rises)
-    )
+    evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
+    task = make_task(args, asked, run, info, run_info, corpora["train"], model, evaluation)
     progress = train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, asked, info, model, evaluation, True)
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
         recogniser.add_watched(asked.how, task.further, progress)
-        results = recogniser.read_results(args.log_dir)
-        about = card.About(RECIPE, asked.origin.path, weights, run_info, results)
-        export_trained(asked, info, model, about)
+        export(asked, info, model, weights, run_info, recogniser.read_results(args.log_dir))
 
 
 if __name__ == "__main__":

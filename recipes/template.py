@@ -83,12 +83,12 @@ def resolve(args) -> recogniser.Options:
     return recogniser.resolve(args, is_demo)
 
 
-def read_data(args, saved: splits.RunInfo | None = None) -> dict[str, Corpus]:
-    """The checked corpora "train", "val" and, if there is one, "test"; the demo's without
-    manifests. What the run `saved` held out is held out again."""
+def read_data(args, before: splits.RunInfo | None = None) -> dict[str, Corpus]:
+    """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
+    given. What the run `before`, which is resumed or used, held out is held out again."""
     folder = Path(args.output_dir) / "data" / "template_demo"
     return splits.load_splits(
-        splits.resolve(args, saved.held_out if saved else ()),
+        splits.resolve(args, before.held_out if before else ()),
         text.normalise,
         demo=lambda: demo.speech_corpus(
             folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES, DEMO_SIZES
@@ -237,41 +237,48 @@ def evaluate(model: Network, eval_batches) -> dict[str, tuple[float, float]]:
     return {**sums, **metrics.score(rows)}
 
 
-def report_results(how: recogniser.Options, model: Network, eval_batches, *title: str) -> None:
-    """Prints the error rates and examples of a set."""
-    decode = functools.partial(texts_of, model)
-    rows = recogniser.decode_texts(model, decode, eval_batches.whole())
+def report_results(
+    how: recogniser.Options, model: Network, evaluation: dict[str, EvalBatches], weights: str
+) -> None:
+    """Prints error rates and examples of the test set, or of "val" without one. `weights`: which
+    weights the model has, for the title."""
+    name = "test" if "test" in evaluation else "val"
+    eval_batches = evaluation[name].whole()
+    rows = recogniser.decode_texts(model, functools.partial(texts_of, model), eval_batches)
+    title = f"{name} set, {weights}, {len(rows)} utterances"
     spoken = eval_batches.dataset.data.corpus.languages
-    recogniser.print_results(rows, ", ".join(title), how, languages=spoken)
+    recogniser.print_results(rows, title, how, languages=spoken)
 
 
 def trained(args, setup: device.Setup) -> tuple[Network, splits.RunInfo]:
-    """The model of --resume, or of the best evaluation, and what is known of its run."""
+    """The model that is used without training, and what the run that trained it has saved."""
     saved = checkpoint.weights_to_use(args.resume, args.checkpoint_dir, RECIPE)
-    model_info, run_info = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
+    model_info, before = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
     checkpoint.check_network(saved, lambda: Network(model_info))
     model = Network(model_info)
     checkpoint.load_weights(model, saved.model)
-    return model.to(setup.device).eval(), run_info
+    return model.to(setup.device).eval(), before
 
 
 def transcribe(args, how: recogniser.Options) -> None:
     setup = device.setup(args, quiet=True)
-    model, run_info = trained(args, setup)
-    recogniser.transcribe_files(how, functools.partial(texts_of, model), setup, run_info.longest)
+    model, before = trained(args, setup)
+    recogniser.transcribe_files(how, functools.partial(texts_of, model), setup, before.longest)
 
 
 @torch.no_grad()
 def evaluate_only(args, how: recogniser.Options) -> None:
+    """--evaluate on the test set, without training."""
     setup = device.setup(args)
+    model, before = trained(args, setup)
     check_folder(args.log_dir)
-    model, run_info = trained(args, setup)
-    corpora = read_data(args, run_info)
-    name = "test" if "test" in corpora else "val"
-    check_texts(args, {name: corpora[name]}, model.characters)
-    data = Utterances(corpora[name], model.characters)
+    corpora = read_data(args, before)
+    corpora.pop("train", None)
+    check_texts(args, corpora, model.characters)
+    sets = {name: Utterances(corpora[name], model.characters) for name in corpora}
+    evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
     with setup.autocast():
-        report_results(how, model, EvalBatches(args, data, collate, setup), f"{name} set")
+        report_results(how, model, evaluation, "the weights named")
 
 
 def main(args) -> None:
@@ -283,8 +290,8 @@ def main(args) -> None:
     if args.evaluate:
         return evaluate_only(args, how)
     run = begin(args, RECIPE)
-    model_info, run_info = checkpoint.read_infos(run.resumed, ModelInfo, splits.RunInfo)
-    corpora = read_data(args, run_info)
+    model_info, before = checkpoint.read_infos(run.resumed, ModelInfo, splits.RunInfo)
+    corpora = read_data(args, before)
     if model_info is None:
         characters = sorted(set("".join(corpora["train"].texts)))
         model_info = ModelInfo(WIDTH, LAYERS, characters)
@@ -295,7 +302,7 @@ def main(args) -> None:
 
     sets = {name: Utterances(corpora[name], model_info.characters) for name in corpora}
     global_batches = GlobalBatches(args, sets.pop("train"), collate, run.setup)
-    eval_batches = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
+    evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
     task = Task(
         RECIPE,
         compute_loss,
@@ -310,9 +317,8 @@ def main(args) -> None:
         compiled=(Layer,),
         reports=recogniser.REPORTS,
     )
-    train(args, run, model, task, global_batches, eval_batches["val"])
-    name = "test" if "test" in eval_batches else "val"
-    report = functools.partial(report_results, how, model, eval_batches[name], f"{name} set")
+    train(args, run, model, task, global_batches, evaluation["val"])
+    report = functools.partial(report_results, how, model, evaluation)
     finish(args, run, model, task, report)
 
 

@@ -522,19 +522,18 @@ def main(args) -> None:
     sets = make_sets(args, asked, info, corpora)
 
     learned = {name: sets.pop(name) for name in splits.TRAINED if name in sets}
-    global_batches = batches.global_batches(
-        args, learned["train"], collate, run.setup, learned.get(replay.REPLAY)
-    )
+    new, old = learned["train"], learned.get(replay.REPLAY)
+    global_batches = batches.global_batches(args, new, collate, run.setup, old)
     run_info = about_run(args, info, source, corpora, global_batches, before)
     for each in learned.values():
         each.padding.begin = run_info.pad_from
     note_longer_epochs(global_batches, run_info.pad_from)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
-    task = make_task(args, asked, run, info, run_info, learned["train"], evaluation)
+    task = make_task(args, asked, run, info, run_info, new, evaluation)
     progress = train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, args, asked, info, model, evaluation)
     weights = finish(args, run, model, task, report)
-    if run.setup.ranks.first:
+    if weights:  # on the first rank
         recogniser.add_watched(asked.how, task.further, progress)
         export(asked, info, model, weights, run_info.data, recogniser.read_results(args.log_dir))
 

@@ -630,9 +630,9 @@ def main(args) -> None:
     times_before = kept_times.at_start(model, run, before and before.times_before, measure)
 
     learned = {name: sets.pop(name) for name in splits.TRAINED if name in sets}
-    taken = [as_windows(each, share) for each in learned.values()]
-    old = taken[1] if len(taken) > 1 else None
-    global_batches = batches.global_batches(args, taken[0], collate, run.setup, old)
+    new = as_windows(learned["train"], share)
+    old = as_windows(learned[replay.REPLAY], share) if replay.REPLAY in learned else None
+    global_batches = batches.global_batches(args, new, collate, run.setup, old)
     run_info = about_run(args, info, corpora, global_batches, before, times_before)
     for each in learned.values():
         each.padding.begin = run_info.pad_from
@@ -642,7 +642,7 @@ def main(args) -> None:
     progress = train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, args, asked, info, model, evaluation, times_before)
     weights = finish(args, run, model, task, report)
-    if run.setup.ranks.first:
+    if weights:  # on the first rank
         recogniser.add_watched(asked.how, task.further, progress)
         export(asked, info, model, weights, run_info.data, recogniser.read_results(args.log_dir))
 

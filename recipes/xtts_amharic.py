@@ -1,5 +1,6 @@
 """XTTS for Amharic: Coqui's XTTS-v2, whose GPT learns a language or a voice from little speech on a
-small GPU.
+small GPU. The released weights, and all that is tuned from them, are for non-commercial use only
+(Coqui Public Model License); a model from scratch is free of it.
 
     python recipes/xtts_amharic.py   # without data: a small model learns to speak synthetic Amharic
     python recipes/xtts_amharic.py --model_dir XTTS-v2 --train_manifest train.csv --use_amharic_g2p --resume auto
@@ -16,14 +17,14 @@ small DVAE first. --export DIR writes a folder that Coqui loads.
 
 Memory: weights, gradients and AdamW's states of the 441 million parameters take 6.6 GiB, with
 --optimizer adamw_8bit 4.1. --gradient_checkpointing, --sdpa and mixed precision reduce what comes
-on top. run_xtts_amharic.sh has presets from 4 GB.
+on top. run_xtts_amharic.sh has presets from 4 GB. Expect speech of the demo's held-out sentences in
+which a recogniser has a character error rate below 10 % (two CPU cores: 13 minutes).
 
 Sources: XTTS (Casanova et al. 2024), Tortoise (Betker 2023), Perceiver (Jaegle et al. 2021), GPT-2
 (Radford et al. 2019). Written from these and from the shapes of the released files; Coqui's code is
-not used. The released weights have another licence.
+not used.
 """
 
-import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -41,35 +42,40 @@ import torch.nn.functional as F
 
 from common import batches, checkpoint, device, memory, optim, options
 from common.batches import EvalBatches, GlobalBatches, pad, to_device
-from common.checkpoint import Saved
 from common.device import upcast
-from common.errors import DataError, UsageError, exit_with_one_line
+from common.errors import DataError, exit_with_one_line
 from common.layers import finite_layers
 from common.loop import ForPlans, Run, Task, begin, finish, train
-from common.parts import machines
-from common.parts.new_rows import NewRows
-from models import adapters, card, released
-from models.xtts import cleaners, codec_training, formats, judge, new_tokens, speaking, start, texts
+from models import card, released
+from models.xtts import codec_training, judge, new_tokens, speaking, start, texts
 from models.xtts.codec import SAMPLE_RATE, SAMPLES_PER_CODE, code_count
-from models.xtts.decoding import GREEDY, Sampling
 from models.xtts.frozen import Frozen
-from models.xtts.model import CHECKPOINTED, COMPILED, GPT, attention_kernel, make_model, use_sdpa
+from models.xtts.model import GPT
 from models.xtts.speaking import Synthesiser
-from models.xtts.start import ModelInfo
+from models.xtts.start import (
+    ModelInfo,
+    Options,
+    export_trained,
+    first_model,
+    for_task,
+    known_info,
+    reader_of,
+    usual_adapters,
+)
+from models.xtts.texts import FrontEnd, Texts, most_text
 from speech.data import checks, demo, replay, splits, watching
 from speech.data.columns import Corpus
+from speech.data.splits import RunInfo
 from speech.signal.audio import read_utterance
 from speech.writing import text
 
 RECIPE = Path(__file__).stem
 LOSS_WEIGHTS = {"text": 0.01, "mel": 1.0}
-TRAINING = ("freeze_layers", "dropout", "sdpa")  # flags for training alone
 STOPS = 4  # STOP targets after the codes, as the released model was trained
 BETAS = (0.9, 0.96)
 MAX_SAMPLES = 255_995  # of a clip at 22.05 kHz
 MIN_SECONDS = 0.5  # of a clip
 DEMO_MIN_SECONDS = 0.2
-MAX_TEXT = 200  # tokens of a text
 FITTED = 64  # utterances that initial weights are fitted to
 DEMO_SIZES = {"train": 3000, "val": 100}  # sentences
 DEMO_MANNER = demo.Manner(
@@ -77,6 +83,13 @@ DEMO_MANNER = demo.Manner(
 )
 DEMO_STEPS = 1600  # updates without data
 FULL_DEMO_STEPS = 200  # of a full size, which only shows that it works
+EXCLUDES = (
+    *start.EXCLUDES,
+    *replay.EXCLUDES,
+    *watching.EXCLUDES,
+    ("max_audio_length", "max_duration", "both limit clips; give one"),
+)
+NEEDS = (*splits.NEEDS, *replay.NEEDS, *watching.NEEDS, *start.NEEDS, *speaking.NEEDS)
 
 
 def add_arguments(parser) -> None:
@@ -92,110 +105,45 @@ def add_arguments(parser) -> None:
         max_duration=(MAX_SAMPLES / SAMPLE_RATE, "11.6"),
         min_duration=MIN_SECONDS,
     )
-    own = parser.add_argument_group("XTTS")
-    own.add_argument(
-        "--sdpa",
-        action=options.OnOff,
-        default=True,
-        help="fused attention; off: all scores in memory (on)",
-    )
-    own.add_argument(
-        "--freeze_layers",
-        type=options.COUNT,
-        default=0,
-        metavar="N",
-        help="leave the first N layers of the GPT as they are (0)",
-    )
-    own.add_argument(
-        "--speak_held_out",
-        type=options.COUNT,
-        metavar="N",
-        help=(
-            "held-out sentences to speak after training, or with --evaluate, in OUTPUT_DIR/speech"
-            " (2; 20 from scratch; with --evaluate 0, unless there is a judge)"
-        ),
-    )
-    judge.add_arguments(own)
-    own.add_argument("--dropout", type=options.SHARE, default=0.1, metavar="P", help="(0.1)")
-    own.add_argument(
-        "--max_audio_length",
-        type=options.number(int, SAMPLE_RATE // 2, 600_000),
-        metavar="N",
-        help=f"longest clip, samples at 22.05 kHz, in place of --max_duration ({MAX_SAMPLES})",
-    )
+    count = options.number(int, SAMPLE_RATE // 2, 600_000)
+    longest = f"longest clip, samples at 22.05 kHz, in place of --max_duration ({MAX_SAMPLES})"
+    parser.add_argument("--max_audio_length", type=count, metavar="N", help=longest)
 
 
-def resolve(args) -> start.Options:
+def resolve(args) -> Options:
     is_demo = not args.train_manifest
-    excludes = (
-        *start.EXCLUDES,
-        *replay.EXCLUDES,
-        *watching.EXCLUDES,
-        *judge.EXCLUDES,
-        ("max_audio_length", "max_duration", "both limit clips; give one"),
-        *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
-    )
-    needs = (*splits.NEEDS, *replay.NEEDS, *watching.NEEDS, *start.NEEDS, *speaking.NEEDS)
     steps = FULL_DEMO_STEPS if args.model_dir or args.model_size == "full" else DEMO_STEPS
-    options.resolve(args, is_demo, steps, excludes, needs)
+    options.resolve(args, is_demo, steps, EXCLUDES, NEEDS)
     if args.max_audio_length:
         args.max_duration = args.max_audio_length / SAMPLE_RATE
     if is_demo and "min_duration" not in args.given:
         args.min_duration = DEMO_MIN_SECONDS
-    # What is wrong with these files is reported before the training.
-    if args.judge:
-        checkpoint.recipe_of(args.judge, "--judge")
-    if args.export and args.speaker_wav:
-        speaking.named_clips(args.speaker_wav)
-    asked = start.resolve(args, is_demo, RECIPE)
-    if (args.judge or args.speak_held_out) and released.exports_only(asked.origin):
-        flag = "--judge" if args.judge else "--speak_held_out"
-        raise UsageError(
-            f"{flag} is for sentences that are spoken after training or with --evaluate, and"
-            " --export alone speaks none: leave it out"
-        )
-    return asked
+    return start.resolve(args, is_demo, RECIPE)
 
 
 # --- data -----------------------------------------------------------------------------------------
 
 
-def read_data(args, saved: Saved | None) -> tuple[splits.DataOptions, dict[str, Corpus]]:
-    """What the data flags ask for, and the corpora "train", "val" and, if there is one, "test"; the
-    demo's if no manifest is given. What the run that `saved` a checkpoint held out is held out
-    again."""
-    run_info = released.read_run_info(splits.RunInfo, saved)
-    held_out = run_info.held_out if run_info else ()
-    data = splits.resolve(args, held_out, for_synthesis=True)
+def read_data(args, before: RunInfo | None = None) -> dict[str, Corpus]:
+    """The corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is given.
+    What the run `before`, which is resumed or used, held out is held out again."""
     folder = Path(args.output_dir) / "data" / "amharic"
-    corpora = splits.load_splits(
-        data,
+    words, voices = demo.AMHARIC_WORDS, demo.AMHARIC_VOICES
+    return splits.load_splits(
+        splits.resolve(args, before.held_out if before else (), for_synthesis=True),
         text.normalise,
-        demo=lambda: demo.speech_corpus(
-            folder, demo.AMHARIC_WORDS, demo.AMHARIC_VOICES, DEMO_SIZES, manner=DEMO_MANNER
-        ),
-        stand_in=lambda: splits.stand_in(args.max_duration, MAX_TEXT),
+        demo=lambda: demo.speech_corpus(folder, words, voices, DEMO_SIZES, manner=DEMO_MANNER),
+        stand_in=lambda: splits.stand_in(args.max_duration, texts.MAX_TEXT),
     )
-    return data, corpora
-
-
-def draw_seed(args, data: splits.DataOptions) -> int | None:
-    """The seed by which the utterances that a new model is fitted to are drawn. The demo corpus is
-    in random order already; a manifest may be sorted by speaker."""
-    return args.seed if data.manifests else None
 
 
 def check_corpora(
-    args,
-    data: splits.DataOptions,
-    corpora: dict[str, Corpus],
-    reader: texts.Texts | texts.FrontEnd,
-    config: dict,
+    args, corpora: dict[str, Corpus], reader: Texts | FrontEnd, config: dict
 ) -> dict[str, Corpus]:
     """The corpora without what harms the training, and without texts and clips that the model has
     no letters or positions for. A demo and a dry run's stand-in are as they should be. Raises
     `DataError` if the vocabulary lacks many characters."""
-    if not data.manifests:
+    if not splits.resolve(args).manifests:
         return corpora
     most_codes = config["mel_positions"] - STOPS
 
@@ -206,15 +154,18 @@ def check_corpora(
             reason = f"clip is longer than {most_codes} codes", f"{codes} codes"
         return reason
 
-    corpora = checks.check_speech(corpora, data.checks.strict, fault)
-    if isinstance(reader, texts.Texts):
+    corpora = checks.check_speech(corpora, args.strict_data, fault)
+    if isinstance(reader, Texts):
         reader.check_unknown(corpora, args.allow_unknown)
     return corpora
 
 
-def most_text(config: dict) -> int:
-    """Tokens of the longest text; START, STOP and two tokens of the language are not counted."""
-    return min(MAX_TEXT, config["text_positions"] - 4)
+def check_data(args, asked: Options) -> None:
+    """--check_data, for the model that flags name."""
+    info, before = known_info(asked)
+    corpora = read_data(args, before)
+    reader, config = reader_of(asked, info, before is None, corpora)
+    splits.say_checked(check_corpora(args, corpora, reader, config))
 
 
 class Utterances:
@@ -222,9 +173,7 @@ class Utterances:
     another one of its speaker, depends on (seed, epoch, index) alone; in evaluation it has the
     middle length and is the beginning of the clip."""
 
-    def __init__(
-        self, args, corpus: Corpus, vocabulary: texts.Texts, info: ModelInfo, training: bool
-    ):
+    def __init__(self, args, corpus: Corpus, vocabulary: Texts, info: ModelInfo, training: bool):
         self.args = args
         self.corpus = corpus
         self.vocabulary = vocabulary
@@ -416,17 +365,14 @@ def evaluate(
 
 
 def report_results(
-    synthesiser: Synthesiser,
-    evaluation: dict[str, EvalBatches],
-    languages: dict[str, list[str]],
-    weights: str,
+    synthesiser: Synthesiser, evaluation: dict[str, EvalBatches], weights: str
 ) -> None:
-    """The losses of `weights` on the test set or, without one, on the evaluation set: a line for
-    all languages and, if there are several, one for each."""
+    """Prints the losses on the test set, or on "val" without one: a line for all languages and, if
+    there are several, one for each. `weights`: which weights the model has, for the title."""
     name = "test" if "test" in evaluation else "val"
-    results = evaluate(
-        synthesiser.frozen, languages[name], synthesiser.model, evaluation[name].whole()
-    )
+    eval_batches = evaluation[name].whole()
+    languages = synthesiser.texts.languages_of(eval_batches.dataset.data.corpus)
+    results = evaluate(synthesiser.frozen, languages, synthesiser.model, eval_batches)
     print(f"\n{name} set, {weights} (cross-entropy per token and per code)")
     lines: dict[str, list[str]] = {}
     for key, (total, count) in results.items():
@@ -436,56 +382,7 @@ def report_results(
         print(f"  {language}: {'  '.join(values)}")
 
 
-# --- model ----------------------------------------------------------------------------------------
-
-
-def first_model(
-    args, asked: start.Options, run: Run, data: splits.DataOptions, corpora: dict[str, Corpus]
-) -> tuple[ModelInfo, Synthesiser, int]:
-    """The model that training starts with, all that it takes to use it, and how many tokens were
-    added to its vocabulary. Raises `UsageError`."""
-    make_dvae = functools.partial(train_dvae, args, run, data, corpora)
-    added = 0
-    with run.model_device():
-        info, weights, frozen = start.choose(asked, run.resumed, run.initial, make_dvae)
-        texts.read_corpora(texts.Texts(info), corpora)
-        if not run.resumed:
-            info, weights, added = new_tokens.extend(
-                info, weights, corpora["train"].read, asked.text
-            )
-        device.seed_everything(args.seed)  # the DVAE's training has drawn random numbers
-        model = make_model(info.config, weights, args.dropout)
-    if args.freeze_layers > len(model.gpt.h):
-        raise UsageError(
-            f"--freeze_layers {args.freeze_layers}: the GPT has {len(model.gpt.h)} layers"
-        )
-    for block in model.gpt.h[: args.freeze_layers]:
-        block.requires_grad_(False)
-    # In a short training a small conditioning encoder, which began at random, unlearns the voices.
-    if not (info.pretrained or info.config["hifigan"]):
-        model.conditioning_encoder.requires_grad_(False)
-    family = start.family(asked)
-    adapters.adapt(asked.origin, family, info, model, weights, run.resumed, run.initial, args.seed)
-    use_sdpa(model, args.sdpa)
-    print(f"attention: {attention_kernel(model, run.setup.device, run.setup.dtype)}")
-    parameters, trainable = optim.count_parameters(model)
-    print(f"model: {parameters / 1e6:.1f} M parameters, {trainable / 1e6:.1f} M of them trained")
-    frozen.to(run.setup.device, speaking=False)
-    vocabulary = texts.Texts(info, is_new=not run.resumed)
-    return info, synthesiser_of(info, model, frozen, vocabulary), added
-
-
-def new_rows(info: ModelInfo, run: Run) -> NewRows | None:
-    """The rows of new tokens, which have a learning rate of their own."""
-    rows = start.new_rows(info, run.initial)
-    return NewRows(rows, start.NEW_ROWS_RATE) if rows else None
-
-
-def synthesiser_of(
-    info: ModelInfo, model: GPT, frozen: Frozen, vocabulary: texts.Texts
-) -> Synthesiser:
-    lengths = formats.conditioning(info.settings)
-    return Synthesiser(model, frozen, vocabulary, most_text(info.config), lengths)
+# --- a new model ----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -513,71 +410,71 @@ def fit(
         new_tokens.fit_new_tokens(model, added, forward)
 
 
-def train_dvae(
-    args, whole: Run, data: splits.DataOptions, corpora: dict[str, Corpus], config: dict
-) -> Path:
+def draw_seed(args) -> int | None:
+    """The seed by which the utterances that a new model is fitted to are drawn. The demo corpus is
+    in random order already; a manifest may be sorted by speaker."""
+    return args.seed if splits.resolve(args).manifests else None
+
+
+def train_dvae(args, whole: Run, corpora: dict[str, Corpus], config: dict) -> Path:
     """Trains the DVAE of a model from scratch in two runs, without a codebook and then with one,
     inside of the `whole` run. Returns the folder of its weights. With --resume auto, runs that are
     complete are only read. Otherwise an earlier run is moved aside, so that its GPT and DVAE stay
     together."""
+    ranks = whole.setup.ranks
+    if ranks.size > 1:
+        from common.parts import machines
     if whole.keeps_folder and not (args.resume or whole.restarted):
-        stages = codec_training.STEPS
         reports = [str(speaking.folder_of(args.output_dir))]
-        checkpoint.make_room(args.checkpoint_dir, args.log_dir, reports, stages)
-        machines.mark(args.checkpoint_dir)
+        checkpoint.make_room(args.checkpoint_dir, args.log_dir, reports, codec_training.STEPS)
+        if ranks.size > 1:
+            machines.mark(args.checkpoint_dir)
     crops = codec_training.Crops(corpora["train"], args.seed, training=True)
     eval_crops = codec_training.Crops(corpora["val"], args.seed, training=False)
+    run_info = splits.run_info(splits.resolve(args), corpora)
     tensors = None
-    for stage, steps in codec_training.STEPS.items():
-        flags = {**codec_training.FLAGS, "max_steps": steps, "eval_every": steps // 4}
-        own = options.for_stage(args, stage, **flags)
+    for stage in codec_training.STEPS:
+        own = options.for_stage(args, stage, **codec_training.flags(stage))
         print(f"\nDVAE, {stage}: {own.max_steps} updates")
         run = begin(own, RECIPE)
         model = codec_training.Coder(config, quantised=stage == "dvae")
-        task = Task(
-            RECIPE,
-            codec_training.compute_loss,
-            codec_training.LOSS_WEIGHTS,
-            codec_training.evaluate,
-            codec_training.ModelInfo(stage, config, own.max_steps),
-            splits.run_info(data, corpora),
-            metric="l1",
-            higher_is_better=False,
-            fit=functools.partial(codec_training.fit, own.seed, draw_seed(args, data), tensors),
-        )
+        first_fit = functools.partial(codec_training.fit, own.seed, draw_seed(args), tensors)
+        about = codec_training.for_task(stage, config, own.max_steps, first_fit)
+        task = Task(RECIPE, run_info=run_info, **about)
         global_batches = GlobalBatches(own, crops, codec_training.collate, run.setup)
         eval_batches = EvalBatches(own, eval_crops, codec_training.collate, run.setup)
         train(own, run, model, task, global_batches, eval_batches)
         finish(own, run, model, task, lambda weights: print(f"\nDVAE: {weights}"))
-        machines.share_best(own.checkpoint_dir, run.setup.ranks)
-        best = own.checkpoint_dir / "best.safetensors"
-        tensors = checkpoint.read_weights(best, RECIPE).model
+        if ranks.size > 1:
+            machines.share_best(own.checkpoint_dir, ranks)
+        tensors = checkpoint.read_weights(own.checkpoint_dir / "best.safetensors", RECIPE).model
         del model, task
         memory.free_memory(run.setup.device)
     return own.checkpoint_dir
 
 
-# --- speaking -------------------------------------------------------------------------------------
+# --- main -----------------------------------------------------------------------------------------
 
 
-def trained(
-    asked: start.Options, setup: device.Setup
-) -> tuple[ModelInfo, Synthesiser, Saved | None]:
-    """The model of --resume, of --model_dir, or of the best evaluation, ready to be used, and its
-    checkpoint, None for a released model."""
-    info, weights, frozen, saved = start.use(asked)
-    model = make_model(info.config, weights).to(setup.device).eval()
-    frozen.to(setup.device)
-    return info, synthesiser_of(info, model, frozen, texts.Texts(info)), saved
+def trained(asked: Options, setup: device.Setup) -> tuple[Synthesiser, ModelInfo, RunInfo | None]:
+    """The model that is used without training, and what the run that trained it has saved."""
+    return start.trained(asked, setup)
 
 
-def synthesise(args, asked: start.Options) -> None:
+def show_text(args, asked: Options) -> None:
+    """--show_text, by the model that flags name."""
+    info, before = known_info(asked)
+    reader, config = reader_of(asked, info, before is None, {})
+    texts.show(args.show_text, reader, most_text(config))
+
+
+def synthesise(args, asked: Options) -> None:
     """--synthesize: a wav for each text."""
     wanted = texts.texts_of(args.synthesize)
     sampling, outputs = speaking.resolve(args, len(wanted))
     setup = device.setup(args, quiet=True)
     clips = speaking.read_references(args.speaker_wav, setup.device)
-    _, synthesiser, _ = trained(asked, setup)
+    synthesiser, _, _ = trained(asked, setup)
     lines = [synthesiser.texts.check(line) for line in wanted]
     with setup.autocast(), finite_layers():
         voice = speaking.voice_of(synthesiser, clips)
@@ -587,139 +484,47 @@ def synthesise(args, asked: start.Options) -> None:
             print(f"{path}: {len(waveform) / synthesiser.frozen.rate:.2f} s")
 
 
-def export_and_speak(
-    args,
-    asked: start.Options,
-    run: Run,
-    info: ModelInfo,
-    synthesiser: Synthesiser,
-    corpora: dict[str, Corpus],
-    about: card.About,
-) -> None:
-    """--export, and sentences that the model has not learned. The first rank does this alone."""
-    if not run.setup.ranks.first:
-        return
-    synthesiser.frozen.to(run.setup.device)
-    clips = speaking.speakers_of(corpora["train"])
-    if args.export:
-        export(args, asked, run.setup, info, synthesiser, clips, about)
-    speak_held_out(args, run.setup, synthesiser, corpora["val"], clips)
-
-
-def speak_held_out(
-    args, setup: device.Setup, synthesiser: Synthesiser, corpus: Corpus, clips: dict
-) -> None:
-    """Speaks the first sentences of `corpus`, each in the voice of its speaker's clip in `clips`,
-    of `speaking.speakers_of`. The recogniser of --judge transcribes them."""
-    count = 2 if synthesiser.frozen.vocoder else 20
-    sampling = Sampling(seed=args.seed) if synthesiser.frozen.vocoder else GREEDY
-    if args.speak_held_out is not None:
-        count = args.speak_held_out
-    if not (count and clips):
-        return
-    corpus = corpus.select(np.arange(min(count, len(corpus))))
-    folder = speaking.folder_of(args.output_dir)
-    synthesiser.frozen.to(setup.device)
-    with setup.autocast():
-        print(speaking.speak_corpus(folder, synthesiser, corpus, clips, sampling))
-    if args.judge:
-        synthesiser.model.cpu()
-        synthesiser.frozen.to(torch.device("cpu"))
-        memory.free_memory(setup.device)  # the judge is another process
-        recipes = Path(__file__).resolve().parent
-        print(judge.judged(args.judge, recipes, folder, list(corpus.texts), args.device))
-
-
-def export(
-    args,
-    asked: start.Options,
-    setup: device.Setup,
-    info: ModelInfo,
-    synthesiser: Synthesiser,
-    clips: dict,
-    about: card.About,
-) -> None:
-    """Writes the folder for Coqui, with the voices of --speaker_wav and then those in `clips` that
-    have other names."""
-    named = speaking.named_clips(args.speaker_wav or [])
-    clips = named | clips | named
-    in_16_bits = checkpoint.partial_of(synthesiser.model)  # the weights beside adapters
-    with setup.autocast() if in_16_bits else contextlib.nullcontext():
-        speakers = speaking.to_export(synthesiser, clips)
-    weights = released.trained_weights(asked.origin, start.family(asked), synthesiser.model)
-    start.export(args.export, info, weights, synthesiser.frozen, speakers, about)
-
-
-# --- without training -----------------------------------------------------------------------------
-
-
-def look_only(args, asked: start.Options) -> None:
-    """--show_text, or --check_data."""
-    info, saved = start.known_info(asked)
-    data, corpora = read_data(args, saved) if args.check_data else (None, {})
-    if info is None:
-        carried = asked.language not in cleaners.LANGUAGES
-        reader = texts.FrontEnd(asked.language, asked.text, carried)
-        config = formats.SIZES["full"]
-        texts.read_corpora(reader, corpora)
-    else:
-        texts.read_corpora(texts.Texts(info), corpora)
-        if saved is None and "train" in corpora:
-            info, _, _ = new_tokens.extend(info, None, corpora["train"].read, asked.text)
-        reader = texts.Texts(info, is_new=saved is None)
-        config = info.config
-    if args.show_text:
-        texts.show(args.show_text, reader, most_text(config))
-    else:
-        splits.say_checked(check_corpora(args, data, corpora, reader, config))
-
-
 @torch.no_grad()
-def evaluate_only(args, asked: start.Options) -> None:
-    """--evaluate on the test set, or the evaluation set; --export alone."""
+def evaluate_only(args, asked: Options) -> None:
+    """--evaluate on the test set, or --export, without training."""
     setup = device.setup(args)
-    info, synthesiser, saved = trained(asked, setup)
-    if args.export:
-        path = released.weights_file(asked.origin)
-        before = released.read_run_info(splits.RunInfo, saved)
-        about = card.About(RECIPE, args.model_dir, path, before)
-        return export(args, asked, setup, info, synthesiser, {}, about)
-    data, corpora = read_data(args, saved)
-    texts.read_corpora(synthesiser.texts, corpora)
-    corpora = check_corpora(args, data, corpora, synthesiser.texts, info.config)
-    name = "test" if "test" in corpora else "val"
-    utterances = Utterances(args, corpora[name], synthesiser.texts, info, training=False)
-    evaluation = {name: EvalBatches(args, utterances, collate, setup)}
-    languages = {name: synthesiser.texts.languages_of(corpora[name])}
-    with setup.autocast():
-        report_results(synthesiser, evaluation, languages, "the weights named")
-    if args.judge or args.speak_held_out:
-        clips = speaking.speakers_of(corpora.get("train", corpora[name]))
-        speak_held_out(args, setup, synthesiser, corpora[name], clips)
+    synthesiser, info, before = trained(asked, setup)
+    if args.evaluate:
+        corpora = read_data(args, before)
+        texts.read_corpora(synthesiser.texts, corpora)
+        corpora = check_corpora(args, corpora, synthesiser.texts, info.config)
+        name = "test" if "test" in corpora else "val"
+        voices = corpora.pop("train", corpora[name])
+        sets = make_sets(args, corpora, synthesiser.texts, info)
+        evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
+        with setup.autocast():
+            report_results(synthesiser, evaluation, "the weights named")
+        if asked.held_out.count != 0:
+            clips = speaking.speakers_of(voices)
+            judge.speak_held_out(asked.held_out, setup, synthesiser, corpora[name], clips)
+    about = card.About(RECIPE, args.model_dir, released.weights_file(asked.origin), before)
+    export_trained(asked, setup, info, synthesiser, {}, about)
 
 
-def command_of(args, asked: start.Options) -> Callable | None:
-    """What the flags ask for in place of a training; None for a training."""
-    if args.show_text or args.check_data:
-        return look_only
-    if args.synthesize:
-        return synthesise
-    if args.evaluate or released.exports_only(asked.origin):
-        return evaluate_only
-    return None
-
-
-# --- main -----------------------------------------------------------------------------------------
+def make_sets(
+    args, corpora: dict[str, Corpus], vocabulary: Texts, info: ModelInfo
+) -> dict[str, Utterances]:
+    """The sets of utterances."""
+    sets = {}
+    for name, corpus in corpora.items():
+        is_trained = name in splits.TRAINED
+        sets[name] = Utterances(args, corpus, vocabulary, info, is_trained)
+    return sets
 
 
 def make_task(
     args,
-    asked: start.Options,
+    asked: Options,
     run: Run,
     info: ModelInfo,
-    run_info: splits.RunInfo,
+    run_info: RunInfo,
     synthesiser: Synthesiser,
-    first_fit: Callable,
+    first_fit: Callable[[GPT, Utterances], None],
     evaluation: dict[str, EvalBatches],
 ) -> Task:
     """What the loop has to know of this recipe. `first_fit`: what a new model takes from the
@@ -738,48 +543,49 @@ def make_task(
         metric="mel",
         higher_is_better=False,
         fit=first_fit,
-        learning_rate=start.learning_rate(info),
-        checkpointed=CHECKPOINTED,
-        compiled=COMPILED,
-        evaluate_first=info.pretrained,
         adamw=optim.Settings(BETAS, decay_embeddings=False),
-        fine_tunes=info.pretrained,
-        new_rows=new_rows(info, run),
-        vocabulary=start.vocabulary(info, run.initial),
-        reports=(str(speaking.folder_of(args.output_dir)),),
         further=watched,
-        plans=ForPlans(adapters=functools.partial(adapters.usual, start.family(asked), info)),
+        plans=ForPlans(adapters=usual_adapters(asked, info)),
+        **for_task(asked, info, run.initial),
     )
 
 
-def main(args) -> dict | None:
+def main(args) -> None:
     asked = resolve(args)
-    if command := command_of(args, asked):
-        return command(args, asked)
+    if args.show_text:
+        return show_text(args, asked)
+    if args.check_data:
+        return check_data(args, asked)
+    if args.synthesize:
+        return synthesise(args, asked)
+    if args.evaluate or released.exports_only(asked.origin):
+        return evaluate_only(args, asked)
     run = begin(args, RECIPE)
-    data, read = read_data(args, run.resumed)
-    info, synthesiser, added = first_model(args, asked, run, data, read)
-    corpora = check_corpora(args, data, read, synthesiser.texts, info.config)
-    sets = {}
-    for name, corpus in corpora.items():
-        is_trained = name in splits.TRAINED
-        sets[name] = Utterances(args, corpus, synthesiser.texts, info, training=is_trained)
+    before = released.read_run_info(RunInfo, run.resumed)
+
+    corpora = read_data(args, before)
+    run_info = splits.run_info(splits.resolve(args), corpora)
+    make_dvae = functools.partial(train_dvae, args, run, corpora)
+    synthesiser, info, added = first_model(asked, run, make_dvae, corpora)
+    corpora = check_corpora(args, corpora, synthesiser.texts, info.config)
+    sets = make_sets(args, corpora, synthesiser.texts, info)
+
     new, old = sets.pop("train"), sets.pop(replay.REPLAY, None)
     global_batches = batches.global_batches(args, new, collate, run.setup, old)
-    evaluation = {name: EvalBatches(args, each, collate, run.setup) for name, each in sets.items()}
-    languages = {name: synthesiser.texts.languages_of(corpora[name]) for name in evaluation}
-    first_fit = functools.partial(fit, info, synthesiser.frozen, added, draw_seed(args, data))
-    run_info = splits.run_info(data, read)
+    evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
+    first_fit = functools.partial(fit, info, synthesiser.frozen, added, draw_seed(args))
     task = make_task(args, asked, run, info, run_info, synthesiser, first_fit, evaluation)
     train(args, run, synthesiser.model, task, global_batches, evaluation["val"])
-    report = functools.partial(report_results, synthesiser, evaluation, languages)
-    used = finish(args, run, synthesiser.model, task, report)
-    about = card.About(RECIPE, args.model_dir, used, task.run_info)
-    export_and_speak(args, asked, run, info, synthesiser, corpora, about)
-    return {"weights": used, "logs": args.log_dir, "export": args.export}
+    report = functools.partial(report_results, synthesiser, evaluation)
+    weights = finish(args, run, synthesiser.model, task, report)
+    if weights:  # on the first rank
+        clips = speaking.speakers_of(corpora["train"])
+        about = card.About(RECIPE, args.model_dir, weights, run_info)
+        export_trained(asked, run.setup, info, synthesiser, clips, about)
+        judge.speak_held_out(asked.held_out, run.setup, synthesiser, corpora["val"], clips)
 
 
 if __name__ == "__main__":
     parser = options.Parser(__doc__)
     add_arguments(parser)
-    exit_with_one_line(lambda: main(parser.parse_args()) and None)
+    exit_with_one_line(lambda: main(parser.parse_args()))

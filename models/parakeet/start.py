@@ -8,7 +8,7 @@ from typing import Annotated
 
 import torch
 
-from common import checkpoint, options, records
+from common import checkpoint, device, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
 from common.layers import quieten_branches
@@ -472,15 +472,18 @@ def first_model(
     return info, model
 
 
-def model_in_use(asked: Options, recipe: str) -> tuple[ModelInfo, Parakeet, RunInfo | None]:
-    """The model of --model_dir or --model_file, of --resume, or of the best evaluation, with its
-    info, on the host; the run that trained it is None for a released one. Raises `UsageError`."""
+def trained(
+    asked: Options, recipe: str, setup: device.Setup
+) -> tuple[Parakeet, ModelInfo, RunInfo | None]:
+    """The model of --model_dir or --model_file, of --resume, or of the best evaluation, its info,
+    and the `RunInfo` of the run that trained it, which is None for a released one. Raises
+    `UsageError`."""
     info, weights, saved = released.use(asked.origin, family(asked), recipe)
     before = released.read_run_info(RunInfo, saved)
     check_export(asked, info)
     model = make_model(info, weights).eval()
     tell(asked, info, model)
-    return info, model, before
+    return model.to(setup.device), info, before
 
 
 def released_model(asked: Options) -> tuple[ModelInfo, Parakeet]:
@@ -623,11 +626,13 @@ def export_trained(asked: Options, info: ModelInfo, model: Parakeet, about: card
         weights = released.trained_weights(asked.origin, family(asked), model)
         export(asked, info, weights, about)
     if asked.origin.export_adapter:
-        export_adapter(asked, about)
+        adapters.export(asked.origin, family(asked), about, adapter_card)
 
 
-def export_adapter(asked: Options, about: card.About) -> None:
-    """Writes the adapters of a run for peft. Raises `UsageError` and `RunError`."""
+def export_adapter(asked: Options, recipe: str) -> None:
+    """Writes the adapters that a run of `recipe` has saved for peft, without the released weights.
+    Raises `UsageError` and `RunError`."""
+    about = card.About(recipe, asked.origin.path, released.weights_file(asked.origin))
     adapters.export(asked.origin, family(asked), about, adapter_card)
 
 

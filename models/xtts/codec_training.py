@@ -2,7 +2,7 @@
 autoencoder (van den Oord et al. 2017), and k-means for its first codebook."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -185,6 +185,28 @@ def kmeans(vectors: torch.Tensor, count: int, generator: torch.Generator) -> tor
         drawn = vectors[torch.randint(len(vectors), (count,), generator=generator)]
         centres = torch.where(sizes[:, None] > 0, sums / sizes[:, None].clamp_min(1), drawn)
     return centres
+
+
+# --- the two runs -------------------------------------------------------------------------------------
+
+
+def flags(stage: str) -> dict:
+    """The flags of one of the two runs, in place of the GPT's."""
+    steps = STEPS[stage]
+    return {**FLAGS, "max_steps": steps, "eval_every": steps // 4}
+
+
+def for_task(stage: str, config: dict, updates: int, fit: Callable[[Coder, Crops], None]) -> dict:
+    """What the loop's `Task` has to know of one of the two runs, by the names of its fields."""
+    return {
+        "compute_loss": compute_loss,
+        "loss_weights": LOSS_WEIGHTS,
+        "evaluate": evaluate,
+        "model_info": ModelInfo(stage, config, updates),
+        "metric": "l1",
+        "higher_is_better": False,
+        "fit": fit,
+    }
 
 
 # --- a trained DVAE -------------------------------------------------------------------------------

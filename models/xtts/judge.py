@@ -1,21 +1,29 @@
-"""How well sentences that were spoken are understood: the character error rate of a recogniser that
-another recipe has trained."""
+"""Held-out sentences after a training: they are spoken and, with --judge, transcribed. The error rate
+of a recogniser that another recipe has trained says how well they are understood."""
 
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import soundfile
+import torch
 
-from common import checkpoint, options
+from common import checkpoint, memory, options
+from common.device import Setup
 from common.errors import RunError, UsageError
-from models.xtts.speaking import KINDS, clip_name
+from models.xtts import speaking
+from models.xtts.decoding import GREEDY, Sampling
+from models.xtts.speaking import KINDS, Synthesiser, clip_name
+from speech.data.columns import Corpus
 from speech.writing import metrics
 from speech.writing.text import NAMES, in_lower_case
 
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # the judge is one process
 
 # Commands that speak no held-out sentences, and rows for common.options: flags that exclude them.
@@ -27,7 +35,29 @@ EXCLUDES = (
 )
 
 
-def add_arguments(group) -> None:
+@dataclass(frozen=True)
+class HeldOut:
+    """What is spoken of the held-out sentences: the first `count`, as many as usual if it is None. The
+    recogniser at `judge` (or None) transcribes them on `device`."""
+
+    count: int | None
+    judge: str | None
+    output_dir: str
+    device: str
+    seed: int
+
+
+def add_arguments(parser) -> None:
+    group = parser.add_argument_group("held-out sentences")
+    group.add_argument(
+        "--speak_held_out",
+        type=options.COUNT,
+        metavar="N",
+        help=(
+            "held-out sentences to speak after training, or with --evaluate, in OUTPUT_DIR/speech"
+            " (2; 20 from scratch; with --evaluate 0, unless there is a judge)"
+        ),
+    )
     group.add_argument(
         "--judge",
         type=options.path,
@@ -37,6 +67,47 @@ def add_arguments(group) -> None:
             " error rate on the sentences that are spoken after training, or with --evaluate"
         ),
     )
+
+
+def resolve(args, exports_only: bool) -> HeldOut:
+    """What these flags ask for. `exports_only`: this is --export alone. Raises `UsageError`."""
+    count = args.speak_held_out
+    if (args.judge or count) and exports_only:
+        flag = "--judge" if args.judge else "--speak_held_out"
+        raise UsageError(
+            f"{flag} is for sentences that are spoken after training or with --evaluate, and"
+            " --export alone speaks none: leave it out"
+        )
+    if args.judge:
+        checkpoint.recipe_of(args.judge, "--judge")
+    if args.evaluate and count is None and not args.judge:
+        count = 0
+    return HeldOut(count, args.judge, args.output_dir, args.device, args.seed)
+
+
+def speak_held_out(
+    asked: HeldOut,
+    setup: Setup,
+    synthesiser: Synthesiser,
+    corpus: Corpus,
+    clips: dict[str, tuple[np.ndarray, int]],
+) -> None:
+    """Speaks the first sentences of `corpus`, each in the voice of its speaker's clip in `clips`, of
+    `speaking.speakers_of`, and prints how well the judge understands them."""
+    usual, sampling = (2, Sampling(seed=asked.seed)) if synthesiser.frozen.vocoder else (20, GREEDY)
+    count = usual if asked.count is None else asked.count
+    if not (count and clips):
+        return
+    corpus = corpus.select(np.arange(min(count, len(corpus))))
+    folder = speaking.folder_of(asked.output_dir)
+    synthesiser.frozen.to(setup.device)
+    with setup.autocast():
+        print(speaking.speak_corpus(folder, synthesiser, corpus, clips, sampling))
+    if asked.judge:
+        synthesiser.model.cpu()
+        synthesiser.frozen.to(torch.device("cpu"))
+        memory.free_memory(setup.device)  # the judge is another process
+        print(judged(asked.judge, RECIPES, folder, list(corpus.texts), asked.device))
 
 
 def transcripts(path: str, recipes: Path, clips: list[Path], device: str) -> dict[str, str]:

@@ -1,6 +1,8 @@
-"""What XTTS adds to `models.released`: flags, the record of a model, its frozen parts, exports."""
+"""What XTTS adds to `models.released`: flags, the record of a model, the model that a training begins
+with, its frozen parts, exports."""
 
 import argparse
+import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -8,19 +10,41 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import torch
 from torch import nn
 
-from common import checkpoint, options, records
+from common import checkpoint, device, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
 from common.parts import lora
+from common.parts.new_rows import NewRows
 from models import adapters, card, released
 from models.released import Forms, Origin
-from models.xtts import cleaners, codec_training, formats, frozen, new_tokens, texts
+from models.xtts import (
+    cleaners,
+    codec_training,
+    formats,
+    frozen,
+    judge,
+    new_tokens,
+    speaking,
+    texts,
+)
 from models.xtts.frozen import Frozen
-from models.xtts.model import GPT, Conv1D
+from models.xtts.model import (
+    CHECKPOINTED,
+    COMPILED,
+    GPT,
+    Conv1D,
+    attention_kernel,
+    make_model,
+    use_sdpa,
+)
+from models.xtts.speaking import Synthesiser
 from models.xtts.tokenizer import LANGUAGE, Vocabulary, new_vocabulary
+from speech.data.columns import Corpus
+from speech.data.splits import RunInfo
 
 DVAE_FOLDER = "dvae"  # beside the checkpoints of a model from scratch
 OF_DVAE = "it is of the DVAE's training; name a checkpoint or weights in the folder above it"
@@ -71,16 +95,18 @@ FINE_TUNING_RATE = 5e-6
 SCRATCH_RATE = 2e-3
 NEW_ROWS_RATE = 1e-4  # of tokens that are new in a released model
 TEXT_FLAGS = {"use_amharic_g2p", "extend_vocab"}
+TRAINING = ("condition", "freeze_layers", "dropout", "sdpa")  # flags for training alone
 
 EXCLUDES = (
     ("custom_model", "from_scratch", "the first is an already tuned model; leave one of them out"),
     ("synthesize", "export", "give one of them"),
     ("evaluate", "export", "give one of them"),
     ("show_text", "export", "give one of them"),
-    ("condition", options.COMMAND, options.TRAINS),
+    *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
     *released.EXCLUDES,
     *adapters.EXCLUDES,
     *texts.EXCLUDES,
+    *judge.EXCLUDES,
 )
 NEEDS = (
     *adapters.NEEDS,
@@ -113,9 +139,19 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
+class Training:
+    """What of the GPT is trained, and how."""
+
+    freeze_layers: int
+    dropout: float
+    sdpa: bool
+    seed: int
+
+
+@dataclass(frozen=True)
 class Options:
-    """The model to start from, as the flags ask. `recipe`: its name in checkpoints; `planned`: this
-    is a dry run."""
+    """The model to start from, as the flags ask. `recipe`: its name in checkpoints; `voices`: the
+    clips of --speaker_wav; `planned`: this is a dry run."""
 
     origin: Origin
     recipe: str
@@ -124,6 +160,9 @@ class Options:
     version: str | None
     condition: str | None
     text: texts.TextOptions
+    training: Training
+    voices: list[str]
+    held_out: judge.HeldOut
     planned: bool
 
 
@@ -159,8 +198,19 @@ def add_arguments(parser) -> None:
     )
     adapters.add_arguments(parser, has_peft=False)
     texts.add_arguments(parser)
+    add_training(parser)
+    judge.add_arguments(parser)
     add_other_names(parser)
     parser.usual("language")
+
+
+def add_training(parser) -> None:
+    add = parser.add_argument_group("the GPT in training").add_argument
+    fused = "fused attention; off: all scores in memory (on)"
+    add("--sdpa", action=options.OnOff, default=True, help=fused)
+    few = "leave the first N layers of the GPT as they are (0)"
+    add("--freeze_layers", type=options.COUNT, default=0, metavar="N", help=few)
+    add("--dropout", type=options.SHARE, default=0.1, metavar="P", help="(0.1)")
 
 
 def add_other_names(parser) -> None:
@@ -214,6 +264,8 @@ def resolve(args, is_demo: bool, recipe: str) -> Options:
     if origin.path and not args.train_manifest and not args.test_manifest and not is_read:
         # A released vocabulary lacks the letters of the demo's texts.
         text = replace(text, g2p=language == texts.AMHARIC)
+    if args.export and args.speaker_wav:
+        speaking.named_clips(args.speaker_wav)  # what is wrong with them is reported now
     return Options(
         origin=origin,
         recipe=recipe,
@@ -222,6 +274,9 @@ def resolve(args, is_demo: bool, recipe: str) -> Options:
         version=args.version,
         condition=args.condition,
         text=text,
+        training=Training(args.freeze_layers, args.dropout, args.sdpa, args.seed),
+        voices=args.speaker_wav or [],
+        held_out=judge.resolve(args, released.exports_only(origin)),
         planned=options.plans(args),
     )
 
@@ -270,6 +325,63 @@ def choose(
     return info, weights, frozen_parts(asked, info)
 
 
+def first_model(
+    asked: Options, run, train_dvae: Callable[[dict], Path], corpora: dict[str, Corpus]
+) -> tuple[Synthesiser, ModelInfo, int]:
+    """The model that the training `run` (`common.loop.begin`) starts with, with all that it takes to
+    use it, its info, and how many tokens were added to its vocabulary for the training texts. It
+    reads the texts of the `corpora`. `train_dvae`: see `choose`. Raises `UsageError`."""
+    training = asked.training
+    added = 0
+    with run.model_device():
+        info, weights, parts = choose(asked, run.resumed, run.initial, train_dvae)
+        texts.read_corpora(texts.Texts(info), corpora)
+        if not run.resumed:
+            learned = corpora["train"].read
+            info, weights, added = new_tokens.extend(info, weights, learned, asked.text)
+        device.seed_everything(training.seed)  # the DVAE's training has drawn random numbers
+        model = make_model(info.config, weights, training.dropout)
+    freeze(model, info, training.freeze_layers)
+    began = (weights, run.resumed, run.initial)
+    adapters.adapt(asked.origin, family(asked), info, model, *began, training.seed)
+    use_sdpa(model, training.sdpa)
+    print(f"attention: {attention_kernel(model, run.setup.device, run.setup.dtype)}")
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    print(f"model: {total / 1e6:.1f} M parameters, {trained / 1e6:.1f} M of them trained")
+    parts.to(run.setup.device, speaking=False)
+    vocabulary = texts.Texts(info, is_new=not run.resumed)
+    return synthesiser_of(info, model, parts, vocabulary), info, added
+
+
+def freeze(model: GPT, info: ModelInfo, layers: int) -> None:
+    """Freezes the first `layers` of the GPT. Raises `UsageError` if it has fewer."""
+    if layers > len(model.gpt.h):
+        raise UsageError(f"--freeze_layers {layers}: the GPT has {len(model.gpt.h)} layers")
+    for block in model.gpt.h[:layers]:
+        block.requires_grad_(False)
+    # In a short training a small conditioning encoder, which began at random, unlearns the voices.
+    if not (info.pretrained or info.config["hifigan"]):
+        model.conditioning_encoder.requires_grad_(False)
+
+
+def trained(asked: Options, setup: device.Setup) -> tuple[Synthesiser, ModelInfo, RunInfo | None]:
+    """The model of --model_dir, of --resume, or of the best evaluation, ready to be used, and what
+    the run that trained it has saved, which is None for a released one. Raises `UsageError`."""
+    info, weights, parts, saved = use(asked)
+    model = make_model(info.config, weights).to(setup.device).eval()
+    parts.to(setup.device)
+    before = released.read_run_info(RunInfo, saved)
+    return synthesiser_of(info, model, parts, texts.Texts(info)), info, before
+
+
+def synthesiser_of(
+    info: ModelInfo, model: GPT, parts: Frozen, vocabulary: texts.Texts
+) -> Synthesiser:
+    lengths = formats.conditioning(info.settings)
+    return Synthesiser(model, parts, vocabulary, texts.most_text(info.config), lengths)
+
+
 def use(asked: Options) -> tuple[ModelInfo, dict[str, torch.Tensor], Frozen, Saved | None]:
     """A model that is not trained further: its info, the GPT's weights, the frozen parts, and the
     checkpoint that it is from, None for a released model. Raises `UsageError`."""
@@ -277,13 +389,30 @@ def use(asked: Options) -> tuple[ModelInfo, dict[str, torch.Tensor], Frozen, Sav
     return info, weights, frozen_parts(asked, info), saved
 
 
-def known_info(asked: Options) -> tuple[ModelInfo | None, Saved | None]:
-    """The info of the model that the flags name, if they name one, and the checkpoint that it is
-    from. Raises `UsageError`."""
+def known_info(asked: Options) -> tuple[ModelInfo | None, RunInfo | None]:
+    """The info of the model that the flags name, if they name one, and what the run that trained it
+    has saved, which is None for a released one. Raises `UsageError`."""
     if asked.origin.resume == "auto" or not (asked.origin.resume or asked.origin.path):
         return None, None
     info, _, saved = released.use(asked.origin, family(asked), asked.recipe)
-    return info, saved
+    return info, released.read_run_info(RunInfo, saved)
+
+
+def reader_of(
+    asked: Options, info: ModelInfo | None, is_new: bool, corpora: dict[str, Corpus]
+) -> tuple[texts.Texts | texts.FrontEnd, dict]:
+    """What reads texts as the model `info` does, or will do if it `is_new`, or as any model if it is
+    not known; and the model's configuration. It reads the texts of the `corpora`."""
+    if info is None:
+        reader = texts.FrontEnd(
+            asked.language, asked.text, asked.language not in cleaners.LANGUAGES
+        )
+        texts.read_corpora(reader, corpora)
+        return reader, formats.SIZES["full"]
+    texts.read_corpora(texts.Texts(info), corpora)
+    if is_new and "train" in corpora:
+        info, _, _ = new_tokens.extend(info, None, corpora["train"].read, asked.text)
+    return texts.Texts(info, is_new), info.config
 
 
 def read(asked: Options, folder: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
@@ -394,19 +523,37 @@ def vocabulary(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary 
     return checkpoint.Vocabulary(new_tokens.TEXT_ROWS, *names)
 
 
-def new_rows(info: ModelInfo, initial: Saved | None) -> dict[str, list[int]]:
+def new_rows(info: ModelInfo, initial: Saved | None) -> NewRows | None:
     """The rows of tokens that the released vocabulary lacked, and that the weights of --init_from
-    have not learned: {parameter: row numbers}."""
+    have not learned. They have a learning rate of their own."""
     size = info.config["text_tokens"]
     rows = range(size - info.new_tokens, size)
     if named := vocabulary(info, initial):
         known = set(named.saved)
         rows = [row for row in rows if named.tokens[row] not in known]
-    return {name: list(rows) for name in new_tokens.TEXT_ROWS} if rows else {}
+    if not rows:
+        return None
+    return NewRows({name: list(rows) for name in new_tokens.TEXT_ROWS}, NEW_ROWS_RATE)
 
 
-def learning_rate(info: ModelInfo) -> float:
-    return FINE_TUNING_RATE if info.pretrained else SCRATCH_RATE
+def for_task(asked: Options, info: ModelInfo, initial: Saved | None) -> dict:
+    """What the loop's `Task` has to know of an XTTS, by the names of its fields. `initial`: the
+    weights of --init_from."""
+    return {
+        "learning_rate": FINE_TUNING_RATE if info.pretrained else SCRATCH_RATE,
+        "checkpointed": CHECKPOINTED,
+        "compiled": COMPILED,
+        "evaluate_first": info.pretrained,
+        "fine_tunes": info.pretrained,
+        "new_rows": new_rows(info, initial),
+        "vocabulary": vocabulary(info, initial),
+        "reports": (str(speaking.folder_of(asked.held_out.output_dir)),),
+    }
+
+
+def usual_adapters(asked: Options, info: ModelInfo) -> Callable[[int], lora.Adapters]:
+    """The adapters that --lora adds, by their rank, for the advice of a dry run."""
+    return functools.partial(adapters.usual, family(asked), info)
 
 
 # --- frozen parts and exports ---------------------------------------------------------------------
@@ -478,6 +625,27 @@ def require_vocoder(origin: Origin, config: dict) -> None:
         raise UsageError(
             "--export: the model has no vocoder, which Coqui's XTTS needs; a released model has one"
         )
+
+
+def export_trained(
+    asked: Options,
+    setup: device.Setup,
+    info: ModelInfo,
+    synthesiser: Synthesiser,
+    clips: dict[str, tuple[np.ndarray, int]],
+    about: card.About,
+) -> None:
+    """--export, with the voices of --speaker_wav and then those in `clips`, of
+    `speaking.speakers_of`, that have other names."""
+    if not asked.origin.export:
+        return
+    synthesiser.frozen.to(setup.device)
+    named = speaking.named_clips(asked.voices)
+    has_adapters = lora.adapters_of(synthesiser.model)  # beside weights in 16 bits
+    with setup.autocast() if has_adapters else contextlib.nullcontext():
+        speakers = speaking.to_export(synthesiser, named | clips | named)
+    weights = released.trained_weights(asked.origin, family(asked), synthesiser.model)
+    export(asked.origin.export, info, weights, synthesiser.frozen, speakers, about)
 
 
 def export(

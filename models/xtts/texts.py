@@ -40,6 +40,7 @@ OTHER_NAMES = {
 CARRIER = "en"
 KINDS = ("characters", "bpe")  # of --extend_vocab
 VOCAB_SIZE = 2000
+MAX_TEXT = 200  # tokens of a text, at most
 PHONEMES = "abcdefghijklmnopqrstuvwxyzäəčšžñı'"
 # The characters of a model from scratch.
 CHARACTERS = "".join(map(chr, range(0x1200, 0x1380))) + "'.,;:?!-" + PHONEMES
@@ -288,6 +289,11 @@ class _Heard(dict):
 
 
 _HEARD = _Heard(MARKS)
+
+
+def most_text(config: dict) -> int:
+    """Tokens of the longest text; START, STOP and two tokens of the language are not counted."""
+    return min(MAX_TEXT, config["text_positions"] - 4)
 
 
 def read_corpora(reader: "FrontEnd | Texts", corpora: dict[str, Corpus]) -> None:

@@ -153,9 +153,9 @@ def resolve(args) -> None:
     options.resolve(args, False, 0, needs=splits.NEEDS)
 
 
-def read_data(args, saved: splits.RunInfo | None = None) -> dict[str, Corpus]:
+def read_data(args, before: splits.RunInfo | None = None) -> dict[str, Corpus]:
     return splits.load_splits(
-        splits.resolve(args, saved.held_out if saved else (), needs="label"),
+        splits.resolve(args, before.held_out if before else (), needs="label"),
         text.normalise,
         stand_in=lambda: splits.stand_in(args.max_duration, labels=STAND_INS),
     )
@@ -164,13 +164,14 @@ def read_data(args, saved: splits.RunInfo | None = None) -> dict[str, Corpus]:
 @torch.no_grad()
 def evaluate_only(args) -> None:
     setup = device.setup(args)
+    model, before = trained(args, setup)
     check_folder(args.log_dir)
-    model, run_info = trained(args, setup)
-    corpora = read_data(args, run_info)
-    name = "test" if "test" in corpora else "val"
-    data = Utterances(corpora[name], model.classes)
+    corpora = read_data(args, before)
+    corpora.pop("train", None)
+    sets = {name: Utterances(corpora[name], model.classes) for name in corpora}
+    evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
     with setup.autocast():
-        report_results(model, EvalBatches(args, data, collate, setup), f"{name} set")
+        report_results(model, evaluation, "the weights named")
 """
 MAIN_WITHOUT_TEXT = (
     ("    how = resolve(args)\n", "    resolve(args)\n"),
@@ -270,9 +271,10 @@ def evaluate(model: Network, eval_batches) -> dict[str, tuple[float, float]]:
     return {**sums, "accuracy": (right, len(rows))}
 
 
-def report_results(model: Network, eval_batches, *title: str) -> None:
-    right, count = evaluate(model, eval_batches.whole())["accuracy"]
-    print(f"{', '.join(title)}: accuracy {100 * right / count:.1f} % of {count}")
+def report_results(model: Network, evaluation: dict[str, EvalBatches], weights: str) -> None:
+    name = "test" if "test" in evaluation else "val"
+    right, count = evaluate(model, evaluation[name].whole())["accuracy"]
+    print(f"{name} set, {weights}: accuracy {100 * right / count:.1f} % of {count}")
 """
 
 FRAMES = """
@@ -357,9 +359,10 @@ def evaluate(model: Network, eval_batches) -> dict[str, tuple[float, float]]:
     return {"frame": (loss, count), "error": (wrong, count)}
 
 
-def report_results(model: Network, eval_batches, *title: str) -> None:
-    wrong, count = evaluate(model, eval_batches.whole())["error"]
-    print(f"{', '.join(title)}: frame error {100 * wrong / count:.1f} % of {count:.0f}")
+def report_results(model: Network, evaluation: dict[str, EvalBatches], weights: str) -> None:
+    name = "test" if "test" in evaluation else "val"
+    wrong, count = evaluate(model, evaluation[name].whole())["error"]
+    print(f"{name} set, {weights}: frame error {100 * wrong / count:.1f} % of {count:.0f}")
 """
 
 

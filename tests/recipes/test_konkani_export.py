@@ -14,7 +14,7 @@ import yaml
 from common import checkpoint
 from common.batches import to_device
 from common.errors import RunError
-from models import card, model_files, onnx_files
+from models import model_files, onnx_files
 from recipes import konkani_conformer as recipe
 from speech.signal.audio import SAMPLE_RATE
 from speech.writing.text import CharTokenizer
@@ -89,8 +89,8 @@ def trained():
 @pytest.fixture(scope="module")
 def folder(trained, tmp_path_factory):
     folder = tmp_path_factory.mktemp("export") / "onnx"
-    about = card.About(recipe.RECIPE, is_new=True)
-    recipe.export(runs.parse(recipe, "--export", folder), TOKENIZER, trained, about)
+    args = runs.parse(recipe, "--export", folder)
+    recipe.export(args, TOKENIZER, trained, folder / "best.safetensors", None, None)
     return folder
 
 

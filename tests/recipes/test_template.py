@@ -24,7 +24,7 @@ def trained(konkani, tmp_path_factory):
 
 def test_a_run_reports_its_results(trained):
     folder, _, out = trained
-    assert re.search(r"\nval set, weights of the best evaluation\n", out)
+    assert re.search(r"\nval set, weights of the best evaluation, 4 utterances\n", out)
     assert len(runs.error_lines(out)) == 2
     assert (folder / "logs" / "transcripts.jsonl").read_text().count("\n") == 4
 

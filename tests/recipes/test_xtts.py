@@ -1,5 +1,6 @@
 """The XTTS recipe: its GPT against Coqui's, exactness of training, data, memory options, and its
-command line on tiny models."""
+command line on tiny models. What the core guarantees for every recipe (kills, offload, adapters, old
+clips) is `slow` here; Whisper's tests prove it."""
 
 import errno
 import functools
@@ -24,7 +25,7 @@ from common import checkpoint, memory, optim, records
 from common.batches import split_batch, to_device
 from common.device import LossScale, Setup
 from common.engine import run_global_batch
-from common.errors import DataError
+from common.errors import DataError, UsageError
 from common.loop import Run
 from models.xtts import (
     codec_training,
@@ -46,7 +47,6 @@ from models.xtts.start import ModelInfo
 from models.xtts.tokenizer import Vocabulary, new_vocabulary
 from models.xtts.vocoder import HifiDecoder
 from recipes import xtts_amharic as recipe
-from speech.data import splits
 from speech.data.columns import Corpus, Strings
 from speech.data.splits import Checks, RunInfo, load_corpus
 from tests import small
@@ -416,7 +416,7 @@ def test_adapters_are_as_exact(noise, monkeypatch):
         run = (model, micro_batches, totals, compute_loss, WEIGHTS, Setup())
         assert run_global_batch(*run).failed is None
 
-    adapters.check_exact(make, train_on, recipe.CHECKPOINTED, monkeypatch)
+    adapters.check_exact(make, train_on, xtts.CHECKPOINTED, monkeypatch)
 
 
 def test_longer_clips_in_the_batch_change_no_gradient(noise):
@@ -697,9 +697,8 @@ def first_model(info: ModelInfo, weights: dict | None, folder: Path, *flags) -> 
     args = runs.parse(recipe, "--from_scratch", "--output_dir", folder, *flags)
     asked = recipe.resolve(args)
     with mock.patch.object(start, "choose", lambda *_: (info, weights, make_frozen())):
-        return recipe.first_model(
-            args, asked, Run(Setup()), None, {"train": SimpleNamespace(texts=[], languages=[])}
-        )[1].model
+        corpora = {"train": SimpleNamespace(texts=[], languages=[])}
+        return start.first_model(asked, Run(Setup()), None, corpora)[0].model
 
 
 @pytest.mark.parametrize(
@@ -890,6 +889,7 @@ def tuned(places, tmp_path_factory) -> tuple[Path, str]:
     return folder, ran(recipe, *tuning(places, *flags))
 
 
+@pytest.mark.slow
 def test_old_clips_and_a_watched_set(places, tmp_path):
     flags = tuning(places, "--speak_held_out", "0")
     runs.check_replay(recipe, tmp_path, places.val, places.val, *flags)
@@ -1084,8 +1084,7 @@ def test_the_language_of_a_row_goes_before_that_of_the_flag(places, json_lines, 
     info, _, _ = chosen(recipe.resolve(args))
     reader = texts.Texts(info)
     texts.read_corpora(reader, {"val": corpus})
-    data = splits.resolve(args, for_synthesis=True)
-    assert len(recipe.check_corpora(args, data, {"val": corpus}, reader, info.config)["val"]) == 4
+    assert len(recipe.check_corpora(args, {"val": corpus}, reader, info.config)["val"]) == 4
     data = recipe.Utterances(args, corpus, reader, info, training=True)
     german, *others = [row.tolist() for row in data.tokens]
     assert german == reader.encode("no", "de") and others == [reader.encode("no")] * 3
@@ -1107,7 +1106,7 @@ def test_the_version_is_that_of_the_vocabulary(places, monkeypatch, capsys):
             assert chosen(asked)[0].config["text_tokens"] == ROWS + 1
             continue
         with pytest.raises(
-            recipe.UsageError, match=f"vocabulary has 6681 tokens, and these weights have {ROWS}"
+            UsageError, match=f"vocabulary has 6681 tokens, and these weights have {ROWS}"
         ):
             chosen(asked)
 
@@ -1142,6 +1141,7 @@ def unstopped(places, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "terminated"])
 def test_stopped_and_resumed_it_ends_with_the_same_bits(unstopped, places, tmp_path, how):
     killing = """
@@ -1186,6 +1186,7 @@ def test_a_run_from_scratch_and_its_frozen_parts(noise, tmp_path):
     assert not info.licence and not info.pretrained and info.config["text_tokens"] == 450
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_window_that_overflows_is_skipped_and_training_recovers(
     places, tmp_path, monkeypatch, precision
@@ -1682,6 +1683,7 @@ def test_the_results_have_a_line_for_each_language(places, json_lines, tmp_path,
     assert all(line.startswith("  ") and ": text " in line for line in lines[: len(names)])
 
 
+@pytest.mark.slow
 def test_adapters_beside_a_released_gpt(places, tmp_path):
     def read(folder: Path) -> dict:
         return formats.read_model(folder)[0]["gpt"]
@@ -1856,9 +1858,10 @@ def test_a_new_model_is_fitted_to_random_utterances_of_a_manifest(noise):
     for flags, expected in ((both(noise), 5), ([], None)):
         args = runs.parse(recipe, "--from_scratch", "--seed", 5, *flags)
         recipe.resolve(args)
-        assert recipe.draw_seed(args, splits.resolve(args)) == expected
+        assert recipe.draw_seed(args) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "terminated"])
 def test_stopped_in_every_stage_and_resumed_it_ends_with_the_same_bits(
     scratch, noise, tmp_path, number
@@ -2336,7 +2339,7 @@ def test_a_model_that_says_nothing(places, with_vocoder, capsys):
     if not with_vocoder:
         frozen.vocoder = None
     voice = [torch.randn(SAMPLE_RATE) * 0.1]
-    synthesiser = recipe.synthesiser_of(info, model, frozen, texts.Texts(info))
+    synthesiser = start.synthesiser_of(info, model, frozen, texts.Texts(info))
     voice = speaking.voice_of(synthesiser, voice)
     [waveform] = speaking.speak(synthesiser, ["hello. no"], voice, Sampling())
     assert waveform.ndim == 1 and bool(waveform.isfinite().all())
@@ -2373,5 +2376,6 @@ def test_sentences_of_a_batch_that_end_at_different_times_are_as_alone():
         )
 
 
+@pytest.mark.slow
 def test_a_level_of_offloading_changes_no_bit(places, tmp_path):
     check_levels(recipe, tmp_path, *tuning(places, "--speak_held_out", "0"))
