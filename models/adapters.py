@@ -166,8 +166,8 @@ def new(
     base: dict[str, torch.Tensor] | None,
     frozen: set[str],
 ) -> tuple[lora.Adapters, dict[str, torch.Tensor]]:
-    """What --lora asks for beside layers that are not `frozen`, or the adapters of peft's that
-    --init_from names, with their values. Raises `UsageError`."""
+    """The adapters that --lora asks for beside layers that are not `frozen`, or the adapters of
+    peft's that --init_from names, with their values. Raises `UsageError`."""
     found = {}
     layers = family.layers(info, origin.adapters.targets)
     if origin.adapter:
@@ -191,7 +191,7 @@ def check_base(origin: released.Origin, adapters: lora.Adapters, found: str, pat
 
 
 def usual(family: released.Family, info: Any, rank: int) -> lora.Adapters:
-    """What --lora adds to such a model; the weights that it goes with are not known."""
+    """The adapters that --lora adds to such a model; the weights that it goes with are not known."""
     settings = lora.Settings(rank, 2.0 * rank, TARGETS[0])
     return lora.Adapters(settings, family.layers(info, settings.targets), "", "")
 

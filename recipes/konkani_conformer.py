@@ -826,7 +826,7 @@ def vocabulary(
 
 
 def make_task(run: Run, info: ModelInfo, run_info: splits.RunInfo, tokenizer) -> Task:
-    """What the loop has to know of this recipe."""
+    """The task, all that the loop knows of this recipe."""
     return Task(
         RECIPE,
         compute_loss,

@@ -527,7 +527,7 @@ def make_task(
     first_fit: Callable[[GPT, Utterances], None],
     evaluation: dict[str, EvalBatches],
 ) -> Task:
-    """What the loop has to know of this recipe. `first_fit`: what a new model takes from the
+    """The task, all that the loop knows of this recipe. `first_fit`: what a new model takes from the
     training data."""
     watched = watching.watched(evaluation, args.stop_when_watched_rises)
     languages: set[str] = set()

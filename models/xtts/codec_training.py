@@ -197,7 +197,7 @@ def flags(stage: str) -> dict:
 
 
 def for_task(stage: str, config: dict, updates: int, fit: Callable[[Coder, Crops], None]) -> dict:
-    """What the loop's `Task` has to know of one of the two runs, by the names of its fields."""
+    """The fields of the loop's `Task` of one of the two runs, by the names of its fields."""
     return {
         "compute_loss": compute_loss,
         "loss_weights": LOSS_WEIGHTS,

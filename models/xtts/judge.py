@@ -37,7 +37,7 @@ EXCLUDES = (
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What is spoken of the held-out sentences: the first `count`, as many as usual if it is None. The
+    """The held-out sentences that are spoken: the first `count`, as many as usual if it is None. The
     recogniser at `judge` (or None) transcribes them on `device`."""
 
     count: int | None
@@ -70,7 +70,8 @@ def add_arguments(parser) -> None:
 
 
 def resolve(args, exports_only: bool) -> HeldOut:
-    """What these flags ask for. `exports_only`: this is --export alone. Raises `UsageError`."""
+    """The held-out sentences that these flags ask for. `exports_only`: this is --export alone. Raises
+    `UsageError`."""
     count = args.speak_held_out
     if (args.judge or count) and exports_only:
         flag = "--judge" if args.judge else "--speak_held_out"

@@ -1,5 +1,5 @@
-"""What XTTS adds to `models.released`: flags, the record of a model, the model that a training begins
-with, its frozen parts, exports."""
+"""XTTS's part of where a model starts: flags, the record of a model, the model that a training
+begins with, its frozen parts, exports."""
 
 import argparse
 import contextlib
@@ -119,7 +119,7 @@ NEEDS = (
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a checkpoint says about its GPT."""
+    """The record of a GPT that is saved with its weights."""
 
     stage: Annotated[str, {"gpt"}, OF_DVAE]
     config: dict  # see `formats.CONFIG`
@@ -140,7 +140,7 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class Training:
-    """What of the GPT is trained, and how."""
+    """How the GPT is trained, and which parts of it."""
 
     freeze_layers: int
     dropout: float
@@ -401,8 +401,8 @@ def known_info(asked: Options) -> tuple[ModelInfo | None, RunInfo | None]:
 def reader_of(
     asked: Options, info: ModelInfo | None, is_new: bool, corpora: dict[str, Corpus]
 ) -> tuple[texts.Texts | texts.FrontEnd, dict]:
-    """What reads texts as the model `info` does, or will do if it `is_new`, or as any model if it is
-    not known; and the model's configuration. It reads the texts of the `corpora`."""
+    """The front end that reads texts as the model `info` does, or will do if it `is_new`, or as any
+    model if it is not known; and the model's configuration. It reads the texts of the `corpora`."""
     if info is None:
         reader = texts.FrontEnd(
             asked.language, asked.text, asked.language not in cleaners.LANGUAGES
@@ -515,7 +515,7 @@ def check_initial(initial: Saved, info: ModelInfo) -> None:
 
 
 def vocabulary(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
-    """What the rows of the text embedding and head mean, here and in the weights of --init_from."""
+    """The meaning of the rows of text embedding and head, here and in the weights of --init_from."""
     if initial is None:
         return None
     before = records.read(ModelInfo, initial.model_info, initial.path)
@@ -537,7 +537,7 @@ def new_rows(info: ModelInfo, initial: Saved | None) -> NewRows | None:
 
 
 def for_task(asked: Options, info: ModelInfo, initial: Saved | None) -> dict:
-    """What the loop's `Task` has to know of an XTTS, by the names of its fields. `initial`: the
+    """The fields of the loop's `Task` that every XTTS has, by the names of its fields. `initial`: the
     weights of --init_from."""
     return {
         "learning_rate": FINE_TUNING_RATE if info.pretrained else SCRATCH_RATE,
