@@ -24,6 +24,7 @@ from models.whisper.model import LAYERS, Whisper
 from models.xtts import codec
 from models.xtts import formats as xtts
 from models.xtts import frozen as xtts_frozen
+from models.xtts.model import CHECKPOINTED as XTTS_LAYERS
 from recipes import konkani_conformer, parakeet_tdt, whisper_morse, whisper_vietnamese, xtts_amharic
 from speech.signal.audio import SAMPLE_RATE
 from tests import small
@@ -172,9 +173,7 @@ def xtts_case() -> Case:
     made, loss = recipe.collate(torch_items), functools.partial(recipe.compute_loss, frozen=frozen)
     # The DVAE's decoder stays on the host, as in a training.
     parts = frozen.dvae_mel, frozen.conditioning_mel, frozen.dvae.encoder, frozen.dvae.codebook
-    return Case(
-        recipe.GPT(config, 0.1), made, loss, recipe.LOSS_WEIGHTS, recipe.CHECKPOINTED, parts
-    )
+    return Case(recipe.GPT(config, 0.1), made, loss, recipe.LOSS_WEIGHTS, XTTS_LAYERS, parts)
 
 
 CASES = {
