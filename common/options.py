@@ -37,6 +37,11 @@ OTHER_NAMES = {
     "--num_gpus": "GPUS=2 in front of a run_*.sh script trains on two GPUs",
     "--deepspeed": "here --use_cpu_offload or, on several GPUs, --sharded saves the memory",
     "--report_to": "metrics are in OUTPUT_DIR/logs/metrics.jsonl and training.png",
+    "--tensorboard": "metrics are in OUTPUT_DIR/logs/metrics.jsonl and training.png",
+    "--no_tensorboard": "no TensorBoard events are written",
+    "--checkpoint_dir": "checkpoints are in OUTPUT_DIR/checkpoints (--output_dir)",
+    "--log_dir": "logs are in OUTPUT_DIR/logs (--output_dir)",
+    "--average_checkpoints": "the weights of the best evaluation are kept, and no average",
     "--config": "there are no configuration files; every setting is a flag",
     "--print": "it belongs to the run_*.sh script",
 }

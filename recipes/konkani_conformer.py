@@ -126,6 +126,7 @@ def add_arguments(parser) -> None:
     add("--vocab_file", type=options.path, metavar="FILE", help="characters in JSON (char2idx)")
     add("--export", type=options.path, metavar="DIR", help="CTC model for sherpa-onnx and onnx-asr")
     options.add_arguments(parser)
+    parser.hints["--features"] = "every model has the features that other programs compute"
     parser.usual("d_model", "encoder_layers", "decoding", "export")
 
 
