@@ -57,6 +57,44 @@ def verify(args, model: torch.nn.Module, needs=None) -> int:
     return preflight.verify(args, model, needs)
 
 
+def step(model: torch.nn.Module, task: Task, setup: Setup, batches: list[dict]) -> None:
+    """The step that is planned: forward and backward of micro-batches."""
+    outcome = run_global_batch(
+        model, batches, batches[0]["counts"], task.compute_loss, task.loss_weights, setup
+    )
+    if outcome.failed:
+        raise dry_run.CannotPlan(outcome.reason)
+
+
+def planned_evaluation(
+    model: torch.nn.Module, task: Task, setup: Setup, eval_batches: EvalBatches
+) -> dry_run.Evaluation:
+    """The evaluation that is planned, of all sets together. Of a long search only the last steps
+    are made."""
+    datasets = [eval_batches.dataset]
+    if task.further:
+        datasets += [each.dataset for each in task.further.sets.values()]
+    evaluated = join_sets(datasets)
+    short_task = replace(task, evaluate=task.plans.last_steps or task.evaluate)
+
+    def evaluate_planned(batches: list[dict], level: str) -> None:
+        on_device = replace(setup, keeps_copies=not level)
+        with contextlib.redirect_stdout(io.StringIO()):  # the texts are not the model's
+            evaluate(on_device, model, short_task, batches)
+
+    longest = dry_run.longest_items(evaluated, 1, DataError)
+    return dry_run.Evaluation(evaluate_planned, longest, len(evaluated.data), evaluated.collate)
+
+
+def attach(args, model: torch.nn.Module, task: Task, setup: Setup) -> str:
+    """Adds the usual adapters to a model without any, and returns the flag that does."""
+    from common.parts import lora
+
+    lora.attach(model, task.plans.adapters(lora.USUAL_RANK), args.seed)
+    lora.lower(model, setup.dtype)
+    return f"--lora {lora.USUAL_RANK}"
+
+
 def plan(
     args,
     run: Run,
@@ -78,36 +116,12 @@ def plan(
         lower(model, setup.dtype)
     length = run_length.choose(args, global_batches, task.fine_tunes)
     epochs = math.ceil(length.total / global_batches.per_epoch)
-
-    def step(batches: list[dict]) -> None:
-        outcome = run_global_batch(
-            model, batches, batches[0]["counts"], task.compute_loss, task.loss_weights, setup
-        )
-        if outcome.failed:
-            raise dry_run.CannotPlan(outcome.reason)
-
-    def evaluate_planned(batches: list[dict], level: str) -> None:
-        on_device = replace(setup, keeps_copies=not level)
-        with contextlib.redirect_stdout(io.StringIO()):  # the texts are not the model's
-            evaluate(on_device, model, short_task, batches)
-
-    def adapt() -> str:
-        from common.parts import lora
-
-        lora.attach(model, task.plans.adapters(lora.USUAL_RANK), args.seed)
-        lower(model, setup.dtype)
-        return f"--lora {lora.USUAL_RANK}"
-
-    datasets = [eval_batches.dataset]
-    if task.further:
-        datasets += [each.dataset for each in task.further.sets.values()]
-    evaluated = join_sets(datasets)
-    short_task = replace(task, evaluate=task.plans.last_steps or task.evaluate)
     checkpoint_layers = functools.partial(memory.checkpoint_layers, model, task.checkpointed)
     freeze = functools.partial(task.plans.freeze, model) if task.plans.freeze else None
+    adapt = functools.partial(attach, args, model, task, setup)
     planned = dry_run.PlannedRun(
         model=model,
-        step=step,
+        step=functools.partial(step, model, task, setup),
         items=dry_run.longest_items(global_batches.dataset, epochs, DataError),
         count=math.ceil(len(global_batches.dataset.data) / ranks),
         states=functools.partial(optim.state_bytes, model),
@@ -116,12 +130,7 @@ def plan(
         freeze=freeze,
         collate=global_batches.dataset.collate,
         parts=(task.compute_loss, task.evaluate),
-        evaluation=dry_run.Evaluation(
-            evaluate_planned,
-            dry_run.longest_items(evaluated, 1, DataError),
-            len(evaluated.data),
-            evaluated.collate,
-        ),
+        evaluation=planned_evaluation(model, task, setup, eval_batches),
         castable=functools.partial(offload.castable, model, task.checkpointed),
         halves=setup.dtype,
         compares=task.plans.compares,
