@@ -60,8 +60,12 @@ def main(asked: dict, folder: Path, output: Path, threads: int) -> None:
     torch.set_num_threads(threads)
     if "kill_after" in asked:
         kill_after(asked["kill_after"])
-    if "trial" in asked:
-        trial.run(asked["recipe"], asked["words"], trial.Wanted(**asked["trial"]))
-        return
-    sys.argv = asked["run"]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        if "trial" in asked:
+            trial.run(asked["recipe"], asked["words"], trial.Wanted(**asked["trial"]))
+            return
+        sys.argv = asked["run"]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    finally:  # a forked process waits for its data workers, which ignore SIGTERM
+        for worker in multiprocessing.active_children():
+            worker.kill()
