@@ -379,7 +379,7 @@ def test_speech_and_an_export(page, whisper):
     is exported for other programs."""
     tab(page, "Train")
     choose(page, "Recipe", "xtts_amharic")
-    shown(page.get_by_role("button", name=re.compile("^XTTS"))).wait_for()  # its own form
+    shown(page.get_by_role("button", name=re.compile("^The GPT"))).wait_for()  # its own form
     press(page, MORE)
     shown(page.get_by_role("combobox", name="--use_amharic_g2p")).wait_for()
     fill(page, "--max_steps", "2")
