@@ -103,4 +103,5 @@ def test_a_machine_is_lost_and_comes_back(flags, reference, way, tmp_path):
     ours, others = [
         torch.cat([w.flatten() for w in each.model.values()]) for each in (last, reference)
     ]
-    assert small.relative(ours, others) < 1e-4
+    # In fp32: gradients are added in another order, in 40 updates.
+    assert small.relative(ours, others) < 5e-4
