@@ -6,10 +6,10 @@ A batch is a dictionary, which a recipe's `collate` makes of the items of B utte
     key              value                                          needed by
     "names"          list of B names of files or utterances         the loop, for messages
     "seconds"        list of B lengths, seconds                     the loop, for out of memory;
-                                                                    speech.decoding.recogniser.decode_set
+                                                                    recogniser.decode_set
     "counts"         {term: number of targets in the batch}         the loop, which divides by them
-    "texts"          list of B references, of any type              speech.decoding.recogniser.decode_set
-    "indices"        list of B positions in the data set            speech.decoding.recogniser.decode_set
+    "texts"          list of B references, of any type              recogniser.decode_set
+    "indices"        list of B positions in the data set            recogniser.decode_set
     "<key>_lengths"  tensor (B,), lengths of the padded tensor      splitting, which trims; models,
                      batch[<key>]                                   also on the host, where it is
                                                                     "<key>_lengths_host"

@@ -35,8 +35,8 @@ def parameter_groups(
     model: torch.nn.Module, weight_decay: float, settings: Settings = Settings()
 ) -> list[dict]:
     """Two groups: matrices and filters have weight decay; norms, biases and scalars (at most one
-    dimension) have none, nor have embeddings without `settings.decay_embeddings`. Frozen parameters are in
-    neither. Raises `UsageError` if all are."""
+    dimension) have none, nor have embeddings without `settings.decay_embeddings`. Frozen
+    parameters are in neither. Raises `UsageError` if all are."""
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise UsageError(

@@ -84,7 +84,8 @@ EXCLUDES = (
     *((flag, COMMAND, TRAINS) for flag in TRAINING),
 )  # fmt: skip
 
-# Flags of weights and records, which safetensors and torch read and write only under names in UTF-8.
+# Flags of weights and records, which safetensors and torch read and write only under names in
+# UTF-8.
 IN_UTF8 = (
     "resume init_from model_dir model_file custom_model adapter compare_to judge tokenizer export"
     " export_adapter"

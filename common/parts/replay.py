@@ -38,8 +38,8 @@ def count_global_batches(new: int, size: int, share: float, first: int, last: in
 
 def batch_sizes(new: int, size: int, share: float, begin: int) -> np.ndarray:
     """(K, 2) new and old utterances of each global batch of `size`, from position `begin` until
-    `new` more new ones are used. Only the last one can be smaller. However many global batches are taken together, their old utterances
-    are the `share` of all, rounded."""
+    `new` more new ones are used. Only the last one can be smaller. However many global batches are
+    taken together, their old utterances are the `share` of all, rounded."""
     end = whole(begin - int(old_among(begin, share)) + new, share)
     ends = np.minimum(np.arange(begin, end + size, size), end) if new else np.array([begin])
     olds = np.diff(old_among(ends, share))
