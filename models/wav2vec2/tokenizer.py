@@ -33,9 +33,8 @@ def _is_piece(piece) -> bool:
 
 
 def _are_pieces(pieces) -> bool:
-    return (
-        0 < len(pieces) <= MOST and len(set(pieces)) == len(pieces) and all(map(_is_piece, pieces))
-    )
+    is_list = isinstance(pieces, list) and 0 < len(pieces) <= MOST
+    return is_list and len(set(pieces)) == len(pieces) and all(map(_is_piece, pieces))
 
 
 _ID = range(MOST)
