@@ -1,7 +1,8 @@
-"""wav2vec 2.0's weights on disk: Hugging Face folders (also of MMS and HuBERT) and omniASR's
-fairseq2 files."""
+"""wav2vec 2.0's weights on disk: Hugging Face folders (also of MMS and HuBERT), which are also
+written, and omniASR's fairseq2 files."""
 
 import contextlib
+import json
 import os
 import re
 import warnings
@@ -10,7 +11,7 @@ from pathlib import Path
 import torch
 
 from common import checkpoint, files
-from common.errors import UsageError, first_line
+from common.errors import UsageError
 from models import model_files
 from models.wav2vec2.model import Wav2Vec2
 from models.wav2vec2.settings import (
@@ -28,8 +29,8 @@ from models.wav2vec2.settings import (
     WEIGHT_NORM,
     check_config,
 )
+from models.wav2vec2.tokenizer import SPACE, UNKNOWN, Wav2Vec2Tokenizer, make_tokenizer
 from speech.signal.audio import SAMPLE_RATE
-from speech.writing.text import SentencePieceTokenizer
 
 HEAD = "lm_head.weight"
 MASK = "masked_spec_embed"
@@ -111,7 +112,7 @@ def _read_folder(folder: Path, language: str | None) -> tuple[dict[str, torch.Te
     if HEAD in weights:
         config["vocabulary"] = _rows(weights, HEAD)
         state = _characters(folder, told, config["vocabulary"])
-        config["blank"] = state["blank"]
+        config["blank"] = _checked(state, config["vocabulary"], folder / "vocab.json").blank
     elif "ForCTC" in str(content.get("architectures")):
         raise UsageError(f"{folder} lacks {HEAD!r}: it is not a complete wav2vec 2.0 model")
     licence = licence_of(folder, content)
@@ -277,9 +278,17 @@ def _told_tokens(folder: Path) -> dict:
     return told
 
 
-def _sentencepiece(place: Path, size: int, named: str | Path | None) -> dict:
-    """The state of a fairseq2 file's tokenizer, for a head with `size` rows. `place`: the folder in
-    which it is looked for if it is not `named`."""
+def _checked(state: dict, size: int, file: Path) -> Wav2Vec2Tokenizer:
+    """The tokenizer of a state from `file`, for a head with `size` rows. Raises `UsageError`."""
+    try:
+        return make_tokenizer(state, size)
+    except UsageError as error:
+        raise UsageError(f"{file}: {error}") from None
+
+
+def _sentencepiece_file(place: Path, size: int, named: str | Path | None) -> Path:
+    """The SentencePiece file for a head with `size` rows. `place`: the folder in which it is looked
+    for if it is not `named`."""
     usual = TOKENIZERS.get(size)
     if not named and not usual:
         raise UsageError(
@@ -296,17 +305,7 @@ def _sentencepiece(place: Path, size: int, named: str | Path | None) -> dict:
     model_files.refuse_pointer(file)
     if file.stat().st_size > TOKENIZER_BYTES:
         raise UsageError(f"{file} is too large for a SentencePiece model")
-    raw = file.read_bytes()
-    try:
-        has = SentencePieceTokenizer(raw).size
-    except (RuntimeError, ValueError) as error:
-        raise UsageError(f"{file} is not a SentencePiece model ({first_line(error)})") from None
-    if has != size:
-        raise UsageError(
-            f"{file} has {has} pieces, but the weights' head has {size} rows: it belongs to another"
-            " model"
-        )
-    return {"kind": "sentencepiece", "model": raw.hex()}
+    return file
 
 
 # --- fairseq2's files -----------------------------------------------------------------------------
@@ -328,13 +327,15 @@ def _read_fairseq2(
     names = list(content)
     if any(name.startswith(SELF_SUPERVISED) for name in names):
         names = [name for name in names if not name.startswith((*SELF_SUPERVISED, THEIRS))]
-    weights = model_files.floats({_renamed(name): content[name] for name in names}, file)
+    weights = model_files.floats({from_fairseq2(name): content[name] for name in names}, file)
     config = _omni_config(weights, file)
     state = {}
     if HEAD in weights:
         config["vocabulary"] = _rows(weights, HEAD)
         place = path if os.path.isdir(path) else path.parent
-        state = _sentencepiece(place, config["vocabulary"], tokenizer)
+        pieces = _sentencepiece_file(place, config["vocabulary"], tokenizer)
+        state = {"kind": "sentencepiece", "model": pieces.read_bytes().hex()}
+        config["blank"] = _checked(state, config["vocabulary"], pieces).blank
     elif tokenizer:
         raise UsageError(f"--tokenizer {tokenizer}: {file} has no head; leave it out")
     return weights, config, {"tokenizer": state, "language": "", "licence": "apache-2.0"}
@@ -357,7 +358,8 @@ def _fairseq2_file(path: Path) -> Path:
     return found[0]
 
 
-def _renamed(name: str) -> str:
+def from_fairseq2(name: str) -> str:
+    """The name that a tensor of fairseq2's has in the network here."""
     for theirs, ours in NAMES.items():
         if name.startswith(theirs) or (theirs.startswith(".") and theirs in name):
             return name.replace(theirs, ours, 1)
@@ -402,3 +404,120 @@ def _metadata(folder: Path) -> str:
         if len(parts) > 2 and not parts[0]:
             return parts[1]
     return ""
+
+
+# --- exporting ------------------------------------------------------------------------------------
+
+
+def export(
+    folder: str | Path,
+    weights: dict[str, torch.Tensor],
+    config: dict,
+    tokenizer: dict,
+    card: str = "",
+) -> list[str]:
+    """Writes a folder that `transformers` can load, in fp32, and returns the file names. Replaces
+    an empty folder or an earlier export that nobody has changed, and refuses any other. Raises
+    `UsageError` and `RunError`.
+
+    `weights`: by the names of the network here. `tokenizer`: its state. `card`: the text of
+    README.md."""
+    folder = Path(folder)
+    checked = "the model to be exported"
+    check_config(config, checked)
+    if not config["vocabulary"]:
+        raise UsageError(f"{checked} has no head yet: train it first")
+    model_files.check_shapes(weights, expected_shapes(config), checked, "wav2vec 2.0")
+    written = make_tokenizer(tokenizer, config["vocabulary"])
+    tensors = {}
+    for name, tensor in weights.items():
+        tensors[name] = tensor.detach().to("cpu", torch.float32).contiguous()
+    checkpoint.check_tensors(tensors, checked)
+    model_files.require_export(folder)
+    return model_files.write_export(folder, _hf_export(tensors, config, written), card)
+
+
+def _hf_export(tensors: dict[str, torch.Tensor], config: dict, tokenizer: Wav2Vec2Tokenizer):
+    """The function that writes Hugging Face's files in a folder."""
+    is_hubert = not config["feat_proj_layer_norm"]  # which wav2vec 2.0 cannot lack
+    prefix = "hubert." if is_hubert else "wav2vec2."
+    names = {}
+    for name in tensors:
+        names[name] = name if name.startswith("lm_head.") else prefix + name
+        for theirs, ours in WEIGHT_NORM.items():
+            names[name] = names[name].replace(ours, theirs)
+    renamed = {names[name]: tensor for name, tensor in tensors.items()}
+    texts = {
+        "config.json": _description(config, is_hubert),
+        "preprocessor_config.json": _waveform_settings(config),
+        **_tokenizer_files(tokenizer),
+    }
+
+    def fill(folder: Path) -> None:
+        for name, content in texts.items():
+            text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
+            (folder / name).write_text(text, encoding="utf-8")
+        model_files.save_tensors(renamed, folder)
+
+    return fill
+
+
+def _description(config: dict, is_hubert: bool) -> dict:
+    """config.json"""
+    described = {
+        "architectures": ["HubertForCTC" if is_hubert else "Wav2Vec2ForCTC"],
+        "model_type": "hubert" if is_hubert else "wav2vec2",
+        "exported_by": model_files.EXPORTED,
+        "dtype": "float32",
+        **{key: config[key] for key in BASE},
+        **FIXED,
+        "vocab_size": config["vocabulary"],
+        "pad_token_id": config["blank"],
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "ctc_loss_reduction": "mean",
+        "ctc_zero_infinity": True,
+    }
+    return {**described, "feat_proj_layer_norm": False} if is_hubert else described
+
+
+def _waveform_settings(config: dict) -> dict:
+    """preprocessor_config.json"""
+    return {
+        "feature_extractor_type": "Wav2Vec2FeatureExtractor",
+        "processor_class": "Wav2Vec2Processor",
+        "feature_size": 1,
+        "sampling_rate": SAMPLE_RATE,
+        "padding_side": "right",
+        "padding_value": 0.0,
+        "do_normalize": config["do_normalize"],
+        # Models with group norm have learned with padding that they take for silence.
+        "return_attention_mask": config["feat_extract_norm"] == "layer",
+    }
+
+
+def _tokenizer_files(tokenizer: Wav2Vec2Tokenizer) -> dict[str, dict]:
+    """vocab.json, tokenizer_config.json and special_tokens_map.json. transformers prints the
+    unknown token as it is named, so it has the name that is printed here."""
+    pieces = list(tokenizer.pieces)
+    delimiter = SPACE if "|" in pieces else "|"
+    pieces = [delimiter if piece == SPACE else piece for piece in pieces]
+    special = {"pad_token": pieces[tokenizer.blank], "unk_token": None}
+    if tokenizer.unknown is not None:
+        pieces[tokenizer.unknown] = UNKNOWN
+        special["unk_token"] = UNKNOWN
+    special |= {"bos_token": None, "eos_token": None}  # they would be further pieces
+    settings = {
+        "tokenizer_class": "Wav2Vec2CTCTokenizer",
+        "processor_class": "Wav2Vec2Processor",
+        **special,
+        "word_delimiter_token": delimiter,
+        "replace_word_delimiter_char": " ",
+        "do_lower_case": tokenizer.is_lower,
+        "clean_up_tokenization_spaces": False,
+    }
+    return {
+        "vocab.json": {piece: number for number, piece in enumerate(pieces)},
+        "tokenizer_config.json": settings,
+        "special_tokens_map.json": {key: token for key, token in special.items() if token},
+    }

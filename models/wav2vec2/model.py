@@ -37,7 +37,9 @@ def frame_samples(config: dict) -> int:
 def shortest(config: dict) -> int:
     """The samples that the first frame sees: 400 in all released models."""
     samples = 1
-    for kernel, stride in zip(config["conv_kernel"][::-1], config["conv_stride"][::-1], strict=True):
+    for kernel, stride in zip(
+        config["conv_kernel"][::-1], config["conv_stride"][::-1], strict=True
+    ):
         samples = (samples - 1) * stride + kernel
     return samples
 
@@ -83,9 +85,7 @@ class ConvLayer(nn.Module):
         elif number == 0:
             self.layer_norm = ChannelNorm(width, width)
 
-    def forward(
-        self, x: torch.Tensor, lengths: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`lengths` (B,): of the input. The result has its own."""
         x = self.conv(x)
         kind = x.dtype
