@@ -35,10 +35,14 @@ from speech.signal.audio import SAMPLE_RATE
 HEAD = "lm_head.weight"
 MASK = "masked_spec_embed"
 ADAPTER = ".adapter_layer."  # in the names of MMS's adapters
+# transformers 5 takes this for the space, whatever tokenizer_config.json says. A letter that is the
+# same is exported as one that looks like it.
+DELIMITER = "|"
+LIKE_IT = "\uff5c\u2223\u23d0"
 TOKENS = {  # what a tokenizer_config.json means that lacks a key
     "pad_token": "<pad>",  # the blank
     "unk_token": "<unk>",
-    "word_delimiter_token": "|",
+    "word_delimiter_token": DELIMITER,
     "do_lower_case": False,
 }
 MOST_SHOWN = 20  # languages in a message
@@ -500,8 +504,11 @@ def _tokenizer_files(tokenizer: Wav2Vec2Tokenizer) -> dict[str, dict]:
     """vocab.json, tokenizer_config.json and special_tokens_map.json. transformers prints the
     unknown token as it is named, so it has the name that is printed here."""
     pieces = list(tokenizer.pieces)
-    delimiter = SPACE if "|" in pieces else "|"
-    pieces = [delimiter if piece == SPACE else piece for piece in pieces]
+    if DELIMITER in pieces:
+        letter = next(each for each in LIKE_IT if each not in pieces)
+        pieces[pieces.index(DELIMITER)] = letter
+        print(f"the letter | is {letter} in the export: for transformers, | is the space")
+    pieces = [DELIMITER if piece == SPACE else piece for piece in pieces]
     special = {"pad_token": pieces[tokenizer.blank], "unk_token": None}
     if tokenizer.unknown is not None:
         pieces[tokenizer.unknown] = UNKNOWN
@@ -511,7 +518,7 @@ def _tokenizer_files(tokenizer: Wav2Vec2Tokenizer) -> dict[str, dict]:
         "tokenizer_class": "Wav2Vec2CTCTokenizer",
         "processor_class": "Wav2Vec2Processor",
         **special,
-        "word_delimiter_token": delimiter,
+        "word_delimiter_token": DELIMITER,
         "replace_word_delimiter_char": " ",
         "do_lower_case": tokenizer.is_lower,
         "clean_up_tokenization_spaces": False,

@@ -468,9 +468,8 @@ def test_transformers_reads_an_export_and_writes_the_same_text(changes, state, t
     again, config_again, extras = formats.read_model(tmp_path / "a")
     assert config_again == config and all(torch.equal(again[n], weights[n]) for n in weights)
     read = make_tokenizer(extras["tokenizer"], tokenizer.size)
-    assert [read.decode([n]) for n in range(read.size)] == [
-        tokenizer.decode([n]) for n in range(read.size)
-    ]
+    letters = [tokenizer.decode([n]).replace("|", "\uff5c") for n in range(read.size)]
+    assert [read.decode([n]) for n in range(read.size)] == letters
 
     model = AutoModelForCTC.from_pretrained(tmp_path / "a").eval()
     assert_equal(weights, {**config, "do_normalize": False}, model)
@@ -482,7 +481,7 @@ def test_transformers_reads_an_export_and_writes_the_same_text(changes, state, t
     np.testing.assert_allclose(inputs.input_values[0], normal, atol=1e-5)
     with torch.no_grad():
         best = model(**inputs).logits[0].argmax(-1).unique_consecutive().tolist()
-    ours = tokenizer.decode(number for number in best if number != tokenizer.blank)
+    ours = tokenizer.decode(best).replace("|", "\uff5c")  # which is the space there
     # transformers keeps several spaces in a row.
     said = transformers.pipeline("automatic-speech-recognition", str(tmp_path / "a"))(waveform)
     assert " ".join(said["text"].split()) == ours and len(set(ours)) > 2
