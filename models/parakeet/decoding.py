@@ -7,7 +7,8 @@ import torch
 
 from models.parakeet.model import Parakeet
 from models.parakeet.tokenizer import ParakeetTokenizer
-from speech.decoding.timed import Token, greedy_ctc, transcript
+from speech.decoding import timed
+from speech.decoding.timed import Token, greedy_ctc
 from speech.signal.audio import SAMPLE_RATE
 from speech.signal.nemo_features import HOP
 
@@ -123,11 +124,7 @@ def frame_samples(config: dict) -> int:
 
 
 def transcripts(model: Parakeet, tokenizer: ParakeetTokenizer, batch: dict) -> list[dict]:
-    """The `transcript` of every utterance of a batch, with its "tokens" and number of "frames"."""
+    """The `timed.transcripts` of a batch."""
     encoded, frames = model.encode(batch)
-    frame_seconds = frame_samples(model.config) / SAMPLE_RATE
-    results = []
-    for tokens, count in zip(decode(model, encoded, frames), frames, strict=True):
-        timed = transcript(tokens, tokenizer, frame_seconds, count)
-        results.append({**timed, "tokens": tokens, "frames": count})
-    return results
+    seconds = frame_samples(model.config) / SAMPLE_RATE
+    return timed.transcripts(decode(model, encoded, frames), frames, tokenizer, seconds)

@@ -58,6 +58,18 @@ def text_of(tokens: list[Token], tokenizer) -> str:
     return " ".join(tokenizer.decode([token.piece for token in tokens]).split())
 
 
+def transcripts(
+    hypotheses: list[list[Token]], frames: list[int], tokenizer, frame_seconds: float
+) -> list[dict]:
+    """The `transcript` of every utterance of a batch, with its "tokens" and number of "frames",
+    which `windows.join` needs."""
+    results = []
+    for tokens, count in zip(hypotheses, frames, strict=True):
+        timed = transcript(tokens, tokenizer, frame_seconds, count)
+        results.append({**timed, "tokens": tokens, "frames": count})
+    return results
+
+
 def transcript(tokens: list[Token], tokenizer, frame_seconds: float, frames: int) -> dict:
     """The text of an utterance of `frames` encoder frames, and its `words` and `segments` as lists
     of {"start", "end", "text"} in seconds. In CTC words also have a "confidence", the geometric
