@@ -1,8 +1,8 @@
-"""The vocabulary of a wav2vec2 model: further characters, or a small one made from texts; and the
-rows that the pieces have in the head.
+"""The vocabulary of a wav2vec2 model: the released one, with further characters, or a small one made
+from texts; and the rows that the pieces have in the head.
 
 `info` stands for a `ModelInfo` of start.py. The functions return new ones; those that they are
-given stay as they are."""
+given stay as they are. New rows are drawn with torch's generator."""
 
 import dataclasses
 import unicodedata
@@ -16,10 +16,13 @@ from models.wav2vec2.tokenizer import MOST, SPACE, Wav2Vec2Tokenizer, with_added
 from speech.writing import unknown
 
 ROWS = ("lm_head.weight", "lm_head.bias")  # the tensors with a row for each piece
-BLANK = "<pad>"
+BLANK = "<blank>"  # in `row_names`, also of omniASR, whose <pad> is another piece
 UNKNOWN = "<unk>"
+PAD = "<pad>"  # the blank of a vocab.json
 DELIMITER = "|"  # the space in a vocab.json
-# A character that is less than this share of the characters is no reason for another vocabulary.
+# A character is rare, and no reason for another vocabulary, if there are no more than so many, or
+# than this share of all characters.
+FEW = 2
 RARE = 1e-4
 NOISE = 0.1  # of new rows' deviation from where they begin, in deviations of the old rows
 BIAS = -2.0  # of new rows, added to that of where they begin: an old letter is likelier at first
@@ -37,7 +40,8 @@ def require_characters(texts: Iterable[str], tokenizer: Wav2Vec2Tokenizer) -> No
     for text in texts:
         total += len(text) - text.count(" ")
         counts.update(tokenizer.lacking(text))
-    often = Counter({each: count for each, count in counts.items() if count > RARE * total})
+    most = max(FEW, RARE * total)
+    often = Counter({each: count for each, count in counts.items() if count > most})
     if often:
         raise DataError(
             f"the vocabulary lacks characters of the training texts: {unknown.named(often)}: add"
@@ -55,7 +59,8 @@ def extended(tokenizer: Wav2Vec2Tokenizer, texts: Iterable[str]) -> dict:
         counts.update(tokenizer.lacking(text))
     if not counts:
         raise UsageError("--vocab extended: the vocabulary has all characters; leave it out")
-    added = sorted(counts, key=lambda character: (-counts[character], character))
+    # The delimiter cannot be a letter, too.
+    added = sorted(counts.keys() - {DELIMITER}, key=lambda each: (-counts[each], each))
     return with_added(tokenizer.state(), added)
 
 
@@ -73,7 +78,7 @@ def own(texts: Iterable[str]) -> dict:
         )
     return {
         "kind": "characters",
-        "pieces": [BLANK, UNKNOWN, DELIMITER, *sorted(characters)],
+        "pieces": [PAD, UNKNOWN, DELIMITER, *sorted(characters)],
         "delimiter": DELIMITER,
         "blank": 0,
         "unknown": 1,
@@ -103,7 +108,7 @@ def with_new_vocabulary(info, weights: dict[str, torch.Tensor], state: dict):
     names = row_names(tokenizer)
     config = {**info.config, "vocabulary": tokenizer.size, "blank": tokenizer.blank}
     new = dataclasses.replace(info, config=config, tokenizer=state)
-    if ROWS[0] not in weights:
+    if not info.config["vocabulary"]:
         print(f"new vocabulary: {tokenizer.size} pieces; the model had none")
         head = first_head(tokenizer, config["hidden_size"])
         new = dataclasses.replace(new, new_pieces=list(range(tokenizer.size)))
@@ -126,16 +131,17 @@ def with_new_vocabulary(info, weights: dict[str, torch.Tensor], state: dict):
 
 def with_rows(old: torch.Tensor, rows: list[int | None], likes: list[int | None]) -> torch.Tensor:
     """The rows of `old`, weights (V, D) or biases (V,), with these numbers. Those for None are near
-    the row in `likes`, or the mean of all rows if there is none either."""
-    noise = torch.randn(len(rows), *old.shape[1:]) * NOISE * old.std(0, correction=0)
-    first = noise if old.dim() > 1 else torch.full((len(rows),), BIAS)
-    made = []
-    for row, like, change in zip(rows, likes, first.to(old), strict=True):
-        if row is None:
-            made.append((old.mean(0) if like is None else old[like]) + change)
-        else:
-            made.append(old[row])
-    return torch.stack(made)
+    the row in `likes`, or near the mean of all rows if there is none either."""
+    mean = len(old)
+    sources = []
+    for row, like in zip(rows, likes, strict=True):
+        sources.append(next((each for each in (row, like) if each is not None), mean))
+    made = torch.cat([old, old.mean(0, keepdim=True)])[sources]
+    change = torch.full_like(made, BIAS)
+    if old.dim() > 1:
+        change = torch.randn_like(made) * NOISE * old.std(0, correction=0)
+    is_new = torch.tensor([row is None for row in rows]).view(-1, *[1] * (old.dim() - 1))
+    return torch.where(is_new, made + change, made)
 
 
 def first_head(tokenizer: Wav2Vec2Tokenizer, width: int) -> tuple[torch.Tensor, torch.Tensor]:
