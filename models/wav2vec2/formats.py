@@ -20,6 +20,7 @@ from models.wav2vec2.settings import (
     HF_EPSILON,
     NAMES,
     OMNI,
+    PARTS,
     PREFIXES,
     PRETRAINING,
     PUBLISHED,
@@ -331,6 +332,12 @@ def _read_fairseq2(
     names = list(content)
     if any(name.startswith(SELF_SUPERVISED) for name in names):
         names = [name for name in names if not name.startswith((*SELF_SUPERVISED, THEIRS))]
+    others = [name for name in names if not name.startswith(PARTS)]
+    if others:
+        raise UsageError(
+            f"{file} has {others[0][:60]!r}, which is no part of a CTC or self-supervised model: other"
+            " models of omniASR (LLM) are not for this recipe"
+        )
     weights = model_files.floats({from_fairseq2(name): content[name] for name in names}, file)
     config = _omni_config(weights, file)
     state = {}

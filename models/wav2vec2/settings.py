@@ -142,8 +142,9 @@ WEIGHT_NORM = {
 PRETRAINING = ("quantizer.", "project_q.", "project_hid.")  # parts that only self-training needs
 
 # --- omniASR's form -------------------------------------------------------------------------------
-# Parts of names: fairseq2's to those of the network here.
 
+PARTS = ("encoder_frontend.", "encoder.", "final_proj.", "masker.")  # how names begin
+# Parts of names: fairseq2's to those of the network here.
 NAMES = {
     "encoder_frontend.feature_extractor.layers.": "feature_extractor.conv_layers.",
     "encoder_frontend.post_extract_layer_norm.": "feature_projection.layer_norm.",
