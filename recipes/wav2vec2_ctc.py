@@ -41,8 +41,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from common import batches, device, memory, optim, options
-from common.batches import EvalBatches, pad
+from common import device, memory, optim, options
+from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import UsageError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.parts import lora
@@ -66,7 +66,7 @@ from models.wav2vec2.tokenizer import Wav2Vec2Tokenizer
 from speech.data import demo, splits
 from speech.data.columns import Corpus
 from speech.data.splits import RunInfo
-from speech.decoding import recogniser, windows
+from speech.decoding import recogniser, timed, windows
 from speech.decoding.long import PARTS, by_length
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.signal.augment import Augmentation, read_noises
@@ -83,7 +83,9 @@ AT_ONCE = 1 << 22  # log-probabilities that the loss has at a time
 FIT_UTTERANCES = 64  # that a model from scratch is fitted to
 DEMO_SIZES = {"train": 3000, "val": 100, "test": 200}  # utterances
 DEMO_STEPS = 800
-RELEASED = RunInfo(held_out=[], longest=READS_SECONDS, demo=False)  # how a released model was trained
+RELEASED = RunInfo(
+    held_out=[], longest=READS_SECONDS, demo=False
+)  # how a released model was trained
 NEW_VOCABULARY = "add --vocab extended or --vocab own to a new run with another --output_dir"
 
 
@@ -143,9 +145,7 @@ def read_data(args, before: RunInfo | None, style: Style | None) -> dict[str, Co
 def check_texts(args, corpora: dict[str, Corpus], info: ModelInfo) -> None:
     """Prints which characters the vocabulary lacks. Raises `DataError` if they are many."""
     lacking = tokenizer_of(info).lacking
-    unknown.check_unknown(
-        corpora, lacking, args.allow_unknown, NEW_VOCABULARY, info.own_vocabulary
-    )
+    unknown.check_unknown(corpora, lacking, args.allow_unknown, NEW_VOCABULARY, info.own_vocabulary)
 
 
 def check_data(args, asked: Options) -> None:
@@ -348,7 +348,7 @@ def evaluate(
     def decode_batch(batch: dict) -> tuple[list[str], dict]:
         encoded, frames = model.encode(batch)
         hypotheses = decoding.decode(model, encoded, frames)
-        texts = [decoding.text_of(tokens, tokenizer) for tokens in hypotheses]
+        texts = [timed.text_of(tokens, tokenizer) for tokens in hypotheses]
         return texts, losses(model, batch, encoded, frames)
 
     rows, sums = recogniser.decode_set(model, decode_batch, eval_batches, LOSS_WEIGHTS)
@@ -529,12 +529,14 @@ def main(args) -> None:
             lambda info: read(info.read_style())["train"].texts,
             args.seed,
         )
+    if not args.spec_augment:
+        model.masked_spec_embed.requires_grad_(False)  # no frame becomes it
     corpora = dict(read(info.read_style()))
     check_texts(args, corpora, info)
     corpora["train"] = drop_untrainable(args, corpora["train"], info)
     sets = make_sets(args, info, corpora)
 
-    global_batches = batches.global_batches(args, sets.pop("train"), collate, run.setup, None)
+    global_batches = GlobalBatches(args, sets.pop("train"), collate, run.setup)
     run_info = about_run(args, info, corpora, before)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
     task = make_task(args, run, asked, info, run_info, model)

@@ -89,6 +89,8 @@ OMNI = {
     "3b": make_config(2048, 60),
     "7b": make_config(2048, 128),
 }
+# A model from scratch of omniASR's sizes has as many rows as its head, so that a plan without weights
+# is that of a released model.
 SIZES = {
     # Its first convolution is as long as a window of a spectrum, so that it can begin as a filter
     # bank (scratch.py). Seven short convolutions need more than the demo's data to become one.
@@ -101,8 +103,8 @@ SIZES = {
         conv_stride=[80, 2, 2],
         num_conv_pos_embeddings=64,
     ),
-    "300m": OMNI["300m"],
-    "1b": OMNI["1b"],
+    "300m": {**OMNI["300m"], "vocabulary": 10_288},
+    "1b": {**OMNI["1b"], "vocabulary": 10_288},
 }
 
 
@@ -123,6 +125,12 @@ def check_config(config: dict, path: str | Path) -> None:
         raise UsageError(f"{path}: adapter_attn_dim needs do_stable_layer_norm")
     if config["vocabulary"] and config["blank"] >= config["vocabulary"]:
         raise UsageError(f"{path}: the blank {config['blank']} is beyond the vocabulary")
+
+
+def is_same_encoder(one: dict, other: dict) -> bool:
+    """Whether two configurations are of networks that differ in their heads at most."""
+    head = ("vocabulary", "blank")
+    return all(one[key] == other[key] for key in CONFIG if key not in head)
 
 
 # --- Hugging Face's form --------------------------------------------------------------------------

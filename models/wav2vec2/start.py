@@ -15,7 +15,7 @@ from common.parts import lora
 from models import adapters, card, onnx_files, released
 from models.released import Origin
 from models.wav2vec2 import formats, onnx, settings, texts, vocabulary
-from models.wav2vec2.model import EXTRACTOR, Wav2Vec2
+from models.wav2vec2.model import Wav2Vec2
 from models.wav2vec2.tokenizer import STATE, Wav2Vec2Tokenizer, make_tokenizer
 from speech.data.splits import RunInfo
 from speech.decoding import recogniser
@@ -84,7 +84,7 @@ FORMS = released.Forms(
     fetch="hf download facebook/wav2vec2-xls-r-300m --local-dir xls-r-300m",
 )
 VOCABULARIES = ("released", "extended", "own")
-TRAINING = ("vocab", "mask_time", "mask_channels", "layer_drop", "keep_text")
+TRAINING = ("train_extractor", "vocab", "mask_time", "mask_channels", "layer_drop", "keep_text")
 # Rows for common.options: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
     *released.EXCLUDES,
@@ -100,7 +100,11 @@ NEEDS = (
     *adapters.NEEDS,
     ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
     ("export_format", ("export",), ""),
-    ("vocab", (*released.MODELS, "resume", "init_from"), "it is the vocabulary of a released model"),
+    (
+        "vocab",
+        (*released.MODELS, "resume", "init_from"),
+        "it is the vocabulary of a released model",
+    ),
     ("language", ("model_dir",), "it is one of MMS's"),
     ("tokenizer", ("model_file", "model_dir"), "it belongs to omniASR's weights"),
 )
@@ -121,6 +125,10 @@ class ModelInfo:
     language: str = ""
     new_pieces: list[int] = field(default_factory=list)
 
+    def read_style(self) -> texts.Style | None:
+        """How texts are prepared, None if they are left as they are."""
+        return texts.read_style(self.style)
+
     @property
     def own_vocabulary(self) -> bool:
         """Whether training texts have made the vocabulary, or a part of it."""
@@ -136,13 +144,14 @@ class ModelInfo:
 class Options:
     """The request of the flags. `origin`: where the model starts. `how`: decoding and transcribing.
     `vocab`: one of VOCABULARIES, or None. `keep_text`: texts are left as they are. `dropout`: in
-    the encoder."""
+    the encoder. `train_extractor`: None for a new model only."""
 
     origin: Origin
     how: recogniser.Options
     vocab: str | None
     keep_text: bool
     dropout: float
+    train_extractor: bool | None
     export_format: str
     language: str | None
     tokenizer: str | None
@@ -183,6 +192,9 @@ def add_arguments(parser) -> None:
         ("layer_drop", options.SHARE, None, "P",
          f"chance that an utterance skips a layer ({LAYER_DROP:g}; from scratch 0)"),
         ("dropout", options.SHARE, 0.1, "P", "after attention and feed-forward (0.1)"),
+        ("train_extractor", options.OnOff, None, None,
+         "train the convolutions over the waveform, too (from scratch only), which needs more"
+         " memory"),
     )  # fmt: skip
     parser.usual("export_format", "vocab", "keep_text")
 
@@ -198,6 +210,7 @@ def resolve(args, is_demo: bool) -> Options:
         vocab=args.vocab,
         keep_text=args.keep_text,
         dropout=args.dropout,
+        train_extractor=args.train_extractor,
         export_format=args.export_format or "hf",
         language=args.language,
         tokenizer=args.tokenizer,
@@ -264,6 +277,19 @@ def tokenizer_of(info: ModelInfo) -> Wav2Vec2Tokenizer:
     return make_tokenizer(info.tokenizer, info.config["vocabulary"])
 
 
+def given_info(asked: Options, recipe: str, init_from: str | None) -> ModelInfo | None:
+    """The info of the model that a training begins with; None if it is a new one. Raises
+    `UsageError`."""
+    origin = asked.origin
+    saved = checkpoint.resume(origin.resume, origin.checkpoint_dir, recipe)
+    if origin.path and not saved:
+        with torch.device("meta"):
+            return read(asked, origin.path)[0]
+    if init_from and not (saved or origin.may_be_random):
+        saved = checkpoint.read_weights(init_from, recipe, "--init_from")
+    return checkpoint.read_infos(saved, ModelInfo, RunInfo)[0]
+
+
 def find_conflicts(asked: Options, info: ModelInfo) -> list[str]:
     """The flags that contradict a checkpoint, each with what the checkpoint has."""
     origin = asked.origin
@@ -296,8 +322,10 @@ def first_model(
         info, weights = with_vocabulary(asked, info, weights, training_texts)
     check_export(asked, info)
     model = make_model(info, weights, asked.dropout)
-    if info.pretrained:
-        model.feature_extractor.requires_grad_(False)
+    trains_extractor = asked.train_extractor
+    if trains_extractor is None:
+        trains_extractor = not info.pretrained
+    model.feature_extractor.requires_grad_(trains_extractor)
     adapters.adapt(asked.origin, kind, info, model, weights, resumed, initial, seed)
     return info, model
 
@@ -326,14 +354,12 @@ def with_vocabulary(
     return vocabulary.with_new_vocabulary(info, weights, state)
 
 
-def from_scratch(
-    asked: Options, training_texts: Callable[[ModelInfo], Iterable[str]]
-) -> ModelInfo:
+def from_scratch(asked: Options, training_texts: Callable[[ModelInfo], Iterable[str]]) -> ModelInfo:
     """A model with random weights and the characters of the training texts, which are left as they
     are."""
     config = dict(asked.origin.size)
     empty = ModelInfo(config, {}, {}, pretrained=False)
-    state = vocabulary.own(training_texts(empty))
+    state = vocabulary.padded(vocabulary.own(training_texts(empty)), config["vocabulary"])
     tokenizer = Wav2Vec2Tokenizer(state)
     config |= {"vocabulary": tokenizer.size, "blank": tokenizer.blank}
     settings.check_config(config, "--from_scratch")
@@ -394,9 +420,11 @@ def mask_shares(args, info: ModelInfo) -> tuple[float, float]:
     )
 
 
-def frozen_by_default(model: Wav2Vec2) -> bool:
-    """Whether the convolutions over the waveform stay as they are."""
-    return not model.get_parameter(f"{EXTRACTOR}conv_layers.0.conv.weight").requires_grad
+def layer_drop(args, info: ModelInfo) -> float:
+    """--layer_drop, or what the model's start asks for."""
+    if args.layer_drop is not None:
+        return args.layer_drop
+    return LAYER_DROP if info.pretrained else 0.0
 
 
 # --- exports --------------------------------------------------------------------------------------

@@ -86,6 +86,14 @@ def own(texts: Iterable[str]) -> dict:
     }
 
 
+def padded(state: dict, size: int) -> dict:
+    """The state of a vocabulary of characters with at least `size` pieces, of which no text has the
+    last ones."""
+    pieces = state["pieces"]
+    unused = [f"<unused {number}>" for number in range(len(pieces), size)]
+    return {**state, "pieces": [*pieces, *unused]}
+
+
 # --- rows -----------------------------------------------------------------------------------------
 
 
