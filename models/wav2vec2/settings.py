@@ -24,8 +24,8 @@ CONFIG = {
     "do_stable_layer_norm": bool,
     "conv_bias": bool,
     "conv_dim": [WIDTH],
-    "conv_kernel": [range(1, 65)],
-    "conv_stride": [range(1, 65)],
+    "conv_kernel": [KERNEL],
+    "conv_stride": [KERNEL],
     "hidden_size": WIDTH,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": LAYERS,
@@ -90,7 +90,17 @@ OMNI = {
     "7b": make_config(2048, 128),
 }
 SIZES = {
-    "demo": make_config(144, 4, 4, conv_dim=[64] * 7),
+    # Its first convolution is as long as a window of a spectrum, so that it can begin as a filter
+    # bank (scratch.py). Seven short convolutions need more than the demo's data to become one.
+    "demo": make_config(
+        144,
+        4,
+        4,
+        conv_dim=[160, 144, 144],
+        conv_kernel=[256, 3, 3],
+        conv_stride=[80, 2, 2],
+        num_conv_pos_embeddings=64,
+    ),
     "300m": OMNI["300m"],
     "1b": OMNI["1b"],
 }
