@@ -170,12 +170,10 @@ def _hf_config(content: dict, folder: Path) -> dict:
 
 def _waveforms(folder: Path) -> dict:
     """The settings of the feature extractor, of either file that transformers writes."""
-    for name in ("processor_config.json", "preprocessor_config.json"):
-        settings = _optional(folder / name)
-        settings = settings.get("feature_extractor", settings)
-        if settings and isinstance(settings, dict):
-            return settings
-    return {}
+    of_processor = _optional(folder / "processor_config.json").get("feature_extractor")
+    if isinstance(of_processor, dict):
+        return of_processor
+    return _optional(folder / "preprocessor_config.json")
 
 
 def _optional(file: Path) -> dict:

@@ -59,8 +59,9 @@ def extended(tokenizer: Wav2Vec2Tokenizer, texts: Iterable[str]) -> dict:
         counts.update(tokenizer.lacking(text))
     if not counts:
         raise UsageError("--vocab extended: the vocabulary has all characters; leave it out")
-    # The delimiter cannot be a letter, too.
-    added = sorted(counts.keys() - {DELIMITER}, key=lambda each: (-counts[each], each))
+    # The delimiter and special pieces cannot be letters, too.
+    lacking = counts.keys() - {DELIMITER, *tokenizer.pieces}
+    added = sorted(lacking, key=lambda each: (-counts[each], each))
     return with_added(tokenizer.state(), added)
 
 
@@ -109,9 +110,9 @@ def row_names(tokenizer: Wav2Vec2Tokenizer) -> list[str]:
 
 def with_new_vocabulary(info, weights: dict[str, torch.Tensor], state: dict):
     """A trained model with the tokenizer of `state`: its info and its weights. Rows of pieces that
-    it has are kept. The others begin near the row of a letter that looks like them, or near the
-    mean of all rows. A model without a head gets small random rows. Pieces that were new in `info`
-    still are."""
+    it has are kept, also if the letter has another case now. The others begin near the row of a
+    letter that looks like them, or near the mean of all rows. A model without a head gets small
+    random rows. Pieces that were new in `info` still are."""
     tokenizer = Wav2Vec2Tokenizer(state)
     names = row_names(tokenizer)
     config = {**info.config, "vocabulary": tokenizer.size, "blank": tokenizer.blank}
@@ -122,7 +123,7 @@ def with_new_vocabulary(info, weights: dict[str, torch.Tensor], state: dict):
         new = dataclasses.replace(new, new_pieces=list(range(tokenizer.size)))
         return new, {**weights, **dict(zip(ROWS, head, strict=True))}
     places = {name: row for row, name in enumerate(row_names(Wav2Vec2Tokenizer(info.tokenizer)))}
-    rows = [places.get(name) for name in names]
+    rows = [_old_row(name, names, places) for name in names]
     likes = [next((places[c] for c in alike(name) if c in places), None) for name in names]
     changed = {**weights}
     for name in ROWS:
@@ -135,6 +136,12 @@ def with_new_vocabulary(info, weights: dict[str, torch.Tensor], state: dict):
         f" released model's, {added} are new"
     )
     return dataclasses.replace(new, new_pieces=new_pieces), changed
+
+
+def _old_row(name: str, names: list[str], places: dict[str, int]) -> int | None:
+    other = name.swapcase()
+    is_renamed = name not in places and other not in names
+    return places.get(other if is_renamed else name)
 
 
 def with_rows(old: torch.Tensor, rows: list[int | None], likes: list[int | None]) -> torch.Tensor:

@@ -88,6 +88,7 @@ def saved(folder: Path, model) -> Path:
     told = {"pad_token": "[PAD]", "unk_token": {"content": "[UNK]", "lstrip": True}}
     write_json(folder / "tokenizer_config.json", told)
     write_json(folder / "preprocessor_config.json", {"do_normalize": False})
+    write_json(folder / "processor_config.json", {"processor_class": "Wav2Vec2Processor"})
     return folder
 
 

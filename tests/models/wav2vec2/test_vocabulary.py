@@ -88,6 +88,15 @@ def test_an_extended_vocabulary_keeps_all_rows(kind, capsys):
         vocabulary.extended(tokenizer, ["ab ceA"])
 
 
+def test_letters_of_a_model_that_writes_capitals_keep_their_rows():
+    info, weights = released({**characters_state("ABÉ"), "lower": True})
+    new, changed = with_new_vocabulary(info, weights, own(["abé", "eA"]))
+    names = row_names(Wav2Vec2Tokenizer(new.tokenizer))
+    assert {names[row] for row in new.new_pieces} == {"a", "e"}
+    for name in ROWS:
+        assert torch.equal(changed[name][names.index("é")], weights[name][7])
+
+
 def test_a_self_supervised_model_gets_a_head():
     config = make_config(WIDTH, 1, 2)
     weights = {"encoder.x": torch.zeros(1), ROWS[0]: torch.empty(0, WIDTH), ROWS[1]: torch.empty(0)}
