@@ -345,9 +345,9 @@ def with_vocabulary(
         )
     read_texts = training_texts(info)
     if kind == "own":
-        state = vocabulary.own(read_texts)
+        state = vocabulary.own(read_texts, info.read_style())
     elif kind == "extended":
-        state = vocabulary.extended(tokenizer_of(info), read_texts)
+        state = vocabulary.extended(tokenizer_of(info), read_texts, info.read_style())
     else:
         vocabulary.require_characters(read_texts, tokenizer_of(info))
         return info, weights
@@ -359,7 +359,8 @@ def from_scratch(asked: Options, training_texts: Callable[[ModelInfo], Iterable[
     are."""
     config = dict(asked.origin.size)
     empty = ModelInfo(config, {}, {}, pretrained=False)
-    state = vocabulary.padded(vocabulary.own(training_texts(empty)), config["vocabulary"])
+    state = vocabulary.own(training_texts(empty), None)
+    state = vocabulary.padded(state, config["vocabulary"])
     tokenizer = Wav2Vec2Tokenizer(state)
     config |= {"vocabulary": tokenizer.size, "blank": tokenizer.blank}
     settings.check_config(config, "--from_scratch")
