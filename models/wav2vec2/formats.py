@@ -20,6 +20,7 @@ from models.wav2vec2.settings import (
     HF_EPSILON,
     NAMES,
     OMNI,
+    PARTS,
     PREFIXES,
     PRETRAINING,
     PUBLISHED,
@@ -169,12 +170,10 @@ def _hf_config(content: dict, folder: Path) -> dict:
 
 def _waveforms(folder: Path) -> dict:
     """The settings of the feature extractor, of either file that transformers writes."""
-    for name in ("processor_config.json", "preprocessor_config.json"):
-        settings = _optional(folder / name)
-        settings = settings.get("feature_extractor", settings)
-        if settings and isinstance(settings, dict):
-            return settings
-    return {}
+    of_processor = _optional(folder / "processor_config.json").get("feature_extractor")
+    if isinstance(of_processor, dict):
+        return of_processor
+    return _optional(folder / "preprocessor_config.json")
 
 
 def _optional(file: Path) -> dict:
@@ -331,6 +330,12 @@ def _read_fairseq2(
     names = list(content)
     if any(name.startswith(SELF_SUPERVISED) for name in names):
         names = [name for name in names if not name.startswith((*SELF_SUPERVISED, THEIRS))]
+    others = [name for name in names if not name.startswith(PARTS)]
+    if others:
+        raise UsageError(
+            f"{file} has {others[0][:60]!r}, which is no part of a CTC or self-supervised model: other"
+            " models of omniASR (LLM) are not for this recipe"
+        )
     weights = model_files.floats({from_fairseq2(name): content[name] for name in names}, file)
     config = _omni_config(weights, file)
     state = {}

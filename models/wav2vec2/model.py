@@ -19,7 +19,6 @@ from common.layers import downcast, lean_chain, quieten_branches
 from speech.signal.features import valid_mask
 
 BRANCH_OUTPUTS = (".out_proj", ".output_dense")
-EXTRACTOR = "feature_extractor."  # how the names of its weights begin
 
 
 def frames(samples, config: dict):

@@ -24,8 +24,8 @@ CONFIG = {
     "do_stable_layer_norm": bool,
     "conv_bias": bool,
     "conv_dim": [WIDTH],
-    "conv_kernel": [range(1, 65)],
-    "conv_stride": [range(1, 65)],
+    "conv_kernel": [KERNEL],
+    "conv_stride": [KERNEL],
     "hidden_size": WIDTH,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": LAYERS,
@@ -89,10 +89,22 @@ OMNI = {
     "3b": make_config(2048, 60),
     "7b": make_config(2048, 128),
 }
+# A model from scratch of omniASR's sizes has as many rows as its head, so that a plan without weights
+# is that of a released model.
 SIZES = {
-    "demo": make_config(144, 4, 4, conv_dim=[64] * 7),
-    "300m": OMNI["300m"],
-    "1b": OMNI["1b"],
+    # Its first convolution is as long as a window of a spectrum, so that it can begin as a filter
+    # bank (scratch.py). Seven short convolutions need more than the demo's data to become one.
+    "demo": make_config(
+        144,
+        4,
+        4,
+        conv_dim=[160, 144, 144],
+        conv_kernel=[256, 3, 3],
+        conv_stride=[80, 2, 2],
+        num_conv_pos_embeddings=64,
+    ),
+    "300m": {**OMNI["300m"], "vocabulary": 10_288},
+    "1b": {**OMNI["1b"], "vocabulary": 10_288},
 }
 
 
@@ -115,6 +127,12 @@ def check_config(config: dict, path: str | Path) -> None:
         raise UsageError(f"{path}: the blank {config['blank']} is beyond the vocabulary")
 
 
+def is_same_encoder(one: dict, other: dict) -> bool:
+    """Whether two configurations are of networks that differ in their heads at most."""
+    head = ("vocabulary", "blank")
+    return all(one[key] == other[key] for key in CONFIG if key not in head)
+
+
 # --- Hugging Face's form --------------------------------------------------------------------------
 
 FIXED = {  # settings that the network here has in one form only
@@ -132,8 +150,9 @@ WEIGHT_NORM = {
 PRETRAINING = ("quantizer.", "project_q.", "project_hid.")  # parts that only self-training needs
 
 # --- omniASR's form -------------------------------------------------------------------------------
-# Parts of names: fairseq2's to those of the network here.
 
+PARTS = ("encoder_frontend.", "encoder.", "final_proj.", "masker.")  # how names begin
+# Parts of names: fairseq2's to those of the network here.
 NAMES = {
     "encoder_frontend.feature_extractor.layers.": "feature_extractor.conv_layers.",
     "encoder_frontend.post_extract_layer_norm.": "feature_projection.layer_norm.",

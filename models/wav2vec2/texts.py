@@ -9,11 +9,12 @@ import functools
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from common.records import mismatch
 from models.wav2vec2.tokenizer import Wav2Vec2Tokenizer
-from speech.writing.text import JOINERS
+from speech.writing.text import JOINERS, normalise
 
 # They stay beside a letter: an apostrophe is one in Hausa ('yan), a tsheg ends Tibetan syllables.
 BESIDE_LETTERS = frozenset("'\u0f0b")
@@ -40,6 +41,36 @@ class Style:
     marks: frozenset[str] = frozenset()
     spells_numbers: bool = True
     leaves_out: frozenset[str] = frozenset()
+
+    def record(self) -> dict:
+        """The fields as texts, for a checkpoint."""
+        return {
+            name: "".join(sorted(value)) if isinstance(value, frozenset) else value
+            for name, value in vars(self).items()
+        }
+
+
+def read_style(record: dict) -> Style | None:
+    """The style of `Style.record`; None if it is empty."""
+    if not record:
+        return None
+    sets = {name: frozenset(record[name]) for name in ("in_words", "marks", "leaves_out")}
+    return Style(**{**record, **sets})
+
+
+def _is_record(value) -> bool:
+    return value == {} or not mismatch(value, _RECORD, "it")
+
+
+_RECORD = {
+    "form": {"NFC", "NFKC"},
+    "case": {"", "lower", "upper"},
+    "in_words": str,
+    "marks": str,
+    "spells_numbers": bool,
+    "leaves_out": str,
+}
+STYLE = _is_record  # a schema of records.mismatch
 
 
 def style_of(tokenizer: Wav2Vec2Tokenizer | None) -> Style:
@@ -76,26 +107,44 @@ def prepare(text: str, style: Style) -> str:
     return text
 
 
-def describe(texts: Iterable[str], style: Style) -> str:
-    """What `prepare` does to how many of the texts, in a sentence."""
-    counts = Counter()
-    total = changed = 0
-    for text in texts:
-        before = text = " ".join(text.split())
+class Preparation:
+    """`prepare` of texts that are normalised first, as a function that counts what it changes. With
+    the style None they are only normalised."""
+
+    def __init__(self, style: Style | None):
+        self.style = style
+        self.total = 0
+        self.changed = 0
+        self.counts: Counter[str] = Counter()
+
+    def __call__(self, text: str) -> str:
+        before = text = normalise(text)
+        if self.style is None:
+            return text
         for step, name in _STEPS.items():
-            after = step(text, style)
-            counts[name] += after != text
+            after = step(text, self.style)
+            self.counts[name] += after != text
             text = after
-        counts["nothing left"] += not text
-        total += 1
-        changed += text != before
-    if not changed:
-        return f"all {total:,} texts are as the model writes them"
-    done = [f"{name.format(style.case)} in {count:,}" for name, count in counts.items() if count]
-    return (
-        f"{changed:,} of {total:,} texts are changed to what the model writes: {', '.join(done)}"
-        " (--keep_text leaves them)"
-    )
+        self.counts["nothing left"] += not text
+        self.total += 1
+        self.changed += text != before
+        return text
+
+    def report(self) -> str:
+        """What was done to how many of the texts, in a sentence; "" if no text was looked at."""
+        if not self.total:
+            return ""
+        if not self.changed:
+            return f"texts: all {self.total:,} are as the model writes them"
+        done = [
+            f"{name.format(self.style.case)} in {count:,}"
+            for name, count in self.counts.items()
+            if count
+        ]
+        return (
+            f"texts: {self.changed:,} of {self.total:,} are changed to what the model writes:"
+            f" {', '.join(done)} (--keep_text leaves them)"
+        )
 
 
 # --- steps ----------------------------------------------------------------------------------------

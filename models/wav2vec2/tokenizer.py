@@ -192,7 +192,7 @@ def with_added(state: dict, characters: Iterable[str]) -> dict:
         if read != character:
             raise UsageError(
                 f"the character {character!r} cannot be added: the model's vocabulary reads it as"
-                f" {read!r}"
+                f" {read!r}; correct the texts, or make a vocabulary of their own"
             )
         proto.pieces.add(piece=character, type=NORMAL, score=lowest - 1 - number)
     proto.trainer_spec.vocab_size = len(proto.pieces)

@@ -88,6 +88,7 @@ def saved(folder: Path, model) -> Path:
     told = {"pad_token": "[PAD]", "unk_token": {"content": "[UNK]", "lstrip": True}}
     write_json(folder / "tokenizer_config.json", told)
     write_json(folder / "preprocessor_config.json", {"do_normalize": False})
+    write_json(folder / "processor_config.json", {"processor_class": "Wav2Vec2Processor"})
     return folder
 
 
@@ -593,6 +594,10 @@ def test_a_damaged_folder_is_refused_in_one_line(name, sound, tmp_path, monkeypa
         ({"model": Hostile()}, "could run code"),
         ([1, 2], "not a wav2vec 2.0 model in fairseq2's form"),
         ({"model": {3: torch.zeros(2)}}, "not a wav2vec 2.0 model in fairseq2's form"),
+        (
+            {"encoder_frontend.model_dim_proj.weight": torch.zeros(2), "llama_decoder.x": 0},
+            "has 'llama_decoder.x'",
+        ),
         ({"encoder_frontend.model_dim_proj.weight": torch.tensor(1.0)}, "0 layers of width 0"),
         ({"encoder_frontend.model_dim_proj.weight": torch.tensor(math.nan)}, "not finite"),
         ({"encoder_frontend.model_dim_proj.weight": "text"}, "not a floating-point tensor"),
