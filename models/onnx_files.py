@@ -80,7 +80,7 @@ def export(graph: Graph, metadata: dict[str, object] | None = None):
     optimizer = require("onnxscript.optimizer", "an export to ONNX")
     limits = {"input_size_limit": MOST_BYTES, "output_size_limit": MOST_BYTES}
     optimizer.fold_constants(program.model, **limits)
-    tensor = require("onnx_ir", "an export to ONNX").tensor
+    tensor = require("onnxscript.ir", "an export to ONNX").tensor
     for value in program.model.graph.inputs:
         if value.name in graph.usual:
             value.const_value = tensor(graph.usual[value.name].numpy(), name=value.name)
