@@ -70,7 +70,7 @@ FORMS = released.Forms(
     folder="a Hugging Face folder",
     file="omniASR's model.pt",
     exported="in --export_format",
-    fetch="hf download facebook/wav2vec2-xls-r-300m --local-dir xls-r-300m",
+    fetch="hf download facebook/omniASR-CTC-300M --local-dir omniasr",
 )
 VOCABULARIES = ("released", "extended", "own")
 TRAINING = ("train_extractor", "vocab", "mask_time", "mask_channels", "layer_drop", "keep_text")
