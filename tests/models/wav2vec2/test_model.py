@@ -162,13 +162,18 @@ def test_spans_of_a_mask_cover_what_all_pairs_of_beginnings_do():
     size, span, share = 40, 8, 0.3
     masks = [span_mask(np.random.default_rng(seed), size, share, span) for seed in range(4000)]
     starts = range(size - span + 1)
-    both = [len({*range(a, a + span), *range(b, b + span)}) for a, b in itertools.combinations(starts, 2)]
+    both = [
+        len({*range(a, a + span), *range(b, b + span)})
+        for a, b in itertools.combinations(starts, 2)
+    ]
     expected = (span + statistics.mean(both)) / 2
     covered = [int(mask.sum()) for mask in masks]
     error = statistics.stdev(covered) / len(covered) ** 0.5
     assert abs(statistics.mean(covered) - expected) < 4 * error
     for mask in masks:
-        runs = [len(list(group)) for is_masked, group in itertools.groupby(mask.tolist()) if is_masked]
+        runs = [
+            len(list(group)) for is_masked, group in itertools.groupby(mask.tolist()) if is_masked
+        ]
         assert runs and min(runs) >= span
 
 
