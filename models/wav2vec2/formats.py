@@ -432,18 +432,26 @@ def export(
     `weights`: by the names of the network here. `tokenizer`: its state. `card`: the text of
     README.md."""
     folder = Path(folder)
-    checked = "the model to be exported"
-    check_config(config, checked)
+    tensors, written = checked(weights, config, tokenizer)
+    model_files.require_export(folder)
+    return model_files.write_export(folder, _hf_export(tensors, config, written), card)
+
+
+def checked(
+    weights: dict[str, torch.Tensor], config: dict, tokenizer: dict
+) -> tuple[dict[str, torch.Tensor], Wav2Vec2Tokenizer]:
+    """The weights in fp32 on the host and the tokenizer of a model to be exported. Raises
+    `UsageError` for one that is not complete. `tokenizer`: its state."""
+    name_of_it = "the model to be exported"
+    check_config(config, name_of_it)
     if not config["vocabulary"]:
-        raise UsageError(f"{checked} has no head yet: train it first")
-    model_files.check_shapes(weights, expected_shapes(config), checked, "wav2vec 2.0")
-    written = make_tokenizer(tokenizer, config["vocabulary"])
+        raise UsageError(f"{name_of_it} has no head yet: train it first")
+    model_files.check_shapes(weights, expected_shapes(config), name_of_it, "wav2vec 2.0")
     tensors = {}
     for name, tensor in weights.items():
         tensors[name] = tensor.detach().to("cpu", torch.float32).contiguous()
-    checkpoint.check_tensors(tensors, checked)
-    model_files.require_export(folder)
-    return model_files.write_export(folder, _hf_export(tensors, config, written), card)
+    checkpoint.check_tensors(tensors, name_of_it)
+    return tensors, make_tokenizer(tokenizer, config["vocabulary"])
 
 
 def _hf_export(tensors: dict[str, torch.Tensor], config: dict, tokenizer: Wav2Vec2Tokenizer):
