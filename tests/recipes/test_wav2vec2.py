@@ -367,6 +367,24 @@ def test_data_are_checked_without_the_weights(noise, released, tmp_path):
     assert status == 1 and "cannot write" in err and "--vocab extended" in err
 
 
+def test_ranks_that_share_a_model_wait_for_no_skipped_layer(noise, released, tmp_path):
+    """Each rank has one utterance, so most updates have a layer that only one of them goes
+    through."""
+    flags = [*noise, "--model_dir", released, *SHORT, "--batch_size", "1", "--layer_drop", "0.5"]
+    flags += ["--max_steps", "3", "--dropout", "0", "--learning_rate", "1e-3"]
+    ran(recipe, *flags, "--gradient_accumulation_steps", "2", "--output_dir", tmp_path / "one")
+    (tmp_path / "two").mkdir()
+    command = runs.command(recipe, *flags, "--sharded", "--dataloader_num_workers", "0")
+    ranks = runs.start_ranks(command, tmp_path / "two")
+    errors = [process.communicate(timeout=60)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], errors
+    one, two = (newest(tmp_path / name, recipe).model for name in ("one", "two"))
+    before = formats.read_model(released)[0]
+    for name, weight in one.items():
+        moved = (weight - before[name]).norm()
+        assert (two[name] - weight).norm() <= 0.05 * moved, name
+
+
 # --- omniASR and MMS ------------------------------------------------------------------------------
 
 
