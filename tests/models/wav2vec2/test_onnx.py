@@ -103,9 +103,7 @@ def exported(request, tmp_path_factory):
     with torch.no_grad():
         rows = decoding.transcripts(model, tokenizer, batch_of(AUDIO))
     texts = [row["text"] for row in rows]
-    return SimpleNamespace(
-        folder=folder, names=names, model=model, tokenizer=tokenizer, texts=texts, silent=silent
-    )
+    return SimpleNamespace(folder=folder, names=names, model=model, texts=texts, silent=silent)
 
 
 def _size(state: dict) -> int:
