@@ -35,9 +35,8 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
 LINEAR = ("intermediate_dense", "output_dense")
 ADAPTED = {"q,v": ("q_proj", "v_proj"), "attention": ATTENTION, "linear": (*ATTENTION, *LINEAR)}
 WHOLE = ("lm_head.",)  # trained whole beside adapters: the vocabulary may be new
-KEPT = (
-    ".conv",
-)  # in fp32 beside adapters: the convolutions compute in fp32 if the rest is in fp16
+# In fp32 beside adapters: the convolutions compute in fp32 if the rest is in fp16.
+KEPT = (".conv",)
 
 NON_COMMERCIAL = "cc-by-nc"  # how the names of such licences begin
 
