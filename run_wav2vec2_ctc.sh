@@ -30,24 +30,24 @@ rows='
 #tier size batch accumulation what
 *     demo 8 1
 4gb   300m L 4 30 R
-4gb   300m 8 15 R W
+4gb   300m 15 8 R W
 4gb   1b   L 2 60 R
 4gb   1b   4 30 R W
-6gb   300m 4 30 R 8
+6gb   300m 10 12 R 8
 6gb   1b   L 4 30 R
-6gb   1b   8 15 R W
-8gb   300m 8 15 R
+6gb   1b   12 10 R W
+8gb   300m 10 12 R
 8gb   1b   L 8 15 R
-8gb   1b   8 15 R G
-12gb  300m 20 6 R
+8gb   1b   12 10 R G
+12gb  300m 30 4 R
 12gb  1b   2 60 R 8
-t4    300m 40 3 R
+t4    300m 8 15
 t4    1b   6 20 R 8
-16gb  300m 4 30
-16gb  1b   8 15 R 8
-24gb  300m 8 15
-24gb  1b   6 20 R
-a100  300m 40 3
+16gb  300m 10 12
+16gb  1b   15 8 R 8
+24gb  300m 15 8
+24gb  1b   20 6 R
+a100  300m 60 2
 a100  1b   24 5
 cpu   *    4 30 R
 '

@@ -12,7 +12,7 @@ from common import checkpoint, device, options
 from common.checkpoint import Saved
 from common.errors import UsageError
 from common.parts import lora
-from models import adapters, card, onnx_files, released
+from models import adapters, card, released
 from models.released import Origin
 from models.wav2vec2 import formats, onnx, settings, texts, vocabulary
 from models.wav2vec2.model import Wav2Vec2
@@ -51,18 +51,7 @@ print(pipeline("automatic-speech-recognition", "FOLDER")("recording.wav")["text"
         library="onnx",
         task=card.RECOGNITION,
         family="wav2vec 2.0",
-        use="""
-import sherpa_onnx, soundfile
-
-recognizer = sherpa_onnx.OfflineRecognizer.from_omnilingual_asr_ctc(
-    model="FOLDER/model.onnx", tokens="FOLDER/tokens.txt"
-)
-audio, rate = soundfile.read("recording.wav", dtype="float32")
-stream = recognizer.create_stream()
-stream.accept_waveform(rate, audio)
-recognizer.decode_stream(stream)
-print(stream.result.text)
-""",
+        use=onnx.USE,
     ),
 }
 ADAPTER_CARD = dataclasses.replace(
@@ -202,8 +191,6 @@ def add_arguments(parser) -> None:
 def resolve(args, is_demo: bool) -> Options:
     """Fills in the defaults of these flags and returns what they ask for. Raises `UsageError`."""
     origin = released.resolve(args, FORMS, settings.SIZES, "300m", is_demo)
-    if args.export and args.export_format == "onnx":
-        onnx_files.require_packages("--export_format onnx")
     return Options(
         origin=origin,
         how=recogniser.resolve(args, is_demo, has_times=True),
@@ -345,9 +332,9 @@ def with_vocabulary(
         )
     read_texts = training_texts(info)
     if kind == "own":
-        state = vocabulary.own(read_texts)
+        state = vocabulary.own(read_texts, info.read_style())
     elif kind == "extended":
-        state = vocabulary.extended(tokenizer_of(info), read_texts)
+        state = vocabulary.extended(tokenizer_of(info), read_texts, info.read_style())
     else:
         vocabulary.require_characters(read_texts, tokenizer_of(info))
         return info, weights
@@ -359,7 +346,8 @@ def from_scratch(asked: Options, training_texts: Callable[[ModelInfo], Iterable[
     are."""
     config = dict(asked.origin.size)
     empty = ModelInfo(config, {}, {}, pretrained=False)
-    state = vocabulary.padded(vocabulary.own(training_texts(empty)), config["vocabulary"])
+    state = vocabulary.own(training_texts(empty), None)
+    state = vocabulary.padded(state, config["vocabulary"])
     tokenizer = Wav2Vec2Tokenizer(state)
     config |= {"vocabulary": tokenizer.size, "blank": tokenizer.blank}
     settings.check_config(config, "--from_scratch")

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from common.errors import DataError, UsageError
+from models.wav2vec2.texts import Style
 from models.wav2vec2.tokenizer import MOST, SPACE, Wav2Vec2Tokenizer, with_added
 from speech.writing import unknown
 
@@ -51,7 +52,12 @@ def require_characters(texts: Iterable[str], tokenizer: Wav2Vec2Tokenizer) -> No
         print(f"rare characters that the vocabulary lacks: {unknown.named(counts)}")
 
 
-def extended(tokenizer: Wav2Vec2Tokenizer, texts: Iterable[str]) -> dict:
+# `style` is that of the texts, or None if they are as they came. Digits are not added to a vocabulary
+# whose style spells numbers: its `texts.style_of` would be another one, and change the texts of a
+# run that is resumed.
+
+
+def extended(tokenizer: Wav2Vec2Tokenizer, texts: Iterable[str], style: Style | None) -> dict:
     """The state of a tokenizer with the characters of `texts` that `tokenizer` lacks, the most
     frequent first. Raises `UsageError` if it lacks none, or for one that it cannot have."""
     counts: Counter[str] = Counter()
@@ -61,17 +67,17 @@ def extended(tokenizer: Wav2Vec2Tokenizer, texts: Iterable[str]) -> dict:
         raise UsageError("--vocab extended: the vocabulary has all characters; leave it out")
     # The delimiter and special pieces cannot be letters, too.
     lacking = counts.keys() - {DELIMITER, *tokenizer.pieces}
-    added = sorted(lacking, key=lambda each: (-counts[each], each))
+    added = sorted(_letters(lacking, style), key=lambda each: (-counts[each], each))
     return with_added(tokenizer.state(), added)
 
 
-def own(texts: Iterable[str]) -> dict:
+def own(texts: Iterable[str], style: Style | None) -> dict:
     """The state of a tokenizer of the characters of `texts`. Raises `DataError`."""
     characters: set[str] = set()
     for text in texts:
         characters.update(text)
     # The delimiter would be a space.
-    characters = {each for each in characters if not each.isspace() and each != DELIMITER}
+    characters = _letters(characters - {DELIMITER}, style)
     if not characters or len(characters) > MOST - 3:
         raise DataError(
             f"--vocab own: the training texts have {len(characters):,} characters; a vocabulary has"
@@ -93,6 +99,11 @@ def padded(state: dict, size: int) -> dict:
     pieces = state["pieces"]
     unused = [f"<unused {number}>" for number in range(len(pieces), size)]
     return {**state, "pieces": [*pieces, *unused]}
+
+
+def _letters(characters: Iterable[str], style: Style | None) -> set[str]:
+    spells = style is not None and style.spells_numbers
+    return {each for each in characters if not each.isspace() and not (spells and each.isdecimal())}
 
 
 # --- rows -----------------------------------------------------------------------------------------

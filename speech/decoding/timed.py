@@ -1,9 +1,9 @@
 """Tokens with their frames: of a CTC head, and the words and segments that they make up.
 
-The functions take a tokenizer of any family, with `decode`, `unknown`, `is_tag` and four
-attributes: `pieces` (strings, with U+2581 for a space), `spaces` (ids of the pieces of spaces
-alone), `delimiters` (those that are no part of a word's time) and `parted` (ids that are decoded
-with spaces around them)."""
+The functions take a tokenizer of any family, with `decode`, `is_tag` and four attributes: `pieces`
+(strings, with U+2581 for a space), `spaces` (ids of the pieces of spaces alone), `delimiters`
+(those that are no part of a word's time) and `parted` (ids that are decoded with spaces around
+them)."""
 
 import itertools
 import math

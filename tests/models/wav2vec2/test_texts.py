@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.wav2vec2.texts import Style, describe, prepare, style_of
+from models.wav2vec2.texts import Preparation, Style, prepare, read_style, style_of
 from models.wav2vec2.tokenizer import Wav2Vec2Tokenizer
 from tests.models.wav2vec2.small import characters_state, sentencepiece_state
 
@@ -81,10 +81,24 @@ def test_words_are_mms_words(words):
 
 
 def test_one_sentence_says_what_is_done():
-    texts = ["One, two", "three  four", "12", "(3) x"]
-    assert describe(texts, OWN) == (
-        "3 of 4 texts are changed to what the model writes: lower case in 1, no bracketed numbers"
+    prepare = Preparation(OWN)
+    assert [prepare(text) for text in ["One, two", "three  four", "12", "(3) x"]] == [
+        "one two",
+        "three four",
+        "",
+        "x",
+    ]
+    assert prepare.report() == (
+        "texts: 3 of 4 are changed to what the model writes: lower case in 1, no bracketed numbers"
         " in 1, spaces for punctuation in 1, no words of digits in 1, nothing left in 1"
         " (--keep_text leaves them)"
     )
-    assert describe(["one two"], OWN) == "all 1 texts are as the model writes them"
+    prepare = Preparation(OWN)
+    prepare("one two")
+    assert prepare.report() == "texts: all 1 are as the model writes them"
+    kept = Preparation(None)
+    assert kept("One,  2") == "One, 2" and kept.report() == ""
+
+
+def test_a_style_is_saved_and_read():
+    assert read_style(OMNI.record()) == OMNI and read_style({}) is None
