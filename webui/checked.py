@@ -9,8 +9,9 @@ from pathlib import Path
 
 from common.errors import Failure
 from speech.data.columns import ADVICE, Rejections, printable
+from speech.data.finding import find_audio
 from speech.data.headers import probe
-from speech.data.manifest import find_audio, parse, row_fields
+from speech.data.manifest import parse, row_fields
 from webui.places import Places
 from webui.uploads import UPLOADED_AS
 

@@ -12,9 +12,10 @@ from common.errors import Failure, UsageError, cannot_write
 from common.files import require_file
 from speech.data.columns import Rejections, printable
 from speech.data.folders import write_folder
+from speech.data.headers import AUDIO_SUFFIXES
 from speech.data.manifest import AUDIO_KEYS, parse
 from webui import uploads
-from webui.uploads import AUDIO_SUFFIXES, NOT_USED, START, TABLE_SUFFIXES
+from webui.uploads import NOT_USED, START, TABLE_SUFFIXES
 
 UPLOADS_BYTES = 10 << 30  # of all uploads
 UPLOADS = "uploads"  # the folder in `Places.runs`

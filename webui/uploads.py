@@ -13,7 +13,7 @@ from pathlib import Path, PureWindowsPath
 from common.errors import Failure, UsageError, first_line
 from common.files import TEXT_BYTES, require_file
 from speech.data.columns import Rejections, printable
-from speech.data.headers import BEGINNINGS, FORMATS, audio_suffix
+from speech.data.headers import audio_suffix
 from speech.data.manifest import AUDIO_KEYS, parse
 
 FILE_BYTES = 200 << 20  # of a dropped file, and of a file in a .zip
@@ -27,7 +27,6 @@ REPLACED = "a later file of this name is used"
 UNPACKED = "unpacked"  # folder of the files of a .zip, until they are copied
 TABLE_SUFFIXES = {".json", ".jsonl", ".csv", ".tsv"}  # beside audio files
 START = 1 << 16  # bytes of a file that tell its kind
-AUDIO_SUFFIXES = {*FORMATS.values(), *BEGINNINGS.values(), ".aif", ".opus", ".oga", ".mp4"}
 
 Parts = tuple[str, ...]  # of a path, as a table or a browser writes it
 
