@@ -166,9 +166,23 @@ def read(path: Path) -> Document:
         for parent, text in joined(path, raw.dependent, links).items():
             start, end = times.get(parent, (math.nan, math.nan))
             raw.tier.annotations.append(Annotation(start, end, text))
-    media = [Media(local_path(path), local_path(relative, True), origin)
-             for path, relative, origin in reader.media]  # fmt: skip
+    tiers = {raw.tier.name: raw.tier for raw in reader.tiers}
+    for tier in tiers.values():
+        tier.participant = participant(tier, tiers)
+    media = [
+        Media(local_path(url), local_path(relative, relative=True), origin)
+        for url, relative, origin in reader.media
+    ]
     return Document([raw.tier for raw in reader.tiers], media)
+
+
+def participant(tier: Tier, tiers: dict[str, Tier]) -> str:
+    """Who speaks in a tier, by the nearest of those above it that says so; "" if none does."""
+    for _ in range(LEVELS):
+        if tier.participant or tier.parent not in tiers:
+            break
+        tier = tiers[tier.parent]
+    return tier.participant
 
 
 def slot_times(annotations: list[Timed], slots: dict[str, float]) -> dict[str, float]:

@@ -46,16 +46,21 @@ class Taken:
             more = len(self.tiers) - len(named)
             words.append(f"tiers {', '.join(named)}" + (f" and {more} more" if more else ""))
         if self.empty:
-            words.append(f"{self.empty} annotations without text are left out")
+            words.append(f"without text, left out: {self.empty}")
         if self.points:
-            words.append(f"{self.points} points, which have no duration, are left out")
+            words.append(f"points without duration, left out: {self.points}")
         return "; ".join(words)
 
 
 def files_of(path: Path) -> list[Path]:
     """The files of annotations that a name or a pattern stands for, sorted; [] for the name of
-    anything else. Raises `UsageError` for a pattern of no files, or of others."""
+    anything else. Raises `UsageError` for a folder, and for a pattern of no files or of others."""
     name = str(path)
+    if os.path.isdir(name):
+        raise UsageError(
+            f"manifest {name}: it is a folder; name a table in it or, of files of annotations, a"
+            f" pattern in quotes such as '{name}/*.eaf'"
+        )
     if os.path.exists(name) or not glob.has_magic(name):
         return [path] if is_annotations(path) else []
     found = [Path(each) for each in sorted(glob.glob(name, recursive=True))]
