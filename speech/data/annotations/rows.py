@@ -119,24 +119,25 @@ def choose(path: Path, tiers: list[Tier], wanted: Sequence[str]) -> list[Tier]:
     """The tiers to take: those that are `wanted`, or else the only one with texts, or the only one
     with texts that depends on no other. Raises `UsageError` that lists them, and `DataError` if
     none has a text."""
-    has_tiers = any(tier.name for tier in tiers)
-    listed = f"{path} has {list_tiers(tiers)}" if has_tiers else f"{path}"
+    are_named = any(tier.name for tier in tiers)
+    listed = f"{path} has {list_tiers(tiers)}" if are_named else str(path)
     possible = tiers
-    if wanted and has_tiers:
+    if wanted and are_named:
         possible = [tier for tier in tiers if is_wanted(tier.name, wanted)]
         if not possible:
             names = ", ".join(wanted)
             raise UsageError(f"--tier {printable(names)}: there is none such: {listed}")
-    chosen = [tier for tier in possible if any(each.text for each in tier.annotations)]
-    if not chosen:
+    written = [tier for tier in possible if any(each.text for each in tier.annotations)]
+    if not written:
         raise DataError(f"there are no texts with a duration: {listed}")
-    if wanted or not has_tiers:
+    if wanted or not are_named:
         return possible
-    if len(chosen) > 1:
-        chosen = [tier for tier in chosen if not tier.parent and is_prose(tier)]
-    if len(chosen) != 1:
-        raise UsageError(f"which tier has the texts? Add --tier NAME: {listed}")
-    return chosen
+    upper = [tier for tier in written if not tier.parent]
+    if len(written) == 1:
+        return written
+    if len(upper) == 1 and is_prose(upper[0]):
+        return upper
+    raise UsageError(f"which tier has the texts? Add --tier NAME: {listed}")
 
 
 def is_wanted(name: str, wanted: Sequence[str]) -> bool:
