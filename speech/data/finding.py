@@ -59,9 +59,10 @@ def audio_of(
     for stem in (path.stem, Path(path.stem).stem):
         if found := present.get(_comparable(stem)):
             return os.path.abspath(min(found, key=_rank)), origin
-    names = [each.path.split("/")[-1] for each in media] or [f"{path.stem}.wav"]
-    place = f"--audio_root {audio_root}" if audio_root else "beside it"
-    raise DataError(f"{path}: its audio is missing: {' or '.join(names)[:300]} is not {place}")
+    names = [each.path.split("/")[-1] for each in media if each.path]
+    names = dict.fromkeys([*names, f"{path.stem}.wav (.mp3, .flac ...)"])
+    place = audio_root or "its folder, or give the audio's as --audio_root"
+    raise DataError(f"{path}: its audio is missing: put {' or '.join(names)[:300]} into {place}")
 
 
 def _rank(path: str) -> int:

@@ -75,8 +75,10 @@ def files_of(path: Path) -> list[Path]:
     return found
 
 
-def is_annotations(path: Path) -> bool:
-    suffix = path.suffix.lower()
+def is_annotations(path: Path, suffix: str = "") -> bool:
+    """Whether a file is one of annotations, by its suffix, which may be given: labels are known by
+    their content, too."""
+    suffix = (suffix or path.suffix).lower()
     return lines.is_labels(path) if suffix == ".txt" else suffix in READERS
 
 
