@@ -53,7 +53,7 @@ class Document:
 
 def require_annotations(path: Path) -> Path:
     """`path`, if it is a file of a sensible size. Raises `UsageError` and `DataError`."""
-    size = require_file(path).stat().st_size
+    size = require_file(path, "manifest").stat().st_size
     if not size:
         raise DataError(f"{path}: it is empty")
     if size > MOST_BYTES:

@@ -32,8 +32,10 @@ SAMPLE = 30  # characters of a text there
 
 @dataclass
 class Taken:
-    """What was read of files of annotations. `tiers`: how many annotations of each were taken."""
+    """What was read of files of annotations. `tiers`: how many annotations of each were taken;
+    `missing`: names and patterns of tiers that no file has."""
 
+    missing: set[str]
     files: int = 0
     tiers: Counter[str] = field(default_factory=Counter)
     empty: int = 0
@@ -45,6 +47,8 @@ class Taken:
             named = [f"{printable(name)} ({n})" for name, n in self.tiers.most_common(LISTED)]
             more = len(self.tiers) - len(named)
             words.append(f"tiers {', '.join(named)}" + (f" and {more} more" if more else ""))
+        if self.files and self.missing:
+            words.append(f"no tier is called {printable(', '.join(sorted(self.missing)))}")
         if self.empty:
             words.append(f"without text, left out: {self.empty}")
         if self.points:
@@ -96,7 +100,7 @@ def annotated_rows(
 
     Of several files, one that cannot be used is added to `rejected`. Raises `DataError` and
     `UsageError` for a single one, and `UsageError` if it is not clear which tier to take."""
-    taken = Taken()
+    taken = Taken(set(tiers))
     number = 0
     for path in files:
         try:
@@ -159,11 +163,11 @@ def list_tiers(tiers: list[Tier]) -> str:
     shown = []
     for tier in tiers[:LISTED]:
         texts = [each.text for each in tier.annotations if each.text]
-        words = [f"{len(tier.annotations)} annotations"]
+        words = [f"annotations: {len(tier.annotations)}"]
         if tier.annotations:
-            words[0] += f", {round(100 * len(texts) / len(tier.annotations))} % with text"
+            words.append(f"with text: {round(100 * len(texts) / len(tier.annotations))} %")
         if tier.points:
-            words = [f"{tier.points} points without duration"]
+            words = [f"points without duration: {tier.points}"]
         if tier.participant:
             words.append(f"participant {tier.participant}")
         if tier.parent:
@@ -182,6 +186,7 @@ def with_text(tiers: list[Tier], taken: Taken) -> list[Annotation]:
     found = []
     taken.files += 1
     for tier in tiers:
+        taken.missing = {name for name in taken.missing if not is_wanted(tier.name, [name])}
         taken.points += tier.points
         for each in tier.annotations:
             if each.text:
