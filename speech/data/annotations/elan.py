@@ -189,7 +189,9 @@ def slot_times(annotations: list[Timed], slots: dict[str, float]) -> dict[str, f
     """The times in seconds of the slots of a tier, in the order of its annotations. Slots without a
     value divide the time between their neighbours evenly, as ELAN does; those before the first
     value and after the last one get none."""
-    names = dict.fromkeys(itertools.chain(*((each.first, each.last) for each in annotations)))
+    names = dict.fromkeys(
+        itertools.chain.from_iterable((each.first, each.last) for each in annotations)
+    )
     names = [name for name in names if name in slots]
     values = np.array([slots[name] for name in names])
     known = np.isfinite(values)

@@ -315,7 +315,7 @@ def test_overlaps_are_noted_and_used(tmp_path, wav):
     }
     corpus, rejected = load(elan(tmp_path / "a.eaf", tiers, Anna="Anna K."), tiers=("*",))
     assert len(corpus) == 6 and not rejected.total
-    assert rejected.notes.counts == {"annotation overlaps one of another speaker": 2}
+    assert rejected.notes.counts == {"annotation overlaps another speaker's": 2}
     (examples,) = rejected.notes.examples.values()
     assert examples == [
         f"{tmp_path}/a.wav at 1.00 s: Berta and Anna K.",
