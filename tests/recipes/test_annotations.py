@@ -85,7 +85,10 @@ def test_the_check_says_what_there_is(recordings, tmp_path):
     check = ("--check_data", "--output_dir", tmp_path)
     status, message = runs.refused(konkani_conformer, *data, *check)
     assert status == 2 and "which tier has the texts? Add --tier NAME" in message
-    assert "'ft@Berta' (annotations: 7, with text: 100 %, participant Berta, depends on" in message
+    assert (
+        "'ft@Berta' (annotations: 7, with text: 100 %, participant Berta, type translation,"
+        in message
+    )
     out = runs.ran(konkani_conformer, *data, "--tier", "tx@*", "text", *check)
     assert "*.eaf): 1 file; tiers tx@Anna (7), tx@Berta (7); no tier is called text" in out
     assert "val.TextGrid): 1 file; tiers text (4); no tier is called tx@*; without text" in out

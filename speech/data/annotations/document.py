@@ -33,11 +33,13 @@ class Media(NamedTuple):
 @dataclass
 class Tier:
     """A track of annotations. `name` is empty in formats without tiers; `parent`: the tier that it
-    depends on. `points`: texts without duration, which are only counted."""
+    depends on, `kind`: its type in ELAN, which tiers of several speakers share. `points`: texts
+    without duration, which are only counted."""
 
     name: str = ""
     participant: str = ""
     parent: str = ""
+    kind: str = ""
     annotations: list[Annotation] = field(default_factory=list)
     points: int = 0
 

@@ -20,6 +20,7 @@ from speech.data.annotations.document import (
     require_annotations,
 )
 
+TIER_KEYS = ("TIER_ID", "PARTICIPANT", "PARENT_REF", "LINGUISTIC_TYPE_REF")  # as in `Tier`
 LEVELS = 50  # of tiers that depend on each other, at most
 LONGEST_TEXT = 1 << 20  # characters of an annotation, more than anyone says
 
@@ -109,8 +110,7 @@ class Reader:
             value = self.seconds(attributes.get("TIME_VALUE", "nan"))
             self.slots[attributes.get("TIME_SLOT_ID", "")] = value
         elif element == "TIER":
-            names = (attributes.get(key, "") for key in ("TIER_ID", "PARTICIPANT", "PARENT_REF"))
-            self.tiers.append(Raw(Tier(*names)))
+            self.tiers.append(Raw(Tier(*(attributes.get(key, "") for key in TIER_KEYS))))
         elif element in ("ALIGNABLE_ANNOTATION", "REF_ANNOTATION"):
             self.annotation = attributes
             self.text = []

@@ -33,7 +33,7 @@ SAMPLE = 30  # characters of a text there
 @dataclass
 class Taken:
     """What was read of files of annotations. `tiers`: how many annotations of each were taken;
-    `missing`: names and patterns of tiers that no file has."""
+    `missing`: those that are wanted and that no file has."""
 
     missing: set[str]
     files: int = 0
@@ -95,8 +95,8 @@ def annotated_rows(
     files: list[Path], tiers: Sequence[str], audio_root: str | None, rejected: Rejections
 ) -> Iterator[tuple[int, dict]]:
     """(number from 1 on, row) of each annotation with a text in the files; what was taken is said
-    in `rejected.source`. `tiers`: names or patterns of those to take, needed where a file has
-    several.
+    in `rejected.source`. `tiers`: names, types or patterns of those to take, needed where a
+    file has several.
 
     Of several files, one that cannot be used is added to `rejected`. Raises `DataError` and
     `UsageError` for a single one, and `UsageError` if it is not clear which tier to take."""
@@ -131,7 +131,7 @@ def choose(path: Path, tiers: list[Tier], wanted: Sequence[str]) -> list[Tier]:
     listed = f"{path} has {list_tiers(tiers)}" if are_named else str(path)
     possible = tiers
     if wanted and are_named:
-        possible = [tier for tier in tiers if is_wanted(tier.name, wanted)]
+        possible = [tier for tier in tiers if is_wanted(tier, wanted)]
         if not possible:
             names = ", ".join(wanted)
             raise UsageError(f"--tier {printable(names)}: there is none such: {listed}")
@@ -148,8 +148,10 @@ def choose(path: Path, tiers: list[Tier], wanted: Sequence[str]) -> list[Tier]:
     raise UsageError(f"which tier has the texts? Add --tier NAME: {listed}")
 
 
-def is_wanted(name: str, wanted: Sequence[str]) -> bool:
-    return name in wanted or any(fnmatchcase(name, pattern) for pattern in wanted)
+def is_wanted(tier: Tier, wanted: Sequence[str]) -> bool:
+    """Whether a tier is meant by its name, by its type in ELAN, or by a pattern of these."""
+    names = [name for name in (tier.name, tier.kind) if name]
+    return any(name == each or fnmatchcase(name, each) for name in names for each in wanted)
 
 
 def is_prose(tier: Tier) -> bool:
@@ -172,6 +174,8 @@ def list_tiers(tiers: list[Tier]) -> str:
             words = [f"points without duration: {tier.points}"]
         if tier.participant:
             words.append(f"participant {tier.participant}")
+        if tier.kind:
+            words.append(f"type {tier.kind}")
         if tier.parent:
             words.append(f"depends on {tier.parent}")
         if texts:
@@ -188,7 +192,7 @@ def with_text(tiers: list[Tier], taken: Taken) -> list[Annotation]:
     found = []
     taken.files += 1
     for tier in tiers:
-        taken.missing = {name for name in taken.missing if not is_wanted(tier.name, [name])}
+        taken.missing = {name for name in taken.missing if not is_wanted(tier, [name])}
         taken.points += tier.points
         for each in tier.annotations:
             if each.text:

@@ -131,6 +131,7 @@ def test_tiers_are_chosen_by_names_and_patterns(tmp_path, wav):
     path = elan(tmp_path / "a.eaf", TIERS)
     assert texts(path, "tx@A") == ["one", "two"]
     assert texts(path, "tx@*") == ["one", "three", "two"]
+    assert texts(path, "dependent") == texts(path, "depend*") == ["one", "two"]  # a type
     assert texts(path, "tx@B", "ref@A") == ["A.001", "three", "A.002"]
     corpus, rejected = load(path, tiers=("tx@?", "no such"))
     assert list(corpus.texts) == ["one", "three", "two"]
@@ -151,12 +152,16 @@ def test_without_a_choice_the_tiers_are_listed(tmp_path, wav):
             texts(path, *tiers)
         message = str(caught.value)
         assert "--tier" in message and "\n" not in message
-        assert "'ref@A' (annotations: 2, with text: 100 %, such as 'A.001')" in message
         assert (
-            "'tx@A' (annotations: 2, with text: 100 %, depends on ref@A, such as 'one')" in message
+            "'ref@A' (annotations: 2, with text: 100 %, type default-lt, such as 'A.001')"
+            in message
+        )
+        assert (
+            "'tx@A' (annotations: 2, with text: 100 %, type dependent, depends on ref@A, such as 'one')"
+            in message
         )
         assert "'tx@B' (annotations: 1, with text: 100 %, participant Berta" in message
-        assert "'notes' (annotations: 1, with text: 0 %)" in message
+        assert "'notes' (annotations: 1, with text: 0 %, type default-lt)" in message
 
 
 def test_the_only_tier_that_depends_on_no_other_is_taken_if_it_has_words(tmp_path, wav):
