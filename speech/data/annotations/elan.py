@@ -17,7 +17,7 @@ from speech.data.annotations.document import (
     Document,
     Media,
     Tier,
-    require_annotations,
+    opened,
 )
 
 TIER_KEYS = ("TIER_ID", "PARTICIPANT", "PARENT_REF", "LINGUISTIC_TYPE_REF")  # as in `Tier`
@@ -78,7 +78,7 @@ class Reader:
     def read(self) -> None:
         """Reads the file. Raises `DataError` and `UsageError`."""
         try:
-            with open(require_annotations(self.path), "rb") as file:
+            with opened(self.path) as file:
                 self.parser.ParseFile(file)
         except expat.ExpatError as error:
             reason = expat.errors.messages[error.code]
