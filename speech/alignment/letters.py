@@ -20,10 +20,8 @@ class Vocabulary:
     encode: Callable[[str], list[int]]
 
 
-def of_characters(characters: list[str], ids: list[int], blank: int, size: int) -> Vocabulary:
-    """The vocabulary of `size` outputs in which `characters` have these `ids`. A letter that is
-    there in the other case only is written in that one."""
-    index = dict(zip(characters, ids, strict=True))
+def of_characters(index: dict[str, int], blank: int, size: int) -> Vocabulary:
+    """The vocabulary of a model with `size` outputs whose characters have the numbers `index`."""
     spellings = [""] * size
     for character, number in index.items():
         spellings[number] = character
@@ -31,8 +29,9 @@ def of_characters(characters: list[str], ids: list[int], blank: int, size: int) 
 
 
 def encode(text: str, index: dict[str, int]) -> list[int]:
-    """The tokens of a text: runs of letters that are not in `index` become one HOLE, other
-    characters that are not in it are left out."""
+    """The tokens of a text. A letter that `index` has in the other case only is written in that
+    one, runs of letters that it lacks become one HOLE, and other characters that it lacks are left
+    out."""
     tokens: list[int] = []
     for character in text:
         forms = (character, character.lower(), character.upper())
