@@ -21,6 +21,12 @@ BEYOND = 2  # pieces of the text that are tried on both sides of a block
 SLOWEST = 4.0  # times as long as by the recording's pace, for these pieces
 SLACK = 2.0  # seconds beside them
 PIN_EVERY = 20.0  # seconds between the anchors that a path goes through
+# Letters: how far from a pin the anchors are that support it, and by how much they may disagree.
+PIN_SUPPORT = (15, 120)
+PIN_DRIFT = 8
+STRAY = 0.4  # seconds between a letter at the edge of a piece and the others, from which on it is
+STRAY_TOKENS = 4  # doubted, and how many such tokens there may be
+STRAY_MARGIN = -1.5  # log-probability under which it is not heard there
 WORST = 1.0  # seconds: confidence is that of the worst so long part
 
 
@@ -106,10 +112,24 @@ def place(emissions: Emissions, text: Text, vocabulary: Vocabulary) -> list[Plac
 
 
 def _as_frames(chain: np.ndarray, heard: Heard, text: Text) -> np.ndarray:
-    """A chain of letters as (frame, token, whether the letter before is equal, too): a path may be
-    pinned there. The frames rise, and so do the tokens."""
-    is_inside = np.append(False, (np.diff(chain, axis=0) == 1).all(axis=1))
-    return np.stack([heard.frames[chain[:, 0]], text.at[chain[:, 1]], is_inside], axis=1)
+    """A chain of letters as (frame, token, whether a path may be pinned there). The frames rise,
+    and so do the tokens."""
+    return np.stack([heard.frames[chain[:, 0]], text.at[chain[:, 1]], _are_pins(chain)], axis=1)
+
+
+def _are_pins(chain: np.ndarray) -> np.ndarray:
+    """(N,) whether a pair is inside a run of equal letters, and others before and after it, not of
+    the same word, are as far from each other in the text as in what was heard."""
+    found = np.append(False, (np.diff(chain, axis=0) == 1).all(axis=1))
+    letters = chain[:, 0]
+    drift = chain[:, 1] - letters
+    near, far = PIN_SUPPORT
+    for i in np.flatnonzero(found).tolist():
+        edges = letters[i] + [-far, -near, near, far]
+        first, before, after, last = np.searchsorted(letters, edges).tolist()
+        agree = np.abs(drift[first:last] - drift[i]) <= PIN_DRIFT
+        found[i] = agree[: before - first].sum() >= 2 and agree[after - first :].sum() >= 2
+    return found
 
 
 # --- blocks ---------------------------------------------------------------------------------------
@@ -246,10 +266,25 @@ class _Aligner:
         begin, end = self.text.edges[number : number + 2].tolist()
         if begin == end or (self.first[begin:end] < 0).any():
             return None
-        start, stop = int(self.first[begin]), int(self.last[end - 1]) + 1
+        start, stop = self._without_strays(begin, end)
         margins = self.margins[start:stop]
         margins = margins[~self.in_hole[start:stop]]
         return Placed(start, stop, self._worst(margins), self._error_rate(begin, end, start, stop))
+
+    def _without_strays(self, begin: int, end: int) -> tuple[int, int]:
+        """The frames of the tokens from `begin` to `end`. A token at the edge that nobody hears is
+        put anywhere in the pause by the path: here it is close to its neighbour."""
+        first, last = self.first[begin:end], self.last[begin:end]
+        gaps = (first[1:] - last[:-1]) * self.emissions.frame > STRAY
+        pace = (last[-1] - first[0]) / len(first)
+        start, stop = int(first[0]), int(last[-1]) + 1
+        for place in np.flatnonzero(gaps[:STRAY_TOKENS]).tolist():
+            if self.margins[first[: place + 1]].mean() < STRAY_MARGIN:
+                start = max(start, int(first[place + 1] - (place + 1) * pace))
+        for place in np.flatnonzero(gaps[::-1][:STRAY_TOKENS]).tolist():
+            if self.margins[first[-place - 1 :]].mean() < STRAY_MARGIN:
+                stop = min(stop, int(last[-place - 2] + (place + 1) * pace) + 1)
+        return start, stop
 
     def _worst(self, margins: np.ndarray) -> float:
         size = min(len(margins), round(WORST / self.emissions.frame))
