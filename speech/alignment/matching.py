@@ -27,6 +27,7 @@ PIN_DRIFT = 8
 STRAY = 0.4  # seconds between a letter at the edge of a piece and the others, from which on it is
 STRAY_TOKENS = 4  # doubted, and how many such tokens there may be
 STRAY_MARGIN = -1.5  # log-probability under which it is not heard there
+STRAY_SOUND = -8.0  # log-probability under which something else is heard between them
 WORST = 1.0  # seconds: confidence is that of the worst so long part
 
 
@@ -266,24 +267,35 @@ class _Aligner:
         begin, end = self.text.edges[number : number + 2].tolist()
         if begin == end or (self.first[begin:end] < 0).any():
             return None
-        start, stop = self._without_strays(begin, end)
+        frames = self._without_strays(begin, end)
+        if frames is None:
+            return None
+        start, stop = frames
         margins = self.margins[start:stop]
         margins = margins[~self.in_hole[start:stop]]
         return Placed(start, stop, self._worst(margins), self._error_rate(begin, end, start, stop))
 
-    def _without_strays(self, begin: int, end: int) -> tuple[int, int]:
-        """The frames of the tokens from `begin` to `end`. A token at the edge that nobody hears is
-        put anywhere in the pause by the path: here it is close to its neighbour."""
+    def _without_strays(self, begin: int, end: int) -> tuple[int, int] | None:
+        """The frames of the tokens from `begin` to `end`. Tokens at the edge that nobody hears are
+        put anywhere in the pause beside them by the path: here they are close to their neighbour.
+        None if something else is heard between them and it."""
         first, last = self.first[begin:end], self.last[begin:end]
-        gaps = (first[1:] - last[:-1]) * self.emissions.frame > STRAY
         pace = (last[-1] - first[0]) / len(first)
         start, stop = int(first[0]), int(last[-1]) + 1
-        for place in np.flatnonzero(gaps[:STRAY_TOKENS]).tolist():
-            if self.margins[first[: place + 1]].mean() < STRAY_MARGIN:
-                start = max(start, int(first[place + 1] - (place + 1) * pace))
-        for place in np.flatnonzero(gaps[::-1][:STRAY_TOKENS]).tolist():
-            if self.margins[first[-place - 1 :]].mean() < STRAY_MARGIN:
-                stop = min(stop, int(last[-place - 2] + (place + 1) * pace) + 1)
+        gaps = np.flatnonzero((first[1:] - last[:-1]) * self.emissions.frame > STRAY)
+        for gap in gaps.tolist():  # behind this token
+            before, after = gap + 1, len(first) - 1 - gap  # tokens
+            if min(before, after) > STRAY_TOKENS:
+                continue
+            at_start = before <= after
+            strays = first[: gap + 1] if at_start else first[gap + 1 :]
+            if self.margins[strays].mean() < STRAY_MARGIN:
+                if at_start:
+                    start = max(start, int(first[gap + 1] - before * pace))
+                else:
+                    stop = min(stop, int(last[gap] + after * pace) + 1)
+            elif self.margins[last[gap] + 1 : first[gap + 1]].sum() < STRAY_SOUND:
+                return None
         return start, stop
 
     def _worst(self, margins: np.ndarray) -> float:
