@@ -11,6 +11,7 @@ from speech.signal.audio import SAMPLE_RATE, read_in_pieces
 
 WINDOW = 30.0  # seconds that are kept of what the recogniser hears at once
 CONTEXT = 3.0  # seconds before and after, heard and not kept
+CONTEXT_SHARE = 1 / 6  # of what a recogniser hears at once, at most
 ENERGY_FRAME = 0.01  # seconds
 QUIETEST = 1e-10  # power: digital silence
 
@@ -60,15 +61,25 @@ def collect(
     )
 
 
+def window_for(longest: float) -> tuple[float, float]:
+    """The window and the context on each side, in seconds, for a recogniser that hears at most
+    `longest` at once."""
+    context = min(CONTEXT, longest * CONTEXT_SHARE)
+    return min(WINDOW, longest - 2 * context), context
+
+
 def windows_of(
-    path: str, log_probs: LogProbs, frame: float, energy: list[np.ndarray]
+    path: str,
+    log_probs: LogProbs,
+    frame: float,
+    energy: list[np.ndarray],
+    sizes: tuple[float, float] = (WINDOW, CONTEXT),
 ) -> Iterator[np.ndarray]:
-    """The log-probabilities (T, V) of consecutive windows of a recording, each heard with CONTEXT
+    """The log-probabilities (T, V) of consecutive windows of a recording, each heard with context
     on both sides. Appends the energy of each window to `energy`. `frame`: seconds of a frame of
-    `log_probs`. About a minute of the recording is in memory."""
+    `log_probs`; `sizes`: those of a window and of the context. Little more is in memory."""
     step = round(frame * SAMPLE_RATE)
-    window = round(WINDOW * SAMPLE_RATE) // step * step
-    context = round(CONTEXT * SAMPLE_RATE) // step * step
+    window, context = (round(size * SAMPLE_RATE) // step * step for size in sizes)
     pieces = read_in_pieces(path, SAMPLE_RATE)
     held = torch.zeros(0)
     before = 0  # samples of `held` that are context
