@@ -15,10 +15,13 @@ SHORTEST, LONGEST = 2.0, 20.0  # seconds of an utterance
 MOST_ERRORS = 0.5
 ERRORS_ABOVE = 0.25
 CONFIDENCE_BELOW = 40.0  # log-probability a second
-MARGIN = 0.05  # seconds of silence that an utterance keeps, at most
+MARGIN = 0.04  # seconds of silence that an utterance keeps, at most
 QUIET = 0.1  # seconds: shorter silences are closures of plosives
 NEAR = 0.6  # seconds beside a letter in which its silence is looked for
-LOUDNESS = 0.3  # share of the way from silence to speech, in dB, above which there is sound
+# Silence: the lowest share of the way from the quietest place to speech, in dB, and all that is so
+# many dB below speech: noise, beside a pause that somebody has cleared.
+LOUDNESS = 0.3
+NOISE_BELOW = 28.0
 SILENCE_BELOW = 10.0  # dB below speech
 PAUSE = 0.15  # seconds at which to cut rather than elsewhere
 LONGEST_PAUSE = 1.5  # seconds within an utterance
@@ -167,7 +170,7 @@ def _quiet(start: float, end: float, energy: np.ndarray, speech: float) -> tuple
     quietest = start + int(part.argmin()) * ENERGY_FRAME
     if speech - floor < SILENCE_BELOW:
         return quietest, quietest
-    is_quiet = part < floor + LOUDNESS * (speech - floor)
+    is_quiet = part < max(floor + LOUDNESS * (speech - floor), speech - NOISE_BELOW)
     edges = np.flatnonzero(np.diff(np.concatenate([[False], is_quiet, [False]]))).reshape(-1, 2)
     runs = edges[edges[:, 1] - edges[:, 0] >= QUIET / ENERGY_FRAME]
     if not len(runs):
