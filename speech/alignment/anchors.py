@@ -111,8 +111,10 @@ def _by_score(pairs: np.ndarray, size: int) -> list[np.ndarray]:
 
 
 def _runs(chain: np.ndarray, is_kept: np.ndarray) -> list[np.ndarray]:
-    """The parts of a chain between pairs that are not kept."""
-    edges = np.flatnonzero(np.diff(is_kept)) + 1
+    """The parts of a chain between pairs that are not kept, and between those where one side has
+    more letters than the other: something else may be read there, or be written."""
+    drifts = np.abs(np.diff(chain[:, 0] - chain[:, 1])) > DRIFT
+    edges = np.flatnonzero((np.diff(is_kept) != 0) | drifts) + 1
     return [
         part
         for part, kept in zip(np.split(chain, edges), np.split(is_kept, edges), strict=True)

@@ -10,10 +10,12 @@ from speech.alignment.emissions import ENERGY_FRAME, Emissions
 from speech.alignment.matching import Heard, Placed
 from speech.alignment.sentences import Piece, join
 
-SHORTEST, LONGEST = 2.0, 20.0  # seconds of an utterance
+SHORT, LONGEST = 2.0, 20.0  # seconds of an utterance
+SHORTEST = 0.8  # seconds of one between others that cannot be used
 # What is certain: limits around the medians of what is placed in the recording, and absolute ones.
 MOST_ERRORS = 0.5
 ERRORS_ABOVE = 0.25
+MORE_BETWEEN = 0.15
 CONFIDENCE_BELOW = 40.0  # log-probability a second
 MARGIN = 0.04  # seconds of silence that an utterance keeps, at most
 QUIET = 0.1  # seconds: shorter silences are closures of plosives
@@ -26,8 +28,9 @@ SILENCE_BELOW = 10.0  # dB below speech
 PAUSE = 0.15  # seconds at which to cut rather than elsewhere
 LONGEST_PAUSE = 1.5  # seconds within an utterance
 # Costs of a cut: at a sentence's end or elsewhere, in a pause or in speech; of an utterance that is
-# too short or too long; the gain of another utterance.
+# short, or cannot be used; the gain of another utterance.
 CUTS = {(True, True): 0.0, (False, True): 1.0, (True, False): 3.0, (False, False): 10.0}
+SHORT_COST = 10.0
 UNUSABLE = 50.0
 ANOTHER = 0.5
 # Sound that is reported: letters heard, seconds
@@ -37,7 +40,11 @@ HEARD_SECONDS = 1.0
 NOT_FOUND = "not found in the recording"
 UNCERTAIN = "uncertain"
 TOO_SHORT = f"shorter than {SHORTEST:g} s between others"
+NO_PAUSE = "no pause between it and other speech"
 TOO_LONG = f"longer than {LONGEST:g} s without a pause"
+
+
+Silence = tuple[float, float]  # (start, end), seconds
 
 
 @dataclass(frozen=True)
@@ -54,11 +61,13 @@ class Cuts:
 
 @dataclass(frozen=True)
 class _Span:
-    """Piece `number` from `start` to `end` in seconds, and whether a pause follows."""
+    """Piece `number` from `start` to `end` in seconds, and whether there is a silence on each
+    side."""
 
     number: int
     start: float
     end: float
+    after_pause: bool
     before_pause: bool
 
 
@@ -68,22 +77,28 @@ def cut(
     """The utterances of a recording whose text's `pieces` are `placed` in it."""
     found = _in_order(placed)
     spans = _spans(found, placed, emissions)
-    certain = _certain([placed[number] for number in found], emissions.frame)
+    certain = _certain(found, placed, emissions.frame)
     reasons: dict[int, str] = {}
     for number, each in enumerate(placed):
         if each is None or number not in spans:
             reasons[number] = NOT_FOUND
-        elif each not in certain:
+        elif number not in certain:
             reasons[number] = UNCERTAIN
     utterances = []
     for run in _runs([spans[number] for number in found if number not in reasons]):
         for part in _best_cuts(run, pieces):
             seconds = part[-1].end - part[0].start
-            if SHORTEST <= seconds <= LONGEST:
-                utterances.append(_utterance(part, pieces, placed))
-            else:
+            # In the middle of a run, what is cut off without a pause is in the next utterance.
+            begins = part[0].after_pause or part[0] is not run[0]
+            ends = part[-1].before_pause or part[-1] is not run[-1]
+            if not SHORTEST <= seconds <= LONGEST:
                 reason = TOO_SHORT if seconds < SHORTEST else TOO_LONG
-                reasons |= dict.fromkeys((span.number for span in part), reason)
+            elif not (begins and ends):
+                reason = NO_PAUSE
+            else:
+                utterances.append(_utterance(part, pieces, placed))
+                continue
+            reasons |= dict.fromkeys((span.number for span in part), reason)
     texts = [_left_out(pieces[i].text, reasons[i], spans.get(i)) for i in sorted(reasons)]
     return Cuts(utterances, texts, _sounds(utterances, emissions, heard))
 
@@ -103,79 +118,90 @@ def _in_order(placed: list[Placed | None]) -> list[int]:
     return found
 
 
-def _certain(placed: list[Placed], frame: float) -> set[Placed]:
-    """Those that are about as good as most. A recogniser that errs often errs everywhere."""
-    if not placed:
+def _certain(found: list[int], placed: list[Placed | None], frame: float) -> set[int]:
+    """The numbers of those that are about as good as most: a recogniser that errs often errs
+    everywhere. More errors are allowed between two certain neighbours."""
+    if not found:
         return set()
-    errors = statistics.median(each.error_rate for each in placed)
-    confidence = statistics.median(each.confidence for each in placed)
+    errors = statistics.median(placed[number].error_rate for number in found)
+    confidence = statistics.median(placed[number].confidence for number in found)
     most = min(MOST_ERRORS, errors + ERRORS_ABOVE)
     least = confidence - CONFIDENCE_BELOW * frame
-    return {each for each in placed if each.error_rate <= most and each.confidence >= least}
+
+    def passes(number: int, more: float = 0.0) -> bool:
+        each = placed[number]
+        return each.error_rate <= most + more and each.confidence >= least
+
+    certain = {number for number in found if passes(number)}
+    neighbours = zip(found, found[1:], found[2:], strict=False)
+    between = {
+        number
+        for before, number, after in neighbours
+        if {before, after} <= certain and (before, after) == (number - 1, number + 1)
+    }
+    return certain | {number for number in between if passes(number, MORE_BETWEEN)}
 
 
 # --- where sound begins and ends ------------------------------------------------------------------
 
 
-def _spans(
-    found: list[int], placed: list[Placed | None], emissions: Emissions
-) -> dict[int, _Span]:
+def _spans(found: list[int], placed: list[Placed | None], emissions: Emissions) -> dict[int, _Span]:
     """The span of each piece, by number: from the silence before its first letter to that after its
     last."""
     frame = emissions.frame
     firsts = [*(placed[number].start * frame for number in found), emissions.seconds]
     lasts = [0.0, *(placed[number].end * frame for number in found)]
-    starts, ends, pauses = [], [], []
-    for last, first in zip(lasts, firsts, strict=True):
-        quiet_from, quiet_to = _pause(last, first, emissions.energy)
-        margin = min(MARGIN, (quiet_to - quiet_from) / 2)
-        ends.append(quiet_from + margin)
-        starts.append(quiet_to - margin)
-        pauses.append(quiet_to - quiet_from >= PAUSE)
-    return {
-        number: _Span(number, starts[i], ends[i + 1], pauses[i + 1])
-        for i, number in enumerate(found)
-    }
+    edges = [
+        _pauses(last, first, emissions.energy) for last, first in zip(lasts, firsts, strict=True)
+    ]
+    spans = {}
+    for number, (_, before), (after, _) in zip(found, edges, edges[1:], strict=False):
+        start = before[1] - min(MARGIN, (before[1] - before[0]) / 2)
+        end = after[0] + min(MARGIN, (after[1] - after[0]) / 2)
+        pauses = (stop - begin >= PAUSE for begin, stop in (before, after))
+        spans[number] = _Span(number, start, end, *pauses)
+    return spans
 
 
-def _pause(end: float, start: float, energy: np.ndarray | None) -> tuple[float, float]:
-    """The silence between a letter that ends at `end` and one that begins at `start`, in seconds:
-    where the sound ends, which CTC notes too early, and where it begins again."""
+def _pauses(end: float, start: float, energy: np.ndarray | None) -> tuple[Silence, Silence]:
+    """The silence after a letter that ends at `end` and that before one that begins at `start`, in
+    seconds; they are the same one if nothing else is near. The first begins where the sound ends,
+    which CTC notes too early, the second ends where it begins again."""
     if energy is None or start - end < 2 * ENERGY_FRAME:
-        return min(end, start), start
+        return ((min(end, start), start),) * 2
     sides = [energy[max(0, _place(end - NEAR)) : _place(end)], energy[_place(start) :]]
     sides[1] = sides[1][: _place(NEAR)]
     speech = float(np.percentile(np.concatenate(sides), 90)) if any(map(len, sides)) else 0.0
-    if start - end <= 2 * NEAR:
-        return _quiet(end, start, energy, speech)
-    return (
-        _quiet(end, end + NEAR, energy, speech)[0],
-        _quiet(start - NEAR, start, energy, speech)[1],
-    )
+    if start - end > 2 * NEAR:
+        after = _quiet(end, end + NEAR, energy, speech)
+        return after[0], _quiet(start - NEAR, start, energy, speech)[1]
+    first, last = _quiet(end, start, energy, speech)
+    return (first, last) if first[1] < last[0] else ((first[0], last[1]),) * 2
 
 
 def _place(seconds: float) -> int:
     return round(seconds / ENERGY_FRAME)
 
 
-def _quiet(start: float, end: float, energy: np.ndarray, speech: float) -> tuple[float, float]:
-    """Where the first silence from `start` to `end` begins and the last one ends; where it is
-    quietest if there is none. `speech`: the level in dB that speech has here."""
+def _quiet(start: float, end: float, energy: np.ndarray, speech: float) -> tuple[Silence, Silence]:
+    """The first and the last silence from `start` to `end`; where it is quietest if there is none.
+    `speech`: the level in dB that speech has here."""
     part = energy[_place(start) : _place(end)]
     if not len(part):
-        return start, end
+        return ((start, end),) * 2
     padded = np.pad(part, 1, mode="edge")
     part = (padded[:-2] + padded[1:-1] + padded[2:]) / 3
     floor = float(part.min())
     quietest = start + int(part.argmin()) * ENERGY_FRAME
     if speech - floor < SILENCE_BELOW:
-        return quietest, quietest
+        return ((quietest, quietest),) * 2
     is_quiet = part < max(floor + LOUDNESS * (speech - floor), speech - NOISE_BELOW)
     edges = np.flatnonzero(np.diff(np.concatenate([[False], is_quiet, [False]]))).reshape(-1, 2)
     runs = edges[edges[:, 1] - edges[:, 0] >= QUIET / ENERGY_FRAME]
     if not len(runs):
-        return quietest, quietest
-    return start + int(runs[0, 0]) * ENERGY_FRAME, start + int(runs[-1, 1]) * ENERGY_FRAME
+        return ((quietest, quietest),) * 2
+    silences = start + runs[[0, -1]] * ENERGY_FRAME
+    return tuple(silences[0].tolist()), tuple(silences[1].tolist())
 
 
 # --- utterances -----------------------------------------------------------------------------------
@@ -204,8 +230,7 @@ def _best_cuts(run: list[_Span], pieces: list[Piece]) -> list[list[_Span]]:
         choices = []
         for start in reversed(range(end)):
             seconds = last.end - run[start].start
-            is_usable = SHORTEST <= seconds <= LONGEST
-            choices.append((costs[start] + cost + (-ANOTHER if is_usable else UNUSABLE), start))
+            choices.append((costs[start] + cost + _cost(seconds), start))
             if seconds > LONGEST:
                 break
         best, start = min(choices)
@@ -217,6 +242,13 @@ def _best_cuts(run: list[_Span], pieces: list[Piece]) -> list[list[_Span]]:
         parts.append(run[cuts[end] : end])
         end = cuts[end]
     return parts[::-1]
+
+
+def _cost(seconds: float) -> float:
+    """Of an utterance of this length."""
+    if not SHORTEST <= seconds <= LONGEST:
+        return UNUSABLE
+    return SHORT_COST if seconds < SHORT else -ANOTHER
 
 
 def _utterance(part: list[_Span], pieces: list[Piece], placed: list[Placed | None]) -> dict:

@@ -11,6 +11,8 @@ from speech.alignment.emissions import Emissions
 from speech.alignment.letters import HOLE, Vocabulary, spelt
 from speech.writing.metrics import errors_of_each
 
+SPACES = frozenset(" \u2581")  # the second is SentencePiece's
+
 # Prices in log-probability. A letter that a recogniser hears wrongly costs a path about 4.
 STAR = 30.0  # a second of sound that is not in the text
 HOLE_PRICE = 2.0  # a second of what the vocabulary lacks
@@ -27,7 +29,7 @@ PIN_DRIFT = 8
 STRAY = 0.4  # seconds between a letter at the edge of a piece and the others, from which on it is
 STRAY_TOKENS = 4  # doubted, and how many such tokens there may be
 STRAY_MARGIN = -1.5  # log-probability under which it is not heard there
-STRAY_SOUND = -8.0  # log-probability under which something else is heard between them
+STRAY_LETTERS = 2  # heard between them: something else is read there
 WORST = 1.0  # seconds: confidence is that of the worst so long part
 
 
@@ -35,12 +37,13 @@ WORST = 1.0  # seconds: confidence is that of the worst so long part
 class Text:
     """Pieces of a text: their `tokens` (U,), one piece after the other, of which piece i has those
     from `edges[i]` to `edges[i + 1]`; the `letters` that they spell, with the place of the token of
-    each in `at`."""
+    each in `at`; whether a token (U,) is within a word, where the vocabulary has spaces."""
 
     tokens: np.ndarray
     edges: np.ndarray
     letters: np.ndarray
     at: np.ndarray
+    is_within: np.ndarray
 
     def piece_of(self, token: int) -> int:
         return int(np.searchsorted(self.edges, token, "right")) - 1
@@ -52,6 +55,11 @@ class Heard:
 
     letters: np.ndarray
     frames: np.ndarray
+
+    def count(self, start: int, end: int) -> int:
+        """How many letters are heard from frame `start` to frame `end`."""
+        first, last = np.searchsorted(self.frames, [start, end])
+        return int(last - first)
 
     def between(self, start: int, end: int) -> str:
         """What is heard from frame `start` to frame `end`, without spaces."""
@@ -86,7 +94,11 @@ def text_of(pieces: list[str], vocabulary: Vocabulary) -> Text:
     tokens = [vocabulary.encode(piece) for piece in pieces]
     edges = np.cumsum([0, *map(len, tokens)])
     joined = np.array(list(itertools.chain.from_iterable(tokens)), np.int64)
-    return Text(joined, edges, *spelt(joined, vocabulary.spellings))
+    spelling = ["" if token == HOLE else vocabulary.spellings[token] for token in joined.tolist()]
+    has_space = [SPACES.intersection(each) != set() for each in spelling]
+    is_within = ~(np.array(has_space, bool) | np.append(False, has_space[:-1]).astype(bool))
+    is_within &= any(has_space)
+    return Text(joined, edges, *spelt(joined, vocabulary.spellings), is_within)
 
 
 def heard_in(emissions: Emissions, vocabulary: Vocabulary) -> Heard:
@@ -276,10 +288,11 @@ class _Aligner:
         return Placed(start, stop, self._worst(margins), self._error_rate(begin, end, start, stop))
 
     def _without_strays(self, begin: int, end: int) -> tuple[int, int] | None:
-        """The frames of the tokens from `begin` to `end`. Tokens at the edge that nobody hears are
-        put anywhere in the pause beside them by the path: here they are close to their neighbour.
-        None if something else is heard between them and it."""
+        """The frames of the tokens from `begin` to `end`. The path puts tokens at the edge that
+        nobody hears anywhere in the pause beside them, or a part of a word beyond it: here they are
+        close to their neighbour. None if something else is heard between them and it."""
         first, last = self.first[begin:end], self.last[begin:end]
+        is_within = self.text.is_within[begin:end]
         pace = (last[-1] - first[0]) / len(first)
         start, stop = int(first[0]), int(last[-1]) + 1
         gaps = np.flatnonzero((first[1:] - last[:-1]) * self.emissions.frame > STRAY)
@@ -289,12 +302,12 @@ class _Aligner:
                 continue
             at_start = before <= after
             strays = first[: gap + 1] if at_start else first[gap + 1 :]
-            if self.margins[strays].mean() < STRAY_MARGIN:
+            if is_within[gap + 1] or self.margins[strays].mean() < STRAY_MARGIN:
                 if at_start:
                     start = max(start, int(first[gap + 1] - before * pace))
                 else:
                     stop = min(stop, int(last[gap] + after * pace) + 1)
-            elif self.margins[last[gap] + 1 : first[gap + 1]].sum() < STRAY_SOUND:
+            elif self.heard.count(int(last[gap]) + 1, int(first[gap + 1])) >= STRAY_LETTERS:
                 return None
         return start, stop
 
