@@ -95,7 +95,7 @@ def tape(
     random = np.random.default_rng(seed)
     texts = sentences(random, max(8, round(minutes * 60 / 5.4)))
     others = iter(sentences(random, len(texts) + 8))
-    order = _moved(list(range(len(texts))), moved, random)
+    order = reordered(list(range(len(texts))), moved, random)
     track = _Track()
     true = []
     if music:
@@ -116,7 +116,8 @@ def tape(
     return Tape(emitted(track, error_rate, random), true, texts)
 
 
-def _moved(order: list[int], share: float, random: np.random.Generator) -> list[int]:
+def reordered(order: list[int], share: float, random: np.random.Generator) -> list[int]:
+    """The order after a share of it was moved, in blocks of one to ten."""
     count = round(share * len(order))
     while count > 0:
         size = min(count, int(random.integers(1, 11)))

@@ -760,7 +760,12 @@ def transcribe(args, how: recogniser.Options) -> None:
     recogniser.transcribe_files(how, texts_of, setup, before.longest)
 
 
-def ctc_log_probs(model: Conformer, setup: device.Setup, waveform: Tensor) -> np.ndarray:
+def frame_seconds(model: Conformer) -> float:
+    """The length of an encoder frame."""
+    return nemo_features.HOP * model.config["subsampling"] / SAMPLE_RATE
+
+
+def log_probs_of(model: Conformer, setup: device.Setup, waveform: Tensor) -> np.ndarray:
     """(T, V + 1) of one waveform (N,)."""
     padded, lengths = pad([waveform])
     batch = next(to_device([{"audio": padded, "audio_lengths": lengths}], setup.device))
@@ -774,8 +779,8 @@ def align(args, request: alignment.Request) -> None:
     setup = device.setup(args, quiet=True)
     model, tokenizer, before = trained(args, setup)
     heard_by = alignment.Recogniser(
-        functools.partial(ctc_log_probs, model, setup),
-        frame=nemo_features.HOP * model.config["subsampling"] / SAMPLE_RATE,
+        functools.partial(log_probs_of, model, setup),
+        frame=frame_seconds(model),
         vocabulary=of_characters(tokenizer.index, model.eos, model.eos + 1),
         longest=before.longest,
     )

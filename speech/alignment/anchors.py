@@ -72,7 +72,7 @@ def _supported(pairs: np.ndarray) -> np.ndarray:
     keys, counts = np.unique(bins @ [width, 1], return_counts=True)
     total = np.zeros(len(pairs), int)
     for rows, columns in itertools.product((-1, 0, 1), repeat=2):
-        wanted = (bins + [rows, columns]) @ [width, 1]
+        wanted = (bins + np.array([rows, columns])) @ [width, 1]
         place = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
         total += np.where(keys[place] == wanted, counts[place], 0)
     return total >= SUPPORT

@@ -1,6 +1,5 @@
 """Utterances to train on, cut at sentence ends and pauses, and lists of what is left out."""
 
-import itertools
 import statistics
 from dataclasses import dataclass
 

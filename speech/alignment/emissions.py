@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from speech.alignment.letters import HOLE, Vocabulary
+from speech.alignment.letters import HOLE
 from speech.signal.audio import SAMPLE_RATE, read_in_pieces
 
 WINDOW = 30.0  # seconds that are kept of what the recogniser hears at once

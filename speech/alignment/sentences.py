@@ -1,5 +1,6 @@
 """A book as pieces that may become utterances: sentences, and parts of long ones."""
 
+import itertools
 import re
 from dataclasses import dataclass
 
@@ -56,7 +57,7 @@ def _lines(paragraph: str) -> list[str]:
     width = max(map(len, lines), default=0)
     is_full = [
         len(line) + 1 + len(following.split()[0]) > width
-        for line, following in zip(lines, lines[1:], strict=False)
+        for line, following in itertools.pairwise(lines)
     ]
     if is_full and sum(is_full) >= WRAPPED * len(is_full):
         return [" ".join(lines)]
@@ -66,7 +67,7 @@ def _lines(paragraph: str) -> list[str]:
 def _split(text: str, ends: re.Pattern) -> list[str]:
     """The parts of a text between the places that `ends` finds."""
     places = [0, *(match.end() for match in ends.finditer(text)), len(text)]
-    parts = (text[a:b].strip() for a, b in zip(places, places[1:], strict=False))
+    parts = (text[a:b].strip() for a, b in itertools.pairwise(places))
     return [part for part in parts if part]
 
 
