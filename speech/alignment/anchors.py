@@ -92,7 +92,7 @@ def _by_score(pairs: np.ndarray, size: int) -> list[np.ndarray]:
         gains = np.minimum(least, size) - np.minimum(drift, 2 * np.log2(1 + drift))
         gains += scores[first:i]
         gains[(least <= 0) | (steps.max(axis=1) > FARTHEST)] = -np.inf
-        best = int(gains.argmax())
+        best = len(gains) - 1 - int(gains[::-1].argmax())  # the nearest of the best
         if gains[best] > size:
             scores[i] = gains[best]
             previous[i] = first + best
