@@ -14,7 +14,10 @@ SHORT = 15  # of its parts, at least
 LONGEST = 160  # of a part: then it is divided between words
 PAUSES = ",;:\u2014\u2013\u055d\u060c\u061b\u1363\u1364\u1365\u1366\u3001\uff0c\uff1b\uff1a"
 CLOSING = "\"'\u2019\u201d\u00bb)\\]\u300d\u300f"
-WRAPPED = 0.9  # share of a paragraph's lines that end where the next word had no room
+# A paragraph's lines are those of an editor, if they are so wide, and this share of them ends where
+# the next word had no room.
+WIDE = 60  # characters
+WRAPPED = 0.9
 
 
 def _ends(characters: str) -> re.Pattern:
@@ -59,7 +62,7 @@ def _lines(paragraph: str) -> list[str]:
         len(line) + 1 + len(following.split()[0]) > width
         for line, following in itertools.pairwise(lines)
     ]
-    if is_full and sum(is_full) >= WRAPPED * len(is_full):
+    if width >= WIDE and sum(is_full) >= WRAPPED * len(is_full):
         return [" ".join(lines)]
     return lines
 

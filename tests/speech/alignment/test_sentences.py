@@ -37,7 +37,7 @@ def test_a_byte_order_mark_and_blank_lines_are_no_text(read):
     assert read(b"\xef\xbb\xbfTitle\r\n\r\n \t\r\nA text.\r\n") == ["Title", "A text."]
 
 
-@pytest.mark.parametrize("width", [45, 58, 72, 80])
+@pytest.mark.parametrize("width", [62, 72, 80, 100])
 def test_wrapped_lines_are_joined(read, width):
     sentences = [
         "The rain had fallen on the hills for more than a week without a break.",
