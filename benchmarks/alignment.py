@@ -24,7 +24,7 @@ import argparse
 import itertools
 import json
 import os
-import resource
+import re
 import subprocess
 import sys
 import tempfile
@@ -275,8 +275,9 @@ def beginning(tape: dict) -> dict:
 
 
 def peak() -> float:
-    """MiB of resident memory, at most so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    """MiB of resident memory, at most so far. (getrusage also counts the parent's, before exec.)"""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(re.search(r"VmHWM:\s*(\d+)", status)[1]) / 1024
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ SHORTEST = 0.8  # seconds of one between others that cannot be used
 MOST_ERRORS = 0.5
 ERRORS_ABOVE = 0.25
 MORE_BETWEEN = 0.15
+FEWEST = 4  # letters
 CONFIDENCE_BELOW = 40.0  # log-probability a second
 MARGIN = 0.04  # seconds of silence that an utterance keeps, at most
 QUIET = 0.1  # seconds: shorter silences are closures of plosives
@@ -119,7 +120,8 @@ def _in_order(placed: list[Placed | None]) -> list[int]:
 
 def _certain(found: list[int], placed: list[Placed | None], frame: float) -> set[int]:
     """The numbers of those that are about as good as most: a recogniser that errs often errs
-    everywhere. More errors are allowed between two certain neighbours."""
+    everywhere. More errors, or hardly a letter that is known, are allowed between two certain
+    neighbours."""
     if not found:
         return set()
     errors = statistics.median(placed[number].error_rate for number in found)
@@ -131,7 +133,7 @@ def _certain(found: list[int], placed: list[Placed | None], frame: float) -> set
         each = placed[number]
         return each.error_rate <= most + more and each.confidence >= least
 
-    certain = {number for number in found if passes(number)}
+    certain = {number for number in found if passes(number) and placed[number].letters >= FEWEST}
     neighbours = zip(found, found[1:], found[2:], strict=False)
     between = {
         number

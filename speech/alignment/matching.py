@@ -71,12 +71,13 @@ class Heard:
 class Placed:
     """A piece of the text from frame `start` to frame `end`. `confidence` is the mean, over the
     worst second, of the path's log-probability minus that of the best one, for each frame;
-    `error_rate` that of the letters heard there against the piece's."""
+    `error_rate` that of the letters heard there against the piece's, which are `letters` many."""
 
     start: int
     end: int
     confidence: float
     error_rate: float
+    letters: int
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,11 @@ def place(emissions: Emissions, text: Text, vocabulary: Vocabulary) -> list[Plac
 def _as_frames(chain: np.ndarray, heard: Heard, text: Text) -> np.ndarray:
     """A chain of letters as (frame, token, whether a path may be pinned there). The frames rise,
     and so do the tokens."""
-    return np.stack([heard.frames[chain[:, 0]], text.at[chain[:, 1]], _are_pins(chain)], axis=1)
+    sides = ((heard.frames, chain[:, 0]), (text.at, chain[:, 1]))
+    can_pin = _are_pins(chain)
+    for tokens, places in sides:
+        can_pin &= (np.diff(tokens, prepend=-1) != 0)[places]  # a token begins with this letter
+    return np.stack([*(tokens[places] for tokens, places in sides), can_pin], axis=1)
 
 
 def _are_pins(chain: np.ndarray) -> np.ndarray:
@@ -164,11 +169,11 @@ def blocks(pairs: list[np.ndarray], text: Text, emissions: Emissions) -> list[Bl
                 continue
         groups.append([chain])
     joined = [np.concatenate(group) for group in groups]
-    ends = [0, *(int(chain[-1, 0]) + 1 for chain in joined)]
-    begins = [*(int(chain[0, 0]) for chain in joined), len(emissions.best)]
+    earliest = [0, *(int(chain[-1, 0]) + 1 for chain in joined)]
+    latest = [*(int(chain[0, 0]) for chain in joined), len(emissions.best)]
     pace = _pace(pairs)
     return [
-        _extended(chain, (ends[i], begins[i + 1]), text, pace, SLACK / emissions.frame)
+        _extended(chain, (earliest[i], latest[i + 1]), text, pace, SLACK / emissions.frame)
         for i, chain in enumerate(joined)
     ]
 
@@ -285,7 +290,10 @@ class _Aligner:
         start, stop = frames
         margins = self.margins[start:stop]
         margins = margins[~self.in_hole[start:stop]]
-        return Placed(start, stop, self._worst(margins), self._error_rate(begin, end, start, stop))
+        tokens = self.text.tokens[begin:end]
+        letters, _ = spelt(tokens[tokens != HOLE], self.spellings)
+        errors = self._error_rate(letters, start, stop)
+        return Placed(start, stop, self._worst(margins), errors, len(letters))
 
     def _without_strays(self, begin: int, end: int) -> tuple[int, int] | None:
         """The frames of the tokens from `begin` to `end`. The path puts tokens at the edge that
@@ -318,11 +326,8 @@ class _Aligner:
         sums = np.cumsum(np.append(0.0, margins))
         return float((sums[size:] - sums[:-size]).min() / size)
 
-    def _error_rate(self, begin: int, end: int, start: int, stop: int) -> float:
-        """Of the letters heard from frame `start` to `stop`, outside holes, against those of the
-        tokens from `begin` to `end`."""
-        tokens = self.text.tokens[begin:end]
-        letters, _ = spelt(tokens[tokens != HOLE], self.spellings)
+    def _error_rate(self, letters: np.ndarray, start: int, stop: int) -> float:
+        """Of the letters heard from frame `start` to `stop`, outside holes, against these."""
         first, last = np.searchsorted(self.heard.frames, [start - 1, stop + 1])
         heard = self.heard.letters[first:last][~self.in_hole[self.heard.frames[first:last]]]
         texts = ("".join(map(chr, each)) for each in (letters, heard))

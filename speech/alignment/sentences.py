@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from common import files
 from common.errors import DataError
+from speech.alignment.letters import is_letter
 from speech.writing.text import SENTENCE_ENDS, in_unspaced, normalise
 
 # Characters: four seconds of an alphabet's, and twelve of Chinese.
@@ -48,7 +49,7 @@ def read_book(path: str) -> list[Piece]:
     for paragraph in re.split(r"\n[^\S\n]*\n", files.read_text(path)):
         for line in _lines(paragraph):
             for sentence in _split(normalise(line), SENTENCES):
-                pieces += _parts(sentence)
+                pieces += _parts(sentence) if any(map(is_letter, sentence)) else []
     if not pieces:
         raise DataError(f"{path}: there is no text in it")
     return pieces

@@ -172,7 +172,7 @@ def resolve(
     if beam_size and args.beam_size is None:
         args.beam_size = beam_size
     output = getattr(args, "output", None)
-    if output and args.transcribe:
+    if output and not getattr(args, "align", None):
         if (suffix := Path(output).suffix.lower()) in subtitles.OTHERS:
             known = ", ".join(subtitles.FORMATS)
             raise UsageError(

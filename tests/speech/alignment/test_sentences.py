@@ -34,7 +34,7 @@ def test_sentences_of_several_scripts(read, text, pieces):
 
 
 def test_a_byte_order_mark_and_blank_lines_are_no_text(read):
-    assert read(b"\xef\xbb\xbfTitle\r\n\r\n \t\r\nA text.\r\n") == ["Title", "A text."]
+    assert read(b"\xef\xbb\xbfTitle\r\n\r\n \t\r\nA text.\r\n* * *\r\n") == ["Title", "A text."]
 
 
 @pytest.mark.parametrize("width", [62, 72, 80, 100])
