@@ -311,6 +311,12 @@ def first_model(
     )
     if weights is not None and not resumed:
         info, weights = with_vocabulary(asked, info, weights, training_texts)
+    if initial:  # the pieces that it has are trained
+        before, _ = checkpoint.read_infos(initial, ModelInfo, RunInfo)
+        known = set(vocabulary.row_names(tokenizer_of(before)))
+        names = vocabulary.row_names(tokenizer_of(info))
+        new = [row for row in info.new_pieces if names[row] not in known]
+        info = dataclasses.replace(info, new_pieces=new)
     check_export(asked, info)
     if info.licence.startswith(NON_COMMERCIAL):
         print(f"licence of the released model: {info.licence}, for non-commercial use only")
