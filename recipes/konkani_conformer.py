@@ -778,6 +778,8 @@ def log_probs_of(model: Conformer, setup: device.Setup, waveform: Tensor) -> np.
 
 def align(args, request: alignment.Request) -> None:
     """--align, by the CTC head."""
+    if request.is_flat:
+        return alignment.align_files(request, None)
     setup = device.setup(args, quiet=True)
     model, tokenizer, before = trained(args, setup)
     heard_by = alignment.Recogniser(

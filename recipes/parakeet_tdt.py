@@ -446,6 +446,8 @@ def log_probs_of(model: Parakeet, setup: device.Setup, waveform: torch.Tensor) -
 
 def align(args, asked: Options, request: alignment.Request) -> None:
     """--align, which needs a CTC head."""
+    if request.is_flat:
+        return alignment.align_files(request, None)
     setup = device.setup(args, quiet=True)
     model, info, before = trained(asked, setup)
     if model.ctc_head is None:

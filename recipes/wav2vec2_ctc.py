@@ -421,6 +421,8 @@ def log_probs_of(model: Wav2Vec2, setup: device.Setup, waveform: torch.Tensor) -
 
 def align(args, asked: Options, request: alignment.Request) -> None:
     """--align."""
+    if request.is_flat:
+        return alignment.align_files(request, None)
     setup = device.setup(args, quiet=True)
     model, info, before = trained(asked, setup)
     tokenizer = tokenizer_of(info)

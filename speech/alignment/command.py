@@ -15,7 +15,7 @@ import torch
 from common import files, options
 from common.errors import DataError, RunError, UsageError
 from common.layers import finite_layers
-from speech.alignment import cutting, emissions, matching, page
+from speech.alignment import cutting, emissions, flat, matching, page
 from speech.alignment.cutting import Cuts
 from speech.alignment.emissions import LogProbs
 from speech.alignment.letters import Vocabulary
@@ -26,25 +26,31 @@ from speech.signal.audio import audio_files
 MANIFEST = b'{"audio_filepath": '  # how the lines of both lists begin
 TEXTS = (".txt", ".text", ".md")  # suffixes of texts in a folder
 OTHER = "it is for transcripts; leave the first out"
+NO_WEIGHTS = "a flat start reads no weights; leave one out"
 
 # Rows for common.options. A recipe with --align has --output and the flags of decoding, too.
 EXCLUDES = (
     ("normaliser", "align", OTHER),
     ("decoding", "align", "the path of CTC is used; leave the first out"),
     ("align", "export", "give one of them"),
+    *(("flat_start", weights, NO_WEIGHTS) for weights in ("resume", "model_file", "model_dir")),
 )
-NEEDS = (("align", ("output",), "name the manifest to write, such as aligned.json"),)
+NEEDS = (
+    ("align", ("output",), "name the manifest to write, such as aligned.json"),
+    ("flat_start", ("align",), ""),
+)
 
 
 @dataclass(frozen=True)
 class Request:
     """The `pairs` (recording, text) of --align, and the files to write: the `manifest`, the list of
-    what is `left_out` of it, and the `page`."""
+    what is `left_out` of it, and the `page`; `is_flat`: without a recogniser."""
 
     pairs: list[tuple[Path, Path]]
     manifest: Path
     left_out: Path
     page: Path
+    is_flat: bool
 
 
 @dataclass(frozen=True)
@@ -62,15 +68,22 @@ class Recogniser:
 
 
 def add_arguments(parser) -> None:
-    """The flag --align, in a group of its own."""
+    """The flags --align and --flat_start, in a group of their own."""
+    group = parser.add_argument_group("aligning")
     parser.add_command(
-        parser.add_argument_group("aligning"),
+        group,
         "--align",
         nargs=2,
         type=options.path,
         metavar=("AUDIO", "TEXT"),
         help="cut a long recording with its text, or folders of both, into utterances to train on:"
         " writes the manifest --output FILE, what is left out, and a page to review them",
+    )
+    group.add_argument(
+        "--flat_start",
+        action="store_true",
+        help="with --align: without a model, by how long each sentence takes; for a text that is"
+        " read in its order, with pauses",
     )
     parser.usual("align")
 
@@ -89,7 +102,7 @@ def resolve(args) -> Request | None:
     for path, begins in ((manifest, MANIFEST), (left_out, MANIFEST), (review, page.BEGINS)):
         is_earlier = functools.partial(_begins, begins)
         files.require_output(path, "--output", inputs, is_earlier)
-    return Request(pairs, manifest, left_out, review)
+    return Request(pairs, manifest, left_out, review, args.flat_start)
 
 
 def _begins(beginning: bytes, path: Path) -> bool:
@@ -125,16 +138,17 @@ def find_pairs(audio: str, text: str) -> list[tuple[Path, Path]]:
 
 
 @torch.no_grad()
-def align_files(request: Request, recogniser: Recogniser) -> None:
-    """Aligns every pair and writes the three files. A pair that cannot be read is named on stderr
-    and the others are aligned; then `DataError` is raised, and also if nothing could be kept."""
+def align_files(request: Request, recogniser: Recogniser | None) -> None:
+    """Aligns every pair and writes the three files; a flat start needs no `recogniser`. A pair that
+    cannot be read is named on stderr and the others are aligned; then `DataError` is raised, and
+    also if nothing could be kept."""
     utterances: list[dict] = []
     left_out: list[dict] = []
     failed = 0
     with finite_layers():
         for audio, text in request.pairs:
             try:
-                cuts = align(audio, text, recogniser)
+                cuts = align(audio, text, recogniser) if recogniser else align_flat(audio, text)
             except DataError as error:
                 print(f"error: {error}", file=sys.stderr)
                 failed += 1
@@ -148,9 +162,12 @@ def align_files(request: Request, recogniser: Recogniser) -> None:
     if failed:
         raise DataError(f"{failed} of {len(request.pairs)} recordings could not be aligned")
     if not utterances:
+        reason = "the recogniser hears too little of their language"
+        if request.is_flat:
+            reason = "there are too few pauses in them"
         raise DataError(
-            "nothing was found: the texts are not read in these recordings, or the recogniser"
-            " hears too little of their language; nothing is written"
+            f"nothing was found: the texts are not read in these recordings, or {reason}; nothing"
+            " is written"
         )
 
 
@@ -173,6 +190,11 @@ def align(audio: Path, text: Path, recogniser: Recogniser) -> Cuts:
     )
     placed = matching.place(found, tokens, vocabulary)
     return cutting.cut(pieces, placed, found, matching.heard_in(found, vocabulary))
+
+
+def align_flat(audio: Path, text: Path) -> Cuts:
+    """The same without a recogniser. Raises `DataError`."""
+    return flat.align(read_book(str(text)), emissions.energy_in(str(audio)))
 
 
 def _with_progress(audio: Path, windows: Iterator[np.ndarray], frame: float) -> Iterator:

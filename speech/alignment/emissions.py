@@ -97,6 +97,19 @@ def windows_of(
         before = before + window - dropped
 
 
+def energy_in(path: str) -> np.ndarray:
+    """(N,) the power of each ENERGY_FRAME of a recording, in dB."""
+    size = round(ENERGY_FRAME * SAMPLE_RATE)
+    parts = []
+    rest = np.zeros(0, np.float32)
+    for piece in read_in_pieces(path, SAMPLE_RATE):
+        samples = np.concatenate([rest, piece.numpy()])
+        whole = len(samples) // size * size
+        parts.append(_energy(samples[:whole]))
+        rest = samples[whole:]
+    return np.concatenate([*parts, _energy(rest)])
+
+
 def _filled(
     held: torch.Tensor, pieces: Iterator[torch.Tensor], size: int
 ) -> tuple[torch.Tensor, bool]:
