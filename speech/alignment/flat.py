@@ -18,6 +18,7 @@ from speech.alignment.sentences import Piece, join
 # Levels of speech and of silence are those of each such part of the recording.
 PART = 30.0  # seconds
 QUIET, LOUD = 5, 90  # percentiles of its energy
+SOFTEST_BELOW = 15.0  # dB: how much softer speech is in a part than in most of the recording
 SMOOTHED = 5  # frames
 SHORTEST_SOUND = 0.08  # seconds: shorter ones are clicks
 STRETCHES = 12  # of a match, at most
@@ -101,25 +102,24 @@ def align(pieces: list[Piece], energy: np.ndarray) -> Cuts:
 
 def stretches(energy: np.ndarray) -> np.ndarray:
     """(N, 2) where sound begins and ends between pauses, in seconds."""
-    smooth = np.convolve(
-        np.pad(energy, SMOOTHED // 2, mode="edge"), np.full(SMOOTHED, 1 / SMOOTHED)
-    )
-    smooth = smooth[SMOOTHED - 1 : SMOOTHED - 1 + len(energy)]
+    padded = np.pad(energy, SMOOTHED // 2, mode="edge")
+    smooth = np.convolve(padded, np.full(SMOOTHED, 1 / SMOOTHED), mode="valid")
+    least = np.percentile(smooth, LOUD) - SOFTEST_BELOW
     parts = max(1, round(len(energy) * ENERGY_FRAME / PART))
-    is_sound = np.concatenate([_is_sound(part) for part in np.array_split(smooth, parts)])
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], is_sound, [False]])))
+    is_sound = [_is_sound(part, least) for part in np.array_split(smooth, parts)]
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], *is_sound, [False]])))
     times = edges.reshape(-1, 2) * ENERGY_FRAME
     times = times[times[:, 1] - times[:, 0] >= SHORTEST_SOUND]
-    if not len(times):
-        return times
     is_pause = times[1:, 0] - times[:-1, 1] >= cutting.PAUSE
-    starts = times[np.append(True, is_pause), 0]
-    ends = times[np.append(is_pause, True), 1]
+    starts = times[np.append(len(times) > 0, is_pause)[: len(times)], 0]
+    ends = times[np.append(is_pause, True)[: len(times)], 1]
     return np.stack([starts, ends], axis=1)
 
 
-def _is_sound(energy: np.ndarray) -> np.ndarray:
+def _is_sound(energy: np.ndarray, least: float) -> np.ndarray:
+    """Whether a frame is louder than silence, if speech here has the level `least` or more."""
     floor, speech = np.percentile(energy, [QUIET, LOUD])
+    speech = max(speech, least)
     threshold = floor + cutting.LOUDNESS * (speech - floor)
     return energy > max(threshold, speech - cutting.NOISE_BELOW)
 
@@ -187,11 +187,14 @@ def best_matches(seconds: np.ndarray, letters: np.ndarray, reading: Reading) -> 
     """The matches of stretches of so many `seconds` (N,) and pieces of so many `letters` (M,) with
     the least price, by dynamic programming within BAND."""
     size, width = len(seconds), len(letters)
+    if not size:
+        return [Match(0, 0, piece, piece + 1) for piece in range(width)]
     prices = [_Prices(letters, count, reading) for count in range(1, PIECES + 1)]
     sound = _sums(seconds)
     centres = np.rint(sound / max(sound[-1], 1e-9) * width).astype(int)
     lows = np.maximum(centres - BAND, 0)
     highs = np.minimum(centres + BAND, width) + 1
+    lows[1:] = np.minimum(lows[1:], highs[:-1] - 1)  # after a stretch that is very long
     # The least price of each of the last rows; PIECES columns before the first are never reached.
     best = np.full((STRETCHES + 1, PIECES + width + 1), np.inf)
     unread = NOT_READ * np.arange(width + 1)
