@@ -444,6 +444,12 @@ MISTAKES = [  # flags, status, a part of the message
     ("--align a.wav a.txt", 2, "--align goes with --output: name the manifest"),
     ("--align a.wav a.txt --output a.json --decoding beam", 2, "--decoding and --align: "),
     ("--align a.wav a.txt --transcribe a.wav", 2, "give one of them"),
+    ("--flat_start", 2, "--flat_start goes with --align"),
+    (
+        "--align a.wav a.txt --output a.json --flat_start --resume auto",
+        2,
+        "--flat_start and --resume: a flat start reads no weights",
+    ),
     (
         "--train_manifest {train} --d_model 30",
         2,

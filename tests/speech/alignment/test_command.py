@@ -116,6 +116,25 @@ def test_a_tape_and_its_book(folder, capsys):
     assert corpus.seconds.tolist() == pytest.approx([row["duration"] for row in utterances])
 
 
+def test_a_flat_start_needs_no_recogniser(folder, capsys):
+    places = tape(folder / "tape.wav", LINES * 5)
+    (folder / "book.txt").write_text("\n".join(LINES * 5), encoding="utf-8")
+    words = ("--align", "tape.wav", "book.txt", "--output", "aligned.json", "--flat_start")
+    command.align_files(request(*words), None)
+    rows = rows_of(folder / "aligned.json")
+    assert len(rows) >= 10
+    for row in rows:
+        number = int(np.abs(np.array(places)[:, 0] - row["offset"]).argmin())
+        assert row["text"] == LINES[number % len(LINES)]
+        edges = (row["offset"], row["offset"] + row["duration"])
+        assert edges == pytest.approx(places[number], abs=0.06)
+    (folder / "silence").mkdir()
+    soundfile.write(folder / "silence/tape.wav", np.zeros(5 * SAMPLE_RATE), SAMPLE_RATE)
+    words = ("--align", "silence/tape.wav", "book.txt", "--output", "x.json", "--flat_start")
+    with pytest.raises(DataError, match="too few pauses"):
+        command.align_files(request(*words), None)
+
+
 def test_folders_of_pairs(folder, capsys):
     for name in ("tapes/one", "books/one"):
         (folder / name).mkdir(parents=True)
