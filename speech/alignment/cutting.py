@@ -16,7 +16,8 @@ MOST_ERRORS = 0.5
 ERRORS_ABOVE = 0.25
 MORE_BETWEEN = 0.15
 FEWEST = 4  # letters
-CONFIDENCE_BELOW = 40.0  # log-probability a second
+CONFIDENCE_BELOW = 40.0  # log-probability a second; of a recogniser that hardly errs:
+CONFIDENCE_BELOW_TWICE = 15.0  # below twice the median
 MARGIN = 0.04  # seconds of silence that an utterance keeps, at most
 QUIET = 0.1  # seconds: shorter silences are closures of plosives
 NEAR = 0.6  # seconds beside a letter in which its silence is looked for
@@ -127,7 +128,9 @@ def _certain(found: list[int], placed: list[Placed | None], frame: float) -> set
     errors = statistics.median(placed[number].error_rate for number in found)
     confidence = statistics.median(placed[number].confidence for number in found)
     most = min(MOST_ERRORS, errors + ERRORS_ABOVE)
-    least = confidence - CONFIDENCE_BELOW * frame
+    least = max(
+        confidence - CONFIDENCE_BELOW * frame, 2 * confidence - CONFIDENCE_BELOW_TWICE * frame
+    )
 
     def passes(number: int, more: float = 0.0) -> bool:
         each = placed[number]
