@@ -62,8 +62,8 @@ class Cuts:
 
 @dataclass(frozen=True)
 class _Span:
-    """Piece `number` from `start` to `end` in seconds, and whether there is a silence on each
-    side."""
+    """Piece `number` from `start` to `end` in seconds, and whether there is a silence on each side,
+    or the recording begins or ends there."""
 
     number: int
     start: float
@@ -162,8 +162,9 @@ def _spans(found: list[int], placed: list[Placed | None], emissions: Emissions) 
     for number, (_, before), (after, _) in zip(found, edges, edges[1:], strict=False):
         start = before[1] - min(MARGIN, (before[1] - before[0]) / 2)
         end = after[0] + min(MARGIN, (after[1] - after[0]) / 2)
-        pauses = (stop - begin >= PAUSE for begin, stop in (before, after))
-        spans[number] = _Span(number, start, end, *pauses)
+        after_pause = before[1] - before[0] >= PAUSE or before[0] <= 0
+        before_pause = after[1] - after[0] >= PAUSE or after[1] >= emissions.seconds
+        spans[number] = _Span(number, start, end, after_pause, before_pause)
     return spans
 
 
