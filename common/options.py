@@ -236,6 +236,8 @@ class Parser(argparse.ArgumentParser):
                 hint = f"; {name}"
             elif name:
                 hint = f"; did you mean {name}?"
+            elif not unknown and os.path.exists(words[0]):
+                hint = "; put a pattern of files in quotes, as in 'files/*.eaf'"
             elif not unknown:
                 hint = "; on/off flags take no value"
         elif found := EXPLICIT.match(message):
