@@ -165,9 +165,10 @@ def _parse_table(
     header, as in joined files, holds for the lines that follow it."""
     header, delimiter = _find_header(first[1])
     if not header and "|" not in first[1]:
+        labels = ", and it is no label of Audacity" if path.suffix.lower() == ".txt" else ""
         raise DataError(
             f"manifest {path}: its first line names no audio column (one of"
-            f" {', '.join(AUDIO_KEYS)}), as audio_file,text or audio_file|text do; it has:"
+            f" {', '.join(AUDIO_KEYS)}), as audio_file,text or audio_file|text do{labels}; it has:"
             f" {first[1].strip()[:100]!r}"
         )
     header_line = first[0] if header else 0

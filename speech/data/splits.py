@@ -106,7 +106,7 @@ def add_arguments(parser, allow_unknown: bool = False) -> None:
         ("audio_root", options.path, None, "DIR",
          "base of audio paths, also of absolute ones of another machine (the manifest's folder)"),
         ("tier", None, None, "NAME",
-         "the tier with the texts in .eaf and .TextGrid, or several; 'tx@*' is all of such names"
+         "the tiers with the texts in .eaf and .TextGrid: names, such as 'tx@*', or a type in ELAN"
          " (the only one)", {"action": options.Repeated, "nargs": "+"}),
         ("max_samples", sample_count, None, "N",
          "use N training utterances, drawn by --seed: a larger N adds to them; -1 = all (all)"),

@@ -3,9 +3,9 @@ its audio."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
-from common.errors import DataError
+from common.errors import DataError, UsageError
 from common.files import require_file
 
 MOST_BYTES = 1 << 28  # of a file, whose annotations are in memory together: hundreds of hours
@@ -33,11 +33,13 @@ class Media(NamedTuple):
 @dataclass
 class Tier:
     """A track of annotations. `name` is empty in formats without tiers; `parent`: the tier that it
-    depends on. `points`: texts without duration, which are only counted."""
+    depends on, `kind`: its type in ELAN, which tiers of several speakers share. `points`: texts
+    without duration, which are only counted."""
 
     name: str = ""
     participant: str = ""
     parent: str = ""
+    kind: str = ""
     annotations: list[Annotation] = field(default_factory=list)
     points: int = 0
 
@@ -51,20 +53,24 @@ class Document:
     faults: list[tuple[str, str]] = field(default_factory=list)
 
 
-def require_annotations(path: Path) -> Path:
-    """`path`, if it is a file of a sensible size. Raises `UsageError` and `DataError`."""
-    size = require_file(path).stat().st_size
+def opened(path: Path) -> BinaryIO:
+    """The open file, if it has a sensible size. Raises `UsageError` and `DataError`."""
+    size = require_file(path, "manifest").stat().st_size
     if not size:
         raise DataError(f"{path}: it is empty")
     if size > MOST_BYTES:
         raise DataError(f"{path}: {size >> 20} MiB are too much for a file of annotations")
-    return path
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise UsageError(f"manifest {path}: {error.strerror}") from None
 
 
 def read_text(path: Path) -> str:
     """The text of a file in UTF-8, or in UTF-16 with a byte-order mark; line ends become "\\n".
     Raises `UsageError` and `DataError`."""
-    content = require_annotations(path).read_bytes()
+    with opened(path) as file:
+        content = file.read()
     encoding = "utf-16" if content[:2] in BYTE_ORDERS else "utf-8-sig"
     try:
         text = content.decode(encoding)

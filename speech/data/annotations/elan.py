@@ -17,9 +17,10 @@ from speech.data.annotations.document import (
     Document,
     Media,
     Tier,
-    require_annotations,
+    opened,
 )
 
+TIER_KEYS = ("TIER_ID", "PARTICIPANT", "PARENT_REF", "LINGUISTIC_TYPE_REF")  # as in `Tier`
 LEVELS = 50  # of tiers that depend on each other, at most
 LONGEST_TEXT = 1 << 20  # characters of an annotation, more than anyone says
 
@@ -77,7 +78,7 @@ class Reader:
     def read(self) -> None:
         """Reads the file. Raises `DataError` and `UsageError`."""
         try:
-            with open(require_annotations(self.path), "rb") as file:
+            with opened(self.path) as file:
                 self.parser.ParseFile(file)
         except expat.ExpatError as error:
             reason = expat.errors.messages[error.code]
@@ -109,8 +110,7 @@ class Reader:
             value = self.seconds(attributes.get("TIME_VALUE", "nan"))
             self.slots[attributes.get("TIME_SLOT_ID", "")] = value
         elif element == "TIER":
-            names = (attributes.get(key, "") for key in ("TIER_ID", "PARTICIPANT", "PARENT_REF"))
-            self.tiers.append(Raw(Tier(*names)))
+            self.tiers.append(Raw(Tier(*(attributes.get(key, "") for key in TIER_KEYS))))
         elif element in ("ALIGNABLE_ANNOTATION", "REF_ANNOTATION"):
             self.annotation = attributes
             self.text = []
@@ -189,7 +189,9 @@ def slot_times(annotations: list[Timed], slots: dict[str, float]) -> dict[str, f
     """The times in seconds of the slots of a tier, in the order of its annotations. Slots without a
     value divide the time between their neighbours evenly, as ELAN does; those before the first
     value and after the last one get none."""
-    names = dict.fromkeys(itertools.chain(*((each.first, each.last) for each in annotations)))
+    names = dict.fromkeys(
+        itertools.chain.from_iterable((each.first, each.last) for each in annotations)
+    )
     names = [name for name in names if name in slots]
     values = np.array([slots[name] for name in names])
     known = np.isfinite(values)

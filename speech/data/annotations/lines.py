@@ -15,7 +15,7 @@ SECONDS = r"[+-]?\d+(?:[.,]\d*)?(?:[eE][+-]?\d+)?"
 LABEL = re.compile(rf"({SECONDS})\t({SECONDS})(?:\t(.*))?", re.ASCII)
 CLOCK = r"(?:(\d{1,4}):)?(\d{1,2}):(\d{1,2})[.,](\d{1,3})"
 CUE = re.compile(rf"\s*{CLOCK}\s*-->\s*{CLOCK}(?:\s.*)?", re.ASCII)
-VOICE = re.compile(r"<v(?:\.[^\s<>]*)?\s+([^<>]+)>")  # who speaks, in a .vtt
+VOICE = re.compile(r"<v(?:\.[^\s<>]*)?\s([^<>]+)>")  # who speaks, in a .vtt
 TAG = re.compile(
     r"</?(?:[ibuscv]|font|lang|ruby|rt)(?:[.\s][^<>]*)?>|<\d[\d:.]*>|\{\\[^{}]*\}", re.IGNORECASE
 )
@@ -79,8 +79,8 @@ def read_subtitles(path: Path) -> Document:
         raise DataError(f"{path}: it has no subtitles, such as 00:00:01,200 --> 00:00:02,500")
     escapes = path.suffix.lower() == ".vtt"
     tier = Tier()
-    for start, end, lines in cues:
-        text = " ".join(lines)
+    for start, end, parts in cues:
+        text = " ".join(parts)
         voices = {" ".join(name.split()) for name in VOICE.findall(text)}
         text = TAG.sub("", text)
         if escapes:

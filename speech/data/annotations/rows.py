@@ -32,8 +32,10 @@ SAMPLE = 30  # characters of a text there
 
 @dataclass
 class Taken:
-    """What was read of files of annotations. `tiers`: how many annotations of each were taken."""
+    """What was read of files of annotations. `tiers`: how many annotations of each were taken;
+    `missing`: those that are wanted and that no file has."""
 
+    missing: set[str]
     files: int = 0
     tiers: Counter[str] = field(default_factory=Counter)
     empty: int = 0
@@ -45,6 +47,8 @@ class Taken:
             named = [f"{printable(name)} ({n})" for name, n in self.tiers.most_common(LISTED)]
             more = len(self.tiers) - len(named)
             words.append(f"tiers {', '.join(named)}" + (f" and {more} more" if more else ""))
+        if self.files and self.missing:
+            words.append(f"no tier is called {printable(', '.join(sorted(self.missing)))}")
         if self.empty:
             words.append(f"without text, left out: {self.empty}")
         if self.points:
@@ -83,20 +87,20 @@ def is_annotations(path: Path, suffix: str = "") -> bool:
 
 
 def has_tiers(path: str) -> bool:
-    """Whether a name or a pattern is one of files that have tiers."""
-    return path.lower().endswith(WITH_TIERS)
+    """Whether a name may be that of a file with tiers, or a pattern of such names."""
+    return path.lower().endswith(WITH_TIERS) or glob.has_magic(path)
 
 
 def annotated_rows(
     files: list[Path], tiers: Sequence[str], audio_root: str | None, rejected: Rejections
 ) -> Iterator[tuple[int, dict]]:
     """(number from 1 on, row) of each annotation with a text in the files; what was taken is said
-    in `rejected.source`. `tiers`: names or patterns of those to take, needed where a file has
-    several.
+    in `rejected.source`. `tiers`: names, types or patterns of those to take, needed where a
+    file has several.
 
     Of several files, one that cannot be used is added to `rejected`. Raises `DataError` and
     `UsageError` for a single one, and `UsageError` if it is not clear which tier to take."""
-    taken = Taken()
+    taken = Taken(set(tiers))
     number = 0
     for path in files:
         try:
@@ -111,9 +115,11 @@ def annotated_rows(
             continue
         for reason, place in document.faults:
             rejected.add(reason, place)
-        for each in timed(path, with_text(chosen, taken), origin, audio, rejected):
+        annotations = in_time(path, with_text(chosen, taken), origin, rejected)
+        note_overlaps(audio, annotations, rejected)
+        for each in annotations:
             number += 1
-            yield number, each
+            yield number, as_row(audio, each)
     rejected.source = taken.described()
 
 
@@ -125,7 +131,7 @@ def choose(path: Path, tiers: list[Tier], wanted: Sequence[str]) -> list[Tier]:
     listed = f"{path} has {list_tiers(tiers)}" if are_named else str(path)
     possible = tiers
     if wanted and are_named:
-        possible = [tier for tier in tiers if is_wanted(tier.name, wanted)]
+        possible = [tier for tier in tiers if is_wanted(tier, wanted)]
         if not possible:
             names = ", ".join(wanted)
             raise UsageError(f"--tier {printable(names)}: there is none such: {listed}")
@@ -134,16 +140,18 @@ def choose(path: Path, tiers: list[Tier], wanted: Sequence[str]) -> list[Tier]:
         raise DataError(f"there are no texts with a duration: {listed}")
     if wanted or not are_named:
         return possible
-    upper = [tier for tier in written if not tier.parent]
     if len(written) == 1:
         return written
+    upper = [tier for tier in written if not tier.parent]
     if len(upper) == 1 and is_prose(upper[0]):
         return upper
     raise UsageError(f"which tier has the texts? Add --tier NAME: {listed}")
 
 
-def is_wanted(name: str, wanted: Sequence[str]) -> bool:
-    return name in wanted or any(fnmatchcase(name, pattern) for pattern in wanted)
+def is_wanted(tier: Tier, wanted: Sequence[str]) -> bool:
+    """Whether a tier is meant by its name, by its type in ELAN, or by a pattern of these."""
+    names = [name for name in (tier.name, tier.kind) if name]
+    return any(name == each or fnmatchcase(name, each) for name in names for each in wanted)
 
 
 def is_prose(tier: Tier) -> bool:
@@ -159,13 +167,15 @@ def list_tiers(tiers: list[Tier]) -> str:
     shown = []
     for tier in tiers[:LISTED]:
         texts = [each.text for each in tier.annotations if each.text]
-        words = [f"{len(tier.annotations)} annotations"]
+        words = [f"annotations: {len(tier.annotations)}"]
         if tier.annotations:
-            words[0] += f", {round(100 * len(texts) / len(tier.annotations))} % with text"
+            words.append(f"with text: {round(100 * len(texts) / len(tier.annotations))} %")
         if tier.points:
-            words = [f"{tier.points} points without duration"]
+            words = [f"points without duration: {tier.points}"]
         if tier.participant:
             words.append(f"participant {tier.participant}")
+        if tier.kind:
+            words.append(f"type {tier.kind}")
         if tier.parent:
             words.append(f"depends on {tier.parent}")
         if texts:
@@ -177,11 +187,12 @@ def list_tiers(tiers: list[Tier]) -> str:
 
 
 def with_text(tiers: list[Tier], taken: Taken) -> list[Annotation]:
-    """The annotations with a text, by time, with their speakers: the participant of a tier, or its
+    """The annotations with a text, with their speakers: the participant of a tier, or its
     name. All are counted in `taken`."""
     found = []
     taken.files += 1
     for tier in tiers:
+        taken.missing = {name for name in taken.missing if not is_wanted(tier, [name])}
         taken.points += tier.points
         for each in tier.annotations:
             if each.text:
@@ -190,42 +201,47 @@ def with_text(tiers: list[Tier], taken: Taken) -> list[Annotation]:
                 taken.tiers[tier.name] += 1
             else:
                 taken.empty += 1
-    return sorted(found, key=lambda each: each[:2])
+    return found
 
 
-def timed(
-    path: Path,
-    annotations: list[Annotation],
-    origin: float,
-    audio: str,
-    rejected: Rejections,
-) -> Iterator[dict]:
-    """Rows of a manifest for `annotations`, which are sorted by time. Those whose times cannot be
-    used are added to `rejected`, overlaps to its notes."""
-    latest = None  # of the annotations so far, the one that ends last
+def in_time(
+    path: Path, annotations: list[Annotation], origin: float, rejected: Rejections
+) -> list[Annotation]:
+    """The annotations by their times in the audio, in which theirs begins at `origin`. Those whose
+    times cannot be used are added to `rejected`."""
+    usable = []
     for each in annotations:
         start = round(each.start + origin, 6)
-        duration = round(each.end - each.start, 6)
-        if not (0 <= start < math.inf and 0 < duration < math.inf):
-            times = f"{each.start:.2f} to {each.end:.2f} s"
-            rejected.add(
-                "annotation has no times, or ends before it begins, or begins before its audio",
-                f"{path}: {times}: {each.text[:SAMPLE]}",
-            )
+        end = round(each.end + origin, 6)
+        if 0 <= start < end < math.inf:
+            usable.append(each._replace(start=start, end=end))
             continue
+        rejected.add(
+            "annotation has no times, or ends before it begins, or begins before its audio",
+            f"{path}: {each.start:.2f} to {each.end:.2f} s: {each.text[:SAMPLE]}",
+        )
+    return sorted(usable)
+
+
+def as_row(audio: str, annotation: Annotation) -> dict:
+    return {
+        "audio_filepath": audio,
+        "text": annotation.text,
+        "offset": annotation.start,
+        "duration": round(annotation.end - annotation.start, 6),
+        "speaker": annotation.speaker,
+    }
+
+
+def note_overlaps(audio: str, annotations: list[Annotation], rejected: Rejections) -> None:
+    """Adds those of the sorted `annotations` that begin before another has ended to the notes of
+    `rejected`."""
+    latest = None  # of the annotations so far, the one that ends last
+    for each in annotations:
         if latest and min(each.end, latest.end) - each.start > OVERLAP:
             is_other = each.speaker != latest.speaker
+            reason = "annotation overlaps another speaker's" if is_other else "annotations overlap"
             who = f": {each.speaker} and {latest.speaker}" if is_other else ""
-            rejected.note(
-                f"annotation overlaps one of {'another' if is_other else 'the same'} speaker",
-                f"{audio} at {start:.2f} s{who}",
-            )
+            rejected.note(reason, f"{audio} at {each.start:.2f} s{who}")
         if not latest or each.end > latest.end:
             latest = each
-        yield {
-            "audio_filepath": audio,
-            "text": each.text,
-            "offset": start,
-            "duration": duration,
-            "speaker": each.speaker,
-        }

@@ -111,3 +111,12 @@ def test_a_file_without_subtitles_is_refused(tmp_path):
     path.write_text("hello\n")
     with pytest.raises(DataError, match="it has no subtitles"):
         lines.read_subtitles(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["<v" + " " * 200_000, "<v " * 100_000, "{\\" * 100_000, "<" * 200_000]
+)
+def test_texts_that_look_like_tags_do_not_hang(tmp_path, text, no_hang):
+    path = tmp_path / "a.vtt"
+    path.write_text(f"00:01.000 --> 00:02.000\n{text}\n\n00:03.000 --> 00:04.000\nend\n")
+    assert lines.read_subtitles(path).tiers[0].annotations[1].text == "end"

@@ -131,8 +131,11 @@ def test_tiers_are_chosen_by_names_and_patterns(tmp_path, wav):
     path = elan(tmp_path / "a.eaf", TIERS)
     assert texts(path, "tx@A") == ["one", "two"]
     assert texts(path, "tx@*") == ["one", "three", "two"]
+    assert texts(path, "dependent") == texts(path, "depend*") == ["one", "two"]  # a type
     assert texts(path, "tx@B", "ref@A") == ["A.001", "three", "A.002"]
-    assert texts(path, "tx@?", "no such") == ["one", "three", "two"]
+    corpus, rejected = load(path, tiers=("tx@?", "no such"))
+    assert list(corpus.texts) == ["one", "three", "two"]
+    assert rejected.source == "1 file; tiers tx@A (2), tx@B (1); no tier is called no such"
 
 
 def test_a_name_with_brackets_is_a_name(tmp_path, wav):
@@ -149,10 +152,16 @@ def test_without_a_choice_the_tiers_are_listed(tmp_path, wav):
             texts(path, *tiers)
         message = str(caught.value)
         assert "--tier" in message and "\n" not in message
-        assert "'ref@A' (2 annotations, 100 % with text, such as 'A.001')" in message
-        assert "'tx@A' (2 annotations, 100 % with text, depends on ref@A, such as 'one')" in message
-        assert "'tx@B' (1 annotations, 100 % with text, participant Berta" in message
-        assert "'notes' (1 annotations, 0 % with text)" in message
+        assert (
+            "'ref@A' (annotations: 2, with text: 100 %, type default-lt, such as 'A.001')"
+            in message
+        )
+        assert (
+            "'tx@A' (annotations: 2, with text: 100 %, type dependent, depends on ref@A, such as 'one')"
+            in message
+        )
+        assert "'tx@B' (annotations: 1, with text: 100 %, participant Berta" in message
+        assert "'notes' (annotations: 1, with text: 0 %, type default-lt)" in message
 
 
 def test_the_only_tier_that_depends_on_no_other_is_taken_if_it_has_words(tmp_path, wav):
@@ -175,7 +184,9 @@ def test_points_are_counted_and_left_out(tmp_path, wav):
     corpus, rejected = load(path, tiers=("words", "bells"))
     assert len(corpus) == 1
     assert "points without duration, left out: 2" in rejected.source
-    with pytest.raises(DataError, match=r"no texts with a duration.*'bells' \(2 points without"):
+    with pytest.raises(
+        DataError, match=r"no texts with a duration.*'bells' .points without duration: 2"
+    ):
         load(path, tiers=("bells",))
 
 
@@ -240,7 +251,7 @@ def test_a_bad_file_among_several_is_counted(interviews):
         ("*.TextGrid", r"\*.TextGrid: no file has such a name"),
         ("*", "a pattern stands for files of annotations .*a.wav is none"),
         (".", "it is a folder; name a table in it or"),
-        ("c.eaf", "No such file"),
+        ("c.eaf", "manifest .*c.eaf: No such file"),
     ],
 )
 def test_names_that_stand_for_nothing(interviews, name, message):
@@ -309,7 +320,7 @@ def test_overlaps_are_noted_and_used(tmp_path, wav):
     }
     corpus, rejected = load(elan(tmp_path / "a.eaf", tiers, Anna="Anna K."), tiers=("*",))
     assert len(corpus) == 6 and not rejected.total
-    assert rejected.notes.counts == {"annotation overlaps one of another speaker": 2}
+    assert rejected.notes.counts == {"annotation overlaps another speaker's": 2}
     (examples,) = rejected.notes.examples.values()
     assert examples == [
         f"{tmp_path}/a.wav at 1.00 s: Berta and Anna K.",
