@@ -4,11 +4,13 @@ from scratch.
     python recipes/konkani_conformer.py      # no data needed: makes a demo corpus of synthetic speech
     python recipes/konkani_conformer.py --train_manifest train.json --val_manifest val.json --resume auto
     python recipes/konkani_conformer.py --transcribe recording.wav folder/ --resume checkpoints/best.safetensors
-    python recipes/konkani_conformer.py --align tape.wav book.txt --output aligned.json --resume checkpoints/best.safetensors
 
 Data: JSON Lines {"audio_filepath": "a.wav", "text": "हांव घर वचता"}, CSV/TSV with a header, or
 LJSpeech's metadata.csv; any sample rate; utterances of up to 30 s. Any language: the characters are
 taken from the training text.
+
+Long recordings with their text: --align tape.wav book.txt --output aligned.json cuts utterances to
+train on (docs/aligning.md).
 
 Other programs: --export DIR writes a CTC model for sherpa-onnx (phones) and onnx-asr.
 

@@ -28,6 +28,25 @@ def of_characters(index: dict[str, int], blank: int, size: int) -> Vocabulary:
     return Vocabulary(spellings, blank, lambda text: encode(text, index))
 
 
+def of_pieces(pieces: list[str], space: str, blank: int, unknown: int, encode) -> Vocabulary:
+    """The vocabulary of a model whose `pieces` have several characters, with `space` for a space.
+    `encode(text)` returns numbers of pieces, `unknown` for what they cannot write. The blank comes
+    after them."""
+
+    def with_holes(text: str) -> list[int]:
+        numbers: list[int] = []
+        for number in encode(text):
+            if number != unknown:
+                numbers.append(number)
+            elif numbers[-1:] != [HOLE]:
+                numbers.append(HOLE)
+        return numbers
+
+    spellings = [piece.replace(space, " ") for piece in pieces]
+    spellings[unknown] = ""
+    return Vocabulary([*spellings, ""], blank, with_holes)
+
+
 def encode(text: str, index: dict[str, int]) -> list[int]:
     """The tokens of a text. A letter that `index` has in the other case only is written in that
     one, runs of letters that it lacks become one HOLE, and other characters that it lacks are left

@@ -1,6 +1,5 @@
 """--align from files to files, with a recogniser to which each letter is a loudness."""
 
-import argparse
 import json
 from pathlib import Path
 
@@ -185,4 +184,4 @@ def test_requests_that_are_refused(folder, words, message):
 
 
 def test_without_the_flag_nothing_is_asked_for():
-    assert command.resolve(argparse.Namespace(align=None)) is None
+    assert request() is None
