@@ -115,8 +115,9 @@ def make(folder: Path) -> None:
 def row_of(path: Path) -> str:
     """A row for a manifest, or for the folder of a run."""
     if path.is_dir():
-        rates = json.loads((path / "logs" / "results.json").read_text("utf-8"))["rates"]
-        return f"| {path.name} | | | | {100 * rates['cer']:.1f} % |"
+        results = json.loads((path / "logs" / "results.json").read_text("utf-8"))
+        rate = results["rates"]["case kept, no punctuation"]["cer"]["rate"]
+        return f"| {path.name} | | | | {100 * rate:.1f} % |"
     rows = read_rows(path)
     tape = Path(rows[0]["audio_filepath"]).stem
     places = read_rows(path.parent / f"{tape}_true.json")
