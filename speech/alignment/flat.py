@@ -36,6 +36,7 @@ SPREADS = (0.05, 0.3)  # later, at least and at most
 SPREAD_SECONDS = 0.1
 ROUNDS = 4  # with the rate, the spread and the pauses of the round before
 NEIGHBOURS = 3  # on both sides, of the matches by which one is judged
+LEAST = -0.15  # confidence of what is kept; where the text is in disorder, most has less
 UNMATCHED = 1.0  # what a neighbour that is not read, or not in the text, is counted as
 
 
@@ -66,14 +67,14 @@ class Reading:
 
 def align(pieces: list[Piece], energy: np.ndarray) -> Cuts:
     """The utterances of a recording whose energy is given in dB for every ENERGY_FRAME: the half
-    with the highest confidence, which is minus the mean difference of their letters' seconds, and
-    of those around them, from the usual: 0 is perfect, -0.1 is 10 %."""
+    with the highest confidence, or less. It is minus the mean difference of their letters' seconds,
+    and of those around them, from the usual: 0 is perfect, -0.1 is 10 %."""
     found = stretches(energy)
     letters = np.array([sum(map(is_letter, piece.text)) for piece in pieces])
     matches, reading = match(found, letters)
     confidences = judge(matches, found, letters, reading.rate)
     read = [number for number, each in enumerate(matches) if each.is_read]
-    middle = np.median([confidences[number] for number in read] or [0.0])
+    least = max(LEAST, np.median([confidences[number] for number in read] or [0.0]))
     texts, placed = [], []
     for each, confidence in zip(matches, confidences, strict=True):
         part = pieces[each.start : each.end]
@@ -86,8 +87,8 @@ def align(pieces: list[Piece], energy: np.ndarray) -> Cuts:
         start, end = found[each.first, 0], found[each.last - 1, 1]
         frames = [round(float(time) / ENERGY_FRAME) for time in (start, end)]
         count = int(letters[each.start : each.end].sum())
-        # What is less certain than half of them is marked as an error from beginning to end.
-        placed.append(Placed(*frames, confidence, float(confidence < middle), count))
+        # What is not certain is marked as an error from beginning to end.
+        placed.append(Placed(*frames, confidence, float(confidence < least), count))
     nothing = np.zeros(0, np.int64)
     frames = np.zeros(len(energy))
     recording = Emissions(frames[:, None], {}, frames, frames, ENERGY_FRAME, energy)
