@@ -73,9 +73,14 @@ class _Span:
 
 
 def cut(
-    pieces: list[Piece], placed: list[Placed | None], emissions: Emissions, heard: Heard
+    pieces: list[Piece],
+    placed: list[Placed | None],
+    emissions: Emissions,
+    heard: Heard,
+    joins: bool = True,
 ) -> Cuts:
-    """The utterances of a recording whose text's `pieces` are `placed` in it."""
+    """The utterances of a recording whose text's `pieces` are `placed` in it. Without `joins` each
+    piece is one, however short."""
     found = _in_order(placed)
     spans = _spans(found, placed, emissions)
     certain = _certain(found, placed, emissions.frame)
@@ -86,7 +91,8 @@ def cut(
         elif number not in certain:
             reasons[number] = UNCERTAIN
     utterances = []
-    for run in _runs([spans[number] for number in found if number not in reasons]):
+    used = [spans[number] for number in found if number not in reasons]
+    for run in _runs(used) if joins else [[span] for span in used]:
         for part in _best_cuts(run, pieces):
             seconds = part[-1].end - part[0].start
             # In the middle of a run, what is cut off without a pause is in the next utterance.
