@@ -3,7 +3,7 @@ book that is in order, and as one in disorder, in which 10 % of the book is not 
 read is not in the book, and 10 % is moved.
 
     python benchmarks/tapes.py tapes                   # makes the tapes, their books and the manifests
-    python benchmarks/tapes.py tapes --table RUN ...   # compares manifests and runs with the truth
+    python benchmarks/tapes.py tapes --table NAME ...  # manifests and runs in it, against the truth
 
 The commands between the two are in RESULTS.md. A line of the book is one to three of the demo's
 sentences, so a third of the pauses is within a line, and some sentences follow each other without
@@ -138,14 +138,14 @@ def row_of(path: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--table", nargs="+", type=Path, metavar="RUN", help="manifests and runs")
+    parser.add_argument("--table", nargs="+", metavar="NAME", help="manifests and runs")
     args = parser.parse_args()
     if not args.table:
         make(args.folder)
         return
     print("| manifest or run | utterances | right | kept | CER |\n" + "| --- " * 5 + "|")
-    for path in args.table:
-        print(row_of(path))
+    for name in args.table:
+        print(row_of(args.folder / name))
 
 
 if __name__ == "__main__":
