@@ -22,6 +22,7 @@ from models.xtts.speaking import Synthesiser, speakers_of, split_sentences
 from models.xtts.vocoder import HifiDecoder
 from speech.data.columns import Corpus
 from speech.data.splits import Checks, load_corpus, read_manifests
+from speech.signal import spectra
 from speech.writing.text import normalise
 
 CONFIG = {"mel_channels": 80, "dvae_hidden": 8, "codes": 12, "code_dim": 4}
@@ -38,7 +39,7 @@ ROWS = (
 def few_steps(monkeypatch):
     """The phases of the resynthesis are not what is tested here."""
     monkeypatch.setattr(codec, "GRIFFIN_LIM_STEPS", 1)
-    monkeypatch.setattr(codec, "INVERSION_STEPS", 1)
+    monkeypatch.setattr(spectra, "INVERSION_STEPS", 1)
 
 
 class Voices(nn.Module):
