@@ -10,6 +10,7 @@ import pytest
 from common.errors import RunError
 from models.xtts import cleaners, latin
 from models.xtts.tokenizer import Vocabulary, add_tokens
+from speech.writing import reading
 from tests.fixtures.xtts import make_texts
 from tests.models.xtts.infos import FIXTURES, VOCAB
 
@@ -126,4 +127,4 @@ def test_a_shielded_text_is_left_as_it_is():
     ],
 )  # fmt: skip
 def test_numbers_of_other_languages(language, text, read):
-    assert cleaners.plain_numbers(text.lower(), language) == read
+    assert reading.plain_numbers(text.lower(), language) == read

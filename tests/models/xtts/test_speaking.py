@@ -18,11 +18,12 @@ from models.xtts.codec import DVAE, SAMPLE_RATE, SAMPLES_PER_CODE, Mel
 from models.xtts.decoding import Sampling
 from models.xtts.formats import Conditioning
 from models.xtts.frozen import Frozen
-from models.xtts.speaking import Synthesiser, speakers_of, split_sentences
+from models.xtts.speaking import Synthesiser, speakers_of
 from models.xtts.vocoder import HifiDecoder
 from speech.data.columns import Corpus
 from speech.data.splits import Checks, load_corpus, read_manifests
 from speech.signal import spectra
+from speech.writing.sentences import split_sentences
 from speech.writing.text import normalise
 
 CONFIG = {"mel_channels": 80, "dvae_hidden": 8, "codes": 12, "code_dim": 4}

@@ -16,6 +16,7 @@ from models.xtts import cleaners, formats, new_tokens, speaking, start, texts
 from models.xtts.tokenizer import Vocabulary, new_vocabulary
 from speech import amharic
 from speech.data import splits
+from speech.writing import reading
 from tests.models.xtts.infos import VOCAB, make_info
 
 ROWS = Vocabulary(VOCAB).size
@@ -149,7 +150,7 @@ def test_what_cannot_be_read_in_words_is_a_fault(language, text, signs):
      ("deu", "de"), ("yue", "yue"), ("", "")],
 )  # fmt: skip
 def test_codes_of_languages(name, code):
-    assert texts.code_of(name) == code
+    assert reading.code_of(name) == code
 
 
 def test_a_corpus_is_read_once(monkeypatch):
@@ -214,11 +215,11 @@ def test_show(capsys):
 
 def test_texts_of_a_flag(tmp_path):
     (tmp_path / "a.txt").write_text("ሰላም  ለሁሉም\n\nno\n", encoding="utf-8")
-    assert texts.texts_of([str(tmp_path / "a.txt")]) == ["ሰላም ለሁሉም", "no"] and texts.texts_of(
+    assert reading.texts_of([str(tmp_path / "a.txt")]) == ["ሰላም ለሁሉም", "no"] and reading.texts_of(
         ["a", "b "]
     ) == ["a", "b"]
     with pytest.raises(UsageError, match="--show_text: there is no text"):
-        texts.texts_of([" "], "--show_text")
+        reading.texts_of([" "], "--show_text")
 
 
 # --- flags ----------------------------------------------------------------------------------------
