@@ -82,7 +82,11 @@ def adapted(
             "--model_file: this model has one speaker, and the training set several: take a model"
             " of several (matcha_vctk.ckpt), or the clips of one speaker"
         )
-    config = {**config, "symbols": len(symbols), "speakers": max(2, speakers) if has_speakers else 1}
+    config = {
+        **config,
+        "symbols": len(symbols),
+        "speakers": max(2, speakers) if has_speakers else 1,
+    }
     rows = weights[ROWS]
     new = torch.randn(len(symbols), rows.shape[1], device=rows.device) * rows.std()
     known = [number for number, symbol in enumerate(symbols) if symbol in RELEASED]
