@@ -48,7 +48,8 @@ from models.matcha.held_out import Listener
 from models.matcha.mels import HOP, SAMPLE_RATE, LogMel, frame_count, with_edges
 from models.matcha.model import CHECKPOINTED, COMPILED, Matcha
 from models.matcha.start import ModelInfo, Options, speaker_numbers
-from models.matcha.tokenizer import Tokens, composed
+from models.matcha.tokenizer import Tokens
+from models.matcha.vocoder import GriffinLim
 from speech.data import checks, demo, splits
 from speech.data.columns import Corpus
 from speech.data.splits import RunInfo
@@ -161,9 +162,8 @@ def check_data(args, asked: Options) -> None:
 
 
 class Utterances:
-    """A set of utterances as the voice learns them. The noise at which the flow starts, the time on
-    its way, and whether letters are composed depend on (seed, epoch, index) alone, in evaluation on
-    (0, 0, index)."""
+    """A set of utterances as the voice learns them. The noise at which the flow starts and the time on
+    its way depend on (seed, epoch, index) alone, in evaluation on (0, 0, index)."""
 
     def __init__(self, args, corpus: Corpus, info: ModelInfo, training: bool):
         self.corpus = corpus
@@ -195,10 +195,7 @@ class Utterances:
         )
         time = float(random.random())
         noise = random.standard_normal((frames, mels.BANDS), dtype=np.float32)
-        read = self.corpus.read[index]
-        if self.training and random.random() < 0.5:
-            read = composed(read)
-        tokens = self.tokens.encode(read)
+        tokens = self.tokens.encode(self.corpus.read[index])
         if frames < len(tokens):
             raise DataError(
                 f"{self.corpus.where(index)}: its {len(waveform) / SAMPLE_RATE:.2f} s are too short"
@@ -314,7 +311,7 @@ def fit(log_mel: LogMel, info: ModelInfo, seed: int, model: Matcha, data: Uttera
 
 
 def voice_of(info: ModelInfo, model: Matcha) -> Voice:
-    return Voice(model, Tokens(info.symbols), info.language, info.speakers, mels.griffin_lim)
+    return Voice(model, Tokens(info.symbols), info.language, info.speakers, GriffinLim())
 
 
 def trained(asked: Options, setup: device.Setup) -> tuple[Voice, ModelInfo, RunInfo]:

@@ -22,14 +22,19 @@ MOST_FRAMES = 20_000  # of a sentence, four minutes: untrained durations may be 
 
 @dataclass(frozen=True)
 class Voice:
-    """A model with its tokens and the `language` of its texts. `vocode` turns mel frames (F, 80)
-    into a waveform (256 F,)."""
+    """A model with its tokens and the `language` of its texts. `vocoder` turns mel frames (B, F, 80)
+    into waveforms (B, 256 F)."""
 
     model: Matcha
     tokens: Tokens
     language: str
     speakers: list[str]
-    vocode: Callable[[torch.Tensor], torch.Tensor]
+    vocoder: torch.nn.Module
+
+    @torch.no_grad()
+    def vocode(self, mels: torch.Tensor) -> torch.Tensor:
+        """The waveform (256 F,) of mel frames (F, 80)."""
+        return self.vocoder.to(mels.device)(mels[None])[0]
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,4 @@
-"""Mel frames of Matcha-TTS and of the vocoders that read them, and waveforms of mel frames without a
-vocoder."""
+"""Mel frames of Matcha-TTS, which vocoders read."""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +6,6 @@ from torch import nn
 
 from common.device import upcast
 from common.layers import full_fp32
-from speech.signal import spectra
 from speech.signal.spectra import mel_filters
 
 SAMPLE_RATE = 22_050
@@ -18,7 +16,6 @@ HIGHEST = 8_000  # Hz, the upper edge of the last band
 EDGE = (N_FFT - HOP) // 2  # samples before the first frame and after the last that are mirrored
 TINY = 1e-9  # power beside that of a frequency bin
 FLOOR = 1e-5  # least magnitude of a band
-GRIFFIN_LIM_STEPS = 60
 
 
 def frame_count(samples):
@@ -47,18 +44,3 @@ class LogMel(nn.Module):
             windows = upcast(waveforms).unfold(1, N_FFT, HOP) * self.window  # (B, F, N_FFT)
             magnitude = (torch.fft.rfft(windows).abs().square() + TINY).sqrt()
             return (magnitude @ self.filters).clamp_min(FLOOR).log()
-
-
-@torch.no_grad()
-def griffin_lim(mels: torch.Tensor) -> torch.Tensor:
-    """The waveform (256 F,) of mel frames (F, 80) without a vocoder (Griffin and Lim 1984, with the
-    momentum of Perraudin et al. 2013)."""
-    with torch.autocast(mels.device.type, enabled=False), full_fp32(mels.device):
-        # A frame more at each end, because whole frames lie between the centres of others.
-        mels = F.pad(upcast(mels).t()[None], (1, 1), "replicate")[0]
-        features = LogMel().to(mels)
-        magnitude = spectra.linear_spectrum(mels.exp(), features.filters)
-        waveform = spectra.griffin_lim(
-            magnitude.square(), features.window, HOP, GRIFFIN_LIM_STEPS, momentum=0.99
-        )
-        return waveform[HOP // 2 : -HOP // 2]

@@ -174,6 +174,7 @@ class EncoderLayers(nn.Module):
     def __init__(self, config: dict, channels: int, dropout: float):
         super().__init__()
         layers = range(config["layers"])
+        self.turned = int(ROTATED * channels / config["heads"])  # channels of a head
         self.attn_layers = nn.ModuleList(
             EncoderAttention(channels, config["heads"], dropout) for _ in layers
         )
@@ -185,10 +186,11 @@ class EncoderLayers(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        angles = rotary_angles(x.shape[2], self.turned, x)
         layers = (self.attn_layers, self.norm_layers_1, self.ffn_layers, self.norm_layers_2)
         for attend, first_norm, convolve, second_norm in zip(*layers, strict=True):
             x = x * mask
-            x = first_norm(x + self.dropout(attend(x, mask)))
+            x = first_norm(x + self.dropout(attend(x, mask, angles)))
             x = second_norm(x + self.dropout(convolve(x, mask)))
         return x * mask
 
@@ -208,14 +210,14 @@ class EncoderAttention(nn.Module):
         for layer in (self.conv_q, self.conv_k, self.conv_v):
             nn.init.xavier_uniform_(layer.weight)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, angles: tuple) -> torch.Tensor:
         q, k, v = (
             layer(x).unflatten(1, (self.heads, -1)).transpose(2, 3)  # (B, H, U, C / H)
             for layer in (self.conv_q, self.conv_k, self.conv_v)
         )
         y = F.scaled_dot_product_attention(
-            rotated(q),
-            rotated(k),
+            rotated(q, angles),
+            rotated(k, angles),
             v,
             attn_mask=mask[:, None],
             dropout_p=self.dropout if self.training else 0.0,
@@ -223,16 +225,20 @@ class EncoderAttention(nn.Module):
         return self.conv_o(y.transpose(2, 3).flatten(1, 2))
 
 
-def rotated(x: torch.Tensor) -> torch.Tensor:
-    """Queries or keys (B, H, U, D), turned by the positions of their tokens: each of the first
-    channels of the rotated part together with one of its second half."""
-    turned = int(ROTATED * x.shape[3])
-    pairs = torch.arange(0, turned, 2, device=x.device, dtype=torch.float32)
-    positions = torch.arange(x.shape[2], device=x.device, dtype=torch.float32)
-    angles = positions[:, None] * ROTARY_BASE ** (-pairs / turned)
-    cos = angles.cos().to(x.dtype)
-    sin = angles.sin().to(x.dtype)
-    a, b, kept = x.split([turned // 2, turned // 2, x.shape[3] - turned], dim=3)
+def rotary_angles(positions: int, channels: int, like: torch.Tensor) -> tuple:
+    """cos and sin (U, D / 2) of the angles by which the positions turn D of a head's channels."""
+    pairs = torch.arange(0, channels, 2, device=like.device, dtype=torch.float32)
+    places = torch.arange(positions, device=like.device, dtype=torch.float32)
+    angles = places[:, None] * ROTARY_BASE ** (-pairs / channels)
+    return angles.cos(), angles.sin()
+
+
+def rotated(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Queries or keys (B, H, U, D), turned by the positions of their tokens: each channel of the
+    first half of the rotated part together with one of its second half. The type stays."""
+    cos, sin = (each.to(x.dtype) for each in angles)
+    half = cos.shape[1]
+    a, b, kept = x.split([half, half, x.shape[3] - 2 * half], dim=3)
     return torch.cat([a * cos - b * sin, b * cos + a * sin, kept], dim=3)
 
 

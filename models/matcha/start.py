@@ -271,4 +271,4 @@ def describe(info: ModelInfo, model: Matcha) -> None:
 def export(asked: Options, voice: Voice, info: ModelInfo, about) -> None:
     """--export."""
     if asked.export:
-        onnx.export(asked.export, asked.consent, voice, info, about)
+        onnx.export(asked.export, asked.consent, voice, not info.pretrained, about)

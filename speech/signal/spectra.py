@@ -133,14 +133,18 @@ def _filtered(padded: torch.Tensor, filters: torch.Tensor, source: int) -> torch
     return made[0].t().flatten()
 
 
-def linear_spectrum(bands: torch.Tensor, filters: torch.Tensor) -> torch.Tensor:
-    """The spectrum (N, F), at least 0, of power or of magnitude, whose sums over `filters` (N, M) are
-    nearest to `bands` (M, F): the pseudo-inverse, improved by multiplicative updates (Lee and Seung
-    2000)."""
-    spectrum = (torch.linalg.pinv(filters.t()) @ bands).clamp_min(SMALLEST)
+def linear_spectrum(
+    bands: torch.Tensor, filters: torch.Tensor, inverse: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The spectrum (..., N, F), at least 0, of power or of magnitude, whose sums over `filters`
+    (N, M) are nearest to `bands` (..., M, F): the pseudo-inverse of the filters' transpose, which may
+    be given, improved by multiplicative updates (Lee and Seung 2000)."""
+    transposed = filters.t()
+    inverse = torch.linalg.pinv(transposed) if inverse is None else inverse
+    spectrum = (inverse @ bands).clamp_min(SMALLEST)
     target = filters @ bands
     for _ in range(INVERSION_STEPS):
-        spectrum = spectrum * target / (filters @ (filters.t() @ spectrum)).clamp_min(SMALLEST**2)
+        spectrum = spectrum * target / (filters @ (transposed @ spectrum)).clamp_min(SMALLEST**2)
     return spectrum
 
 
