@@ -64,6 +64,11 @@ SCRIPTS = {
         "utterances of 22.2 s (20 s at 0.9 times the speed)",
         "--from_scratch",
     ),
+    "run_wav2vec2_ctc.sh": Script(
+        "recipes/wav2vec2_ctc.md",
+        "utterances of 22.2 s (20 s at 0.9 times the speed)",
+        "--from_scratch --no_train_extractor",
+    ),
     "run_xtts_amharic.sh": Script(
         "recipes/xtts_amharic.md", "utterances of 11.6 s", "--from_scratch"
     ),

@@ -20,10 +20,12 @@ AVERAGES = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Settings:
-    """A recipe's settings of AdamW. Without `decay_embeddings`, embeddings have no weight decay."""
+    """A recipe's settings of AdamW. Without `decay_embeddings`, embeddings have no weight decay. If
+    parameters are named `first`, the others stay as they are during the warm-up."""
 
     betas: tuple[float, float] = BETAS
     decay_embeddings: bool = True
+    first: tuple[str, ...] = ()
 
 
 def embedding_weights(model: torch.nn.Module) -> set[torch.nn.Parameter]:
@@ -35,8 +37,9 @@ def parameter_groups(
     model: torch.nn.Module, weight_decay: float, settings: Settings = Settings()
 ) -> list[dict]:
     """Two groups: matrices and filters have weight decay; norms, biases and scalars (at most one
-    dimension) have none, nor have embeddings without `settings.decay_embeddings`. Frozen
-    parameters are in neither. Raises `UsageError` if all are."""
+    dimension) have none, nor have embeddings without `settings.decay_embeddings`. Each is two if
+    some parameters learn first; the others then have the key "waits". Frozen parameters are in no
+    group. Raises `UsageError` if all are."""
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise UsageError(
@@ -45,9 +48,16 @@ def parameter_groups(
     spared = {p for p in trained if p.dim() <= 1}
     if not settings.decay_embeddings:
         spared |= embedding_weights(model)
-    decayed = {"params": [p for p in trained if p not in spared], "weight_decay": weight_decay}
-    others = {"params": [p for p in trained if p in spared], "weight_decay": 0.0}
-    return [group for group in (decayed, others) if group["params"]]
+    first = {model.get_parameter(name) for name in settings.first}
+    groups = []
+    for is_first in (True, False):
+        part = [p for p in trained if (not first or p in first) == is_first]
+        waits = {} if is_first else {"waits": True}
+        decayed = [p for p in part if p not in spared]
+        others = [p for p in part if p in spared]
+        groups.append({"params": decayed, "weight_decay": weight_decay, **waits})
+        groups.append({"params": others, "weight_decay": 0.0, **waits})
+    return [group for group in groups if group["params"]]
 
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
@@ -233,7 +243,8 @@ class Schedule:
     def set(self, step: int) -> None:
         """Sets the rate for the update that follows `step` updates."""
         for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * self.factor(step)
+            waits = group.get("waits") and step < self.warmup
+            group["lr"] = 0.0 if waits else group["initial_lr"] * self.factor(step)
 
     def state(self) -> dict:
         """The state that `resume` needs."""

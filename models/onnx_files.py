@@ -6,7 +6,7 @@ import json
 import logging
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -35,11 +35,13 @@ NEVER = -1e4  # a log-probability; some programs cannot calculate with infinity
 @dataclass(frozen=True)
 class Graph:
     """A graph that becomes a file. `inputs`: by name an example and its axes of any size, with
-    names. Examples have sizes above 1, which would become constants."""
+    names. Examples have sizes above 1, which would become constants. `usual`: the values of inputs
+    that a program may leave out."""
 
     module: nn.Module
     inputs: dict[str, tuple[torch.Tensor, dict[int, str]]]
     outputs: tuple[str, ...]
+    usual: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def require_packages(flag: str) -> None:
@@ -78,6 +80,11 @@ def export(graph: Graph, metadata: dict[str, object] | None = None):
     optimizer = require("onnxscript.optimizer", "an export to ONNX")
     limits = {"input_size_limit": MOST_BYTES, "output_size_limit": MOST_BYTES}
     optimizer.fold_constants(program.model, **limits)
+    tensor = require("onnxscript.ir", "an export to ONNX").tensor
+    for value in program.model.graph.inputs:
+        if value.name in graph.usual:
+            value.const_value = tensor(graph.usual[value.name].numpy(), name=value.name)
+            program.model.graph.register_initializer(value)
     program.model.graph.metadata_props.clear()
     for node in program.model.graph:
         node.metadata_props.clear()  # lines of this code, with the folders of this machine
@@ -107,9 +114,9 @@ def save(program, path: Path) -> None:
 
 
 def token_lines(pieces: list[str]) -> str:
-    """`piece id` a line, the blank last. `pieces`: by id, with U+2581 for a space."""
+    """`piece id` a line. `pieces`: by id, with BLANK, and with U+2581 for a space."""
     lines = []
-    for number, piece in enumerate([*pieces, BLANK]):
+    for number, piece in enumerate(pieces):
         # No text has other white space than single spaces; a vocabulary file may.
         shown = "".join(SPACE if c.isspace() else c for c in piece)
         lines.append(f"{shown} {number}\n")
@@ -132,10 +139,15 @@ class CtcGraph(nn.Module):
 
     def forward(self, features: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         log_probs, lengths = self.model.ctc_log_probs(features.transpose(1, 2), lengths)
-        blank = torch.full_like(log_probs[:1, :1], NEVER)
-        blank[..., -1] = 0.0
-        valid = valid_mask(lengths, log_probs.shape[1])[:, :, None]
-        return torch.where(valid, log_probs, blank)
+        return with_blanks(log_probs, lengths, -1)
+
+
+def with_blanks(log_probs: torch.Tensor, lengths: torch.Tensor, blank: int) -> torch.Tensor:
+    """Log-probabilities (B, T, V), blanks beyond the valid frames (B,)."""
+    row = torch.full_like(log_probs[:1, :1], NEVER)
+    row[..., blank] = 0.0
+    valid = valid_mask(lengths, log_probs.shape[1])[:, :, None]
+    return torch.where(valid, log_probs, row)
 
 
 def fill_ctc(
@@ -162,7 +174,8 @@ def fill_ctc(
         "subsampling_factor": subsampling,
     }
     save(export(Graph(CtcGraph(model), inputs, ("logprobs",)), metadata), folder / "model.onnx")
-    lines = token_lines([UNKNOWN if piece == "<unk>" else piece for piece in pieces])
+    printed = [UNKNOWN if piece == "<unk>" else piece for piece in pieces]
+    lines = token_lines([*printed, BLANK])
     (folder / "tokens.txt").write_text(lines, encoding="utf-8")
     (folder / "vocab.txt").write_text(lines, encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")

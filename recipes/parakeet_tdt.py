@@ -47,7 +47,7 @@ from common.parts import lora
 from common.parts.new_rows import NewRows
 from common.report import check_folder
 from models import adapters, card, released
-from models.parakeet import decoding, languages, live, start, vocabulary, windows
+from models.parakeet import decoding, languages, live, start, vocabulary
 from models.parakeet.loss import Lattice
 from models.parakeet.model import CHECKPOINTED, COMPILED, Parakeet
 from models.parakeet.scratch import fit_to_data
@@ -65,7 +65,7 @@ from models.parakeet.tokenizer import ParakeetTokenizer
 from speech.data import demo, replay, splits, watching
 from speech.data.columns import Corpus
 from speech.data.splits import RunInfo
-from speech.decoding import recogniser
+from speech.decoding import recogniser, timed, windows
 from speech.decoding.long import PARTS, by_length
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.signal.augment import Augmentation, read_noises
@@ -369,7 +369,7 @@ def evaluate(
     def decode_batch(batch: dict) -> tuple[list[str], dict]:
         encoded, frames = model.encode(batch)
         hypotheses = decoding.decode(model, encoded, frames)
-        decoded = [decoding.text_of(tokens, tokenizer) for tokens in hypotheses]
+        decoded = [timed.text_of(tokens, tokenizer) for tokens in hypotheses]
         return decoded, losses(model, batch, encoded, frames)
 
     rows, sums = recogniser.decode_set(model, decode_batch, eval_batches, terms)
@@ -427,7 +427,7 @@ def transcribe(args, asked: Options) -> None:
         return live.transcribe(asked.how, asked.stream, model, tokenizer, setup)
     decode = functools.partial(decoding.transcripts, model, tokenizer)
     longest = (before or RELEASED).longest
-    cutting = by_length(longest, windows.by_time(model, tokenizer))
+    cutting = by_length(longest, windows.by_time(tokenizer, decoding.frame_samples(model.config)))
     recogniser.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
 
 

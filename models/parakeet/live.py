@@ -20,11 +20,11 @@ from common.device import Setup
 from common.errors import DataError, Failure, RunError, Stopped, UsageError
 from common.layers import finite_layers
 from models.parakeet import decoding
-from models.parakeet.decoding import Token
 from models.parakeet.model import Parakeet
 from models.parakeet.streaming import Stream
 from models.parakeet.tokenizer import ParakeetTokenizer
-from speech.decoding import recogniser, transcripts
+from speech.decoding import recogniser, timed, transcripts
+from speech.decoding.timed import Token
 from speech.signal import audio
 from speech.signal.audio import SAMPLE_RATE
 from speech.writing import subtitles
@@ -132,11 +132,11 @@ class Lines:
         """A line ends before a word, and not before a mark, which belongs to the word before it."""
         piece = token.piece
         is_tag = self.tokenizer.is_tag(piece)
-        if self.tokens and not is_tag and decoding.begins_word(piece, self.tokenizer):
+        if self.tokens and not is_tag and timed.begins_word(piece, self.tokenizer):
             self.word = len(self.tokens)
         self.tokens.append(token)
         word = self._text(self.tokens[self.word :])
-        if self.word and word and not decoding.is_mark(word) and self._is_over():
+        if self.word and word and not timed.is_mark(word) and self._is_over():
             self._end(self.word, frames)
 
     def _is_over(self) -> bool:
@@ -162,7 +162,7 @@ class Lines:
         return (frame - last.frame - last.duration) * self.frame_seconds
 
     def _text(self, tokens: list[Token]) -> str:
-        return decoding.text_of(tokens, self.tokenizer)
+        return timed.text_of(tokens, self.tokenizer)
 
     def _show(self, count: int) -> None:
         text = self._text(self.tokens[:count]).rstrip("\ufffd")  # a part of a character
@@ -173,7 +173,7 @@ class Lines:
     def _end(self, count: int, frames: int) -> None:
         """Ends the line after so many tokens."""
         line, self.tokens = self.tokens[:count], self.tokens[count:]
-        row = decoding.transcript(line, self.tokenizer, self.frame_seconds, frames)
+        row = timed.transcript(line, self.tokenizer, self.frame_seconds, frames)
         if row["text"]:
             self.show(row["text"][len(self.shown) :] + "\n")
         if words := row["words"]:

@@ -246,7 +246,7 @@ def metadata(config: dict) -> dict[str, object]:
 
 def text_files(config: dict, pieces: list[str]) -> dict[str, str]:
     """The pieces for both programs, and onnx-asr's config.json."""
-    lines = onnx_files.token_lines(pieces)
+    lines = onnx_files.token_lines([*pieces, onnx_files.BLANK])
     settings = {
         "model_type": f"nemo-conformer-{kind_of(config)}",
         "features_size": config["num_mel_bins"],

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.parakeet import decoding
-from models.parakeet.decoding import Token
 from models.parakeet.model import CausalConv2d, Encoder, Parakeet, relative_positions
+from speech.decoding.timed import Token
 from speech.signal import nemo_features
 from speech.signal.nemo_features import HOP, WINDOW
 

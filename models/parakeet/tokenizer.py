@@ -120,7 +120,8 @@ class ParakeetTokenizer:
     `tags` (ids of the pieces that name a language, such as <de-DE>, by their names: they are no
     part of a text), `spaces` (ids of the pieces of spaces alone), `delimiters` (those that are
     decoded to a space when they are alone: they are no part of a word's time, as in NeMo; a
-    tokenizer that begins a text with a space decodes them to nothing)."""
+    tokenizer that begins a text with a space decodes them to nothing), `parted` (ids that are
+    decoded with spaces around them)."""
 
     def __init__(self, state: dict, backend):
         self._state = state
@@ -134,6 +135,7 @@ class ParakeetTokenizer:
         self._tag_ids = frozenset(self.tags.values())
         self.spaces = {i for i, piece in enumerate(self.pieces) if not piece.strip(SPACE)}
         self.delimiters = {i for i in self.spaces if self.decode([i]) == " "}
+        self.parted = {self.unknown}
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, below V, in which special tokens are plain text."""

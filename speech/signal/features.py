@@ -85,6 +85,17 @@ def random_masks(random: np.random.Generator, count: int, widest: float) -> torc
     return torch.from_numpy(np.stack([start, start + width], axis=1).astype(np.float32))
 
 
+def span_mask(random: np.random.Generator, size: int, share: float, span: int) -> torch.Tensor:
+    """(size,), True in spans of `span` places at random beginnings, as many as would cover a `share`
+    of the places if none overlapped (Baevski et al. 2020, "wav2vec 2.0")."""
+    mask = np.zeros(size, dtype=bool)
+    count = int(share * size / span + random.random())
+    starts = max(1, size - span + 1)
+    for first in random.choice(starts, min(count, starts), replace=False):
+        mask[first : first + span] = True
+    return torch.from_numpy(mask)
+
+
 def spec_augment(
     features: torch.Tensor,
     lengths: torch.Tensor,

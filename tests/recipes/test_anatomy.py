@@ -13,13 +13,21 @@ from recipes import (
     konkani_conformer,
     parakeet_tdt,
     template,
+    wav2vec2_ctc,
     whisper_morse,
     whisper_vietnamese,
     xtts_amharic,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-RECOGNISERS = [konkani_conformer, parakeet_tdt, template, whisper_morse, whisper_vietnamese]
+RECOGNISERS = [
+    konkani_conformer,
+    parakeet_tdt,
+    template,
+    wav2vec2_ctc,
+    whisper_morse,
+    whisper_vietnamese,
+]
 RECIPES = [*RECOGNISERS, xtts_amharic]
 ORDER = ("add_arguments", "resolve", "Utterances", "collate", "compute_loss", "evaluate", "main")
 USE = {xtts_amharic: ("synthesise", "--synthesize")}  # the function and the flag that use a model

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
 from transformers import ParakeetForTDT, ParakeetTDTConfig
 
-from models.parakeet.decoding import Token, greedy, segments, transcript
+from models.parakeet.decoding import greedy
 from models.parakeet.tokenizer import BYTE, NORMAL, UNIGRAM, UNKNOWN, make_tokenizer
+from speech.decoding.timed import Token, segments, transcript
 
 ENOUGH = 1000  # symbols a frame, never reached
 

@@ -17,6 +17,7 @@ from common.batches import to_device
 from common.errors import UsageError
 from models.parakeet import archive, decoding, formats, settings, start
 from recipes import parakeet_tdt as recipe
+from speech.decoding import timed
 from speech.writing.text import train_tokenizer
 
 LINES = ["the cat sat on the mat", "a dog and a bird", "we ate bread at the table"] * 10
@@ -146,7 +147,7 @@ def test_transformers_computes_the_same_with_an_export(kind, tmp_path):
     inputs = processor(clips, text=texts, sampling_rate=16_000)
     labels, decoder_inputs = inputs.pop("labels"), inputs.pop("decoder_input_ids")
     with torch.no_grad():
-        heard = [decoding.text_of(t, start.tokenizer_of(info)) for t in decode(ours, batch)]
+        heard = [timed.text_of(t, start.tokenizer_of(info)) for t in decode(ours, batch)]
         for clip, text in zip(clips, heard, strict=True):  # in a batch they go on after the end
             most = {} if kind == "ctc" else {"max_new_tokens": 1000}
             written = theirs.generate(**processor(clip, sampling_rate=16_000), **most)
@@ -382,7 +383,7 @@ def test_programs_without_torch(kind, tmp_path):
     clips = waveforms(1.3, 2.1, 0.7)
     batch = batch_of(clips, ["a", "b", "c"], info)
     rows = decode(start.make_model(info, weights).eval(), batch)
-    texts = [decoding.text_of(tokens, start.tokenizer_of(info)) for tokens in rows]
+    texts = [timed.text_of(tokens, start.tokenizer_of(info)) for tokens in rows]
     model = onnx_asr.load_model(f"nemo-conformer-{kind}", tmp_path / "a")
     heard = model.recognize(clips, sample_rate=16_000)
     assert [" ".join(text.split()) for text in heard] == texts and len({*"".join(texts)}) > 3
@@ -395,7 +396,7 @@ def test_programs_without_torch(kind, tmp_path):
 def test_ctc_decoding_merges_runs():
     rows = [[3, 3, 9, 3, 1, 1, 1, 9], [9, 9, 2, 0, 0, 0, 0, 0]]
     log_probs = torch.nn.functional.one_hot(torch.tensor(rows), 10).float()
-    found = decoding.greedy_ctc(log_probs, [8, 4])
+    found = timed.greedy_ctc(log_probs, [8, 4], blank=9)
     assert [[(t.piece, t.frame, t.duration) for t in row] for row in found] == [
         [(3, 0, 2), (3, 3, 1), (1, 4, 3)],
         [(2, 2, 1), (0, 3, 1)],

@@ -8,10 +8,11 @@ import sentencepiece
 import torch
 
 from common.errors import DataError, UsageError
-from models.parakeet import decoding, languages
+from models.parakeet import languages
 from models.parakeet.languages import AUTO, AUTO_SHARE, USUAL
 from models.parakeet.tokenizer import ParakeetTokenizer, make_tokenizer
 from speech.data.columns import Codes, Corpus, Strings
+from speech.decoding import timed
 
 NAMES = {"en-US": 0, "en": 0, "de-DE": 9, "fi-FI": 26, "es-ES": 2, "es-US": 3, AUTO: 101}
 TEXTS = ("Hello you.", "Guten Tag", "Was?", "So.", "no")
@@ -91,16 +92,16 @@ def test_tags_end_sentences_and_are_no_part_of_a_text(kind):
     assert [prompts.tag(row) for row in range(5)] == [[english], [], [german], [], []]
     tokens = [*made.encode("Was? So."), german]
     assert made.decode(tokens) == "Was? So."
-    timed = [decoding.Token(piece, frame, 1) for frame, piece in enumerate(tokens)]
-    result = decoding.transcript(timed, made, 0.08, 50)
-    without = decoding.transcript(timed[:-1], made, 0.08, 50)
+    heard = [timed.Token(piece, frame, 1) for frame, piece in enumerate(tokens)]
+    result = timed.transcript(heard, made, 0.08, 50)
+    without = timed.transcript(heard[:-1], made, 0.08, 50)
     assert result == without and result["text"] == "Was? So."
 
 
 def test_a_tag_within_a_text_is_left_out_too():
     german = TOKENIZER.tags["de-DE"]
     tokens = [*TOKENIZER.encode("So."), german, *TOKENIZER.encode("Was?")]
-    assert decoding.text_of([decoding.Token(t, 0, 1) for t in tokens], TOKENIZER) == "So. Was?"
+    assert timed.text_of([timed.Token(t, 0, 1) for t in tokens], TOKENIZER) == "So. Was?"
 
 
 def test_other_vocabularies_have_no_tags():

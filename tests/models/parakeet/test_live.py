@@ -17,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import DataError, UsageError
-from models.parakeet import decoding, live
-from models.parakeet.decoding import Token
+from models.parakeet import live
 from models.parakeet.live import Lines, Signals, Written
+from speech.decoding import timed
+from speech.decoding.timed import Token
 from speech.signal import audio
 from speech.writing import subtitles
 from tests.models.parakeet.test_decoding import BYTES, make
@@ -62,7 +63,7 @@ def spoken(draw, pieces: int):
 def test_the_text_is_that_of_the_whole_and_words_have_its_times(case):
     tokens, ends = case
     parts, rows = streamed(tokens, ends)
-    whole = decoding.transcript(tokens, TOKENIZER, SECONDS, ends[-1])
+    whole = timed.transcript(tokens, TOKENIZER, SECONDS, ends[-1])
     assert parts[-1].split() == whole["text"].split()
     for before, after in itertools.pairwise(parts):
         assert after.startswith(before)
@@ -76,7 +77,7 @@ def test_the_text_is_that_of_the_whole_and_words_have_its_times(case):
 def test_a_script_without_spaces(case):
     tokens, ends = case
     parts, _ = streamed(tokens, ends, CHINESE)
-    text = decoding.text_of(tokens, CHINESE)
+    text = timed.text_of(tokens, CHINESE)
     assert "".join(parts[-1].split()) == "".join(text.split())
     for before, after in itertools.pairwise(parts):
         assert after.startswith(before)

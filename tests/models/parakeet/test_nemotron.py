@@ -26,6 +26,7 @@ from models.parakeet.languages import USUAL
 from models.parakeet.model import Parakeet
 from models.parakeet.settings import SIZES, make_config
 from models.parakeet.tokenizer import make_tokenizer
+from speech.decoding import timed
 from tests.models.parakeet.test_formats import packed, same, unpacked, with_yaml
 
 V = 40
@@ -198,7 +199,7 @@ def test_transformers_loads_an_export_and_decodes_it_alike(config, tmp_path):
             output = theirs.generate(**inputs, max_new_tokens=2000)
             expected = [t for t in output.sequences[0].tolist() if t < V]
             assert [token.piece for token in hypotheses[row]] == expected
-            texts.add(decoding.text_of(hypotheses[row], tokenizer))
+            texts.add(timed.text_of(hypotheses[row], tokenizer))
     assert len(texts) > 3
 
 

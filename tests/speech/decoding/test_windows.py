@@ -9,11 +9,11 @@ import soundfile
 import torch
 
 from common.device import Setup
-from models.parakeet import decoding, settings, windows
-from models.parakeet.decoding import Token
+from models.parakeet import decoding, settings
 from models.parakeet.model import Parakeet
 from models.parakeet.tokenizer import make_tokenizer
-from speech.decoding import long, recogniser
+from speech.decoding import long, recogniser, timed, windows
+from speech.decoding.timed import Token
 from speech.signal.audio import SAMPLE_RATE
 from speech.writing.text import train_tokenizer
 
@@ -67,7 +67,7 @@ def test_twenty_minutes_in_windows_are_one_pass(seed):
         found = heard(tokens, begin // STEP, end // STEP, random, wrong=12)
         records.append({"tokens": found, "frames": (end - begin) // STEP})
     joined = windows.join(TOKENIZER, STEP, records, pieces)
-    whole = decoding.transcript(tokens, TOKENIZER, 0.08, frames)
+    whole = timed.transcript(tokens, TOKENIZER, 0.08, frames)
     assert len(joined.text) > 5000 and len(pieces) == 81 and joined.text == whole["text"]
     assert [word["text"] for word in joined.parts["words"]] == whole["text"].split()
     for word, expected in zip(joined.parts["words"], whole["words"], strict=True):
@@ -125,7 +125,7 @@ def test_a_model_reads_the_same_in_windows_as_in_one_pass(tmp_path):
         output = tmp_path / f"{longest}.jsonl"
         paths = [str(tmp_path / "a.wav")]
         how = recogniser.Options(transcribe=paths, output=str(output), batch_size=3)
-        by_time = windows.by_time(model, TOKENIZER)
+        by_time = windows.by_time(TOKENIZER, STEP)
         recogniser.transcribe_files(how, decode, Setup(), longest, by_time, long.PARTS)
         return json.loads(output.read_text(encoding="utf-8"))
 

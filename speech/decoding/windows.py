@@ -4,33 +4,23 @@ import functools
 import itertools
 from dataclasses import replace
 
-from models.parakeet.decoding import (
-    Token,
-    begins_word,
-    frame_samples,
-    segments,
-    text_of,
-    transcript,
-)
-from models.parakeet.model import Parakeet
-from models.parakeet.tokenizer import ParakeetTokenizer
 from speech.decoding.long import Cutting, Joined, Piece, TimedText, Unit, overlapping_pieces, seams
+from speech.decoding.timed import Token, begins_word, segments, text_of, transcript
 from speech.signal.audio import SAMPLE_RATE
 
 PAUSE = 1.0  # seconds: a segment of a long recording ends here, too
 
 
-def by_time(model: Parakeet, tokenizer: ParakeetTokenizer) -> Cutting:
+def by_time(tokenizer, step: int) -> Cutting:
     """How a model with frames of any length reads long recordings. The recording's words are made
-    from all of its tokens, as in one pass."""
-    step = frame_samples(model.config)
+    from all of its tokens, as in one pass. `step`: samples of a frame."""
     cut = functools.partial(overlapping_pieces, step=step)
     return Cutting(cut, functools.partial(join, tokenizer, step))
 
 
 def join(tokenizer, step: int, records: list[dict], pieces: list[Piece]) -> Joined:
-    """The joined records of `decoding.transcripts` for windows. `step`: samples of an encoder
-    frame, at multiples of which the windows begin."""
+    """The joined records for windows, each a `timed.transcript` with its "tokens" and number of
+    "frames". `step`: samples of a frame, at multiples of which the windows begin."""
     heard = []
     frames = 0
     for record, (begin, _) in zip(records, pieces, strict=True):

@@ -1,0 +1,40 @@
+"""Greedy decoding of the CTC head, with times.
+
+CTC says most pieces in one or two frames, in which they begin: a piece lasts one frame longer than
+that, or until the next one."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+
+from models.wav2vec2.model import Wav2Vec2, frame_samples
+from models.wav2vec2.tokenizer import Wav2Vec2Tokenizer
+from speech.decoding import timed
+from speech.decoding.timed import Token, greedy_ctc
+from speech.signal.audio import SAMPLE_RATE
+
+
+def decode(model: Wav2Vec2, encoded: torch.Tensor, frames: list[int]) -> list[list[Token]]:
+    """The tokens of every utterance of the encoder's output (B, T, D), with their times and
+    log-probabilities."""
+    found = greedy_ctc(model.ctc_log_probs(encoded), frames, model.blank)
+    return [longer(tokens, count) for tokens, count in zip(found, frames, strict=True)]
+
+
+def longer(tokens: list[Token], frames: int) -> list[Token]:
+    """The tokens of an utterance of so many frames, each a frame longer if there is room."""
+    starts = [*(token.frame for token in tokens), frames]
+    rooms = [following - start for start, following in pairwise(starts)]
+    return [
+        replace(token, duration=min(token.duration + 1, room))
+        for token, room in zip(tokens, rooms, strict=True)
+    ]
+
+
+@torch.no_grad()
+def transcripts(model: Wav2Vec2, tokenizer: Wav2Vec2Tokenizer, batch: dict) -> list[dict]:
+    """The `timed.transcripts` of a batch."""
+    encoded, frames = model.encode(batch)
+    seconds = frame_samples(model.config) / SAMPLE_RATE
+    return timed.transcripts(decode(model, encoded, frames), frames, tokenizer, seconds)

@@ -1,0 +1,147 @@
+"""wav2vec 2.0 in ONNX: a folder with one graph for sherpa-onnx and for onnx-asr.
+
+sherpa-onnx (`from_omnilingual_asr_ctc`) decodes one recording at a time. It gives the first input
+only, the waveform, which it has normalised itself, and takes the first output. onnx-asr (its type
+`wav2vec2-ctc`) decodes batches: it gives waveforms as they are, with their lengths by name. So the
+lengths are an input with a value, which a program may leave out."""
+
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from common.errors import UsageError
+from models import model_files, onnx_files
+from models.wav2vec2 import formats
+from models.wav2vec2.model import Wav2Vec2, frame_samples, frames, normalised, shortest
+from models.wav2vec2.settings import META_EPSILON
+from models.wav2vec2.tokenizer import SPECIAL, Wav2Vec2Tokenizer
+from speech.signal.audio import SAMPLE_RATE
+from speech.signal.features import valid_mask
+
+USE = """
+import sherpa_onnx
+import soundfile
+
+recognizer = sherpa_onnx.OfflineRecognizer.from_omnilingual_asr_ctc(
+    model="FOLDER/model.onnx", tokens="FOLDER/tokens.txt"
+)
+stream = recognizer.create_stream()
+samples, sample_rate = soundfile.read("recording.wav", dtype="float32")
+stream.accept_waveform(sample_rate, samples)
+recognizer.decode_stream(stream)
+print(stream.result.text)
+"""  # of a model card
+THEIR_EPSILON = META_EPSILON  # which sherpa-onnx adds to every waveform's variance
+NO_LENGTH = -1  # the value of lengths that are left out
+
+
+class WaveformGraph(nn.Module):
+    """Waveforms (B, T) and lengths (B,) to log-probabilities (B, ceil(T / 320), V), with blanks
+    beyond the valid frames. Without lengths, the waveforms are normalised and have no padding."""
+
+    def __init__(self, model: Wav2Vec2):
+        super().__init__()
+        self.model = model
+        self.epsilon = model.config["normalize_eps"]
+
+    def forward(self, audio: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        is_whole = lengths < 0
+        lengths = torch.where(is_whole, audio.shape[1], lengths)
+        audio = torch.where(
+            is_whole[:, None],
+            self.with_our_epsilon(audio),
+            normalised(audio, lengths, self.epsilon),
+        )
+        # Room for the first frame. What it adds to longer waveforms is no valid frame.
+        audio = F.pad(audio, (0, shortest(self.model.config) - 1))
+        x = self.model.feature_projection(self.model.feature_extractor(audio, lengths))
+        counts = frames(lengths, self.model.config)
+        encoded = self.model.encoder(x, valid_mask(counts, x.shape[1]))
+        log_probs = self.model.ctc_log_probs(encoded)
+        return onnx_files.with_blanks(log_probs, counts, self.model.blank)
+
+    def with_our_epsilon(self, audio: torch.Tensor) -> torch.Tensor:
+        """Waveforms (B, T) that sherpa-onnx has normalised, as if it had added the model's epsilon
+        to their variance v. It left a variance u = v / (v + theirs) of them."""
+        variance = audio.square().mean(1, keepdim=True)
+        ratio = self.epsilon / THEIR_EPSILON
+        return audio * (variance + ratio * (1 - variance)).rsqrt()
+
+
+def check(config: dict) -> None:
+    """Raises `UsageError` for a model that sherpa-onnx would decode wrongly, and `RunError` if a
+    package is missing."""
+    if not config["do_normalize"]:
+        raise UsageError(
+            "no export to ONNX: the model takes waveforms as they are (do_normalize is false), and"
+            " sherpa-onnx normalises them; export it in the form hf"
+        )
+    onnx_files.require_packages("--export_format onnx")
+
+
+def export(
+    folder: str | Path,
+    weights: dict[str, torch.Tensor],
+    config: dict,
+    tokenizer: dict,
+    card: str = "",
+) -> list[str]:
+    """Writes a folder that sherpa-onnx and onnx-asr can load, in fp32 and with weights of 8 bits,
+    and returns the file names. Arguments, what is replaced, and errors: as in `formats.export`."""
+    folder = Path(folder)
+    check(config)
+    tensors, written = formats.checked(weights, config, tokenizer)
+    model_files.require_export(folder)
+    silence_special(tensors, written)
+    with torch.device("meta"):
+        model = Wav2Vec2(config)
+    model.load_state_dict(tensors, assign=True)
+    program = onnx_files.export(graph(model.requires_grad_(False)))
+    settings = {"model_type": "wav2vec2-ctc", "subsampling_factor": frame_samples(config)}
+    lines = onnx_files.token_lines(printed_pieces(written))
+
+    def fill(aside: Path) -> None:
+        onnx_files.save(program, aside / "model.onnx")
+        (aside / "tokens.txt").write_text(lines, encoding="utf-8")
+        (aside / "vocab.txt").write_text(lines, encoding="utf-8")
+        text = json.dumps(settings, indent=1) + "\n"
+        (aside / "config.json").write_text(text, encoding="utf-8")
+
+    return model_files.write_export(folder, fill, card)
+
+
+def graph(model: Wav2Vec2) -> onnx_files.Graph:
+    """The graph of a model in fp32 on the host."""
+    lengths = torch.tensor([SAMPLE_RATE, SAMPLE_RATE // 2])
+    inputs = {
+        "input_values": (torch.zeros(2, SAMPLE_RATE), {0: "batch", 1: "samples"}),
+        "input_lengths": (lengths, {0: "batch"}),
+    }
+    usual = {"input_lengths": torch.tensor([NO_LENGTH])}
+    return onnx_files.Graph(WaveformGraph(model), inputs, ("logprobs",), usual)
+
+
+def silence_special(tensors: dict[str, torch.Tensor], tokenizer: Wav2Vec2Tokenizer) -> None:
+    """Replaces the head's bias by one with which a frame is never a special piece. The programs
+    would print it."""
+    bias = tensors["lm_head.bias"].clone()
+    for number, piece in enumerate(tokenizer.pieces):
+        if piece in SPECIAL and number not in (tokenizer.blank, tokenizer.unknown):
+            bias[number] = onnx_files.NEVER
+    tensors["lm_head.bias"] = bias
+
+
+def printed_pieces(tokenizer: Wav2Vec2Tokenizer) -> list[str]:
+    """The pieces by id as the programs print them, with the blank's name there."""
+    pieces = [piece.lower() if tokenizer.is_lower else piece for piece in tokenizer.pieces]
+    pieces[tokenizer.blank] = onnx_files.BLANK
+    if tokenizer.unknown is None:
+        # sherpa-onnx takes pieces for parts of letters if their highest byte is 0xC6, as in Latin
+        # with ƙ, ơ or ƒ. A piece beyond the model's, which has a higher byte, prevents it.
+        pieces.append(onnx_files.UNKNOWN)
+    else:
+        pieces[tokenizer.unknown] = onnx_files.UNKNOWN
+    return pieces

@@ -1,0 +1,458 @@
+"""The start of a wav2vec 2.0's training: what this family adds to models/released.py."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import torch
+
+from common import checkpoint, device, options
+from common.checkpoint import Saved
+from common.errors import UsageError
+from common.parts import lora
+from models import adapters, card, released
+from models.released import Origin
+from models.wav2vec2 import formats, onnx, settings, texts, vocabulary
+from models.wav2vec2.model import Wav2Vec2
+from models.wav2vec2.tokenizer import STATE, Wav2Vec2Tokenizer, make_tokenizer
+from speech.data.splits import RunInfo
+from speech.decoding import recogniser
+
+# Peak learning rates. Meta's advice for omniASR's head is 1e-5; a new head on a self-supervised
+# encoder needs more (fairseq: 1e-4 to 3e-4 for one to ten hours).
+KEPT_HEAD_RATE = 1e-5
+NEW_ROWS_RATE = 1e-4  # of rows that a kept head gets
+NEW_HEAD_RATE = 1e-4
+SCRATCH_RATE = 2e-3
+LAYER_DROP = 0.1  # as in omniASR's training
+# Shares of frames at which a masked span begins, times its length; and of channels.
+NEW_HEAD_MASKS = (0.65, 0.25)
+KEPT_HEAD_MASKS = (0.05, 0.0)
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
+LINEAR = ("intermediate_dense", "output_dense")
+ADAPTED = {"q,v": ("q_proj", "v_proj"), "attention": ATTENTION, "linear": (*ATTENTION, *LINEAR)}
+WHOLE = ("lm_head.",)  # trained whole beside adapters: the vocabulary may be new
+
+CARDS = {  # by --export_format
+    "hf": card.Form(
+        library="transformers",
+        task=card.RECOGNITION,
+        family="wav2vec 2.0",
+        use="""
+from transformers import pipeline
+
+print(pipeline("automatic-speech-recognition", "FOLDER")("recording.wav")["text"])
+""",
+    ),
+    "onnx": card.Form(
+        library="onnx",
+        task=card.RECOGNITION,
+        family="wav2vec 2.0",
+        use=onnx.USE,
+    ),
+}
+ADAPTER_CARD = dataclasses.replace(
+    CARDS["hf"],
+    library="peft",
+    use="""
+from peft import PeftModel
+from transformers import AutoModelForCTC
+
+base = AutoModelForCTC.from_pretrained("BASE")  # the folder of the base model
+model = PeftModel.from_pretrained(base, "FOLDER")
+""",
+)
+FORMS = released.Forms(
+    family="wav2vec 2.0",
+    folder="a Hugging Face folder",
+    file="omniASR's model.pt",
+    exported="in --export_format",
+    fetch="hf download facebook/wav2vec2-xls-r-300m --local-dir xls-r-300m",
+)
+VOCABULARIES = ("released", "extended", "own")
+TRAINING = ("train_extractor", "vocab", "mask_time", "mask_channels", "layer_drop", "keep_text")
+# Rows for common.options: flags that exclude each other, and flags that need another one.
+EXCLUDES = (
+    *released.EXCLUDES,
+    *adapters.EXCLUDES,
+    ("transcribe", "export", "give one of them"),
+    ("transcribe", "export_adapter", "give one of them"),
+    ("vocab", "from_scratch", "a new model's vocabulary is its training texts'"),
+    ("spec_augment False", "mask_time", "the first turns masks off; leave one of them out"),
+    ("spec_augment False", "mask_channels", "the first turns masks off; leave one of them out"),
+    *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
+)
+NEEDS = (
+    *adapters.NEEDS,
+    ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
+    ("export_format", ("export",), ""),
+    (
+        "vocab",
+        (*released.MODELS, "resume", "init_from"),
+        "it is the vocabulary of a released model",
+    ),
+    ("language", ("model_dir",), "it is one of MMS's"),
+    ("tokenizer", ("model_file", "model_dir"), "it belongs to omniASR's weights"),
+)
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The record of a model beside its weights: its configuration, its tokenizer's state, how its
+    texts are prepared (the fields of a `texts.Style`; empty if they are left as they are), whether
+    it began from released weights, and their licence, by the hub's name, if it is known.
+    `new_pieces`: the rows of the head that were new; `language`: whose adapter MMS gave."""
+
+    config: Annotated[dict, settings.CONFIG]
+    tokenizer: Annotated[dict, STATE]
+    style: Annotated[dict, texts.STYLE]
+    pretrained: bool
+    licence: str = ""
+    language: str = ""
+    new_pieces: list[int] = field(default_factory=list)
+
+    def read_style(self) -> texts.Style | None:
+        """How texts are prepared, None if they are left as they are."""
+        return texts.read_style(self.style)
+
+    @property
+    def own_vocabulary(self) -> bool:
+        """Whether training texts have made the vocabulary, or a part of it."""
+        return bool(self.new_pieces) or not self.pretrained
+
+    @property
+    def has_new_head(self) -> bool:
+        """Whether all rows of a released model's head are new."""
+        return self.pretrained and len(self.new_pieces) == self.config["vocabulary"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The request of the flags. `origin`: where the model starts. `how`: decoding and transcribing.
+    `vocab`: one of VOCABULARIES, or None. `keep_text`: texts are left as they are. `dropout`: in
+    the encoder. `train_extractor`: None for a new model only."""
+
+    origin: Origin
+    how: recogniser.Options
+    vocab: str | None
+    keep_text: bool
+    dropout: float
+    train_extractor: bool | None
+    export_format: str
+    language: str | None
+    tokenizer: str | None
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+def add_arguments(parser) -> None:
+    group = released.add_arguments(parser, FORMS, settings.SIZES, "300m")
+    options.add_rows(
+        group,
+        ("export_format", ("hf", "onnx"), None, None,
+         "form of --export: a folder for transformers, or one for sherpa-onnx and onnx-asr (hf)"),
+        ("tokenizer", options.file, None, "FILE",
+         "SentencePiece file of omniASR's weights (the one beside them)"),
+        ("language", str, None, "CODE", "whose adapter of an MMS folder is used (the folder's)"),
+    )  # fmt: skip
+    text = parser.add_argument_group("text and vocabulary")
+    options.add_rows(
+        text,
+        ("vocab", VOCABULARIES, None, None,
+         "the released model's characters, these with the ones that they lack, or only those of the"
+         " training texts (released; own for a model without a head)"),
+        ("keep_text", options.OnOff, False, None,
+         "leave texts as they are, with capitals, punctuation and digits (off: as the released"
+         " model writes)"),
+    )  # fmt: skip
+    adapters.add_arguments(parser, has_peft=True)
+    learning = parser.add_argument_group("regularisation")
+    options.add_rows(
+        learning,
+        ("mask_time", options.SHARE, None, "P",
+         "share of the frames that spans of --spec_augment begin with, times their length"
+         f" ({KEPT_HEAD_MASKS[0]:g}; {NEW_HEAD_MASKS[0]:g} with a new head)"),
+        ("mask_channels", options.SHARE, None, "P",
+         f"the same for channels ({KEPT_HEAD_MASKS[1]:g}; {NEW_HEAD_MASKS[1]:g} with a new head)"),
+        ("layer_drop", options.SHARE, None, "P",
+         f"chance that an utterance skips a layer ({LAYER_DROP:g}; from scratch 0)"),
+        ("dropout", options.SHARE, 0.1, "P", "after attention and feed-forward (0.1)"),
+        ("train_extractor", options.OnOff, None, None,
+         "train the convolutions over the waveform, too (from scratch only), which needs more"
+         " memory"),
+    )  # fmt: skip
+    parser.usual("export_format", "vocab", "keep_text")
+
+
+def resolve(args, is_demo: bool) -> Options:
+    """Fills in the defaults of these flags and returns what they ask for. Raises `UsageError`."""
+    origin = released.resolve(args, FORMS, settings.SIZES, "300m", is_demo)
+    return Options(
+        origin=origin,
+        how=recogniser.resolve(args, is_demo, has_times=True),
+        vocab=args.vocab,
+        keep_text=args.keep_text,
+        dropout=args.dropout,
+        train_extractor=args.train_extractor,
+        export_format=args.export_format or "hf",
+        language=args.language,
+        tokenizer=args.tokenizer,
+    )
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def family(asked: Options) -> released.Family:
+    """The family wav2vec 2.0 for models/released.py."""
+
+    def read_asked(path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+        return read(asked, path)
+
+    def conflicts(info: ModelInfo, saved: Saved) -> list[str]:
+        return find_conflicts(asked, info)
+
+    return released.Family(
+        ModelInfo, read_asked, network, check, conflicts, adapted_layers, "wav2vec2."
+    )
+
+
+def adapted_layers(info: ModelInfo, targets: str) -> lora.Layers:
+    """The layers that --lora_targets means. The head is trained whole."""
+    with torch.device("meta"):
+        model = network(info)
+    adapted = [name for name, _ in model.named_modules() if name.endswith(ADAPTED[targets])]
+    return lora.Layers(adapted, WHOLE)
+
+
+def read(asked: Options, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+    """A released model: a Hugging Face folder or a file of omniASR's. Raises `UsageError`."""
+    weights, config, extras = formats.read_model(path, asked.language, asked.tokenizer)
+    state = extras.pop("tokenizer")
+    tokenizer = make_tokenizer(state, config["vocabulary"]) if state else None
+    style = {} if asked.keep_text else texts.style_of(tokenizer).record()
+    return ModelInfo(config, state, style, pretrained=True, **extras), weights
+
+
+def network(info: ModelInfo, dropout: float = 0.0) -> Wav2Vec2:
+    return Wav2Vec2(info.config, dropout)
+
+
+def make_model(
+    info: ModelInfo, weights: dict[str, torch.Tensor] | None, dropout: float = 0.0
+) -> Wav2Vec2:
+    """A model with these weights, which become its parameters, or with random ones."""
+    if weights is None:
+        return network(info, dropout)
+    with torch.device("meta"):
+        model = network(info, dropout)
+    model.load_state_dict(weights, assign=True)
+    return model
+
+
+def check(info: ModelInfo, name: str) -> None:
+    """Raises `UsageError` if the parts of a saved info contradict each other."""
+    settings.check_config(info.config, name)
+    tokenizer_of(info)
+
+
+def tokenizer_of(info: ModelInfo) -> Wav2Vec2Tokenizer:
+    return make_tokenizer(info.tokenizer, info.config["vocabulary"])
+
+
+def given_info(asked: Options, recipe: str, init_from: str | None) -> ModelInfo | None:
+    """The info of the model that a training begins with; None if it is a new one. Raises
+    `UsageError`."""
+    origin = asked.origin
+    saved = checkpoint.resume(origin.resume, origin.checkpoint_dir, recipe)
+    if origin.path and not saved:
+        with torch.device("meta"):
+            return read(asked, origin.path)[0]
+    if init_from and not (saved or origin.may_be_random):
+        saved = checkpoint.read_weights(init_from, recipe, "--init_from")
+    return checkpoint.read_infos(saved, ModelInfo, RunInfo)[0]
+
+
+def find_conflicts(asked: Options, info: ModelInfo) -> list[str]:
+    """The flags that contradict a checkpoint, each with what the checkpoint has."""
+    origin = asked.origin
+    found = released.conflicts(origin, info, ("hidden_size", "num_hidden_layers"))
+    if asked.keep_text and info.style:
+        found.append("--keep_text (the checkpoint's model was trained on prepared texts)")
+    if origin.path and info.pretrained:
+        theirs, _ = read(asked, origin.path)
+        if not settings.is_same_encoder(theirs.config, info.config):
+            found.append(f"{origin.flag} {origin.path} (the checkpoint's model has another shape)")
+    return found
+
+
+def first_model(
+    asked: Options,
+    resumed: Saved | None,
+    initial: Saved | None,
+    training_texts: Callable[[ModelInfo], Iterable[str]],
+    seed: int,
+) -> tuple[ModelInfo, Wav2Vec2]:
+    """The model that a training begins with, and its info: that of the checkpoint `resumed`, that
+    of --init_from, a released one, or a new one. Its vocabulary is the released one, or comes from
+    the training texts, which `training_texts(info)` returns as that model reads them. It has the
+    adapters that the flags ask for. Raises `UsageError` and `DataError`."""
+    kind = family(asked)
+    info, weights = released.choose(
+        asked.origin, kind, resumed, initial, lambda: from_scratch(asked, training_texts)
+    )
+    if weights is not None and not resumed:
+        info, weights = with_vocabulary(asked, info, weights, training_texts)
+    check_export(asked, info)
+    model = make_model(info, weights, asked.dropout)
+    trains_extractor = asked.train_extractor
+    if trains_extractor is None:
+        trains_extractor = not info.pretrained
+    model.feature_extractor.requires_grad_(trains_extractor)
+    adapters.adapt(asked.origin, kind, info, model, weights, resumed, initial, seed)
+    return info, model
+
+
+def with_vocabulary(
+    asked: Options,
+    info: ModelInfo,
+    weights: dict[str, torch.Tensor],
+    training_texts: Callable[[ModelInfo], Iterable[str]],
+) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+    """A released model with the vocabulary that --vocab asks for. Raises `DataError`."""
+    kind = asked.vocab or ("released" if info.config["vocabulary"] else "own")
+    if not info.config["vocabulary"] and kind != "own":
+        raise UsageError(
+            f"--vocab {kind}: {asked.origin.path} is a self-supervised model and has no vocabulary;"
+            " leave it out"
+        )
+    read_texts = training_texts(info)
+    if kind == "own":
+        state = vocabulary.own(read_texts, info.read_style())
+    elif kind == "extended":
+        state = vocabulary.extended(tokenizer_of(info), read_texts, info.read_style())
+    else:
+        vocabulary.require_characters(read_texts, tokenizer_of(info))
+        return info, weights
+    return vocabulary.with_new_vocabulary(info, weights, state)
+
+
+def from_scratch(asked: Options, training_texts: Callable[[ModelInfo], Iterable[str]]) -> ModelInfo:
+    """A model with random weights and the characters of the training texts, which are left as they
+    are."""
+    config = dict(asked.origin.size)
+    empty = ModelInfo(config, {}, {}, pretrained=False)
+    state = vocabulary.own(training_texts(empty), None)
+    state = vocabulary.padded(state, config["vocabulary"])
+    tokenizer = Wav2Vec2Tokenizer(state)
+    config |= {"vocabulary": tokenizer.size, "blank": tokenizer.blank}
+    settings.check_config(config, "--from_scratch")
+    return dataclasses.replace(empty, tokenizer=state)
+
+
+def trained(
+    asked: Options, recipe: str, setup: device.Setup
+) -> tuple[Wav2Vec2, ModelInfo, RunInfo | None]:
+    """The model of --model_dir or --model_file, of --resume, or of the best evaluation, its info,
+    and the `RunInfo` of the run that trained it, which is None for a released one. Raises
+    `UsageError`."""
+    info, weights, saved = released.use(asked.origin, family(asked), recipe)
+    require_head(info, asked.origin.path)
+    before = released.read_run_info(RunInfo, saved)
+    check_export(asked, info)
+    return make_model(info, weights).eval().to(setup.device), info, before
+
+
+def released_model(asked: Options) -> tuple[ModelInfo, Wav2Vec2]:
+    """The released model that a flag names, with its info, on the host. Raises `UsageError`."""
+    info, weights = read(asked, asked.origin.path)
+    require_head(info, asked.origin.path)
+    return info, make_model(info, weights).eval()
+
+
+def require_head(info: ModelInfo, path: str | None) -> None:
+    """Raises `UsageError` for a model that writes no text yet."""
+    if not info.config["vocabulary"]:
+        raise UsageError(
+            f"{path} is a self-supervised model, which writes no text before it is trained: add"
+            " --train_manifest"
+        )
+
+
+def rows_by_piece(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
+    """The meanings of the rows of the head, here and in the weights of --init_from."""
+    if initial is None:
+        return None
+    before, _ = checkpoint.read_infos(initial, ModelInfo, RunInfo)
+    names = (vocabulary.row_names(tokenizer_of(each)) for each in (info, before))
+    return checkpoint.Vocabulary(vocabulary.ROWS, *names)
+
+
+def learning_rate(info: ModelInfo) -> float:
+    """The peak learning rate, by the model's start."""
+    if not info.pretrained:
+        return SCRATCH_RATE
+    return NEW_HEAD_RATE if info.has_new_head else KEPT_HEAD_RATE
+
+
+def mask_shares(args, info: ModelInfo) -> tuple[float, float]:
+    """--mask_time and --mask_channels, or what the model's start asks for."""
+    usual = NEW_HEAD_MASKS if info.has_new_head else KEPT_HEAD_MASKS
+    return tuple(
+        default if value is None else value
+        for value, default in zip((args.mask_time, args.mask_channels), usual, strict=True)
+    )
+
+
+def layer_drop(args, info: ModelInfo) -> float:
+    """--layer_drop, or what the model's start asks for."""
+    if args.layer_drop is not None:
+        return args.layer_drop
+    return LAYER_DROP if info.pretrained else 0.0
+
+
+# --- exports --------------------------------------------------------------------------------------
+
+
+def check_export(asked: Options, info: ModelInfo) -> None:
+    """Raises `UsageError` if --export is given and its form cannot express this model."""
+    if asked.origin.export and asked.export_format == "onnx":
+        onnx.check(info.config)
+
+
+def about_model(info: ModelInfo, about: card.About) -> card.About:
+    """`about` with what the info says of the licence and the language."""
+    licence = {"license": info.licence} if info.licence else None
+    return dataclasses.replace(about, is_new=not info.pretrained, licence=licence)
+
+
+def export_trained(asked: Options, info: ModelInfo, model: Wav2Vec2, about: card.About) -> None:
+    """--export and --export_adapter after a training. Raises `UsageError` and `RunError`."""
+    about = about_model(info, about)
+    if asked.origin.export:
+        weights = released.trained_weights(asked.origin, family(asked), model)
+        export(asked, info, weights, about)
+    if asked.origin.export_adapter:
+        adapters.export(asked.origin, family(asked), about, lambda _: ADAPTER_CARD)
+
+
+def export_adapter(asked: Options, recipe: str) -> None:
+    """Writes the adapters that a run of `recipe` has saved for peft, without the released weights.
+    Raises `UsageError` and `RunError`."""
+    about = card.About(recipe, asked.origin.path, released.weights_file(asked.origin))
+    adapters.export(asked.origin, family(asked), about, lambda _: ADAPTER_CARD)
+
+
+def export(
+    asked: Options, info: ModelInfo, weights: dict[str, torch.Tensor], about: card.About
+) -> None:
+    """Writes a trained model to --export in the form of --export_format, with a model card."""
+    folder = asked.origin.export
+    text = card.readme(Path(folder).resolve().name, about, CARDS[asked.export_format])
+    write = formats.export if asked.export_format == "hf" else onnx.export
+    names = write(folder, weights, info.config, info.tokenizer, text)
+    print(f"exported to {folder}: {', '.join(names)}")

@@ -1,0 +1,221 @@
+"""Texts as the released models write them.
+
+omniASR learned texts in NFKC and lower case without punctuation, bracketed numbers and words of
+digits. What other models write is seen by their vocabulary.
+Source: the preparation of MMS's texts (Pratap et al. 2023), whose lists of characters Unicode's
+categories stand for here."""
+
+import functools
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.records import mismatch
+from models.wav2vec2.tokenizer import Wav2Vec2Tokenizer
+from speech.writing.text import JOINERS, normalise
+
+# They stay beside a letter: an apostrophe is one in Hausa ('yan), a tsheg ends Tibetan syllables.
+BESIDE_LETTERS = frozenset("'\u0f0b")
+# They stay between letters: the hyphen, and Hebrew's geresh and gershayim.
+BETWEEN_LETTERS = frozenset("-\u05f3\u05f4")
+IN_WORDS = BESIDE_LETTERS | BETWEEN_LETTERS
+APOSTROPHES = frozenset("\u2018\u2019\u201b`")  # between letters
+ACUTE = "\u00b4"  # one more, of which NFKC makes a space and a mark
+HYPHEN = "\u2010"
+VOWEL_POINTS = "\u064b\u064c\u064d\u064e\u064f\u0650\u0651\u0652\u0656\u0657"  # Arabic
+BRACKETS = re.compile(r"\([^()]*\)")
+NEITHER_LETTER_NOR_SPACE = re.compile(r"[^\w\s]|_")  # marks, too
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a model writes: its normal `form`, its `case` ("lower", "upper", or "" for both), which
+    of IN_WORDS it has, the other punctuation that it has (`marks`), whether it has no digits
+    (`spells_numbers`), and characters that it leaves out."""
+
+    form: str = "NFKC"
+    case: str = "lower"
+    in_words: frozenset[str] = IN_WORDS
+    marks: frozenset[str] = frozenset()
+    spells_numbers: bool = True
+    leaves_out: frozenset[str] = frozenset()
+
+    def record(self) -> dict:
+        """The fields as texts, for a checkpoint."""
+        return {
+            name: "".join(sorted(value)) if isinstance(value, frozenset) else value
+            for name, value in vars(self).items()
+        }
+
+
+def read_style(record: dict) -> Style | None:
+    """The style of `Style.record`; None if it is empty."""
+    if not record:
+        return None
+    sets = {name: frozenset(record[name]) for name in ("in_words", "marks", "leaves_out")}
+    return Style(**{**record, **sets})
+
+
+def _is_record(value) -> bool:
+    return value == {} or not mismatch(value, _RECORD, "it")
+
+
+_RECORD = {
+    "form": {"NFC", "NFKC"},
+    "case": {"", "lower", "upper"},
+    "in_words": str,
+    "marks": str,
+    "spells_numbers": bool,
+    "leaves_out": str,
+}
+STYLE = _is_record  # a schema of records.mismatch
+
+
+def style_of(tokenizer: Wav2Vec2Tokenizer | None) -> Style:
+    """The style of a vocabulary. None: of one that is made from the texts."""
+    if tokenizer is None:
+        return Style()
+    known = tokenizer.characters
+    punctuation = frozenset(filter(_is_punctuation, known))
+    in_words = punctuation & IN_WORDS
+    if tokenizer.kind == "sentencepiece":  # omniASR
+        leaves_out = frozenset(JOINERS) - known | frozenset(VOWEL_POINTS)
+        return Style(in_words=in_words, leaves_out=leaves_out)
+    case = ""
+    if all(character == character.lower() for character in known):
+        case = "lower"
+    elif all(character == character.upper() for character in known):
+        case = "upper"
+    is_compatible = all(unicodedata.is_normalized("NFKC", character) for character in known)
+    return Style(
+        form="NFKC" if is_compatible else "NFC",
+        case=case,
+        in_words=in_words,
+        marks=punctuation - IN_WORDS,
+        spells_numbers=not any(map(str.isdecimal, known)),
+        leaves_out=frozenset(JOINERS + VOWEL_POINTS) - known,
+    )
+
+
+def prepare(text: str, style: Style) -> str:
+    """`text` as the model writes it, with single spaces. Letters that the model lacks stay, to be
+    counted."""
+    for step in _STEPS:
+        text = step(text, style)
+    return text
+
+
+class Preparation:
+    """`prepare` of texts that are normalised first, as a function that counts what it changes. With
+    the style None they are only normalised."""
+
+    def __init__(self, style: Style | None):
+        self.style = style
+        self.total = 0
+        self.changed = 0
+        self.counts: Counter[str] = Counter()
+
+    def __call__(self, text: str) -> str:
+        before = text = normalise(text)
+        if self.style is None:
+            return text
+        for step, name in _STEPS.items():
+            after = step(text, self.style)
+            self.counts[name] += after != text
+            text = after
+        self.counts["nothing left"] += not text
+        self.total += 1
+        self.changed += text != before
+        return text
+
+    def report(self) -> str:
+        """What was done to how many of the texts, in a sentence; "" if no text was looked at."""
+        if not self.total:
+            return ""
+        if not self.changed:
+            return f"texts: all {self.total:,} are as the model writes them"
+        done = [
+            f"{name.format(self.style.case)} in {count:,}"
+            for name, count in self.counts.items()
+            if count
+        ]
+        return (
+            f"texts: {self.changed:,} of {self.total:,} are changed to what the model writes:"
+            f" {', '.join(done)} (--keep_text leaves them)"
+        )
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+def _in_form(text: str, style: Style) -> str:
+    text = text.replace(ACUTE, "\u2019")
+    text = unicodedata.normalize(style.form, text)
+    if style.leaves_out.intersection(text):
+        text = "".join(character for character in text if character not in style.leaves_out)
+        text = unicodedata.normalize(style.form, text)
+    return " ".join(text.split())
+
+
+def _in_case(text: str, style: Style) -> str:
+    if not style.case:
+        return text
+    changed = text.lower() if style.case == "lower" else text.upper()
+    return unicodedata.normalize(style.form, changed)
+
+
+def _without_bracketed_numbers(text: str, style: Style) -> str:
+    if not style.spells_numbers or "(" not in text:
+        return text
+    return " ".join(BRACKETS.sub(_unless_number, text).split())
+
+
+def _unless_number(found: re.Match) -> str:
+    return " " if any(map(str.isdecimal, found[0])) else found[0]
+
+
+def _without_punctuation(text: str, style: Style) -> str:
+    replace = functools.partial(_replaced, style)
+    return " ".join(NEITHER_LETTER_NOR_SPACE.sub(replace, text).split())
+
+
+def _replaced(style: Style, found: re.Match) -> str:
+    """What becomes of a mark or punctuation."""
+    character = found[0]
+    if character in style.marks or not _is_punctuation(character):
+        return character
+    text, place = found.string, found.start()
+    sides = _in_word(text[place - 1 : place]) + _in_word(text[place + 1 : place + 2])
+    if character in APOSTROPHES and sides == 2:
+        character = "'"
+    elif character == HYPHEN:
+        character = "-"
+    needed = 1 if character in BESIDE_LETTERS else 2
+    return character if character in style.in_words and sides >= needed else " "
+
+
+def _without_digits(text: str, style: Style) -> str:
+    if not style.spells_numbers:
+        return text
+    return " ".join(word for word in text.split() if not word.isdecimal())
+
+
+_STEPS: dict[Callable[[str, Style], str], str] = {
+    _in_form: "another Unicode form",
+    _in_case: "{} case",
+    _without_bracketed_numbers: "no bracketed numbers",
+    _without_punctuation: "spaces for punctuation",
+    _without_digits: "no words of digits",
+}
+
+
+@functools.cache
+def _is_punctuation(character: str) -> bool:
+    return all(unicodedata.category(each)[0] in "PS" for each in character)
+
+
+def _in_word(character: str) -> bool:
+    """Whether a character, or none, is a part of a word's letters."""
+    return character in (*JOINERS,) or unicodedata.category(character or " ")[0] in "LM"

@@ -1,0 +1,192 @@
+"""The vocabulary of a wav2vec2 model: the released one, with further characters, or a small one made
+from texts; and the rows that the pieces have in the head.
+
+`info` stands for a `ModelInfo` of start.py. The functions return new ones; those that they are
+given stay as they are. New rows are drawn with torch's generator."""
+
+import dataclasses
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from common.errors import DataError, UsageError
+from models.wav2vec2.texts import Style
+from models.wav2vec2.tokenizer import MOST, SPACE, Wav2Vec2Tokenizer, with_added
+from speech.writing import unknown
+
+ROWS = ("lm_head.weight", "lm_head.bias")  # the tensors with a row for each piece
+BLANK = "<blank>"  # in `row_names`, also of omniASR, whose <pad> is another piece
+UNKNOWN = "<unk>"
+PAD = "<pad>"  # the blank of a vocab.json
+DELIMITER = "|"  # the space in a vocab.json
+# A character is rare, and no reason for another vocabulary, if there are no more than so many, or
+# than this share of all characters.
+FEW = 2
+RARE = 1e-4
+NOISE = 0.1  # of new rows' deviation from where they begin, in deviations of the old rows
+BIAS = -2.0  # of new rows, added to that of where they begin: an old letter is likelier at first
+FIRST_DEVIATION = 0.02  # of the weights of a head that is all new
+FIRST_BLANK = 1.0  # bias of its blank, which is most frames' label
+
+# --- which vocabulary -----------------------------------------------------------------------------
+
+
+def require_characters(texts: Iterable[str], tokenizer: Wav2Vec2Tokenizer) -> None:
+    """Names the characters of training texts that the vocabulary lacks, with their counts. Raises
+    `DataError` unless all of them are rare."""
+    counts: Counter[str] = Counter()
+    total = 0
+    for text in texts:
+        total += len(text) - text.count(" ")
+        counts.update(tokenizer.lacking(text))
+    most = max(FEW, RARE * total)
+    often = Counter({each: count for each, count in counts.items() if count > most})
+    if often:
+        raise DataError(
+            f"the vocabulary lacks characters of the training texts: {unknown.named(often)}: add"
+            " --vocab extended to add them, or --vocab own for a small vocabulary of these texts"
+        )
+    if counts:
+        print(f"rare characters that the vocabulary lacks: {unknown.named(counts)}")
+
+
+# `style` is that of the texts, or None if they are as they came. Digits are not added to a vocabulary
+# whose style spells numbers: its `texts.style_of` would be another one, and change the texts of a
+# run that is resumed.
+
+
+def extended(tokenizer: Wav2Vec2Tokenizer, texts: Iterable[str], style: Style | None) -> dict:
+    """The state of a tokenizer with the characters of `texts` that `tokenizer` lacks, the most
+    frequent first. Raises `UsageError` if it lacks none, or for one that it cannot have."""
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(tokenizer.lacking(text))
+    if not counts:
+        raise UsageError("--vocab extended: the vocabulary has all characters; leave it out")
+    # The delimiter and special pieces cannot be letters, too.
+    lacking = counts.keys() - {DELIMITER, *tokenizer.pieces}
+    added = sorted(_letters(lacking, style), key=lambda each: (-counts[each], each))
+    return with_added(tokenizer.state(), added)
+
+
+def own(texts: Iterable[str], style: Style | None) -> dict:
+    """The state of a tokenizer of the characters of `texts`. Raises `DataError`."""
+    characters: set[str] = set()
+    for text in texts:
+        characters.update(text)
+    # The delimiter would be a space.
+    characters = _letters(characters - {DELIMITER}, style)
+    if not characters or len(characters) > MOST - 3:
+        raise DataError(
+            f"--vocab own: the training texts have {len(characters):,} characters; a vocabulary has"
+            f" from 1 to {MOST - 3:,}"
+        )
+    return {
+        "kind": "characters",
+        "pieces": [PAD, UNKNOWN, DELIMITER, *sorted(characters)],
+        "delimiter": DELIMITER,
+        "blank": 0,
+        "unknown": 1,
+        "lower": False,
+    }
+
+
+def padded(state: dict, size: int) -> dict:
+    """The state of a vocabulary of characters with at least `size` pieces, of which no text has the
+    last ones."""
+    pieces = state["pieces"]
+    unused = [f"<unused {number}>" for number in range(len(pieces), size)]
+    return {**state, "pieces": [*pieces, *unused]}
+
+
+def _letters(characters: Iterable[str], style: Style | None) -> set[str]:
+    spells = style is not None and style.spells_numbers
+    return {each for each in characters if not each.isspace() and not (spells and each.isdecimal())}
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def row_names(tokenizer: Wav2Vec2Tokenizer) -> list[str]:
+    """The meaning of each row of the head: pieces, with the same names for blank and the unknown
+    piece in every tokenizer."""
+    names = tokenizer.pieces[:]
+    names[tokenizer.blank] = BLANK
+    if tokenizer.unknown is not None:
+        names[tokenizer.unknown] = UNKNOWN
+    return names
+
+
+def with_new_vocabulary(info, weights: dict[str, torch.Tensor], state: dict):
+    """A trained model with the tokenizer of `state`: its info and its weights. Rows of pieces that
+    it has are kept, also if the letter has another case now. The others begin near the row of a
+    letter that looks like them, or near the mean of all rows. A model without a head gets small
+    random rows. Pieces that were new in `info` still are."""
+    tokenizer = Wav2Vec2Tokenizer(state)
+    names = row_names(tokenizer)
+    config = {**info.config, "vocabulary": tokenizer.size, "blank": tokenizer.blank}
+    new = dataclasses.replace(info, config=config, tokenizer=state)
+    if not info.config["vocabulary"]:
+        print(f"new vocabulary: {tokenizer.size} pieces; the model had none")
+        head = first_head(tokenizer, config["hidden_size"])
+        new = dataclasses.replace(new, new_pieces=list(range(tokenizer.size)))
+        return new, {**weights, **dict(zip(ROWS, head, strict=True))}
+    places = {name: row for row, name in enumerate(row_names(Wav2Vec2Tokenizer(info.tokenizer)))}
+    rows = [_old_row(name, names, places) for name in names]
+    likes = [next((places[c] for c in alike(name) if c in places), None) for name in names]
+    changed = {**weights}
+    for name in ROWS:
+        changed[name] = with_rows(weights[name], rows, likes)
+    untrained = {None, *info.new_pieces}
+    new_pieces = [row for row, old in enumerate(rows) if old in untrained]
+    added = rows.count(None)
+    print(
+        f"new vocabulary: {tokenizer.size} pieces; rows of {tokenizer.size - added} are the"
+        f" released model's, {added} are new"
+    )
+    return dataclasses.replace(new, new_pieces=new_pieces), changed
+
+
+def _old_row(name: str, names: list[str], places: dict[str, int]) -> int | None:
+    other = name.swapcase()
+    is_renamed = name not in places and other not in names
+    return places.get(other if is_renamed else name)
+
+
+def with_rows(old: torch.Tensor, rows: list[int | None], likes: list[int | None]) -> torch.Tensor:
+    """The rows of `old`, weights (V, D) or biases (V,), with these numbers. Those for None are near
+    the row in `likes`, or near the mean of all rows if there is none either."""
+    mean = len(old)
+    sources = []
+    for row, like in zip(rows, likes, strict=True):
+        sources.append(next((each for each in (row, like) if each is not None), mean))
+    made = torch.cat([old, old.mean(0, keepdim=True)])[sources]
+    change = torch.full_like(made, BIAS)
+    if old.dim() > 1:
+        change = torch.randn_like(made) * NOISE * old.std(0, correction=0)
+    is_new = torch.tensor([row is None for row in rows]).view(-1, *[1] * (old.dim() - 1))
+    return torch.where(is_new, made + change, made)
+
+
+def first_head(tokenizer: Wav2Vec2Tokenizer, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights (V, D) and biases (V,) of a new head."""
+    bias = torch.zeros(tokenizer.size)
+    bias[tokenizer.blank] = FIRST_BLANK
+    return torch.randn(tokenizer.size, width) * FIRST_DEVIATION, bias
+
+
+def alike(character: str) -> Iterator[str]:
+    """Characters that look like this one, the likest first: in another case, without accents
+    (\u00e9: e), and by the name that Unicode gives (\u0253, b with hook: b; \u025b, open e: e)."""
+    if len(character) > 1 or character == SPACE:
+        return
+    name = unicodedata.name(character, "").partition(" WITH ")[0].replace(" OPEN ", " ")
+    decomposed = unicodedata.normalize("NFKD", character)[0]
+    try:
+        named = unicodedata.lookup(name)
+    except KeyError:
+        named = character
+    for each in (character, decomposed, named):
+        yield from (each, each.lower(), each.upper())

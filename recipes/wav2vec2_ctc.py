@@ -1,0 +1,553 @@
+"""Speech recognition of 1,600 languages and any other: omniASR, XLS-R, MMS, HuBERT and other wav2vec
+2.0 models with CTC, fine-tuned on a small GPU.
+
+    python recipes/wav2vec2_ctc.py                            # no data needed: a small model, on synthetic speech
+    python recipes/wav2vec2_ctc.py --model_file omniASR-CTC-300M.pt --train_manifest train.json --val_manifest val.json --resume auto
+    python recipes/wav2vec2_ctc.py --transcribe recording.wav folder/ --resume checkpoints/best.safetensors
+
+Data: JSON Lines {"audio_filepath": "a.wav", "text": "nagode sosai"}, CSV/TSV with a header, or
+LJSpeech's metadata.csv; any sample rate; utterances of up to 20 s, longer ones with --use_chunking
+if the manifest has segment times. Texts are prepared as the released model writes, in lower case
+and without punctuation (--keep_text leaves them as they are).
+
+--model_file takes omniASR's files (Apache-2.0; they know 1,600 languages), --model_dir a Hugging
+Face folder: Wav2Vec2ForCTC, or a self-supervised model, which gets a new head. MMS and what comes
+of it are for non-commercial use (CC-BY-NC-4.0). With a model that writes, --transcribe needs no
+training. --export DIR --export_format hf|onnx writes what transformers, or sherpa-onnx and
+onnx-asr load.
+
+Memory: with 300 million parameters, weights and gradients take 2.4 GiB of the GPU, optimizer
+states 2.4, in 8 bits 0.6, and none with --use_cpu_offload. run_wav2vec2_ctc.sh has presets from
+4 GB. Expect a character error rate below 3 % on the demo's held-out sentences.
+
+Sources: wav2vec 2.0 (Baevski et al. 2020); XLS-R (Babu et al. 2022); MMS (Pratap et al. 2023);
+Omnilingual ASR (Meta 2025); CTC (Graves et al. 2006); LayerDrop (Fan et al. 2020).
+"""
+
+import dataclasses
+import functools
+import itertools
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common
+
+common.spin_briefly()  # before torch is imported
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint as recomputed
+
+from common import device, memory, optim, options
+from common.batches import EvalBatches, GlobalBatches, pad
+from common.errors import UsageError, exit_with_one_line
+from common.loop import ForPlans, Run, Task, begin, finish, train
+from common.parts import lora
+from common.parts.new_rows import NewRows
+from common.report import check_folder
+from models import adapters, card, released
+from models.wav2vec2 import decoding, start, vocabulary
+from models.wav2vec2.model import CHECKPOINTED, COMPILED, Wav2Vec2, frame_samples, frames
+from models.wav2vec2.scratch import fit_to_data
+from models.wav2vec2.start import (
+    ModelInfo,
+    Options,
+    first_model,
+    learning_rate,
+    released_model,
+    rows_by_piece,
+    tokenizer_of,
+)
+from models.wav2vec2.texts import Preparation, Style
+from models.wav2vec2.tokenizer import Wav2Vec2Tokenizer
+from speech.data import demo, splits
+from speech.data.columns import Corpus
+from speech.data.splits import RunInfo
+from speech.decoding import recogniser, timed, windows
+from speech.decoding.long import PARTS, by_length
+from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
+from speech.signal.augment import Augmentation, read_noises
+from speech.signal.features import span_mask
+from speech.writing import metrics, unknown
+
+RECIPE = Path(__file__).stem
+LOSS_WEIGHTS = {"ctc": 1.0}
+MAX_SECONDS = 20.0  # of an utterance; omniASR was trained on up to 30 s
+READS_SECONDS = 30.0  # of a piece of a recording, for a released model
+TIME_SPAN = 10  # frames of a mask, as in wav2vec 2.0
+CHANNEL_SPAN = 64
+AT_ONCE = 1 << 22  # log-probabilities that the loss has at a time
+FIT_UTTERANCES = 64  # that a model from scratch is fitted to
+DEMO_SIZES = {"train": 3000, "val": 100, "test": 200}  # utterances
+DEMO_STEPS = 800
+RELEASED = RunInfo(
+    held_out=[], longest=READS_SECONDS, demo=False
+)  # how a released model was trained
+NEW_VOCABULARY = "add --vocab extended or --vocab own to a new run with another --output_dir"
+
+
+def add_arguments(parser) -> None:
+    start.add_arguments(parser)
+    splits.add_arguments(parser, allow_unknown=True)
+    recogniser.add_arguments(parser)
+    rates = (
+        f"{start.KEPT_HEAD_RATE:g} with a released head, {start.NEW_HEAD_RATE:g} with a new one;"
+        f" from scratch {start.SCRATCH_RATE:g}"
+    )
+    options.add_arguments(
+        parser,
+        learning_rate=(None, rates),
+        weight_decay=0.0,
+        keep_last=2,
+        max_duration=MAX_SECONDS,
+    )
+
+
+def resolve(args) -> Options:
+    is_demo = not args.train_manifest
+    excludes = (*recogniser.EXCLUDES, *start.EXCLUDES)
+    needs = (*splits.NEEDS, *recogniser.NEEDS, *start.NEEDS)
+    options.resolve(args, is_demo, DEMO_STEPS, excludes, needs)
+    return start.resolve(args, is_demo)
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+def read_data(args, before: RunInfo | None, style: Style | None) -> dict[str, Corpus]:
+    """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
+    given. What the run `before`, which is resumed or used, held out is held out again. Texts are
+    prepared in a model's `style`; None leaves them as they are."""
+
+    def make_demo() -> dict[str, str]:
+        if before and not before.demo:
+            raise UsageError(
+                "these weights were trained on other data than the demo corpus, which is used"
+                " without a manifest: add --train_manifest or, with --evaluate, --test_manifest"
+            )
+        folder = Path(args.output_dir) / "data" / "konkani_demo"
+        return demo.speech_corpus(folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES, DEMO_SIZES)
+
+    def stand_in() -> dict[str, Corpus]:
+        return splits.stand_in(args.max_duration)
+
+    data = splits.resolve(args, before.held_out if before else ())
+    prepare = Preparation(style)
+    corpora = splits.load_splits(data, prepare, make_demo, stand_in)
+    if report := prepare.report():
+        print(report)
+    return corpora
+
+
+def check_texts(args, corpora: dict[str, Corpus], info: ModelInfo) -> None:
+    """Prints which characters the vocabulary lacks. Raises `DataError` if they are many."""
+    lacking = tokenizer_of(info).lacking
+    unknown.check_unknown(corpora, lacking, args.allow_unknown, NEW_VOCABULARY, info.own_vocabulary)
+
+
+def check_data(args, asked: Options) -> None:
+    """--check_data. The texts are compared with the vocabulary of the model that flags name."""
+    info = start.given_info(asked, RECIPE, args.init_from)
+    corpora = read_data(args, None, info.read_style() if info else None)
+    if info and info.config["vocabulary"] and asked.vocab in (None, "released"):
+        check_texts(args, corpora, info)
+    splits.report_checked(corpora)
+
+
+def ctc_fits(samples: int, tokens: list[int], config: dict) -> bool:
+    """Whether there is a frame for every token, and for the blank between two equal ones."""
+    repeats = sum(a == b for a, b in itertools.pairwise(tokens))
+    return frames(samples, config) >= len(tokens) + repeats
+
+
+def drop_untrainable(args, corpus: Corpus, info: ModelInfo) -> Corpus:
+    """The training set without utterances that no CTC alignment fits, and without texts of unknown
+    characters only."""
+    tokenizer = tokenizer_of(info)
+
+    def fault(index: int) -> tuple[str, str] | None:
+        seconds = corpus.seconds[index]
+        tokens = tokenizer.encode(corpus.texts[index])
+        if {*tokens} <= {tokenizer.unknown}:
+            return "text is outside the vocabulary", corpus.texts[index][:60]
+        if not ctc_fits(int(seconds * SAMPLE_RATE), tokens, info.config):
+            reason = "text is too long for its audio (CTC needs a frame a token)"
+            return reason, f"{len(tokens)} tokens in {seconds:.2f} s"
+        return None
+
+    return splits.drop(corpus, "training set", fault, args.strict_data)
+
+
+class Utterances:
+    """A set of utterances as the model takes them. Only the training set is augmented, and
+    augmentation, masks and skipped layers depend on (seed, epoch, index) alone."""
+
+    def __init__(
+        self,
+        args,
+        corpus: Corpus,
+        tokenizer: Wav2Vec2Tokenizer,
+        info: ModelInfo,
+        training: bool,
+    ):
+        self.args = args
+        self.corpus = corpus
+        self.tokenizer = tokenizer
+        self.config = info.config
+        self.training = training
+        self.masks = start.mask_shares(args, info)
+        self.layer_drop = start.layer_drop(args, info)
+        self.augmentation = None
+        by_default = args.wave_augment is None and info.pretrained
+        if training and (args.wave_augment or by_default):
+            longest = args.max_duration / min(recogniser.SPEEDS)
+            noises = read_noises(args.noise_dir)
+            self.augmentation = Augmentation(args.seed, len(corpus), longest, noises)
+
+    def __len__(self) -> int:
+        return len(self.corpus)
+
+    def fingerprint(self) -> str:
+        return self.corpus.fingerprint()
+
+    def text_length(self, index: int) -> int:
+        return len(self.corpus.texts[index])
+
+    def seconds(self, epoch: int) -> np.ndarray:
+        """(N,) lengths in an epoch."""
+        seconds = self.corpus.seconds
+        if self.training and self.args.speed_perturbation:
+            seconds = seconds / self.speeds(epoch)
+        return self.augmentation.lengths(seconds, epoch) if self.augmentation else seconds
+
+    def speeds(self, epoch: int) -> np.ndarray:
+        return speed_factors(self.args.seed, epoch, len(self), recogniser.SPEEDS)
+
+    def item(self, index: int, epoch: int) -> dict:
+        """One utterance: waveform (T,), tokens (U,); in training also masks over its frames (T',)
+        and over channels (D,), and which layers it goes through."""
+        args = self.args
+        transcript = self.corpus.texts[index]
+        tokens = self.tokenizer.encode(transcript)
+        waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
+        if self.training:
+            if args.speed_perturbation:
+                changed = change_speed(waveform, float(self.speeds(epoch)[index]))
+                # A dense utterance stays as it is if it would become too short for its text.
+                if ctc_fits(len(changed), tokens, self.config):
+                    waveform = changed
+            if self.augmentation:
+                waveform = self.augmentation.apply(waveform, index, epoch)
+        item = {
+            "audio": waveform,
+            "tokens": torch.tensor(tokens, dtype=torch.long),
+            "text": transcript,
+            "name": self.corpus.where(index),
+            "index": index,
+        }
+        random = np.random.default_rng([args.seed, epoch, index])
+        if self.training and args.spec_augment:
+            time, channels = self.masks
+            count = frames(len(waveform), self.config)
+            item["time_masks"] = span_mask(random, count, time, TIME_SPAN)
+            item["channel_masks"] = span_mask(
+                random, self.config["hidden_size"], channels, CHANNEL_SPAN
+            )
+        if self.training and self.layer_drop:
+            draws = random.random(self.config["num_hidden_layers"])
+            item["layers"] = (draws >= self.layer_drop).tolist()
+        return item
+
+
+def collate(items: list[dict]) -> dict:
+    """Items to a batch: audio (B, T), tokens (B, U) and perhaps time_masks (B, T'), each with its
+    lengths; channel_masks (B, D); layers, a list for each utterance."""
+    batch = {
+        "names": [item["name"] for item in items],
+        "texts": [item["text"] for item in items],
+        "indices": [item["index"] for item in items],
+        "seconds": [len(item["audio"]) / SAMPLE_RATE for item in items],
+    }
+    batch["audio"], batch["audio_lengths"] = pad([item["audio"] for item in items])
+    batch["tokens"], batch["tokens_lengths"] = pad([item["tokens"] for item in items])
+    if "time_masks" in items[0]:
+        masks = [item["time_masks"] for item in items]
+        batch["time_masks"], batch["time_masks_lengths"] = pad(masks, False)
+        batch["channel_masks"] = torch.stack([item["channel_masks"] for item in items])
+    if "layers" in items[0]:
+        batch["layers"] = [item["layers"] for item in items]
+    batch["counts"] = {"ctc": int(batch["tokens_lengths"].sum())}
+    return batch
+
+
+# --- loss -----------------------------------------------------------------------------------------
+
+
+def ctc_loss(
+    model: Wav2Vec2,
+    encoded: torch.Tensor,
+    tokens: torch.Tensor,
+    frames: list[int],
+    lengths: torch.Tensor,
+) -> torch.Tensor:
+    """The sum of the CTC losses of `encoded` (B, T, D). What cannot be aligned was rejected before
+    training; an evaluation set is scored whole, so there it may occur."""
+    return F.ctc_loss(
+        model.ctc_log_probs(encoded).transpose(0, 1),
+        tokens,
+        torch.tensor(frames),
+        lengths,  # on the host, which spares CTC a wait for the device
+        blank=model.blank,
+        reduction="sum",
+        zero_infinity=not model.training,
+    )
+
+
+def losses(
+    model: Wav2Vec2, batch: dict, encoded: torch.Tensor, frames: list[int]
+) -> dict[str, torch.Tensor]:
+    """The sum over the batch. With omniASR's 10,288 characters the log-probabilities of a second
+    would take 2 MB four times over: utterances follow each other then, and backward computes these
+    tensors again."""
+    tokens = batch["tokens"]
+    lengths = batch["tokens_lengths_host"]
+    if encoded.shape[0] * encoded.shape[1] * model.config["vocabulary"] <= AT_ONCE:
+        return {"ctc": ctc_loss(model, encoded, tokens, frames, lengths)}
+    total = encoded.new_zeros((), dtype=torch.float32)
+    for row, count in enumerate(frames):
+        utterance = encoded[row : row + 1, :count]
+        total = total + recomputed(
+            functools.partial(ctc_loss, model),
+            utterance,
+            tokens[row : row + 1, : lengths[row]],
+            [count],
+            lengths[row : row + 1],
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+    return {"ctc": total}
+
+
+def compute_loss(model: Wav2Vec2, batch: dict) -> dict[str, torch.Tensor]:
+    """Sums over the batch; the loop divides by the global batch's counts."""
+    encoded, frames = model.encode(batch)
+    return losses(model, batch, encoded, frames)
+
+
+# --- evaluation and transcripts -------------------------------------------------------------------
+
+
+def evaluate(
+    tokenizer: Wav2Vec2Tokenizer, model: Wav2Vec2, eval_batches
+) -> dict[str, tuple[float, float]]:
+    """The loss, CER and WER of greedy decoding, as (numerator, denominator)."""
+
+    def decode_batch(batch: dict) -> tuple[list[str], dict]:
+        encoded, frames = model.encode(batch)
+        hypotheses = decoding.decode(model, encoded, frames)
+        texts = [timed.text_of(tokens, tokenizer) for tokens in hypotheses]
+        return texts, losses(model, batch, encoded, frames)
+
+    rows, sums = recogniser.decode_set(model, decode_batch, eval_batches, LOSS_WEIGHTS)
+    return {**sums, **metrics.score(rows)}
+
+
+def decode_words(tokenizer: Wav2Vec2Tokenizer, model: Wav2Vec2, eval_batches) -> list[dict]:
+    """The rows of a decoded set, with the times of their words."""
+    decode = functools.partial(decoding.transcripts, model, tokenizer)
+    rows = []
+    for row in recogniser.decode_texts(model, decode, eval_batches):
+        decoded = row["hypothesis"]
+        rows.append({**row, "hypothesis": decoded["text"], "words": decoded["words"]})
+    return rows
+
+
+def report_results(
+    asked: Options,
+    info: ModelInfo,
+    model: Wav2Vec2,
+    evaluation: dict[str, EvalBatches],
+    compares: bool,
+    weights: str,
+) -> None:
+    """Prints the error rates of the test set, or of "val" without one, and examples with the times
+    of their words. If it `compares`, also the error rates of the released model that a flag names;
+    `model` is then moved to the host. `weights`: which weights the model has, for the title."""
+    name = "test" if "test" in evaluation else "val"
+    eval_batches = evaluation[name].whole()
+    rows = decode_words(tokenizer_of(info), model, eval_batches)
+    title = f"{name} set, {weights}, {len(rows)} utterances"
+    spoken = eval_batches.dataset.data.corpus.languages
+    recogniser.print_results(rows, title, asked.how, languages=spoken)
+    if compares and asked.origin.path and not info.has_new_head:
+        info, untrained = released_model(asked)
+        memory.replace_on_device(model, untrained)
+        before = decode_words(tokenizer_of(info), untrained, eval_batches)
+        recogniser.print_improvement(before, rows, asked.origin.path, asked.how)
+
+
+# --- main -----------------------------------------------------------------------------------------
+
+
+def trained(asked: Options, setup: device.Setup) -> tuple[Wav2Vec2, ModelInfo, RunInfo | None]:
+    """The model that is used without training, and what the run that trained it has saved."""
+    return start.trained(asked, RECIPE, setup)
+
+
+def transcribe(args, asked: Options) -> None:
+    setup = device.setup(args, quiet=True)
+    model, info, before = trained(asked, setup)
+    tokenizer = tokenizer_of(info)
+    decode = functools.partial(decoding.transcripts, model, tokenizer)
+    longest = (before or RELEASED).longest
+    cutting = by_length(longest, windows.by_time(tokenizer, frame_samples(info.config)))
+    recogniser.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
+
+
+@torch.no_grad()
+def evaluate_only(args, asked: Options) -> None:
+    """--evaluate on the test set, --export, or both, without training."""
+    setup = device.setup(args)
+    model, info, before = trained(asked, setup)
+    results = None
+    if args.evaluate:
+        check_folder(args.log_dir)
+        corpora = read_data(args, before or RELEASED, info.read_style())
+        corpora.pop("train", None)
+        check_texts(args, corpora, info)
+        sets = make_sets(args, info, corpora)
+        evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
+        with setup.autocast():
+            report_results(asked, info, model, evaluation, before is not None, "the weights named")
+        results = recogniser.read_results(args.log_dir)
+    export(asked, info, model, released.weights_file(asked.origin), before, results)
+
+
+def export(
+    asked: Options,
+    info: ModelInfo,
+    model: Wav2Vec2,
+    weights: Path | None,
+    data: RunInfo | None,
+    results: dict | None,
+) -> None:
+    """--export and --export_adapter."""
+    about = card.About(RECIPE, asked.origin.path, weights, data, results)
+    start.export_trained(asked, info, model, about)
+
+
+def make_sets(args, info: ModelInfo, corpora: dict[str, Corpus]) -> dict[str, Utterances]:
+    """The sets of utterances."""
+    tokenizer = tokenizer_of(info)
+    return {
+        name: Utterances(args, corpus, tokenizer, info, training=name == "train")
+        for name, corpus in corpora.items()
+    }
+
+
+def fit(seed: int, model: Wav2Vec2, data: Utterances) -> None:
+    """Fits the random weights of a new model to some training utterances, for `Task.fit`."""
+    items = splits.some_items(data, seed, FIT_UTTERANCES)
+    if items:
+        fit_to_data(model, torch.cat([item["audio"] for item in items]))
+
+
+def about_run(args, info: ModelInfo, corpora: dict[str, Corpus], before: RunInfo | None) -> RunInfo:
+    """The record of the run. `before`: the same of the run that is resumed. Recordings are later
+    cut into pieces as long as any utterance that the model was trained on."""
+    if before is None and info.pretrained and not info.has_new_head:
+        before = RELEASED
+    run_info = splits.run_info(splits.resolve(args), corpora)
+    longest = max(run_info.longest, before.longest if before else 0.0)
+    return dataclasses.replace(run_info, longest=longest)
+
+
+def make_task(
+    args, run: Run, asked: Options, info: ModelInfo, run_info: RunInfo, model: Wav2Vec2
+) -> Task:
+    """The task: all that the loop knows of this recipe."""
+    rate = learning_rate(info)
+    millions = optim.count_parameters(model)[0] / 1e6
+    print(
+        f"model: {millions:.1f} M parameters, {info.config['vocabulary']:,} characters; learning"
+        f" rate {args.learning_rate or lora.rate(model, rate):g}"
+    )
+    new_rows = None
+    if info.new_pieces and not info.has_new_head:
+        rows = dict.fromkeys(vocabulary.ROWS, info.new_pieces)
+        new_rows = NewRows(rows, start.NEW_ROWS_RATE)
+    return Task(
+        RECIPE,
+        compute_loss,
+        LOSS_WEIGHTS,
+        functools.partial(evaluate, tokenizer_of(info)),
+        info,
+        run_info,
+        metric="cer",
+        higher_is_better=False,
+        fit=None if info.pretrained else functools.partial(fit, args.seed),
+        learning_rate=rate,
+        checkpointed=CHECKPOINTED,
+        reports=recogniser.REPORTS,
+        compiled=COMPILED,
+        evaluate_first=info.pretrained and not info.has_new_head,
+        # A new head learns alone during the warm-up: its first gradients would spoil the encoder.
+        adamw=optim.Settings(first=vocabulary.ROWS if info.has_new_head else ()),
+        fine_tunes=info.pretrained,
+        new_rows=new_rows,
+        vocabulary=rows_by_piece(info, run.initial),
+        plans=ForPlans(
+            compares=bool(asked.origin.path) and not info.has_new_head,
+            adapters=functools.partial(adapters.usual, start.family(asked), info),
+        ),
+    )
+
+
+def main(args) -> None:
+    asked = resolve(args)
+    if args.check_data:
+        return check_data(args, asked)
+    if args.transcribe:
+        return transcribe(args, asked)
+    if adapters.exports_only(asked.origin):
+        return start.export_adapter(asked, RECIPE)
+    if args.evaluate or released.exports_only(asked.origin):
+        return evaluate_only(args, asked)
+    run = begin(args, RECIPE)
+    before = released.read_run_info(RunInfo, run.resumed)
+
+    # Texts are read as the model writes, so it is known before the data.
+    read = functools.cache(functools.partial(read_data, args, before))
+    with run.model_device():
+        info, model = first_model(
+            asked,
+            run.resumed,
+            run.initial,
+            lambda info: read(info.read_style())["train"].texts,
+            args.seed,
+        )
+    if not args.spec_augment:
+        model.masked_spec_embed.requires_grad_(False)  # no frame becomes it
+    corpora = dict(read(info.read_style()))
+    check_texts(args, corpora, info)
+    corpora["train"] = drop_untrainable(args, corpora["train"], info)
+    sets = make_sets(args, info, corpora)
+
+    global_batches = GlobalBatches(args, sets.pop("train"), collate, run.setup)
+    run_info = about_run(args, info, corpora, before)
+    evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
+    task = make_task(args, run, asked, info, run_info, model)
+    train(args, run, model, task, global_batches, evaluation["val"])
+    report = functools.partial(report_results, asked, info, model, evaluation, True)
+    weights = finish(args, run, model, task, report)
+    if weights:  # on the first rank
+        export(asked, info, model, weights, run_info, recogniser.read_results(args.log_dir))
+
+
+if __name__ == "__main__":
+    parser = options.Parser(__doc__)
+    add_arguments(parser)
+    exit_with_one_line(lambda: main(parser.parse_args()))

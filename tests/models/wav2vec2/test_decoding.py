@@ -1,0 +1,176 @@
+"""Greedy CTC with times, by hand-made log-probabilities, and long recordings in windows against one
+pass."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from common.device import Setup
+from models.wav2vec2 import decoding
+from models.wav2vec2.model import Wav2Vec2, frame_samples
+from models.wav2vec2.settings import make_config
+from models.wav2vec2.tokenizer import Wav2Vec2Tokenizer
+from speech.decoding import long, recogniser, timed, windows
+from speech.signal.audio import SAMPLE_RATE
+from speech.writing import subtitles
+from tests.models.wav2vec2.small import characters_state, sentencepiece_state
+
+TOKENIZER = Wav2Vec2Tokenizer(characters_state("abcd'"))
+CONFIG = {"conv_stride": [5, 2, 2, 2, 2, 2, 2]}
+
+
+def read(rows: list[str], share: float = 0.8, tokenizer=TOKENIZER) -> list[dict]:
+    """The transcripts of utterances with one character a frame: `-` is the blank, `_` the space."""
+    frames = [len(row) for row in rows]
+    log_probs = torch.zeros(len(rows), max(frames), tokenizer.size)
+    log_probs += math.log((1 - share) / (tokenizer.size - 1))
+    for number, row in enumerate(rows):
+        for frame, character in enumerate(row):
+            piece = tokenizer.blank
+            if character != "-":
+                piece = tokenizer.pieces.index("\u2581" if character == "_" else character)
+            log_probs[number, frame, piece] = math.log(share)
+    model = SimpleNamespace(
+        config=CONFIG,
+        blank=tokenizer.blank,
+        encode=lambda batch: (log_probs, frames),
+        ctc_log_probs=lambda encoded: encoded,
+    )
+    return decoding.transcripts(model, tokenizer, {})
+
+
+def words(row: dict) -> list[tuple]:
+    return [(word["text"], word["start"], word["end"]) for word in row["words"]]
+
+
+def test_words_begin_and_end_with_their_characters():
+    found = read(["--aab--_--cc-c---", "a_b", "d", "---"])
+    assert [row["text"] for row in found] == ["ab cc", "a b", "d", ""]
+    assert words(found[0]) == [("ab", 0.04, 0.12), ("cc", 0.2, 0.3)]  # a frame longer than said
+    assert words(found[1]) == [("a", 0.0, 0.02), ("b", 0.04, 0.06)]  # as long as there is room
+    assert words(found[2]) == [("d", 0.0, 0.02)]
+    assert found[3]["words"] == found[3]["segments"] == found[3]["tokens"] == []
+    assert [row["frames"] for row in found] == [17, 3, 1, 3]
+    assert found[0]["segments"] == [{"start": 0.04, "end": 0.3, "text": "ab cc"}]
+
+
+def test_an_apostrophe_belongs_to_its_word():
+    (found,) = read(["-a-'-b--_-'-c-"])
+    assert words(found) == [("a'b", 0.02, 0.14), ("'c", 0.2, 0.28)]
+
+
+def test_what_is_unknown_is_part_of_a_word():
+    unknown = TOKENIZER.pieces.index("<unk>")
+    log_probs = torch.nn.functional.one_hot(torch.tensor([[5, unknown, 6]]), TOKENIZER.size).float()
+    model = SimpleNamespace(blank=0, ctc_log_probs=lambda encoded: encoded)
+    tokens = decoding.decode(model, log_probs, [3])
+    assert timed.transcript(tokens[0], TOKENIZER, 0.02, 3)["words"][0]["text"] == "a\ufffdb"
+
+
+def test_the_confidence_of_a_word_is_the_mean_of_its_characters():
+    for share in (0.5, 0.9):
+        (found,) = read(["-aab-_-c-'-"], share)
+        assert [word["confidence"] for word in found["words"]] == [share, share]
+    log_probs = torch.tensor([[0.9, 0.1], [0.4, 0.6], [0.2, 0.8], [0.7, 0.3], [0.1, 0.9]]).log()
+    model = SimpleNamespace(blank=0, ctc_log_probs=lambda encoded: encoded)
+    (tokens,) = decoding.decode(model, log_probs[None], [5])
+    assert [(token.frame, token.duration) for token in tokens] == [(1, 3), (4, 1)]
+    expected = [math.log(0.6 * 0.8) / 2, math.log(0.9)]
+    assert [token.log_prob for token in tokens] == pytest.approx(expected)
+
+
+def test_a_script_without_spaces_has_a_word_for_each_letter():
+    tokenizer = Wav2Vec2Tokenizer(sentencepiece_state(["你好 กา"]))
+    (found,) = read(["-你-好--กา-"], tokenizer=tokenizer)
+    assert found["text"] == "你好กา"
+    assert [text for text, _, _ in words(found)] == ["你", "好", "ก", "า"]
+
+
+def test_decoding_is_that_of_a_plain_loop():
+    torch.manual_seed(0)
+    log_probs = torch.randn(6, 40, 7).log_softmax(2)
+    lengths = [40, 1, 0, 13, 27, 40]
+    model = SimpleNamespace(blank=3, ctc_log_probs=lambda encoded: encoded)
+    found = decoding.decode(model, log_probs, lengths)
+    for row, length, tokens in zip(log_probs, lengths, found, strict=True):
+        path = row[:length].argmax(1).tolist()
+        expected = []
+        for frame, piece in enumerate(path):
+            if piece != 3 and (frame == 0 or path[frame - 1] != piece):
+                expected.append([piece, frame, 0, []])
+            if piece != 3:
+                expected[-1][3].append(float(row[frame, piece]))
+        for number, each in enumerate(expected):
+            following = expected[number + 1][1] if number + 1 < len(expected) else length
+            each[2] = min(len(each[3]) + 1, following - each[1])
+        assert [[t.piece, t.frame, t.duration] for t in tokens] == [each[:3] for each in expected]
+        means = [sum(each[3]) / len(each[3]) for each in expected]
+        assert [token.log_prob for token in tokens] == pytest.approx(means, rel=1e-5)
+
+
+# --- long recordings ------------------------------------------------------------------------------
+
+
+class NearSighted(Wav2Vec2):
+    """A random model whose decisions depend on a second of sound: its layers pass on what they get,
+    and it takes the waveform as it is. Its head is fitted so that it writes all characters."""
+
+    def __init__(self, waveform: torch.Tensor):
+        config = make_config(
+            16,
+            1,
+            2,
+            conv_dim=[8] * 7,
+            num_conv_pos_embeddings=4,
+            num_conv_pos_embedding_groups=2,
+            vocabulary=TOKENIZER.size,
+            do_normalize=False,
+        )
+        super().__init__(config)
+        self.eval()
+        length = torch.tensor([len(waveform)])
+        batch = {"audio": waveform[None], "audio_lengths": length, "audio_lengths_host": length}
+        with torch.no_grad():
+            self.encoder.layers[0].attention.out_proj.weight.zero_()
+            torch.nn.init.normal_(self.lm_head.weight)
+            logits = self.lm_head(self.encode(batch)[0])
+            spread, mean = torch.std_mean(logits, (0, 1))
+            self.lm_head.weight /= spread[:, None]
+            self.lm_head.bias.copy_((self.lm_head.bias - mean) / spread)
+            self.lm_head.bias[0] += 1.0
+            self.lm_head.bias[1:4] -= 100.0
+
+
+def test_a_model_reads_the_same_in_windows_as_in_one_pass(tmp_path):
+    waveform = 0.1 * np.random.default_rng(0).standard_normal(50 * SAMPLE_RATE)
+    waveform *= np.repeat(np.random.default_rng(1).uniform(0, 1, 500), 1600)
+    soundfile.write(tmp_path / "a.wav", waveform, SAMPLE_RATE)
+    torch.manual_seed(1)
+    model = NearSighted(torch.from_numpy(waveform).float())
+
+    def transcribed(longest: float, name: str) -> str:
+        def decode(batch):
+            assert len(batch["audio"]) <= 3 and batch["audio"].shape[1] <= longest * SAMPLE_RATE
+            return decoding.transcripts(model, TOKENIZER, batch)
+
+        output = tmp_path / f"{longest}{name}"
+        paths = [str(tmp_path / "a.wav")]
+        how = recogniser.Options(transcribe=paths, output=str(output), batch_size=3)
+        by_time = windows.by_time(TOKENIZER, frame_samples(model.config))
+        recogniser.transcribe_files(how, decode, Setup(), longest, by_time, long.PARTS)
+        return output.read_text(encoding="utf-8")
+
+    whole, cut = (json.loads(transcribed(longest, ".jsonl")) for longest in (100.0, 12.0))
+    assert len(whole["words"]) > 20 and len(whole["pieces"]) == 1 and len(cut["pieces"]) == 6
+    assert cut["text"] == whole["text"] and {*cut["text"]} == {*"abcd' "}
+    assert [{**word, "confidence": 0} for word in cut["words"]] == [
+        {**word, "confidence": 0} for word in whole["words"]
+    ]
+    sure = [[word["confidence"] for word in row["words"]] for row in (cut, whole)]
+    assert sure[0] == pytest.approx(sure[1], abs=0.0011) and min(sure[1]) < 0.9
+    assert transcribed(12.0, ".srt") == subtitles.FORMATS[".srt"].whole(whole)
