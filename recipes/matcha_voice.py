@@ -236,7 +236,7 @@ def collate(items: list[dict]) -> dict:
 # --- loss and evaluation --------------------------------------------------------------------------
 
 
-def compute_loss(log_mel: LogMel, model: Matcha, batch: dict) -> dict[str, torch.Tensor]:
+def compute_loss(model: Matcha, batch: dict, log_mel: LogMel) -> dict[str, torch.Tensor]:
     """Sums over the batch; the loop divides by the global batch's counts. The duration's is the
     squared error of its logarithm, the prior's the frames' negative log-likelihood under the means
     of their tokens, the flow's the squared error of the velocity."""
@@ -273,7 +273,7 @@ def evaluate(
     sentences for a person to hear."""
     sums = {name: (0.0, 0) for name in LOSS_WEIGHTS}
     utterances = 0
-    losses_of = functools.partial(compute_loss, log_mel, model)
+    losses_of = functools.partial(compute_loss, model, log_mel=log_mel)
     for batch, results in memory.evaluated(losses_of, model, eval_batches):
         for name, (total, count) in sums.items():
             added = sum(float(each[name]) for each in results)
@@ -330,8 +330,8 @@ def synthesise(args, asked: Options) -> None:
     outputs = judge.outputs_of(args.output, len(wanted), options.paths_in(args, "output"))
     setup = device.setup(args, quiet=True)
     voice, info, _ = trained(asked, setup)
-    start.check_texts(wanted, voice)
     number = start.speaker_of(args.speaker, info)
+    start.check_texts(wanted, voice)
     settings = Settings(args.speed, args.temperature, args.seed)
     with setup.autocast(), finite_layers():
         spoken = decoding.speak(voice, wanted, settings, [number] * len(wanted))
@@ -373,7 +373,7 @@ def make_task(
     is_first = run.setup.ranks.first
     return Task(
         RECIPE,
-        functools.partial(compute_loss, log_mel),
+        functools.partial(compute_loss, log_mel=log_mel),
         LOSS_WEIGHTS,
         functools.partial(evaluate, log_mel, listener if is_first else None),
         info,

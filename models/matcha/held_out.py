@@ -69,9 +69,11 @@ def draw(path: Path, voice: Voice, corpus: Corpus) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    axes.imshow(likely.t().float().cpu(), origin="lower", aspect="auto", cmap="gray_r", vmax=1)
-    axes.plot(found.cpu(), label="found in the recording", linewidth=1)
-    axes.plot(predicted.cpu(), label="predicted", linewidth=1, linestyle="--")
+    axes.imshow(
+        likely.t().float().cpu().numpy(), origin="lower", aspect="auto", cmap="gray_r", vmax=1
+    )
+    axes.plot(found.tolist(), label="found in the recording", linewidth=1)
+    axes.plot(predicted.tolist(), label="predicted", linewidth=1, linestyle="--")
     axes.set(xlabel="frames", ylabel="tokens", title="Which token each frame belongs to")
     axes.legend(loc="upper left")
     files.write_file(path, lambda p: figure.savefig(p, format="png", dpi=100), durable=False)

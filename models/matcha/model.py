@@ -94,7 +94,7 @@ class Matcha(nn.Module):
             x = torch.cat([x, vectors[:, None].expand(-1, frames, -1).to(x.dtype)], dim=2)
         x = F.pad(x.transpose(1, 2), (0, -frames % DOWNSAMPLING))
         mask = valid_mask(lengths, x.shape[2])[:, None]
-        return self.decoder.estimator(x, mask, time).transpose(1, 2)[:, :frames]
+        return self.decoder.estimator(x, mask, time.to(noisy.dtype)).transpose(1, 2)[:, :frames]
 
     def normalised(self, mels: torch.Tensor) -> torch.Tensor:
         return (mels - self.mel_mean) / self.mel_std
