@@ -42,7 +42,7 @@ from common.errors import DataError, exit_with_one_line
 from common.layers import finite_layers
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from models import card, released
-from models.matcha import alignment, decoding, held_out, mels, start
+from models.matcha import alignment, decoding, held_out, mels, start, vocoder_training
 from models.matcha.decoding import Settings, Voice
 from models.matcha.held_out import Listener
 from models.matcha.mels import HOP, SAMPLE_RATE, LogMel, frame_count, with_edges
@@ -95,7 +95,7 @@ def add_arguments(parser) -> None:
          "the wav; several texts get numbers (speech.wav)"),
         ("speed", options.number(float, 0.25, 4.0), 1.0, "X", "2 is twice as fast (1)"),
         ("temperature", options.number(float, 0.0, 2.0), decoding.TEMPERATURE, "X",
-         "of the noise that the speech is made of; 0: always the same (0.667)"),
+         "of the noise that the speech is made of; 0: always the same (0.3)"),
         ("speaker", None, None, "NAME", "the manifest's name (who spoke most in training)"),
     )  # fmt: skip
     parser.usual("synthesize", "output", "speed")
@@ -307,11 +307,50 @@ def fit(log_mel: LogMel, info: ModelInfo, seed: int, model: Matcha, data: Uttera
     model.mel_std.copy_(frames.std().clamp_min(1e-3))
 
 
+# --- the vocoder ----------------------------------------------------------------------------------
+
+
+def train_vocoder(args, info: ModelInfo, run_info: RunInfo, corpus: Corpus, held: Corpus) -> None:
+    """Trains a vocoder on the recordings of the voice, in a run of its own beside the voice's."""
+    flags = {**vocoder_training.FLAGS, "resume": args.resume and "auto"}
+    own = options.for_stage(args, vocoder_training.FOLDER, args.vocoder_steps, **flags)
+    own.max_steps = args.vocoder_steps
+    own.num_epochs = None
+    own.eval_every = max(1, args.vocoder_steps // 6)
+    config = vocoder_training.size_of(info.config["channels"])
+    print(f"\nvocoder: {own.max_steps} updates")
+    run = begin(own, RECIPE)
+    with run.model_device():
+        model = vocoder_training.Trained(config)
+    task = Task(
+        RECIPE,
+        vocoder_training.compute_loss,
+        vocoder_training.LOSS_WEIGHTS,
+        vocoder_training.evaluate,
+        vocoder_training.ModelInfo(config),
+        run_info,
+        metric="mel",
+        higher_is_better=False,
+        fit=None,
+        adamw=optim.Settings(vocoder_training.BETAS),
+    )
+    crops, held_crops = (
+        vocoder_training.Crops(each, own.seed, each is corpus) for each in (corpus, held)
+    )
+    global_batches = GlobalBatches(own, crops, vocoder_training.collate, run.setup)
+    eval_batches = EvalBatches(own, held_crops, vocoder_training.collate, run.setup)
+    train(own, run, model, task, global_batches, eval_batches)
+    finish(own, run, model, task, lambda weights: print(f"\nvocoder: {weights}"))
+
+
 # --- main -----------------------------------------------------------------------------------------
 
 
-def voice_of(info: ModelInfo, model: Matcha) -> Voice:
-    return Voice(model, Tokens(info.symbols), info.language, info.speakers, GriffinLim())
+def voice_of(info: ModelInfo, model: Matcha, folder: Path) -> Voice:
+    """The voice of a model, with the vocoder that was trained beside its checkpoints in a folder, if
+    there is one."""
+    vocoder = vocoder_training.read_vocoder(folder, RECIPE) or GriffinLim()
+    return Voice(model, Tokens(info.symbols), info.language, info.speakers, vocoder)
 
 
 def trained(asked: Options, setup: device.Setup) -> tuple[Voice, ModelInfo, RunInfo]:
@@ -321,7 +360,8 @@ def trained(asked: Options, setup: device.Setup) -> tuple[Voice, ModelInfo, RunI
     _, before = checkpoint.read_infos(saved, ModelInfo, RunInfo)
     model = start.make_model(info, saved=saved)
     checkpoint.load_weights(model, saved.model)
-    return voice_of(info, model.to(setup.device).eval()), info, before
+    voice = voice_of(info, model.to(setup.device).eval(), Path(saved.path).parent)
+    return voice, info, before
 
 
 def synthesise(args, asked: Options) -> None:
@@ -413,12 +453,15 @@ def main(args) -> None:
     evaluation = evaluation_sets(args, corpora, info, run.setup)
     run_info = splits.run_info(splits.resolve(args), {"train": data.corpus, **corpora})
     log_mel = LogMel().to(run.setup.device)
-    voice = voice_of(info, model)
+    voice = voice_of(info, model, args.checkpoint_dir)
     listener = Listener(args.log_dir, voice, corpora["val"])
     task = make_task(args, run, info, run_info, log_mel, listener)
     train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, log_mel, model, evaluation)
     best = finish(args, run, model, task, report)
+    if args.vocoder_steps:
+        train_vocoder(args, info, run_info, data.corpus, corpora["val"])
+        voice = voice_of(info, model, args.checkpoint_dir)
     if best:  # on the first rank
         start.export(asked, voice, info, card.About(RECIPE, asked.model_file, best, run_info))
         with run.setup.autocast():

@@ -35,7 +35,10 @@ EXCLUDES = (
     ("model_file", "init_from", "both say where the model starts; give one of them"),
     ("synthesize", "export", "give one of them"),
     ("evaluate", "export", "give one of them"),
-    *((flag, options.COMMAND, options.TRAINS) for flag in ("model_file", "dropout")),
+    *(
+        (flag, options.COMMAND, options.TRAINS)
+        for flag in ("model_file", "dropout", "vocoder_steps")
+    ),
     *judge.EXCLUDES,
 )
 NEEDS = (
@@ -96,6 +99,9 @@ def add_arguments(parser) -> None:
          "fine-tune a released checkpoint, matcha_ljspeech.ckpt or matcha_vctk.ckpt"),
         ("language", None, AMHARIC, "CODE", "language of the texts (am)"),
         ("dropout", options.SHARE, DROPOUT, "P", "of the encoder; the decoder has half of it (0.1)"),
+        ("vocoder_steps", options.COUNT, 0, "N",
+         "updates of a vocoder that is trained on the same recordings afterwards; 0: none, and the"
+         " algorithm of Griffin and Lim makes the sound, which is rough (0)"),
         ("export", options.path, None, "DIR",
          "write the voice as a folder that Piper and sherpa-onnx speak with; after training, or"
          " alone with --resume PATH"),

@@ -12,7 +12,7 @@ from common import checkpoint, checks
 from common.batches import split_batch, to_device
 from common.device import Setup
 from common.engine import run_global_batch
-from models.matcha import held_out, model, onnx, start
+from models.matcha import held_out, model, onnx, start, vocoder, vocoder_training
 from models.matcha.mels import HOP, SAMPLE_RATE, LogMel
 from models.matcha.model import Matcha
 from models.matcha.vocoder import GriffinLim
@@ -258,3 +258,17 @@ def test_a_text_that_is_too_long_for_its_clip_is_rejected(noise, tmp_path):
     manifest = Path(noise).parent / "long.csv"
     out = ran(recipe, "--check_data", "--train_manifest", manifest, "--val_manifest", noise)
     assert "the text is too long for its clip" in out and "7 utterances in train" in out
+
+
+def test_a_vocoder_is_trained_beside_the_voice(noise, tmp_path, monkeypatch):
+    monkeypatch.setitem(vocoder.SIZES, "demo", {"width": 8, "layers": 1})
+    flags = [*both(noise), *ONE, "--output_dir", tmp_path, "--vocoder_steps", 2]
+    out = ran(recipe, *flags, "--speak_held_out", 1)
+    assert "vocoder: 2 updates" in out and "1 held-out sentences spoken" in out
+    assert "(step 2)" in ran(recipe, *flags, "--resume", "auto")
+    folder = tmp_path / "checkpoints"
+    assert isinstance(vocoder_training.read_vocoder(folder, recipe.RECIPE), vocoder.Vocos)
+    out = ran(
+        recipe, "--synthesize", "ሰላም", "--output", tmp_path / "a.wav", "--output_dir", tmp_path
+    )
+    assert "a.wav" in out
