@@ -62,6 +62,8 @@ class Graph(nn.Module):
         speakers: torch.Tensor | None = None,
     ) -> torch.Tensor:
         model = self.model
+        if speakers is None:
+            speakers = torch.zeros(1, dtype=torch.long)
         tokens = self.composer(numbers)
         lengths = length * 0 + tokens.shape[1]  # a program requires every input to have a use
         means, log_frames, vectors = model.encode(tokens, lengths, speakers)
@@ -101,7 +103,7 @@ def example_of(voice: Voice) -> list[int]:
 
 
 def has_speakers(voice: Voice) -> bool:
-    return voice.model.config["speakers"] > 1
+    return len(voice.speakers) > 1
 
 
 def metadata_of(voice: Voice) -> dict[str, object]:
