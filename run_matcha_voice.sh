@@ -27,14 +27,14 @@ always='--output_dir runs/matcha_voice' # a folder of its own for each recipe
 rows='
 #tier size  batch accumulation what
 *     demo  16 1
-4gb   full  8 4 R
-4gb   large 4 8 R
-6gb   full  16 2 R
-6gb   large 8 4 R
+4gb   full  8 4
+4gb   large 8 4 R
+6gb   full  16 2
+6gb   large 16 2 R
 8gb   full  16 2
-8gb   large 8 4 R
+8gb   large 8 4
 t4    full  32 1
-t4    large 16 2 R
+t4    large 16 2
 16gb  full  32 1
 16gb  large 16 2
 24gb  full  32 1
