@@ -141,6 +141,19 @@ def sherpa_ctc(folder: Path, files: list[Path]) -> list[str]:
     )
 
 
+def sherpa_omnilingual(folder: Path, files: list[Path], kind: str = "") -> list[str]:
+    import sherpa_onnx
+
+    recognizer = sherpa_onnx.OfflineRecognizer.from_omnilingual_asr_ctc(
+        model=str(folder / f"model{kind}.onnx"), tokens=str(folder / "tokens.txt")
+    )
+    return sherpa_texts(recognizer, files)
+
+
+def sherpa_omnilingual_int8(folder: Path, files: list[Path]) -> list[str]:
+    return sherpa_omnilingual(folder, files, ".int8")
+
+
 def onnx_asr(folder: Path, files: list[Path], quantization: str | None = None) -> list[str]:
     import onnx_asr
 
@@ -273,6 +286,15 @@ ROWS = (
     Row("parakeet_tdt", "--export_format onnx", "sherpa-onnx, int8", "sherpa-onnx", sherpa_int8),
     Row("parakeet_tdt", "--export_format onnx", "onnx-asr", "onnx-asr", onnx_asr),
     Row("parakeet_tdt", "--export_format onnx", "onnx-asr, int8", "onnx-asr", onnx_asr_int8),
+    Row("wav2vec2_ctc", "--export_format hf", "transformers", "transformers", pipeline),
+    Row("wav2vec2_ctc", "--export_format onnx", "sherpa-onnx", "sherpa-onnx", sherpa_omnilingual),
+    Row(
+        "wav2vec2_ctc",
+        "--export_format onnx",
+        "sherpa-onnx, int8",
+        "sherpa-onnx",
+        sherpa_omnilingual_int8,
+    ),
     Row("konkani_conformer", "", "sherpa-onnx", "sherpa-onnx", sherpa_ctc),
     Row("konkani_conformer", "", "onnx-asr", "onnx-asr", onnx_asr),
     Row("whisper_vietnamese", "", "transformers", "transformers", whisper_pipeline),
@@ -350,6 +372,7 @@ def released_xtts(folder: Path, runs: dict[str, Path]) -> None:
 
 MODELS = {
     "parakeet_tdt": Model("parakeet_tdt", "--max_steps 500"),
+    "wav2vec2_ctc": Model("wav2vec2_ctc", "--max_steps 800"),
     "konkani_conformer": Model("konkani_conformer", "--max_steps 1200"),
     # The end of it is in windows of 30 s, as others read.
     "whisper_vietnamese": Model("whisper_vietnamese", "--max_steps 900"),

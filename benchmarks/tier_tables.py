@@ -95,7 +95,7 @@ def predictions_file() -> Path:
 
 
 def predictions() -> dict:
-    """The content of tiers.json: {"torch": version, "script tier size": {"row": cell, "gib": at the
+    """The content of tiers.json: {"torch": {script: version}, "script tier size": {"row": cell, "gib": at the
     peak, "verdict": text}}."""
     path = predictions_file()
     if not path.exists():
@@ -184,7 +184,7 @@ def table_of(script: str) -> str:
     else:
         table = table_of_rows(rows, gib)
         cells = "Each cell gives micro-batch x accumulation steps, then"
-    return f"{table}\n\n{note(rows, cells, SCRIPTS[script].longest, measured)}"
+    return f"{table}\n\n{note(script, rows, cells, measured)}"
 
 
 def table_of_rows(rows: list[list[str]], gib: dict[tuple[str, str], str]) -> str:
@@ -233,15 +233,16 @@ def markdown(header: list[str], lines: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in table)
 
 
-def note(rows: list[list[str]], cells: str, longest: str, measured: dict) -> str:
-    """The text under a table: what `cells` are, for which `longest` utterances, and on which cards
-    some were `measured`."""
+def note(script: str, rows: list[list[str]], cells: str, measured: dict) -> str:
+    """The text under a table: what `cells` are, for which utterances, and on which cards some were
+    `measured`."""
+    longest = SCRIPTS[script].longest
     cells_of_table = [
         cell(row_of(rows, tier, size))
         for tier, size in itertools.product(preset.names(rows, 0), sizes_of(rows))
     ]
     letters = {letter for text in cells_of_table for letter in text.split()[3:]}
-    torch = ".".join(predictions()["torch"].split(".")[:2])
+    torch = ".".join(predictions()["torch"][script].split(".")[:2])
     where = ""
     cards = {entry["card"] for entry in measured.values()}
     if not cards:

@@ -108,11 +108,12 @@ def plan_scripts(scripts: list[str], jobs: int, only_changed: bool = False) -> l
     after each script. Returns the rows that do not pass."""
     torch = version("torch").split("+")[0]
     entries = tier_tables.predictions()
-    if entries.pop("torch", torch) != torch:
-        entries = {}  # all are of one version
+    versions = entries.pop("torch", {})
     bad = []
     for script in scripts:
         rows = tier_tables.planned_rows(tier_tables.read_rows(script))
+        if versions.get(script) != torch:  # a script's rows are all of one version
+            entries = {key: entry for key, entry in entries.items() if key.split()[0] != script}
         known = {key: entry for key, entry in entries.items() if key.split()[0] == script}
 
         def entry_of(row: tuple[str, str, str], script=script, known=known) -> dict | None:
@@ -128,13 +129,14 @@ def plan_scripts(scripts: list[str], jobs: int, only_changed: bool = False) -> l
             verdict = entry["verdict"] if entry else "not planned"
             if verdict != "fits":
                 bad.append(f"{script} {tier} {size}: {text}: {verdict}")
-        write_predictions(torch, entries)
+        versions[script] = torch
+        write_predictions(versions, entries)
     return bad
 
 
-def write_predictions(torch: str, entries: dict) -> None:
-    """Writes tiers.json, an entry a line."""
-    pairs = [("torch", torch), *sorted(entries.items())]
+def write_predictions(versions: dict[str, str], entries: dict) -> None:
+    """Writes tiers.json, an entry a line. `versions`: of torch, by script."""
+    pairs = [("torch", versions), *sorted(entries.items())]
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in pairs]
     text = "{\n" + ",\n".join(lines) + "\n}\n"
     tier_tables.predictions_file().write_text(text, encoding="utf-8")

@@ -128,14 +128,15 @@ class GlobalBatch:
 
 
 class _GlobalBatchDataset(torch.utils.data.Dataset):
-    """Loads and collates the global batch that the sampler describes. A failure is returned as
-    text, without a traceback."""
+    """Loads and collates the global batch that the sampler describes, in fp32 also within autocast
+    for the CPU. A failure is returned as text, without a traceback."""
 
     def __init__(self, data, collate: Callable[[list[dict]], dict], skip_bad: bool):
         self.data = data
         self.collate = collate
         self.skip_bad = skip_bad
 
+    @torch.autocast("cpu", enabled=False)
     def __getitem__(self, spec: tuple[int, int, bool, list[list[int]]]) -> GlobalBatch:
         epoch, number, last, batches = spec
         global_batch = GlobalBatch(epoch, number, last, [])

@@ -211,6 +211,7 @@ class Schedule:
         self.total = total_steps
         self.given_warmup = warmup_steps
         self.warmup = self.warmup_of(total_steps)
+        self.alone = self.warmup  # updates before which parameters that wait stay as they are
         # A later warm-up: the update after which it begins, its length, the share of the peak rate
         # that it begins with.
         self.again = (0, 0, 0.0)
@@ -243,13 +244,14 @@ class Schedule:
     def set(self, step: int) -> None:
         """Sets the rate for the update that follows `step` updates."""
         for group in self.optimizer.param_groups:
-            waits = group.get("waits") and step < self.warmup
+            waits = group.get("waits") and step < self.alone
             group["lr"] = 0.0 if waits else group["initial_lr"] * self.factor(step)
 
     def state(self) -> dict:
         """The state that `resume` needs."""
         rate = self.optimizer.param_groups[0]["lr"]
-        return {"total": self.total, "again": list(self.again), "rate": rate}
+        again = list(self.again)
+        return {"total": self.total, "again": again, "rate": rate, "alone": self.alone}
 
     def resume(self, saved: dict | None, step: int) -> bool:
         """Continues the schedule with the `state` that a checkpoint has, after `step` updates.
@@ -257,6 +259,7 @@ class Schedule:
         if not saved:
             return False
         self.again = tuple(saved["again"])
+        self.alone = saved["alone"]
         low = min(1.0, saved["rate"] / self.optimizer.param_groups[0]["initial_lr"])
         jumps = not math.isclose(self.factor(step), low)
         if saved["total"] != self.total and jumps:

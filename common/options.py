@@ -236,6 +236,8 @@ class Parser(argparse.ArgumentParser):
                 hint = f"; {name}"
             elif name:
                 hint = f"; did you mean {name}?"
+            elif not unknown and os.path.exists(words[0]):
+                hint = "; put a pattern of files in quotes, as in 'files/*.eaf'"
             elif not unknown:
                 hint = "; on/off flags take no value"
         elif found := EXPLICIT.match(message):
@@ -543,12 +545,14 @@ def all_excludes(commands: dict[str, bool], excludes=()) -> list[tuple[str, str,
 
 
 def refuse(args: argparse.Namespace, excludes, needs) -> None:
-    """Raises `UsageError` for flags that exclude each other and for flags that need another one."""
+    """Raises `UsageError` for flags that exclude each other and for flags that need another one, of
+    those that the recipe has."""
     given = {name: getattr(args, name) for name in args.given}
     for flag, other, reason in excludes:
         if is_on(given, flag) and is_on(given, other):
             raise UsageError(f"{shown(flag)} and {shown(other)}: {reason}")
     for flag, others, reason in needs:
+        others = [other for other in others if other.split()[0] in vars(args)]
         if is_on(given, flag) and not any(is_on(vars(args), other) for other in others):
             raise UsageError(
                 f"{shown(flag)} goes with"

@@ -108,19 +108,23 @@ class User:
         """Whether one of these flags is there, as FLAG or FLAG=value."""
         return any(word.partition("=")[0] in flags for word in self.flags)
 
-    def value(self, *flags: str) -> str:
-        """The words that follow the last of these flags, or nothing."""
-        value = ""
+    def words(self, *flags: str) -> list[str]:
+        """The words that follow the last of these flags."""
+        found: list[str] = []
         follows = False
         for word in self.flags:
             if word.startswith("-"):
                 flag, _, rest = word.partition("=")
                 follows = flag in flags
                 if follows:
-                    value = rest
+                    found = [rest] if rest else []
             elif follows:
-                value = f"{value} {word}" if value else word
-        return value
+                found.append(word)
+        return found
+
+    def value(self, *flags: str) -> str:
+        """The words that follow the last of these flags as one text, empty without them."""
+        return " ".join(self.words(*flags))
 
 
 @dataclass(frozen=True)
@@ -354,6 +358,8 @@ def pick_data(script: Script, user: User) -> str:
     for flag in ("--audio_root", "--max_samples"):
         if user.gave(flag):
             command += [flag, user.value(flag)]
+    if user.gave("--tier"):
+        command += ["--tier", *user.words("--tier")]
     told = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     if told.returncode:
         say(f"{unknown})")

@@ -34,6 +34,12 @@ OPENMDW = {
 PARAKEET = r"(parakeet-(?:tdt|rnnt|ctc)-[\d.]+b(?:-v[23])?|parakeet-tdt_ctc-(?:110m|1\.1b))"
 WHISPER = r"(?:whisper-)?((?:tiny|base|small|medium)(?:\.en)?|large(?:-v2|-v3)?)(?:\.pt)?"
 TURBO = r"(?:whisper-)?(large-v3-turbo)(?:\.pt)?"
+OMNIASR = r"(omniASR-(?:CTC|W2V)-(?:300M|1B|3B|7B))(?:\.pt)?"
+WAV2VEC2 = (
+    r"(wav2vec2-(?:xls-r-(?:300m|1b|2b)|large-xlsr-53|base(?:-960h)?|large(?:-960h)?(?:-lv60)?"
+    r"(?:-self)?)|hubert-(?:base-ls960|large-ll60k|large-ls960-ft|xlarge-ll60k|xlarge-ls960-ft))"
+)
+MMS = r"(mms-(?:300m|1b(?:-all|-l1107|-fl102)?))"
 # Released models by the name of their folder or file: the name on the hub, and the licence there.
 RELEASED = (
     (WHISPER, r"openai/whisper-\1", {"license": "apache-2.0"}),
@@ -43,6 +49,9 @@ RELEASED = (
     (r"(nemotron-speech-streaming-en-0\.6b)(?:\.nemo)?", r"nvidia/\1", NVIDIA),
     (r"(nemotron-3\.5-asr-streaming-0\.6b)(?:\.nemo)?", r"nvidia/\1", OPENMDW),
     (r"XTTS-v2", "coqui/XTTS-v2", CPML),
+    (OMNIASR, r"facebook/\1", {"license": "apache-2.0"}),
+    (WAV2VEC2, r"facebook/\1", {"license": "apache-2.0"}),
+    (MMS, r"facebook/\1", {"license": "cc-by-nc-4.0"}),
 )  # fmt: skip
 CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")  # a folder of the hub's cache
 SETS = {"train": "training", "replay": "replayed", "val": "evaluation", "test": "test"}

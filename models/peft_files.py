@@ -50,18 +50,18 @@ def write(
     card: str,
 ) -> list[str]:
     """Writes the adapters, and what was trained whole, of `trained` (`checkpoint.state_of`). `prefix`:
-    what transformers' names begin with in addition. Returns the file names. Raises `UsageError` and
-    `RunError`."""
+    what transformers' names begin with in addition, but those of what was trained whole, such as a
+    head. Returns the file names. Raises `UsageError` and `RunError`."""
     whole = {
         name for name in lora.without_adapters(trained) if name.startswith(adapters.layers.whole)
     }
     tensors = {}
     for name, tensor in trained.items():
         if name.endswith((f".{lora.A}", f".{lora.B}")):
-            name = f"{name}.weight"
+            name = f"{prefix}{name}.weight"
         elif name not in whole:  # a buffer
             continue
-        tensors[f"{ROOT}{prefix}{name}"] = tensor.detach().to("cpu", torch.float32).contiguous()
+        tensors[f"{ROOT}{name}"] = tensor.detach().to("cpu", torch.float32).contiguous()
     modules = sorted({name.rpartition(".")[0] for name in whole})
     settings = {
         "peft_type": "LORA",
@@ -71,7 +71,7 @@ def write(
         "lora_alpha": adapters.settings.alpha,
         "lora_dropout": 0.0,
         "target_modules": [f"{prefix}{name}" for name in adapters.layers.adapted],
-        "modules_to_save": [f"{prefix}{name}" for name in modules] or None,
+        "modules_to_save": modules or None,
         "inference_mode": True,
         **{name: known[0] for name, known in PLAIN.items()},
     }
@@ -102,17 +102,18 @@ def read_settings(folder: str | Path) -> lora.Settings:
 
 
 def read(folder: str | Path, prefix: str) -> dict[str, torch.Tensor]:
-    """The tensors of adapters by this project's names. `prefix`: as in `write`. Raises
-    `UsageError`."""
+    """The tensors of adapters, and of what was trained whole, by this project's names. `prefix`: as
+    in `write`. Raises `UsageError`."""
     file = Path(folder) / TENSORS
     if not file.is_file():
         raise UsageError(f"{folder} holds no {TENSORS}")
     tensors = model_files.floats(model_files.read_tensors(file), file)
     found = {}
     for name, tensor in tensors.items():
-        if not name.startswith(ROOT + prefix):
-            raise UsageError(f"{folder}: the tensor {name[:80]!r} is not one of this model")
-        name = name.removeprefix(ROOT + prefix)
         is_part = name.endswith((f".{lora.A}.weight", f".{lora.B}.weight"))
+        root = ROOT + prefix if is_part else ROOT
+        if not name.startswith(root):
+            raise UsageError(f"{folder}: the tensor {name[:80]!r} is not one of this model")
+        name = name.removeprefix(root)
         found[name.removesuffix(".weight") if is_part else name] = tensor
     return found

@@ -101,7 +101,8 @@ class Family:
     that was saved contradict each other; `name` is the file's. `conflicts(info, saved)` lists the
     flags that contradict a checkpoint, each with what the checkpoint has instead; see
     `conflicts`. `layers(info, targets)`: the `lora.Layers` that --lora_targets means. `prefix`: what the
-    names of transformers' model begin with in addition to these; None if there is no such model."""
+    names of transformers' model begin with in addition to these, but those that are trained whole
+    beside adapters; None if there is no such model."""
 
     model_info: type
     read: Callable[[str], tuple[Any, dict[str, torch.Tensor]]]

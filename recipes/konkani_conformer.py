@@ -9,6 +9,9 @@ Data: JSON Lines {"audio_filepath": "a.wav", "text": "हांव घर वच
 LJSpeech's metadata.csv; any sample rate; utterances of up to 30 s. Any language: the characters are
 taken from the training text.
 
+Long recordings with their text: --align tape.wav book.txt --output aligned.json cuts utterances to
+train on (docs/aligning.md).
+
 Other programs: --export DIR writes a CTC model for sherpa-onnx (phones) and onnx-asr.
 
 Memory: the T4's preset (micro-batch 2 x accumulation 4, d 192, 8+4 layers) is predicted to need
@@ -41,13 +44,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import checkpoint, device, optim, options
-from common.batches import EvalBatches, GlobalBatches, pad
+from common.batches import EvalBatches, GlobalBatches, pad, to_device
 from common.device import upcast
 from common.errors import UsageError, exit_with_one_line
 from common.layers import lean_chain, quieten_branches
 from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
 from models import card, model_files, onnx_files, released
+from speech.alignment import command as alignment
+from speech.alignment.letters import of_characters
 from speech.data import demo, splits
 from speech.data.columns import Corpus
 from speech.decoding import recogniser
@@ -94,10 +99,15 @@ NEW_VOCABULARY = (
     "leave --vocab_file out, or start a new run with another --output_dir (--init_from takes the"
     " weights that fit): its characters are its training texts'"
 )
-EXCLUDES = (*recogniser.EXCLUDES, ("transcribe", "export", "give one of them"))
+EXCLUDES = (
+    *recogniser.EXCLUDES,
+    *alignment.EXCLUDES,
+    ("transcribe", "export", "give one of them"),
+)
 NEEDS = (
     *splits.NEEDS,
     *recogniser.NEEDS,
+    *alignment.NEEDS,
     ("beam_size", ("decoding rescore", "decoding beam"), ""),
 )
 
@@ -113,6 +123,7 @@ class ModelInfo:
 def add_arguments(parser) -> None:
     splits.add_arguments(parser, allow_unknown=True)
     recogniser.add_arguments(parser, ("greedy", "rescore", "beam"), "rescore", BEAM_SIZE)
+    alignment.add_arguments(parser)
     add = parser.add_argument_group("model (the checkpoint decides when resuming)").add_argument
     count = options.number(int, 1, 128)
     add("--d_model", type=options.number(int, 1, 8192), metavar="N", help="width (192)")
@@ -751,6 +762,33 @@ def transcribe(args, how: recogniser.Options) -> None:
     recogniser.transcribe_files(how, texts_of, setup, before.longest)
 
 
+def frame_seconds(model: Conformer) -> float:
+    """The length of an encoder frame."""
+    return nemo_features.HOP * model.config["subsampling"] / SAMPLE_RATE
+
+
+def log_probs_of(model: Conformer, setup: device.Setup, waveform: Tensor) -> np.ndarray:
+    """(T, V + 1) of one waveform (N,)."""
+    padded, lengths = pad([waveform])
+    batch = next(to_device([{"audio": padded, "audio_lengths": lengths}], setup.device))
+    with setup.autocast():
+        encoded, _, _ = model.encode(batch)
+        return upcast(model.ctc_head(encoded[0])).log_softmax(-1).cpu().numpy()
+
+
+def align(args, request: alignment.Request) -> None:
+    """--align, by the CTC head."""
+    setup = device.setup(args, quiet=True)
+    model, tokenizer, before = trained(args, setup)
+    heard_by = alignment.Recogniser(
+        functools.partial(log_probs_of, model, setup),
+        frame=frame_seconds(model),
+        vocabulary=of_characters(tokenizer.index, model.eos, model.eos + 1),
+        longest=before.longest,
+    )
+    alignment.align_files(request, heard_by)
+
+
 @torch.no_grad()
 def evaluate_only(args, how: recogniser.Options) -> None:
     """--evaluate on the test set, --export, or both, without training."""
@@ -851,6 +889,8 @@ def main(args) -> None:
         return check_data(args)
     if args.transcribe:
         return transcribe(args, how)
+    if request := alignment.resolve(args):
+        return align(args, request)
     if args.evaluate or exports_only(args):
         return evaluate_only(args, how)
     run = begin(args, RECIPE)

@@ -61,7 +61,9 @@ from models.parakeet.start import (
     rows_by_piece,
     tokenizer_of,
 )
-from models.parakeet.tokenizer import ParakeetTokenizer
+from models.parakeet.tokenizer import SPACE, ParakeetTokenizer
+from speech.alignment import command as alignment
+from speech.alignment.letters import of_pieces
 from speech.data import demo, replay, splits, watching
 from speech.data.columns import Corpus
 from speech.data.splits import RunInfo
@@ -92,6 +94,7 @@ def add_arguments(parser) -> None:
     replay.add_arguments(parser)
     watching.add_arguments(parser)
     recogniser.add_arguments(parser)
+    alignment.add_arguments(parser)
     rates = "fine-tuning 1e-4, or 3e-5 below 20 h of speech; from scratch by the model's width"
     options.add_arguments(
         parser,
@@ -104,8 +107,9 @@ def add_arguments(parser) -> None:
 
 def resolve(args) -> Options:
     is_demo = not args.train_manifest
-    excludes = (*recogniser.EXCLUDES, *replay.EXCLUDES, *watching.EXCLUDES, *start.EXCLUDES)
-    needs = (*splits.NEEDS, *recogniser.NEEDS, *replay.NEEDS, *watching.NEEDS, *start.NEEDS)
+    parts = (recogniser, alignment, replay, watching, start)
+    excludes = [row for part in parts for row in part.EXCLUDES]
+    needs = [row for part in (splits, *parts) for row in part.NEEDS]
     options.resolve(args, is_demo, DEMO_STEPS, excludes, needs)
     return start.resolve(args, is_demo)
 
@@ -431,6 +435,36 @@ def transcribe(args, asked: Options) -> None:
     recogniser.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
 
 
+def log_probs_of(model: Parakeet, setup: device.Setup, waveform: torch.Tensor) -> np.ndarray:
+    """(T, V + 1) of one waveform (N,), by the CTC head."""
+    audio, lengths = pad([waveform])
+    batch = next(to_device([{"audio": audio, "audio_lengths": lengths}], setup.device))
+    with setup.autocast():
+        encoded, frames = model.encode(batch)
+        return model.ctc_log_probs(encoded[:, : frames[0]])[0].cpu().numpy()
+
+
+def align(args, asked: Options, request: alignment.Request) -> None:
+    """--align, which needs a CTC head."""
+    setup = device.setup(args, quiet=True)
+    model, info, before = trained(asked, setup)
+    if model.ctc_head is None:
+        raise UsageError(
+            "--align: the model has no CTC head; take a hybrid or CTC model of Parakeet, or a"
+            " model of recipes/wav2vec2_ctc.py"
+        )
+    tokenizer = tokenizer_of(info)
+    heard_by = alignment.Recogniser(
+        functools.partial(log_probs_of, model, setup),
+        frame=decoding.frame_samples(info.config) / SAMPLE_RATE,
+        vocabulary=of_pieces(
+            tokenizer.pieces, SPACE, model.blank, tokenizer.unknown, tokenizer.encode
+        ),
+        longest=(before or RELEASED).longest,
+    )
+    alignment.align_files(request, heard_by)
+
+
 @torch.no_grad()
 def evaluate_only(args, asked: Options) -> None:
     """--evaluate on the test set, --export, or both, without training."""
@@ -554,6 +588,8 @@ def main(args) -> None:
         return check_data(args, asked)
     if args.transcribe:
         return transcribe(args, asked)
+    if request := alignment.resolve(args):
+        return align(args, asked, request)
     if adapters.exports_only(asked.origin):
         return start.export_adapter(asked, RECIPE)
     if args.evaluate or released.exports_only(asked.origin):

@@ -42,7 +42,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from common import device, memory, optim, options
-from common.batches import EvalBatches, GlobalBatches, pad
+from common.batches import EvalBatches, GlobalBatches, pad, to_device
 from common.errors import UsageError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.parts import lora
@@ -63,6 +63,8 @@ from models.wav2vec2.start import (
 )
 from models.wav2vec2.texts import Preparation, Style
 from models.wav2vec2.tokenizer import Wav2Vec2Tokenizer
+from speech.alignment import command as alignment
+from speech.alignment.letters import of_characters
 from speech.data import demo, splits
 from speech.data.columns import Corpus
 from speech.data.splits import RunInfo
@@ -93,6 +95,7 @@ def add_arguments(parser) -> None:
     start.add_arguments(parser)
     splits.add_arguments(parser, allow_unknown=True)
     recogniser.add_arguments(parser)
+    alignment.add_arguments(parser)
     rates = (
         f"{start.KEPT_HEAD_RATE:g} with a released head, {start.NEW_HEAD_RATE:g} with a new one;"
         f" from scratch {start.SCRATCH_RATE:g}"
@@ -108,8 +111,8 @@ def add_arguments(parser) -> None:
 
 def resolve(args) -> Options:
     is_demo = not args.train_manifest
-    excludes = (*recogniser.EXCLUDES, *start.EXCLUDES)
-    needs = (*splits.NEEDS, *recogniser.NEEDS, *start.NEEDS)
+    excludes = (*recogniser.EXCLUDES, *alignment.EXCLUDES, *start.EXCLUDES)
+    needs = (*splits.NEEDS, *recogniser.NEEDS, *alignment.NEEDS, *start.NEEDS)
     options.resolve(args, is_demo, DEMO_STEPS, excludes, needs)
     return start.resolve(args, is_demo)
 
@@ -407,6 +410,29 @@ def transcribe(args, asked: Options) -> None:
     recogniser.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
 
 
+def log_probs_of(model: Wav2Vec2, setup: device.Setup, waveform: torch.Tensor) -> np.ndarray:
+    """(T, V) of one waveform (N,)."""
+    audio, lengths = pad([waveform])
+    batch = next(to_device([{"audio": audio, "audio_lengths": lengths}], setup.device))
+    with setup.autocast():
+        encoded, _ = model.encode(batch)
+        return model.ctc_log_probs(encoded[0]).cpu().numpy()
+
+
+def align(args, asked: Options, request: alignment.Request) -> None:
+    """--align."""
+    setup = device.setup(args, quiet=True)
+    model, info, before = trained(asked, setup)
+    tokenizer = tokenizer_of(info)
+    heard_by = alignment.Recogniser(
+        functools.partial(log_probs_of, model, setup),
+        frame=frame_samples(info.config) / SAMPLE_RATE,
+        vocabulary=of_characters(tokenizer.numbers(), model.blank, tokenizer.size),
+        longest=(before or RELEASED).longest,
+    )
+    alignment.align_files(request, heard_by)
+
+
 @torch.no_grad()
 def evaluate_only(args, asked: Options) -> None:
     """--evaluate on the test set, --export, or both, without training."""
@@ -512,6 +538,8 @@ def main(args) -> None:
         return check_data(args, asked)
     if args.transcribe:
         return transcribe(args, asked)
+    if request := alignment.resolve(args):
+        return align(args, asked, request)
     if adapters.exports_only(asked.origin):
         return start.export_adapter(asked, RECIPE)
     if args.evaluate or released.exports_only(asked.origin):

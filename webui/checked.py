@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import Failure
+from speech.data.annotations.rows import files_of
 from speech.data.columns import ADVICE, Rejections, printable
+from speech.data.finding import find_audio
 from speech.data.headers import probe
-from speech.data.manifest import find_audio, parse, row_fields
+from speech.data.manifest import parse, row_fields
 from webui.places import Places
 from webui.uploads import UPLOADED_AS
 
@@ -95,6 +97,8 @@ def examples_of(
     printed = [text for each in sections for row in each.rows for text in row.examples]
     examples: dict[str, Example] = {}
     for manifest in manifests:
+        if files_of(manifest):  # whose examples begin with the path of their audio
+            continue
         pattern = re.compile(re.escape(printable(str(manifest))) + r":(\d+)(?:: (.*))?")
         found = {text: match for text in printed if (match := pattern.fullmatch(text))}
         lines = {text: (int(match[1]), match[2] or "") for text, match in found.items()}

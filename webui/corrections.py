@@ -9,7 +9,8 @@ from common import records
 from common.errors import UsageError, cannot_write
 from common.files import TEXT_BYTES, write_text
 from speech.data.columns import Rejections
-from speech.data.manifest import TEXT_KEYS, Fields, find_audio, parse, row_fields
+from speech.data.finding import find_audio
+from speech.data.manifest import TEXT_KEYS, Fields, parse, row_fields
 from webui.places import CORRECTED, Places
 
 # A row with timed pieces, as a schema of `records.mismatch`.

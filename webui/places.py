@@ -1,8 +1,10 @@
 """The two folders that the page may use: the data, and the runs with what was uploaded."""
 
+import glob
 import os
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,11 +12,13 @@ from pathlib import Path
 
 from common.errors import Failure, UsageError, cannot_write
 from common.files import require_file
+from speech.data.annotations.rows import files_of, is_annotations
 from speech.data.columns import Rejections, printable
 from speech.data.folders import write_folder
+from speech.data.headers import AUDIO_SUFFIXES
 from speech.data.manifest import AUDIO_KEYS, parse
 from webui import uploads
-from webui.uploads import AUDIO_SUFFIXES, NOT_USED, START, TABLE_SUFFIXES
+from webui.uploads import NOT_USED, START, TABLE_SUFFIXES
 
 UPLOADS_BYTES = 10 << 30  # of all uploads
 UPLOADS = "uploads"  # the folder in `Places.runs`
@@ -40,11 +44,17 @@ class Places:
 
     def inside(self, path: str | Path) -> Path:
         """`path` without links, if it lies in one of the folders then. A relative path starts at
-        `data` or, if there is no such file, at `runs`. Raises `UsageError`."""
+        `data` or, if there is no such file, at `runs`; so does a pattern of files in a folder.
+        Raises `UsageError`."""
         shown = printable(str(path))
         candidates = [self.data / path, self.runs / path]
         try:
-            found = [place for place in candidates if os.path.lexists(place)] or candidates
+            is_pattern = glob.has_magic(str(path))
+            found = [
+                place
+                for place in candidates
+                if os.path.lexists(place) or (is_pattern and place.parent.is_dir())
+            ] or candidates
             real = found[0].resolve()
             with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
                 real.lstat()
@@ -72,12 +82,25 @@ class Places:
         return str(path)
 
     def manifests(self, folder: str = "") -> list[str]:
-        """Tables of recordings below the folders, or below one `folder` of them, to choose from."""
+        """Tables of recordings below the folders, or below one `folder` of them, to choose from;
+        also files of annotations, and a pattern for those in one folder."""
         bases = [self.inside(folder)] if folder else [self.data, self.runs / UPLOADS]
-        tables = [path for path in self._below(bases) if path.suffix.lower() in TABLE_SUFFIXES]
+        below = list(self._below(bases))
+        annotated = [path for path in below if is_annotations(path)]
+        patterns = Counter(path.parent / f"*{path.suffix}" for path in annotated)
+        tables = [path for path in below if path.suffix.lower() in TABLE_SUFFIXES]
         if not folder:
             tables += self._drafts()
-        return self._names(path for path in tables if _is_manifest(path))
+        tables = [path for path in tables if _is_manifest(path)]
+        several = [pattern for pattern, count in patterns.items() if count > 1]
+        return self._names([*tables, *several, *annotated])
+
+    def table(self, path: str | Path) -> Path:
+        """`file`, or a pattern of files of annotations that are all inside."""
+        real = self.inside(path)
+        for each in files_of(real):
+            self.file(each)
+        return real if glob.has_magic(str(real)) and not real.exists() else self.file(real)
 
     def _drafts(self) -> Iterator[Path]:
         """The transcripts in folders of runs, and what is corrected of them."""

@@ -1,5 +1,5 @@
-"""Dropped files: audio and a table of its texts, alone, in folders or in a .zip, are copied into a
-new folder under names of our own."""
+"""Dropped files: audio and a table of its texts or files of annotations, alone, in folders or in a
+.zip, are copied into a new folder under names of our own."""
 
 import errno
 import json
@@ -7,13 +7,16 @@ import shutil
 import unicodedata
 import zipfile
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PureWindowsPath
+from urllib.parse import unquote
 
 from common.errors import Failure, UsageError, first_line
 from common.files import TEXT_BYTES, require_file
+from speech.data.annotations.rows import READERS, is_annotations
 from speech.data.columns import Rejections, printable
-from speech.data.headers import BEGINNINGS, FORMATS, audio_suffix
+from speech.data.headers import audio_suffix
 from speech.data.manifest import AUDIO_KEYS, parse
 
 FILE_BYTES = 200 << 20  # of a dropped file, and of a file in a .zip
@@ -27,17 +30,18 @@ REPLACED = "a later file of this name is used"
 UNPACKED = "unpacked"  # folder of the files of a .zip, until they are copied
 TABLE_SUFFIXES = {".json", ".jsonl", ".csv", ".tsv"}  # beside audio files
 START = 1 << 16  # bytes of a file that tell its kind
-AUDIO_SUFFIXES = {*FORMATS.values(), *BEGINNINGS.values(), ".aif", ".opus", ".oga", ".mp4"}
 
 Parts = tuple[str, ...]  # of a path, as a table or a browser writes it
 
 
 @dataclass(frozen=True)
 class Sorted:
-    """Dropped files: the tables by the parts of their names, and all others by the last part, then
-    by all parts, with the names of their copies: "0001.wav" or, for what is not audio, ""."""
+    """Dropped files: the tables and the files of annotations by the parts of their names, and all
+    others by the last part, then by all parts, with the names of their copies: "0001.wav" or, for
+    what is not audio, ""."""
 
     tables: dict[Parts, Path] = field(default_factory=dict)
+    annotations: dict[Parts, Path] = field(default_factory=dict)
     copies: dict[str, dict[Parts, str]] = field(default_factory=dict)
 
     def nearest(self, name: str) -> Parts:
@@ -54,8 +58,23 @@ class Sorted:
             raise ValueError(NOT_AUDIO)
         return found[0]
 
+    def annotated(self, parts: Parts, media: list[str]) -> Parts:
+        """The audio of the file of annotations `parts`, by the names of its `media` or by its own.
+        Raises `ValueError` if there is none."""
+        for name in media:
+            with suppress(ValueError):
+                return self.nearest(name)
+        stem = Path(parts[-1]).stem
+        stems = (stem, Path(stem).stem)  # of a.wav, or of talk.wav for talk.en.srt
+        same = [
+            each for each, copy in self.audio().items() if copy and Path(each[-1]).stem in stems
+        ]
+        if not same:
+            raise ValueError("its audio was not uploaded")
+        return max(same, key=lambda each: _shared(each[-2::-1], parts[-2::-1]))
+
     def audio(self) -> dict[Parts, str]:
-        """All that is not a table."""
+        """All that is neither a table nor annotations."""
         return {parts: copy for same in self.copies.values() for parts, copy in same.items()}
 
 
@@ -72,9 +91,9 @@ def check_size(file: str, name: str) -> int:
 
 
 def fill(folder: Path, files: list[str], names: list[str], room: int) -> str:
-    """Copies the audio among `files`, whose names were `names`, and writes the manifest. A .zip is
-    unpacked to at most `room` bytes. Returns the manifest's name, "" without one. Raises
-    `UsageError` if nothing can be used."""
+    """Copies the audio among `files`, whose names were `names`, and writes the manifest or copies
+    the files of annotations. A .zip is unpacked to at most `room` bytes. Returns the manifest's
+    name or a pattern, "" without one. Raises `UsageError` if nothing can be used."""
     rejected = Rejections()
     dropped = []
     for number, (file, name) in enumerate(zip(map(Path, files), names, strict=True)):
@@ -90,8 +109,15 @@ def fill(folder: Path, files: list[str], names: list[str], room: int) -> str:
         raise UsageError(f"these are several tables: {several}; give one for the audio files")
     audio = found.audio()
     count = sum(map(bool, audio.values()))
+    manifest = ""
     if found.tables:
         count = _write_manifest(found, folder / MANIFEST, rejected)
+        manifest = MANIFEST
+        for parts in found.annotations:
+            rejected.add("the table is used, and not this file", _shown(parts))
+    elif found.annotations:
+        manifest = _copy_annotations(found, folder, rejected)
+        count = len(manifest)
     else:
         for parts in (parts for parts, copy in audio.items() if not copy):
             rejected.add(NOT_AUDIO, _shown(parts))
@@ -102,7 +128,13 @@ def fill(folder: Path, files: list[str], names: list[str], room: int) -> str:
             f"{reason} ({', '.join(examples)})" for reason, examples in rejected.examples.items()
         )
         raise UsageError(f"nothing of this can be used: {reasons or 'there is no audio file'}")
-    return MANIFEST if found.tables else ""
+    return manifest
+
+
+def is_table(file: str, name: str) -> bool:
+    """Whether a dropped file may have texts: it is a table, has annotations, or is a .zip."""
+    suffix = Path(name).suffix.lower()
+    return suffix in {*TABLE_SUFFIXES, ".zip"} or is_annotations(Path(file), suffix)
 
 
 def _is_zip(name: str) -> bool:
@@ -157,6 +189,9 @@ def _sort(folder: Path, dropped: list[tuple[Path, str]], rejected: Rejections) -
         if not suffix and Path(parts[-1]).suffix.lower() in TABLE_SUFFIXES:
             found.tables[parts] = file
             continue
+        if not suffix and is_annotations(file, Path(parts[-1]).suffix):
+            found.annotations[parts] = file
+            continue
         copy = f"{number:04}{suffix}" if suffix else ""
         found.copies.setdefault(parts[-1], {})[parts] = copy
         if copy:
@@ -201,6 +236,34 @@ def _write_manifest(found: Sorted, path: Path, rejected: Rejections) -> int:
     for examples in rejected.examples.values():
         examples[:] = [example.replace(str(table), name) for example in examples]
     return count
+
+
+def _copy_annotations(found: Sorted, folder: Path, rejected: Rejections) -> str:
+    """Copies the files of annotations beside their audio, under its names. Returns a name or a
+    pattern that stands for them, "" for none. Raises `UsageError` if they are of several kinds."""
+    kinds = {Path(parts[-1]).suffix.lower() for parts in found.annotations}
+    if len(kinds) > 1:
+        several = ", ".join(_shown(parts) for parts in found.annotations)
+        raise UsageError(f"these are annotations in several formats: {several}; give one of them")
+    (suffix,) = kinds
+    unused = found.audio()
+    copied = []
+    for number, (parts, file) in enumerate(found.annotations.items()):
+        try:
+            media = [each.path for each in READERS[suffix](file).media]
+            audio = found.annotated(parts, [*media, *map(unquote, media)])
+        except (Failure, ValueError) as error:
+            reason = str(error).replace(str(file), printable(parts[-1]))
+            rejected.add("file of annotations cannot be used", f"{_shown(parts)}: {reason}")
+            continue
+        unused.pop(audio, None)
+        copied.append(f"{Path(found.audio()[audio]).stem}.{number}{suffix}")
+        shutil.copyfile(file, folder / copied[-1])
+    for audio, copy in unused.items():
+        rejected.add("there are no annotations of this file" if copy else NOT_AUDIO, _shown(audio))
+    if len(copied) > 1:
+        return f"*{suffix}"
+    return copied[0] if copied else ""
 
 
 def _audio_key(row) -> str:

@@ -64,8 +64,8 @@ class Settings:
 class Layers:
     """The layers of a model. `adapted`: those that have adapters. `whole`: how the names of the
     parameters begin that are trained without adapters. `kept`: how the names of the frozen layers
-    end that stay in fp32, because they are added to activations in fp32. `transposed`: how the
-    names of the layers end whose weights are (inputs, outputs)."""
+    end that stay in fp32, because they compute in it, or are added to activations in fp32.
+    `transposed`: how the names of the layers end whose weights are (inputs, outputs)."""
 
     adapted: list[str]
     whole: tuple[str, ...] = ()

@@ -121,6 +121,13 @@ def add_data_arguments(parser) -> None:
         "--audio_root", type=options.path, metavar="DIR", help="base of audio paths, as in training"
     )
     parser.add_argument(
+        "--tier",
+        action=options.Repeated,
+        nargs="+",
+        metavar="NAME",
+        help="the tiers with the texts in .eaf and .TextGrid, as in training",
+    )
+    parser.add_argument(
         "--max_duration",
         type=options.RATE,
         default=MAX_SECONDS,
@@ -145,6 +152,7 @@ def resolve(args) -> Asked:
             max_duration=args.max_duration,
             audio_root=args.audio_root,
             use_chunking=args.use_chunking,
+            tiers=tuple(args.tier or ()),
         ),
         tokenizer=args.tokenizer,
         kind=args.train_tokenizer,

@@ -289,11 +289,9 @@ class Encoder(nn.Module):
         x = F.dropout(x, self.dropout, self.training)
         rows = None if kept is None else torch.tensor(kept, device=x.device)
         for number, layer in enumerate(self.layers):
-            through = [True] if kept is None else [each[number] for each in kept]
-            if all(through):
-                x = layer(x, mask)
-            elif any(through):
-                x = torch.where(rows[:, number, None, None], layer(x, mask), x)
+            # Also if no utterance goes through: with --sharded the other ranks wait for this layer.
+            y = layer(x, mask)
+            x = y if rows is None else torch.where(rows[:, number, None, None], y, x)
         return self.layer_norm(x) if self.is_stable else x
 
 

@@ -1,9 +1,13 @@
 """wav2vec 2.0 in ONNX: a folder with one graph for sherpa-onnx and for onnx-asr.
 
-sherpa-onnx (`from_omnilingual_asr_ctc`) decodes one recording at a time. It gives the first input
-only, the waveform, which it has normalised itself, and takes the first output. onnx-asr (its type
-`wav2vec2-ctc`) decodes batches: it gives waveforms as they are, with their lengths by name. So the
-lengths are an input with a value, which a program may leave out."""
+sherpa-onnx (`from_omnilingual_asr_ctc`) decodes one recording at a time, none below 400 samples. It
+gives the first input only, the waveform, which it has normalised itself, and takes the first
+output. onnx-asr (its type `wav2vec2-ctc`) decodes batches: it gives waveforms as they are, with
+their lengths by name. So the lengths are an input with a value, which a program may leave out; ONNX
+Runtime loads such a graph with a warning. Group norm is no difficulty: it is over valid frames.
+
+Tried with sherpa-onnx 2.0.1, and with onnx-asr's repository of July 2026: releases up to 0.12 lack
+the type. onnx-asr leaves out the space before a word that begins with a mark, such as 'yan."""
 
 import json
 from pathlib import Path
@@ -77,7 +81,7 @@ def check(config: dict) -> None:
     if not config["do_normalize"]:
         raise UsageError(
             "no export to ONNX: the model takes waveforms as they are (do_normalize is false), and"
-            " sherpa-onnx normalises them; export it in the form hf"
+            " sherpa-onnx normalises them; leave out --export_format to export it for transformers"
         )
     onnx_files.require_packages("--export_format onnx")
 
@@ -92,8 +96,8 @@ def export(
     """Writes a folder that sherpa-onnx and onnx-asr can load, in fp32 and with weights of 8 bits,
     and returns the file names. Arguments, what is replaced, and errors: as in `formats.export`."""
     folder = Path(folder)
-    check(config)
     tensors, written = formats.checked(weights, config, tokenizer)
+    check(config)
     model_files.require_export(folder)
     silence_special(tensors, written)
     with torch.device("meta"):

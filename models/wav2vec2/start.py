@@ -35,6 +35,10 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
 LINEAR = ("intermediate_dense", "output_dense")
 ADAPTED = {"q,v": ("q_proj", "v_proj"), "attention": ATTENTION, "linear": (*ATTENTION, *LINEAR)}
 WHOLE = ("lm_head.",)  # trained whole beside adapters: the vocabulary may be new
+# In fp32 beside adapters: the convolutions compute in fp32 if the rest is in fp16.
+KEPT = (".conv",)
+
+NON_COMMERCIAL = "cc-by-nc"  # how the names of such licences begin
 
 CARDS = {  # by --export_format
     "hf": card.Form(
@@ -70,7 +74,7 @@ FORMS = released.Forms(
     folder="a Hugging Face folder",
     file="omniASR's model.pt",
     exported="in --export_format",
-    fetch="hf download facebook/wav2vec2-xls-r-300m --local-dir xls-r-300m",
+    fetch="hf download facebook/omniASR-CTC-300M --local-dir omniasr",
 )
 VOCABULARIES = ("released", "extended", "own")
 TRAINING = ("train_extractor", "vocab", "mask_time", "mask_channels", "layer_drop", "keep_text")
@@ -226,7 +230,7 @@ def adapted_layers(info: ModelInfo, targets: str) -> lora.Layers:
     with torch.device("meta"):
         model = network(info)
     adapted = [name for name, _ in model.named_modules() if name.endswith(ADAPTED[targets])]
-    return lora.Layers(adapted, WHOLE)
+    return lora.Layers(adapted, WHOLE, KEPT)
 
 
 def read(asked: Options, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
@@ -307,7 +311,15 @@ def first_model(
     )
     if weights is not None and not resumed:
         info, weights = with_vocabulary(asked, info, weights, training_texts)
+    if initial:  # the pieces that it has are trained
+        before, _ = checkpoint.read_infos(initial, ModelInfo, RunInfo)
+        known = set(vocabulary.row_names(tokenizer_of(before)))
+        names = vocabulary.row_names(tokenizer_of(info))
+        new = [row for row in info.new_pieces if names[row] not in known]
+        info = dataclasses.replace(info, new_pieces=new)
     check_export(asked, info)
+    if info.licence.startswith(NON_COMMERCIAL):
+        print(f"licence of the released model: {info.licence}, for non-commercial use only")
     model = make_model(info, weights, asked.dropout)
     trains_extractor = asked.train_extractor
     if trains_extractor is None:

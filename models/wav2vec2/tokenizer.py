@@ -89,6 +89,14 @@ class Wav2Vec2Tokenizer:
         text = " ".join(text.replace(SPACE, " ").split())
         return text.lower() if self.is_lower else text
 
+    def numbers(self) -> dict[str, int]:
+        """The ids of the pieces that write something, the space among them."""
+        special = {*SPECIAL, self.pieces[self.blank]}
+        if self.unknown is not None:
+            special.add(self.pieces[self.unknown])
+        pieces = {piece: i for i, piece in enumerate(self.pieces) if piece not in special}
+        return {piece.replace(SPACE, " "): number for piece, number in pieces.items()}
+
     def is_tag(self, token: int) -> bool:
         """Whether the piece names a language, as in other families: none does."""
         return False

@@ -127,12 +127,14 @@ def advice(reason: str) -> str:
 @dataclass
 class Rejections:
     """How many rows were rejected for each reason, with a few examples. `repeated` counts the used
-    rows with the same audio as an earlier one; `notes` counts used rows that are worth a note."""
+    rows with the same audio as an earlier one; `notes` counts used rows that are worth a note.
+    `source` says what was read, if the name of the manifest does not."""
 
     repeated: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
     notes: "Rejections | None" = None
+    source: str = ""
 
     def add(self, reason: str, example: str) -> None:
         self.counts[reason] = self.counts.get(reason, 0) + 1
@@ -166,6 +168,8 @@ class Rejections:
 def report_rejections(name: str, seconds: np.ndarray, rejected: Rejections, strict: bool) -> None:
     """Prints the size of a set, whose utterances last `seconds` (N,), and what was rejected. Raises
     `DataError` if nothing is left, or if `strict` and anything was rejected."""
+    if rejected.source:
+        print(f"{name}: {rejected.source}")
     hours = float(seconds.sum()) / 3600
     length = f"{hours:.2f} h" if hours >= 0.1 else f"{60 * hours:.1f} min"
     summary = f"{name}: {len(seconds)} utterances, {length}"

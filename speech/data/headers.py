@@ -60,6 +60,10 @@ BEGINNINGS = {
     (0, b"\xff\xf9"): ".aac",
     (0, b"#!AMR"): ".amr",
 }
+# How names of audio files end, video last.
+AUDIO_SUFFIXES = tuple(
+    dict.fromkeys([*FORMATS.values(), *BEGINNINGS.values(), ".aif", ".opus", ".oga", ".mp4"])
+)
 
 
 def in_threads(look: Callable[[list], list | np.ndarray], items: list) -> Iterator:

@@ -1,6 +1,6 @@
 """The hours of speech that a manifest has, for the preset scripts.
 
-    python speech/data/hours.py MANIFEST|FOLDER [--audio_root DIR] [--max_samples N]
+    python speech/data/hours.py MANIFEST|FOLDER [--audio_root DIR] [--max_samples N] [--tier NAME ...]
 
 Prints the scripts' word for so much speech, and the hours: "small_data 1.5". FOLDER is one of Morse
 recordings. Durations that the manifest does not give come from the headers of the audio files.
@@ -11,6 +11,7 @@ import argparse
 import itertools
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -18,8 +19,9 @@ if __name__ == "__main__":
 
 from common.errors import Failure
 from speech.data.columns import Rejections
+from speech.data.finding import find_audio
 from speech.data.headers import probe_all
-from speech.data.manifest import AUDIO_KEYS, find_audio, parse
+from speech.data.manifest import AUDIO_KEYS, parse
 
 WORDS = {"small_data": 2.0, "medium_data": 20.0, "large_data": math.inf}  # hours, less than
 PART = 1024  # rows whose audio files are looked at together
@@ -44,15 +46,20 @@ def seconds_of(rows: list[dict], folder: str, audio_root: str | None) -> float:
 
 
 def hours_of(
-    path: Path, audio_root: str | None = None, max_samples: int = -1, enough: float = math.inf
+    path: Path,
+    audio_root: str | None = None,
+    max_samples: int = -1,
+    enough: float = math.inf,
+    tiers: Sequence[str] = (),
 ) -> float:
     """The hours of speech in a manifest, or in `max_samples` average rows of it (-1: in all rows).
-    Reading stops at `enough` hours. Raises `UsageError` and `DataError`."""
+    `tiers`: those that are taken of files of annotations. Reading stops at `enough` hours. Raises `UsageError` and `DataError`."""
     if path.is_dir():  # speech/morse/recordings.py
         audio_root = audio_root or str(path)
         table = path / "splits/train.csv"
         path = table if table.exists() else path / "metadata.csv"
-    parsed = (row for _, row in parse(path, Rejections()) if isinstance(row, dict))
+    numbered = parse(path, Rejections(), tiers, audio_root)
+    parsed = (row for _, row in numbered if isinstance(row, dict))
     seconds = 0.0
     count = 0
     while seconds < 3600 * enough and (rows := list(itertools.islice(parsed, PART))):
@@ -69,10 +76,11 @@ def main() -> None:
     parser.add_argument("manifest", type=Path)
     parser.add_argument("--audio_root")
     parser.add_argument("--max_samples", type=int, default=-1, metavar="N")
+    parser.add_argument("--tier", nargs="+", default=[], metavar="NAME")
     args = parser.parse_args()
     enough = WORDS["medium_data"]
     try:
-        hours = hours_of(args.manifest, args.audio_root, args.max_samples, enough)
+        hours = hours_of(args.manifest, args.audio_root, args.max_samples, enough, args.tier)
     except (Failure, OSError, ValueError):
         sys.exit(1)
     if not hours:

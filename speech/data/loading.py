@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from speech.data.annotations.rows import files_of
 from speech.data.columns import Codes, Corpus, Rejections, Segments, Strings
 from speech.data.headers import END_TOLERANCE, probe_all
 from speech.data.listening import CLIPPED, SILENT, audio_faults, listen, trim
@@ -46,6 +47,7 @@ class Checks:
     skip_bad_audio: bool = False  # reject what cannot be decoded instead of raising `DataError`
     for_synthesis: bool = False  # if `listen`: trim silence at the ends, reject clipped clips
     needs: str = "text"  # what every utterance has to have: "text" or "label"
+    tiers: tuple[str, ...] = ()  # names or patterns of those that files of annotations give
 
 
 class Rows:
@@ -60,11 +62,14 @@ class Rows:
         self.files = codes.names
         self.file_of = np.array(codes.codes, dtype=np.int64)
         self.keep = np.ones(len(corpus), dtype=bool)
+        self.has_lines = not files_of(Path(path))  # annotations are found by their audio and time
 
     def example(self, row: int) -> str:
         """Where a row is in the manifest, and its audio."""
         line = f"{self.path}:{self.corpus.lines[row]}"
         where = self.corpus.where(row)
+        if not self.has_lines:
+            return where
         return where if where.startswith(line) else f"{line}: {where}"
 
     def length(self, row: int) -> str:
@@ -121,7 +126,13 @@ def read_rows(
         return normalise(text) if len(text) <= longest_text else too_long
 
     corpus = read_manifest(
-        path, rejected, normalise_short, checks.audio_root, segments, checks.needs
+        path,
+        rejected,
+        normalise_short,
+        checks.audio_root,
+        segments,
+        checks.needs,
+        checks.tiers,
     )
     corpus.cache_audio = checks.cache_audio
     corpus.repeats_texts = checks.needs == "label"

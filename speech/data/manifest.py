@@ -9,14 +9,16 @@ import re
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import NamedTuple, TextIO
 
 import numpy as np
 
 from common.errors import DataError, UsageError
 from common.files import require_file
+from speech.data.annotations.rows import annotated_rows, files_of
 from speech.data.columns import Codes, Corpus, Rejections, Segments, Strings
+from speech.data.finding import find_audio
 from speech.data.headers import in_threads
 
 AUDIO_KEYS = "audio_filepath audio_file file_name path audio wav filename file".split()
@@ -61,16 +63,25 @@ class Fields(NamedTuple):
 
 
 def parse(
-    path: Path, rejected: Rejections, only_tables: bool = False
+    path: Path,
+    rejected: Rejections,
+    tiers: Sequence[str] = (),
+    audio_root: str | None = None,
+    only_tables: bool = False,
 ) -> Iterator[tuple[int, dict]]:
     """(line number, row) of a manifest in any format, which is recognised by extension and header.
-    Every line that is not blank and cannot be parsed is added to `rejected`. Raises `UsageError` if
-    the file cannot be read, `DataError` if it is not a manifest."""
+    `path` can also be a file of annotations or a pattern of such names, of which `tiers` are taken
+    and counted; only their audio is looked for in `audio_root` here. Every line that is not blank
+    and cannot be parsed is added to `rejected`. Raises `UsageError` if the file cannot be read,
+    `DataError` if it is not a manifest."""
     if path.suffix.lower() == ".parquet":  # or a pattern of such names
         raise UsageError(
             f'manifest {path} is Parquet: python -m speech.data.parquet "{path}" FOLDER makes audio files'
             " and FOLDER/manifest.jsonl of it"
         )
+    if files := files_of(path):
+        yield from annotated_rows(files, tiers, audio_root, rejected)
+        return
     try:
         with open(require_file(path, "manifest"), "rb") as binary:
             start = binary.read(1 << 16)
@@ -154,9 +165,10 @@ def _parse_table(
     header, as in joined files, holds for the lines that follow it."""
     header, delimiter = _find_header(first[1])
     if not header and "|" not in first[1]:
+        labels = ", and it is no label of Audacity" if path.suffix.lower() == ".txt" else ""
         raise DataError(
             f"manifest {path}: its first line names no audio column (one of"
-            f" {', '.join(AUDIO_KEYS)}), as audio_file,text or audio_file|text do; it has:"
+            f" {', '.join(AUDIO_KEYS)}), as audio_file,text or audio_file|text do{labels}; it has:"
             f" {first[1].strip()[:100]!r}"
         )
     header_line = first[0] if header else 0
@@ -322,32 +334,6 @@ def _find_header(first: str) -> tuple[list[str], str]:
     return header, best
 
 
-def find_audio(name: str, folder: str, audio_root: str | None = None) -> str:
-    """The path of a manifest's audio file: absolute, or relative to `audio_root` or the manifest's
-    `folder` (or to clips/ or wavs/ in it, as in Common Voice and LJSpeech).
-
-    With `audio_root`, an absolute path of another machine (with Windows' separators, too) is looked
-    up by its last components. If no file exists, the path to name in a message."""
-    base = audio_root or folder
-    path = os.path.join(base, name)  # an absolute name replaces `base`
-    # (pathlib's `exists` raises for a name that is too long.)
-    if os.path.exists(path):
-        return path
-    posix = PureWindowsPath(name).as_posix() if "\\" in name else name
-    parts = [part for part in posix.split("/") if part]
-    is_absolute = posix.startswith("/") or posix[1:3] == ":/"
-    if is_absolute and not (audio_root and parts):
-        return name
-    if is_absolute:
-        candidates = [os.path.join(base, *parts[first:]) for first in range(len(parts))]
-    else:
-        candidates = [os.path.join(base, place, *parts) for place in ("clips", "wavs", "audio", "")]
-    for candidate in candidates:
-        if os.path.exists(candidate):
-            return candidate
-    return candidates[-1]
-
-
 def read_manifest(
     path: str,
     rejected: Rejections,
@@ -355,11 +341,12 @@ def read_manifest(
     audio_root: str | None,
     segments: Segments,
     needs: str = "text",
+    tiers: Sequence[str] = (),
 ) -> Corpus:
     """The rows of a manifest with normalised texts, before their audio is checked: `seconds` is
     NaN. Adds their segments to `segments`, and unusable rows to `rejected`. `needs`: the field that
-    every row must have, "text" or "label"; labels are read only for the latter. Raises `UsageError`
-    if the manifest or `audio_root` is missing, `DataError` if it is not a manifest or empty, or if
+    every row must have, "text" or "label"; labels are read only for the latter. `tiers`: of files of
+    annotations (--tier). Raises `UsageError` if the manifest or `audio_root` is missing, `DataError` if it is not a manifest or empty, or if
     a label has a wrong type."""
     if audio_root and not os.path.isdir(audio_root):
         raise UsageError(f"--audio_root {audio_root}: no such folder")
@@ -372,7 +359,7 @@ def read_manifest(
     durations = array("d")
     lines = array("q")
     transcribed: set[str] = set()  # names in transcripts, relative to where --transcribe ran
-    for number, row in parse(Path(path), rejected):
+    for number, row in parse(Path(path), rejected, tiers, audio_root):
         try:
             given, parts, problem = _parts(row, segments.wanted, normalise)
             row = _with_text_of_segments(row, given, parts, problem)

@@ -16,6 +16,7 @@ import numpy as np
 from common import options
 from common.errors import DataError, UsageError
 from speech.data import replay, watching
+from speech.data.annotations.rows import has_tiers
 from speech.data.checks import overlap
 from speech.data.columns import (
     Codes,
@@ -52,6 +53,7 @@ NEEDS = (
     ("test_manifest", ("train_manifest", "evaluate", "check_data"), ""),
     ("check_data", ("train_manifest", "test_manifest"), ""),
     ("use_chunking", ("train_manifest", "test_manifest"), ""),
+    ("tier", ("train_manifest", "test_manifest"), ""),
 )
 
 
@@ -95,13 +97,17 @@ def add_arguments(parser, allow_unknown: bool = False) -> None:
     options.add_rows(
         group,
         ("train_manifest", options.path, None, "FILE",
-         "JSON Lines, CSV/TSV with a header, or LJSpeech's metadata.csv (synthetic data)"),
+         "JSON Lines, CSV/TSV with a header, LJSpeech's metadata.csv; .eaf, .TextGrid, .srt, .vtt or"
+         " Audacity's labels beside their audio, also 'files/*.eaf' (synthetic data)"),
         ("val_manifest", options.path, None, "FILE",
          "for evaluation during training (a held-out part of the training data)"),
         ("test_manifest", options.path, None, "FILE",
          "for the results at the end (the evaluation set)"),
         ("audio_root", options.path, None, "DIR",
          "base of audio paths, also of absolute ones of another machine (the manifest's folder)"),
+        ("tier", None, None, "NAME",
+         "the tiers with the texts in .eaf and .TextGrid: names, such as 'tx@*', or a type in ELAN"
+         " (the only one)", {"action": options.Repeated, "nargs": "+"}),
         ("max_samples", sample_count, None, "N",
          "use N training utterances, drawn by --seed: a larger N adds to them; -1 = all (all)"),
         ("min_duration", options.number(float, 0.0), 0.1, "S",
@@ -154,6 +160,10 @@ def resolve(
         raise UsageError(
             f"--min_duration {args.min_duration:g} is not below --max_duration {max_duration:g}"
         )
+    if args.tier and not any(map(has_tiers, manifests.values())):
+        raise UsageError(
+            "--tier: none of the manifests is an .eaf or a .TextGrid, which have tiers"
+        )
     planned = options.plans(args)
     checks = Checks(
         min_duration=args.min_duration,
@@ -171,6 +181,7 @@ def resolve(
         skip_bad_audio=args.skip_bad_audio or args.check_data,
         for_synthesis=for_synthesis,
         needs=needs,
+        tiers=tuple(args.tier or ()),
     )
     return DataOptions(manifests, checks, planned)
 

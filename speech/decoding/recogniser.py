@@ -48,7 +48,7 @@ EXCLUDES = (
     ("normaliser", "transcribe", "files to transcribe have no reference; leave the first out"),
 )
 NEEDS = (
-    ("output", ("transcribe",), ""),
+    ("output", ("transcribe", "align"), ""),
     ("piece_seconds", ("transcribe",), ""),
 )
 
@@ -172,7 +172,7 @@ def resolve(
     if beam_size and args.beam_size is None:
         args.beam_size = beam_size
     output = getattr(args, "output", None)
-    if output:
+    if output and not getattr(args, "align", None):
         if (suffix := Path(output).suffix.lower()) in subtitles.OTHERS:
             known = ", ".join(subtitles.FORMATS)
             raise UsageError(

@@ -899,6 +899,59 @@ def test_a_resumed_run_of_the_same_length_has_the_same_rates(kind):
     assert not first.resume(None, 3)  # a checkpoint without a schedule
 
 
+# --- parameters that learn first ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_some_parameters_learn_alone_during_the_warm_up(kind):
+    """Also in an optimizer that continues another one, of which only the states are saved."""
+    first = ("large.weight", "large.bias")
+    model = Model()
+    named = dict(model.named_parameters())
+
+    def begin() -> tuple[torch.optim.Optimizer, optim.Schedule]:
+        settings = optim.Settings(first=first)
+        optimizer = small.optimizer_of(model, 1e-2, 0.1, **KINDS[kind], settings=settings)
+        return optimizer, optim.Schedule(optimizer, "cosine", 40, 4)
+
+    def changed(step: int) -> set[str]:
+        before = {name: p.detach().clone() for name, p in named.items()}
+        schedule.set(step)
+        set_gradients(model, step)
+        leave(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        return {name for name, p in named.items() if not torch.equal(p, before[name])}
+
+    optimizer, schedule = begin()
+    assert [changed(step) for step in (1, 2)] == [{*first}] * 2
+    state = through_a_file(optim.optimizer_state(optimizer, model))
+    again = through_a_file(schedule.state())
+    optimizer, schedule = begin()
+    optim.load_optimizer_state(optimizer, model, state)
+    schedule.resume(again, 3)
+    assert changed(3) == {*first}
+    assert changed(4) == {*named} - {"frozen", "unused"}
+
+
+def test_a_longer_run_does_not_make_them_wait_once_more():
+    settings = optim.Settings(first=("weight",))
+
+    def schedule(total: int) -> optim.Schedule:
+        model = nn.Linear(3, 2)
+        return optim.Schedule(small.optimizer_of(model, 0.1, settings=settings), "constant", total)
+
+    def rate_of_others(schedule: optim.Schedule, step: int) -> float:
+        schedule.set(step)
+        return schedule.optimizer.param_groups[1]["lr"]
+
+    short, longer = schedule(100), schedule(10_000)
+    assert [rate_of_others(short, step) > 0 for step in (9, 10)] == [False, True]
+    short.set(100)
+    assert longer.resume(through_a_file(short.state()), 100)
+    assert longer.warmup == 1000 and rate_of_others(longer, 100) > 0
+
+
 # --- whole runs -----------------------------------------------------------------------------------
 
 RUN = (

@@ -301,6 +301,14 @@ def test_what_is_no_flag_here_is_explained(parser, capsys, command, hint):
     assert f"; {hint}" in line and "did you mean" not in line
 
 
+def test_a_pattern_without_quotes_is_explained(parser, capsys, tmp_path):
+    """The shell has put several names of files in its place."""
+    names = [str(tmp_path / name) for name in ("a.eaf", "b.eaf")]
+    for name in names:
+        Path(name).touch()
+    assert "put a pattern of files in quotes" in refused(parser, capsys, "--init_from", *names)
+
+
 def test_an_unknown_flag_unlike_any_other_gets_no_hint(parser, capsys):
     assert "did you mean" not in refused(parser, capsys, "--xyzzy")
 

@@ -19,13 +19,22 @@ from common.engine import run_global_batch
 from common.parts import offload
 from dry_run import fake_tensors, plan
 from models.parakeet import settings as parakeet
+from models.wav2vec2 import settings as wav2vec2
+from models.wav2vec2.model import Wav2Vec2
 from models.whisper import formats as whisper
 from models.whisper.model import LAYERS, Whisper
 from models.xtts import codec
 from models.xtts import formats as xtts
 from models.xtts import frozen as xtts_frozen
 from models.xtts.model import CHECKPOINTED as XTTS_LAYERS
-from recipes import konkani_conformer, parakeet_tdt, whisper_morse, whisper_vietnamese, xtts_amharic
+from recipes import (
+    konkani_conformer,
+    parakeet_tdt,
+    wav2vec2_ctc,
+    whisper_morse,
+    whisper_vietnamese,
+    xtts_amharic,
+)
 from speech.signal.audio import SAMPLE_RATE
 from tests import small
 
@@ -138,6 +147,19 @@ def parakeet_case() -> Case:
     return Case(model, made, parakeet_tdt.compute_loss, weights, parakeet_tdt.CHECKPOINTED)
 
 
+def wav2vec2_case(norm: str, is_trained: bool) -> Case:
+    config = wav2vec2.make_config(
+        128, 2, 4, conv_dim=[8] * 7, num_conv_pos_embeddings=32, vocabulary=VOCABULARY
+    )
+    masks = {"time_masks": torch.arange(99) % 3 == 0, "channel_masks": torch.arange(128) % 5 == 0}
+    made = wav2vec2_ctc.collate(items(**masks, layers=[True, True]))
+    made["layers"] = [[True, False], [True, True]]
+    model = Wav2Vec2({**config, "feat_extract_norm": norm}, 0.1)
+    model.feature_extractor.requires_grad_(is_trained)
+    recipe = wav2vec2_ctc
+    return Case(model, made, recipe.compute_loss, recipe.LOSS_WEIGHTS, recipe.CHECKPOINTED)
+
+
 def morse() -> Case:
     made = whisper_morse.collate(items(alignment=torch.arange(80) % VOCABULARY))
     model = Whisper(whisper.make_config(128, (2, 2), 4, vocabulary=4000), 0.1, 0.1, VOCABULARY)
@@ -179,6 +201,8 @@ def xtts_case() -> Case:
 CASES = {
     "konkani": konkani, "parakeet": parakeet_case, "morse": morse, "vietnamese": vietnamese,
     "vietnamese, frozen encoder": functools.partial(vietnamese, frozen=True), "xtts": xtts_case,
+    "wav2vec2": functools.partial(wav2vec2_case, "layer", False),
+    "wav2vec2, trained extractor": functools.partial(wav2vec2_case, "group", True),
 }  # fmt: skip
 
 
@@ -240,13 +264,16 @@ def evaluation_of(name: str, case: Case) -> Callable:
     tokenizer = types.SimpleNamespace(decode=lambda tokens: "text")
     if name == "konkani":
         return functools.partial(konkani_conformer.evaluate, tokenizer)
+    if name == "wav2vec2":
+        tokenizer.delimiters = tokenizer.spaces = set()
+        return functools.partial(wav2vec2_ctc.evaluate, tokenizer)
     if name == "parakeet":
         return functools.partial(parakeet_tdt.evaluate, tokenizer, case.loss_weights, [])
     frozen = case.compute_loss.keywords["frozen"]
     return functools.partial(xtts_amharic.evaluate, frozen, ["am"])
 
 
-@pytest.mark.parametrize("name", ["konkani", "parakeet", "xtts"])
+@pytest.mark.parametrize("name", ["konkani", "parakeet", "wav2vec2", "xtts"])
 def test_an_evaluation(name):
     """Searches end after other numbers of steps, of which each keeps little."""
 

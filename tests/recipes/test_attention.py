@@ -14,11 +14,19 @@ from torch.overrides import TorchFunctionMode
 from dry_run import cuda_like
 from dry_run.cuda_like import kernel_of
 from models.parakeet import settings as parakeet
+from models.wav2vec2 import settings as wav2vec2
 from models.whisper import formats as whisper
 from models.xtts import formats as xtts
 from models.xtts.decoding import GREEDY, sample
 from models.xtts.model import make_model
-from recipes import konkani_conformer, parakeet_tdt, template, whisper_vietnamese, xtts_amharic
+from recipes import (
+    konkani_conformer,
+    parakeet_tdt,
+    template,
+    wav2vec2_ctc,
+    whisper_vietnamese,
+    xtts_amharic,
+)
 from speech.signal.audio import SAMPLE_RATE
 from tests.recipes.runs import run
 
@@ -30,10 +38,11 @@ RECIPES = {
     konkani_conformer: ["--encoder_layers", "1", "--decoder_layers", "1"],
     whisper_vietnamese: ["--model_size", "tiny", "--from_scratch"],
     parakeet_tdt: ["--model_size", "110m", "--from_scratch"],
+    wav2vec2_ctc: ["--model_size", "300m", "--from_scratch"],
     xtts_amharic: ["--model_size", "demo", "--from_scratch"],
 }
 # Heads of 36 values suit no fused kernel in 16 bits; the demo's clips are of a second.
-ODD_HEADS = {"parakeet demo"}
+ODD_HEADS = {"parakeet demo", "wav2vec2 demo"}
 
 
 def like(x: torch.Tensor | None, dtype: torch.dtype, device: str = "meta") -> torch.Tensor | None:
@@ -136,6 +145,8 @@ def test_the_heads_of_every_size():
     heads = {"konkani": (konkani["d_model"], konkani["attention_heads"])}
     for name, config in parakeet.SIZES.items():
         heads[f"parakeet {name}"] = config["d_model"], config["heads"]
+    for name, config in wav2vec2.SIZES.items():
+        heads[f"wav2vec2 {name}"] = config["hidden_size"], config["num_attention_heads"]
     for name, config in xtts.SIZES.items():
         heads[f"xtts {name}"] = config["d_model"], config["heads"]
     for name, config in whisper.SIZES.items():

@@ -147,9 +147,10 @@ def words(parser, flag: str) -> list[str]:
 
 
 def without(parser, flags: tuple[str, ...]) -> list[str]:
-    """The words that turn off those of `flags`, "flag value", that are on by default."""
+    """The words that turn off those of `flags`, "flag value", that are on by default. Some may be
+    other recipes' flags."""
     for name, _, value in (flag.partition(" ") for flag in flags):
-        action = parser._option_string_actions[f"--{name}"]
+        action = parser._option_string_actions.get(f"--{name}")
         if value and action.default == value:
             return [
                 f"--{name}",

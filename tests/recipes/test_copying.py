@@ -119,6 +119,7 @@ COPIES = {
     "whisper_morse": [*runs.TINY, *"--clips_per_epoch 8 --eval_clips 3 --clip_seconds 2".split()],
     "whisper_vietnamese": [*runs.TINY, "--from_scratch"],
     "parakeet_tdt": ["--from_scratch", "--model_size", "demo"],
+    "wav2vec2_ctc": ["--from_scratch", "--model_size", "demo"],
     "xtts_amharic": ["--from_scratch", "--speak_held_out", "0"],
 }
 

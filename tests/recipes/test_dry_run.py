@@ -24,6 +24,7 @@ from recipes import (
     konkani_conformer,
     parakeet_tdt,
     template,
+    wav2vec2_ctc,
     whisper_morse,
     whisper_vietnamese,
     xtts_amharic,
@@ -39,10 +40,12 @@ RECIPES = {
     whisper_morse: (["--clips_per_epoch", "40"], 3),
     whisper_vietnamese: ([], 30),
     parakeet_tdt: ([], 20 / 0.9),
+    wav2vec2_ctc: ([], 20 / 0.9),
     xtts_amharic: ([], 22),  # the GPT's positions, in seconds of codes
 }
 SMALL = {
     parakeet_tdt: ["--model_size", "demo"],
+    wav2vec2_ctc: ["--model_size", "demo"],
     xtts_amharic: ["--model_size", "demo"],
     whisper_morse: ["--model_size", "demo"],
     whisper_vietnamese: ["--model_size", "demo"],

@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import soundfile
+import torch
 
 from common import checkpoint, options, report
 from common.errors import UsageError
@@ -386,6 +387,23 @@ def test_silence_has_no_text(best, silence, monkeypatch):
     assert ran(recipe, "--transcribe", silence, "--resume", best) == "\n"
 
 
+def test_align_hears_with_the_ctc_head(best, konkani, tmp_path, monkeypatch):
+    """The weights have learnt nothing yet, so nothing is found."""
+    audio = next((Path(konkani["val"]).parent / "audio").glob("val_*"))
+    (tmp_path / "book.txt").write_text("हांव घर वचता।", encoding="utf-8")
+    words = ["--align", audio, tmp_path / "book.txt", "--output", tmp_path / "a.json"]
+    status, _, err = run(recipe, *words, "--resume", best)
+    assert status == 1 and "nothing was found" in err and not (tmp_path / "a.json").exists()
+    used = []
+    monkeypatch.setattr(recipe.alignment, "align_files", lambda _, model: used.append(model))
+    ran(recipe, *words, "--resume", best)
+    with torch.no_grad():
+        log_probs = used[0].log_probs(torch.randn(10 * recipe.SAMPLE_RATE))
+    assert log_probs.shape == (round(10 / used[0].frame), len(used[0].vocabulary.spellings))
+    assert used[0].vocabulary.blank == log_probs.shape[1] - 1
+    np.testing.assert_allclose(np.exp(log_probs).sum(1), 1, rtol=1e-5)
+
+
 # --- flags ----------------------------------------------------------------------------------------
 
 
@@ -422,7 +440,10 @@ MISTAKES = [  # flags, status, a part of the message
         2,
         "--beam_size goes with --decoding rescore or --decoding beam",
     ),
-    ("--output x.jsonl", 2, "--output goes with --transcribe"),
+    ("--output x.jsonl", 2, "--output goes with --transcribe or --align"),
+    ("--align a.wav a.txt", 2, "--align goes with --output: name the manifest"),
+    ("--align a.wav a.txt --output a.json --decoding beam", 2, "--decoding and --align: "),
+    ("--align a.wav a.txt --transcribe a.wav", 2, "give one of them"),
     (
         "--train_manifest {train} --d_model 30",
         2,

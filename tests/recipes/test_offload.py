@@ -4,7 +4,15 @@ import pytest
 
 from common import layers
 from models.parakeet import model, settings
-from recipes import konkani_conformer, parakeet_tdt, template, whisper_morse, whisper_vietnamese
+from models.wav2vec2 import settings as wav2vec2
+from recipes import (
+    konkani_conformer,
+    parakeet_tdt,
+    template,
+    wav2vec2_ctc,
+    whisper_morse,
+    whisper_vietnamese,
+)
 from tests.recipes.runs import TINY, check_levels
 
 TWO = "--encoder_layers 2 --decoder_layers 2".split()
@@ -14,7 +22,9 @@ SPOKEN = {
     konkani_conformer: [*TINY, *TWO],
     whisper_vietnamese: ["--from_scratch", *TINY, *TWO],
     parakeet_tdt: ["--from_scratch", "--model_size", "demo", *FP16],
+    wav2vec2_ctc: ["--from_scratch", "--model_size", "demo", *FP16],
 }
+TINY_WAV2VEC2 = wav2vec2.make_config(32, 2, 2, conv_dim=[8] * 7, num_conv_pos_embeddings=16)
 TINY_PARAKEET = settings.make_config(16, 2, 2, (8, 1), num_mel_bins=16, channels=4, ctc=True)
 
 
@@ -30,6 +40,7 @@ def narrow_models(monkeypatch):
     """A CPU computes slowly in fp16."""
     monkeypatch.setattr(template, "WIDTH", 16)
     monkeypatch.setitem(settings.SIZES, "demo", TINY_PARAKEET)
+    monkeypatch.setitem(wav2vec2.SIZES, "demo", TINY_WAV2VEC2)
 
 
 @pytest.mark.parametrize("recipe", SPOKEN, ids=lambda recipe: recipe.RECIPE)

@@ -447,6 +447,22 @@ def test_morse_recordings_are_a_folder(tmp_path):
     assert found.said == "data: small_data (auto: 0.039 h of speech)\n"
 
 
+def test_the_hours_of_tiers(tmp_path):
+    """Names of tiers may have spaces, and a pattern stands for several files."""
+    script = replace(declared(XTTS), python=sys.executable)
+    for name in "ab":
+        (tmp_path / f"{name}.wav").touch()
+        tiers = "".join(
+            f'"IntervalTier" "{tier}" 0 9999 1 0 {end} "text"\n'
+            for tier, end in (("Anna K.", 1800), ("Berta", 900), ("notes", 9999))
+        )
+        (tmp_path / f"{name}.TextGrid").write_text(f'"ooTextFile" "TextGrid" 0 9999 3\n{tiers}')
+    given = ["16gb", *MODEL, "--train_manifest", str(tmp_path / "*.TextGrid")]
+    assert "hours of speech are not known" in answer(script, *given).said
+    found = answer(script, *given, "--tier", "Anna K.", "Berta")
+    assert found.said == "data: small_data (auto: 1.5 h of speech)\n"
+
+
 def test_hours_that_are_not_known_are_many(tmp_path):
     script = replace(declared(PARAKEET), python="")
     manifest = write_manifest(tmp_path / "train.json", 1)

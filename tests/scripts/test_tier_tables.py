@@ -34,7 +34,7 @@ def written(tmp_path_factory) -> Path:
     (root / "recipes").mkdir()
     for name in SCRIPTS:
         (root / "recipes" / f"{name}.md").write_text(PAGE, encoding="utf-8")
-    entries = {"torch": "3.1.4"}
+    entries = {"torch": dict.fromkeys(SCRIPTS.values(), "3.1.4")}
     for script in SCRIPTS.values():
         for tier, size, text in tables.planned_rows(tables.read_rows(script)):
             entries[f"{script} {tier} {size}"] = {

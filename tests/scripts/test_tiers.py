@@ -102,14 +102,14 @@ def test_every_row_is_planned_and_written(project, monkeypatch, capsys):
     )
     torch = version("torch").split("+")[0]
     other = "run_parakeet_tdt.sh 8gb 110m"
-    known = {"torch": torch, other: {"row": "x"}, f"{SCRIPT} 8gb gone": {}}
+    known = {"torch": {SCRIPT: torch}, other: {"row": "x"}, f"{SCRIPT} 8gb gone": {}}
     (project / "benchmarks/tiers.json").write_text(json.dumps(known), encoding="utf-8")
     assert run(monkeypatch, SCRIPT) is None
     lines = (project / "benchmarks/tiers.json").read_text(encoding="utf-8").splitlines()
     entries = json.loads("".join(lines))
     assert len(lines) == len(entries) + 2
     assert lines[1:-1] == sorted(lines[1:-1], key=lambda line: ("torch" not in line, line))
-    assert entries["torch"] == torch
+    assert entries["torch"] == {SCRIPT: torch}
     assert other in entries and f"{SCRIPT} 8gb gone" not in entries
     assert len(entries) == 2 + 5 * 2  # neither the CPU nor the demo
     assert entries[f"{SCRIPT} 8gb full"] == {"row": "16 x 15 R 8", "gib": 4.0, "verdict": "fits"}
@@ -162,11 +162,15 @@ def test_only_rows_that_changed_are_planned_again(project, monkeypatch, capsys):
     assert not capsys.readouterr().out
 
 
-def test_predictions_of_another_torch_are_dropped(project, monkeypatch):
-    known = {"torch": "1.0", "run_parakeet_tdt.sh 8gb 110m": {"row": "x"}}
+def test_the_rows_of_a_script_are_of_one_torch(project, monkeypatch):
+    other = "run_parakeet_tdt.sh 8gb 110m"
+    versions = {SCRIPT: "1.0", "run_parakeet_tdt.sh": "1.0"}
+    known = {"torch": versions, other: {"row": "x"}, f"{SCRIPT} 8gb full": {"row": "16 x 15 R 8"}}
     (project / "benchmarks/tiers.json").write_text(json.dumps(known), encoding="utf-8")
-    assert tiers.plan_scripts([SCRIPT], 4) == []
-    assert "run_parakeet_tdt.sh 8gb 110m" not in tier_tables.predictions()
+    assert tiers.plan_scripts([SCRIPT], 4, only_changed=True) == []
+    entries = tier_tables.predictions()
+    assert entries["torch"] == {**versions, SCRIPT: version("torch").split("+")[0]}
+    assert other in entries and "gib" in entries[f"{SCRIPT} 8gb full"]
 
 
 def test_the_largest_micro_batch_divides_the_update(project, monkeypatch, capsys):

@@ -75,6 +75,26 @@ def test_a_check_and_what_is_trained(page, here, wav):
     assert settings["values"] == {"train_manifest": name}  # it has no option for a language
 
 
+def test_files_of_annotations_are_checked_and_trained(page, here, wav):
+    _, call = page
+    wav(here.data / "talks/a.wav", 9.0)
+    for name in ("a.srt", "a.kok.srt"):
+        (here.data / "talks" / name).write_text(
+            "".join(f"{i}\n00:00:0{i},000 --> 00:00:0{i},9\ntext {i}\n\n" for i in range(9))
+            + "9\n00:00:08,500 --> 00:00:12,000\nlate\n"
+        )
+    options = [""] * len(data.OPTIONS)
+    html, _ = call("run_check", "talks/*.srt", None, "konkani_conformer", *options)
+    assert "17 utterances in train, 1 utterances in val can be used" in html
+    assert "segment ends beyond the file" in html and "a.wav at 8.50 s" in html
+    assert "<audio" in html and "2 files" in html
+    settings, _ = call("to_training", {}, "talks/*.srt", None, "konkani_conformer", *options)
+    assert settings["values"] == {"train_manifest": "talks/*.srt"}
+    options[list(data.OPTIONS).index("tier")] = "Anna"
+    html, _ = call("run_check", "talks/a.srt", None, "konkani_conformer", *options)
+    assert "none of the manifests is an .eaf or a .TextGrid" in html
+
+
 def test_what_cannot_be_checked(page, here, wav, tmp_path):
     _, call = page
     options = [""] * len(data.OPTIONS)

@@ -206,6 +206,62 @@ def test_upload_of_json_keeps_segments(here, tmp_path, wav, json_lines):
     assert "t.jsonl:2" in here.not_used(manifest)
 
 
+LABELS = b"0.1\t0.9\tone\n"
+EAF = (
+    b'<ANNOTATION_DOCUMENT><HEADER><MEDIA_DESCRIPTOR MEDIA_URL="file:///C:/x/tape%207.wav"/></HEADER>'
+    b'<TIME_ORDER><TIME_SLOT TIME_SLOT_ID="a" TIME_VALUE="100"/>'
+    b'<TIME_SLOT TIME_SLOT_ID="b" TIME_VALUE="900"/></TIME_ORDER><TIER TIER_ID="Anna"><ANNOTATION>'
+    b'<ALIGNABLE_ANNOTATION ANNOTATION_ID="c" TIME_SLOT_REF1="a" TIME_SLOT_REF2="b">'
+    b"<ANNOTATION_VALUE>one</ANNOTATION_VALUE></ALIGNABLE_ANNOTATION></ANNOTATION></TIER>"
+    b"</ANNOTATION_DOCUMENT>"
+)
+
+
+def test_annotations_below_the_folder_can_be_chosen(here, tmp_path, wav):
+    """A file, or a pattern for several in one folder; nothing that leads out."""
+    for name in "ab":
+        wav(here.data / f"talks/{name}.wav")
+        written(here.data / f"talks/{name}.eaf", EAF)
+    written(here.data / "talks/a.txt", LABELS)
+    written(here.data / "talks/readme.txt", b"Talks of 1999.")
+    found = ["talks/*.eaf", "talks/a.eaf", "talks/a.txt", "talks/b.eaf"]
+    assert here.manifests() == here.manifests("talks") == found
+    assert here.table("talks/*.eaf") == here.data / "talks/*.eaf"
+    assert here.table("talks/a.txt") == here.data / "talks/a.txt"
+    os.symlink(written(tmp_path / "secret.eaf", EAF), here.data / "talks/link.eaf")
+    for name in ("talks/*.eaf", "talks/*.srt", "../*.eaf", "talks/gone.eaf", "talks"):
+        with pytest.raises(UsageError):
+            here.table(name)
+
+
+def test_upload_of_annotations(here, tmp_path, wav):
+    """They are copied beside their audio, which they name, or whose name they have."""
+    clips = [wav(tmp_path / f"{i}.wav") for i in range(4)]
+    names = ["a/talk.wav", "b/talk.wav", "tape 7.wav", "alone.wav"]
+    files = [written(tmp_path / "l.txt", LABELS), written(tmp_path / "m.txt", LABELS)]
+    files.append(written(tmp_path / "readme.txt", b"Talks of 1999."))
+    upload = here.save_upload([*clips, *files], [*names, "b/talk.txt", "lost.txt", "readme.txt"])
+    assert upload == here.runs / "uploads/1/0002.0.txt"
+    notes = here.not_used(upload)
+    assert "there are no annotations of this file" in notes and "a/talk.wav" in notes
+    assert "lost.txt: its audio was not uploaded" in notes and "readme.txt" in notes
+    assert here.manifests() == ["uploads/1/0002.0.txt"]
+
+    eaf = written(tmp_path / "x.eaf", EAF)
+    upload = here.save_upload([*clips, eaf, eaf], [*names, "talk.eaf", "other.eaf"])
+    assert upload == here.runs / "uploads/2/*.eaf"
+    assert [row["text"] for row in rows_of(upload)] == ["one", "one"]
+    assert {row["audio_filepath"] for row in rows_of(upload)} == {f"{upload.parent}/0003.wav"}
+    assert here.table(here.name(upload)) == upload
+    here.remove_upload(upload)
+    with pytest.raises(UsageError, match=r"several formats: talk\.eaf, talk\.txt; give one"):
+        here.save_upload([clips[0], eaf, files[0]], ["talk.wav", "talk.eaf", "talk.txt"])
+    bad = written(tmp_path / "bad.eaf", b"<html>")
+    with pytest.raises(UsageError, match=r"bad\.eaf: bad\.eaf:1: it is not") as error:
+        here.save_upload([clips[0], bad], ["bad.wav", "bad.eaf"])
+    assert str(tmp_path) not in str(error.value)
+
+
 def test_upload_without_a_table(here, tmp_path, wav):
     first = here.save_upload([wav(tmp_path / "a.wav")], ["<img onerror=x>.exe"])
     assert first == here.runs / "uploads/1" and (first / "0001.wav").is_file()

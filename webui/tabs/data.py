@@ -15,7 +15,7 @@ from webui.places import DRAFT, Places
 from webui.tabs import drafts
 from webui.tabs.events import on
 from webui.tabs.shared import HTML, Shared, with_own_names
-from webui.uploads import TABLE_SUFFIXES
+from webui.uploads import is_table
 
 CHECK_SECONDS = 3600.0  # of a check at most: it listens to all recordings, the first time
 WAIT = "<p>Checking: every recording is listened to once.</p>"
@@ -30,6 +30,7 @@ OPTIONS = {
     "use_amharic_g2p": "Amharic as phonemes",
     "extend_vocab": "More characters in the vocabulary",
     "use_chunking": "Long recordings in pieces",
+    "tier": "Tiers with the texts",
     "audio_root": "Folder of the audio files",
 }
 MISSING = "A table of their texts is missing: add it, or let a recogniser write a draft (below)."
@@ -38,7 +39,9 @@ HELP = (
     "<p>The table says what is spoken in each file. Its first line is <code>audio_file|text</code>,"
     " then there is a line for each file, such as <code>a.wav|This is what is said</code>. A"
     " <code>|speaker</code> can follow. Write it in any text editor or spreadsheet, save it as"
-    " .csv (UTF-8), and drop it here together with the audio files.</p>"
+    " .csv (UTF-8), and drop it here together with the audio files. Files of ELAN (.eaf), Praat"
+    " (.TextGrid) and Audacity (labels in .txt), and subtitles (.srt, .vtt), are taken as they are:"
+    " drop them with their audio.</p>"
 )
 
 
@@ -255,12 +258,9 @@ def _connect_check(
 def _save(places: Places, pairs: list[tuple[str, str]], without_texts: bool = False) -> Path | None:
     """The manifest of dropped files, or the folder of files without a table. None if nothing is
     kept, because a table of their texts is missing. Raises `Failure`."""
-    names = [name for _, name in pairs]
-    if not without_texts and not any(
-        Path(name).suffix.lower() in {*TABLE_SUFFIXES, ".zip"} for name in names
-    ):
+    if not without_texts and not any(is_table(file, name) for file, name in pairs):
         return None
-    return places.save_upload([file for file, _ in pairs], names)
+    return places.save_upload([file for file, _ in pairs], [name for _, name in pairs])
 
 
 def _can_check(recipe: Recipe) -> bool:
@@ -279,7 +279,7 @@ def _with(choices: list[str], value: str | None) -> list[str]:
 def _file(places: Places, name: str | None, label: str) -> Path:
     if not name:
         raise UsageError(f"{label}: choose one, or drop your files")
-    return places.file(next(iter(_tables(places, name)), name))
+    return places.table(next(iter(_tables(places, name)), name))
 
 
 def _tables(places: Places, name: str | None) -> list[str]:
@@ -322,7 +322,7 @@ def _check(places: Places, recipe: Recipe, settings: dict) -> tuple[str, str]:
     folder = places.runs / CHECKS
     command = commands.command(places, recipe, {**settings, "values": values}, folder)
     status, text = commands.ask(command.words, CHECK_SECONDS)
-    manifests = [places.file(values[key]) for key in MANIFESTS if key in values]
+    manifests = [places.table(values[key]) for key in MANIFESTS if key in values]
     sections = [each for each in checked.read(text) if str(folder) not in each.title]
     problem = checked.error(sections)
     if status and not problem:

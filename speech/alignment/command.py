@@ -1,0 +1,218 @@
+"""--align: recordings and their texts to a manifest of utterances, a list of what is left out, and a
+page on which a person listens to them."""
+
+import functools
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common import files, options
+from common.errors import DataError, RunError, UsageError
+from common.layers import finite_layers
+from speech.alignment import cutting, emissions, matching, page
+from speech.alignment.cutting import Cuts
+from speech.alignment.emissions import LogProbs
+from speech.alignment.letters import Vocabulary
+from speech.alignment.sentences import read_book
+from speech.decoding import transcripts
+from speech.signal.audio import audio_files
+
+MANIFEST = b'{"audio_filepath": '  # how the lines of both lists begin
+TEXTS = (".txt", ".text", ".md")  # suffixes of texts in a folder
+OTHER = "it is for transcripts; leave the first out"
+
+# Rows for common.options. A recipe with --align has --output and the flags of decoding, too.
+EXCLUDES = (
+    ("normaliser", "align", OTHER),
+    ("decoding", "align", "the path of CTC is used; leave the first out"),
+    ("align", "export", "give one of them"),
+)
+NEEDS = (("align", ("output",), "name the manifest to write, such as aligned.json"),)
+
+
+@dataclass(frozen=True)
+class Request:
+    """The `pairs` (recording, text) of --align, and the files to write: the `manifest`, the list of
+    what is `left_out` of it, and the `page`."""
+
+    pairs: list[tuple[Path, Path]]
+    manifest: Path
+    left_out: Path
+    page: Path
+
+
+@dataclass(frozen=True)
+class Recogniser:
+    """A CTC model that is ready to use: `log_probs` of a waveform (N,) at 16 kHz, (T, V); the
+    seconds of a `frame`; the tokens; and the seconds that it hears at once, at most."""
+
+    log_probs: LogProbs
+    frame: float
+    vocabulary: Vocabulary
+    longest: float
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+def add_arguments(parser) -> None:
+    """The flag --align, in a group of its own."""
+    parser.add_command(
+        parser.add_argument_group("aligning"),
+        "--align",
+        nargs=2,
+        type=options.path,
+        metavar=("AUDIO", "TEXT"),
+        help="cut a long recording with its text, or folders of both, into utterances to train on:"
+        " writes the manifest --output FILE, what is left out, and a page to review them",
+    )
+    parser.usual("align")
+
+
+def resolve(args) -> Request | None:
+    """What --align asks for, None without it. Raises `UsageError`."""
+    if not args.align:
+        return None
+    manifest = Path(args.output)
+    if manifest.suffix == ".html" or transcripts.is_subtitles(manifest):
+        raise UsageError(f"--output {manifest}: it will be a manifest; name a file such as x.json")
+    others = (f"{manifest.stem}_left_out.json", f"{manifest.stem}.html")
+    left_out, review = (manifest.with_name(name) for name in others)
+    pairs = find_pairs(*args.align)
+    inputs = [*(path for pair in pairs for path in pair), *options.paths_in(args, "output")]
+    for path, begins in ((manifest, MANIFEST), (left_out, MANIFEST), (review, page.BEGINS)):
+        is_earlier = functools.partial(_begins, begins)
+        files.require_output(path, "--output", inputs, is_earlier)
+    return Request(pairs, manifest, left_out, review)
+
+
+def _begins(beginning: bytes, path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(len(beginning)) in (b"", beginning)
+
+
+def find_pairs(audio: str, text: str) -> list[tuple[Path, Path]]:
+    """A recording and its text, or those with the same names in two folders. Raises `UsageError`
+    where there are none; names those that have no partner on stderr."""
+    recordings = audio_files([audio])
+    if not os.path.isdir(audio) or not os.path.isdir(text):
+        if len(recordings) > 1 or os.path.isdir(audio) or os.path.isdir(text):
+            raise UsageError(f"--align {audio} {text}: name two files or two folders")
+        return [(recordings[0], files.require_file(text, "--align"))]
+    texts = [path for path in sorted(Path(text).rglob("*")) if path.suffix.lower() in TEXTS]
+    by_name = {path.relative_to(text).with_suffix(""): path for path in texts if path.is_file()}
+    pairs = []
+    for path in recordings:
+        name = path.relative_to(audio).with_suffix("")
+        if name in by_name:
+            pairs.append((path, by_name[name]))
+        else:
+            print(f"warning: {path}: no text {name}.txt in {text}", file=sys.stderr)
+    for path in sorted(set(by_name.values()) - {path for _, path in pairs}):
+        print(f"warning: {path}: no recording of this name in {audio}", file=sys.stderr)
+    if not pairs:
+        raise UsageError(f"--align {audio} {text}: no recording has the name of a text")
+    return pairs
+
+
+# --- aligning -------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def align_files(request: Request, recogniser: Recogniser) -> None:
+    """Aligns every pair and writes the three files. A pair that cannot be read is named on stderr
+    and the others are aligned; then `DataError` is raised, and also if nothing could be kept."""
+    utterances: list[dict] = []
+    left_out: list[dict] = []
+    failed = 0
+    with finite_layers():
+        for audio, text in request.pairs:
+            try:
+                cuts = align(audio, text, recogniser)
+            except DataError as error:
+                print(f"error: {error}", file=sys.stderr)
+                failed += 1
+                continue
+            name = {"audio_filepath": os.path.relpath(audio, request.manifest.parent)}
+            utterances += ({**name, **row} for row in cuts.utterances)
+            left_out += ({**name, **row} for row in (*cuts.texts, *cuts.sounds))
+            print(summary(audio, cuts), flush=True)
+    if utterances:
+        _write(request, utterances, left_out)
+    if failed:
+        raise DataError(f"{failed} of {len(request.pairs)} recordings could not be aligned")
+    if not utterances:
+        raise DataError(
+            "nothing was found: the texts are not read in these recordings, or the recogniser"
+            " hears too little of their language; nothing is written"
+        )
+
+
+def align(audio: Path, text: Path, recogniser: Recogniser) -> Cuts:
+    """The utterances of a recording and its text. Raises `DataError`."""
+    pieces = read_book(str(text))
+    vocabulary = recogniser.vocabulary
+    tokens = matching.text_of([piece.text for piece in pieces], vocabulary)
+    energy: list[np.ndarray] = []
+    window, context = emissions.window_for(recogniser.longest)
+    heard_windows = emissions.windows_of(
+        str(audio), recogniser.log_probs, recogniser.frame, energy, (window, context)
+    )
+    found = emissions.collect(
+        _with_progress(audio, heard_windows, recogniser.frame),
+        recogniser.frame,
+        tokens.tokens,
+        vocabulary.blank,
+        energy,
+    )
+    placed = matching.place(found, tokens, vocabulary)
+    return cutting.cut(pieces, placed, found, matching.heard_in(found, vocabulary))
+
+
+def _with_progress(audio: Path, windows: Iterator[np.ndarray], frame: float) -> Iterator:
+    """The windows; prints a line every ten minutes of the recording."""
+    frames = 0
+    for window in windows:
+        yield window
+        before, frames = frames, frames + len(window)
+        minutes = int(frames * frame / 600) * 10
+        if minutes > int(before * frame / 600) * 10:
+            print(f"{audio}: {minutes} minutes heard", flush=True)
+
+
+def summary(audio: Path, cuts: Cuts) -> str:
+    """What was kept of a recording and what was left out, with the reasons."""
+    seconds = sum(row["duration"] for row in cuts.utterances)
+    lines = [f"{audio}: {len(cuts.utterances)} utterances, {seconds / 60:.1f} minutes"]
+    reasons = Counter(row["reason"] for row in cuts.texts)
+    lines += [f"  text left out, {reason}: {count}" for reason, count in reasons.most_common()]
+    if cuts.sounds:
+        minutes = sum(row["duration"] for row in cuts.sounds) / 60
+        lines.append(f"  sound left out in which letters are heard: {minutes:.1f} minutes")
+    return "\n".join(lines)
+
+
+def _write(request: Request, utterances: list[dict], left_out: list[dict]) -> None:
+    """Writes the three files; other ones under these names get another name. Raises `RunError`."""
+    transcripts.write(request.manifest, utterances)
+    transcripts.write(request.left_out, left_out)
+    content = page.review(utterances, request.manifest.name)
+
+    def fill(target: Path) -> None:
+        target.write_text(content, encoding="utf-8", errors="backslashreplace")
+
+    try:
+        files.write_file(request.page, fill)
+    except OSError as error:
+        raise RunError(f"--output {request.page}: {error.strerror}") from None
+    seconds = sum(row["duration"] for row in utterances)
+    print(
+        f"{len(utterances)} utterances, {seconds / 3600:.2f} h, in {request.manifest}; what is left"
+        f" out in {request.left_out}; listen to them in {request.page}"
+    )

@@ -1,0 +1,82 @@
+"""What a recogniser's tokens spell, and a text in its tokens."""
+
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+HOLE = -1  # in place of letters that the vocabulary lacks: they are heard as something else
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The `spellings` of a CTC model's tokens by number (the blank's is empty), the number of its
+    `blank`, and how a text is written in tokens: `encode(text)` has HOLE where it has letters or
+    digits that no token spells."""
+
+    spellings: list[str]
+    blank: int
+    encode: Callable[[str], list[int]]
+
+
+def of_characters(index: dict[str, int], blank: int, size: int) -> Vocabulary:
+    """The vocabulary of a model with `size` outputs whose characters have the numbers `index`."""
+    spellings = [""] * size
+    for character, number in index.items():
+        spellings[number] = character
+    return Vocabulary(spellings, blank, lambda text: encode(text, index))
+
+
+def of_pieces(pieces: list[str], space: str, blank: int, unknown: int, encode) -> Vocabulary:
+    """The vocabulary of a model whose `pieces` have several characters, with `space` for a space.
+    `encode(text)` returns numbers of pieces, `unknown` for what they cannot write. The blank comes
+    after them."""
+
+    def with_holes(text: str) -> list[int]:
+        numbers: list[int] = []
+        for number in encode(text):
+            if number != unknown:
+                numbers.append(number)
+            elif numbers[-1:] != [HOLE]:
+                numbers.append(HOLE)
+        return numbers
+
+    spellings = [piece.replace(space, " ") for piece in pieces]
+    spellings[unknown] = ""
+    return Vocabulary([*spellings, ""], blank, with_holes)
+
+
+def encode(text: str, index: dict[str, int]) -> list[int]:
+    """The tokens of a text. A letter that `index` has in the other case only is written in that
+    one, runs of letters that it lacks become one HOLE, and other characters that it lacks are left
+    out."""
+    tokens: list[int] = []
+    for character in text:
+        forms = (character, character.lower(), character.upper())
+        found = next((index[form] for form in forms if form in index), None)
+        if found is not None:
+            tokens.append(found)
+        elif is_letter(character) and tokens[-1:] != [HOLE]:
+            tokens.append(HOLE)
+    return tokens
+
+
+def is_letter(character: str) -> bool:
+    """Whether it is heard: a letter, a mark such as a vowel sign, a digit or a symbol, and not
+    punctuation."""
+    return unicodedata.category(character)[0] in "LMN"
+
+
+def spelt(tokens: np.ndarray, spellings: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """The letters (N,) of tokens, as numbers of characters in lower case, and for each the place of
+    its token. A HOLE is a letter that equals no other."""
+    letters: list[int] = []
+    places: list[int] = []
+    for place, token in enumerate(tokens.tolist()):
+        codes = [0]
+        if token != HOLE:
+            codes = [ord(c) for c in spellings[token].lower() if is_letter(c)]
+        letters += codes
+        places += [place] * len(codes)
+    return np.array(letters, np.int64), np.array(places, np.int64)

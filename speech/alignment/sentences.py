@@ -1,0 +1,114 @@
+"""A book as pieces that may become utterances: sentences, and parts of long ones."""
+
+import itertools
+import re
+from dataclasses import dataclass
+
+from common import files
+from common.errors import DataError
+from speech.alignment.letters import is_letter
+from speech.writing.text import SENTENCE_ENDS, in_unspaced, normalise
+
+# Characters: four seconds of an alphabet's, and twelve of Chinese.
+LONG = 60  # from which on a sentence is divided at commas
+SHORT = 15  # of its parts, at least
+LONGEST = 160  # of a part: then it is divided between words
+PAUSES = ",;:\u2014\u2013\u055d\u060c\u061b\u1363\u1364\u1365\u1366\u3001\uff0c\uff1b\uff1a"
+CLOSING = "\"'\u2019\u201d\u00bb)\\]\u300d\u300f"
+# A paragraph's lines are those of an editor, if they are so wide, and this share of them ends where
+# the next word had no room.
+WIDE = 60  # characters
+WRAPPED = 0.9
+
+
+def _ends(characters: str) -> re.Pattern:
+    """Places after one of these characters and what closes a quotation: before a space, or without
+    one where the script has none."""
+    some = "".join(re.escape(c) for c in characters)
+    full = "".join(c for c in characters if in_unspaced(c) or c >= "\uff00")
+    return re.compile(rf"(?<=[{some}])[{CLOSING}]*(?=\s)|(?<=[{full}])[{CLOSING}]*(?=.)")
+
+
+SENTENCES = _ends("".join(SENTENCE_ENDS) + "\u2026")
+PARTS = _ends(PAUSES)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A text as it is written, on one line, and whether a sentence, a verse or a heading ends with
+    it."""
+
+    text: str
+    is_end: bool
+
+
+def read_book(path: str) -> list[Piece]:
+    """The pieces of a text file in UTF-8. Raises `UsageError` for a file that is none, and
+    `DataError` if there is no text in it."""
+    pieces = []
+    for paragraph in re.split(r"\n[^\S\n]*\n", files.read_text(path)):
+        for line in _lines(paragraph):
+            for sentence in _split(normalise(line), SENTENCES):
+                pieces += _parts(sentence) if any(map(is_letter, sentence)) else []
+    if not pieces:
+        raise DataError(f"{path}: there is no text in it")
+    return pieces
+
+
+def _lines(paragraph: str) -> list[str]:
+    """The lines that end on purpose, as verses and headings do; the others are joined."""
+    lines = [line.strip() for line in paragraph.splitlines() if line.strip()]
+    width = max(map(len, lines), default=0)
+    is_full = [
+        len(line) + 1 + len(following.split()[0]) > width
+        for line, following in itertools.pairwise(lines)
+    ]
+    if width >= WIDE and sum(is_full) >= WRAPPED * len(is_full):
+        return [" ".join(lines)]
+    return lines
+
+
+def _split(text: str, ends: re.Pattern) -> list[str]:
+    """The parts of a text between the places that `ends` finds."""
+    places = [0, *(match.end() for match in ends.finditer(text)), len(text)]
+    parts = (text[a:b].strip() for a, b in itertools.pairwise(places))
+    return [part for part in parts if part]
+
+
+def _parts(sentence: str) -> list[Piece]:
+    """A sentence in one piece, or a long one in parts."""
+    parts = [sentence]
+    if len(sentence) > LONG:
+        parts = _joined(_split(sentence, PARTS))
+    parts = [part for long in parts for part in _between_words(long)]
+    return [Piece(part, i == len(parts) - 1) for i, part in enumerate(parts)]
+
+
+def _joined(parts: list[str]) -> list[str]:
+    """Parts of SHORT characters or more."""
+    joined = [parts[0]]
+    for part in parts[1:]:
+        if min(len(joined[-1]), len(part)) < SHORT:
+            joined[-1] = join([joined[-1], part])
+        else:
+            joined.append(part)
+    return joined
+
+
+def _between_words(part: str) -> list[str]:
+    """A part, or what it is cut into at spaces, LONGEST characters or fewer each."""
+    lines = [""]
+    for word in part.split():
+        if lines[-1] and len(lines[-1]) + len(word) >= LONGEST:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".strip()
+    return lines
+
+
+def join(texts: list[str]) -> str:
+    """Pieces that follow each other as one text, with spaces where the script has them."""
+    joined = texts[0]
+    for text in texts[1:]:
+        space = "" if in_unspaced(joined[-1]) or joined[-1] >= "\uff00" else " "
+        joined += space + text
+    return joined

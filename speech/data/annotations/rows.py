@@ -1,0 +1,247 @@
+"""Files of annotations as rows of a manifest: which files a name stands for, which of their tiers are
+taken, and what is left out."""
+
+import glob
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from common.errors import DataError, Failure, UsageError
+from speech.data.annotations import elan, lines, praat
+from speech.data.annotations.document import Annotation, Tier
+from speech.data.columns import Rejections, printable
+from speech.data.finding import audio_of
+
+READERS = {
+    ".eaf": elan.read,
+    ".textgrid": praat.read,
+    ".txt": lines.read_labels,
+    ".srt": lines.read_subtitles,
+    ".vtt": lines.read_subtitles,
+}
+WITH_TIERS = (".eaf", ".textgrid")
+NAMES = ".eaf, .TextGrid, .srt, .vtt, or Audacity's labels in .txt"
+OVERLAP = 0.1  # seconds: with less, nobody hears two voices
+LISTED = 20  # tiers in a message
+SAMPLE = 30  # characters of a text there
+
+
+@dataclass
+class Taken:
+    """What was read of files of annotations. `tiers`: how many annotations of each were taken;
+    `missing`: those that are wanted and that no file has."""
+
+    missing: set[str]
+    files: int = 0
+    tiers: Counter[str] = field(default_factory=Counter)
+    empty: int = 0
+    points: int = 0
+
+    def described(self) -> str:
+        words = ["1 file" if self.files == 1 else f"{self.files} files"]
+        if any(self.tiers):
+            named = [f"{printable(name)} ({n})" for name, n in self.tiers.most_common(LISTED)]
+            more = len(self.tiers) - len(named)
+            words.append(f"tiers {', '.join(named)}" + (f" and {more} more" if more else ""))
+        if self.files and self.missing:
+            words.append(f"no tier is called {printable(', '.join(sorted(self.missing)))}")
+        if self.empty:
+            words.append(f"without text, left out: {self.empty}")
+        if self.points:
+            words.append(f"points without duration, left out: {self.points}")
+        return "; ".join(words)
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of annotations that a name or a pattern stands for, sorted; [] for the name of
+    anything else. Raises `UsageError` for a folder, and for a pattern of no files or of others."""
+    name = str(path)
+    if os.path.isdir(name):
+        raise UsageError(
+            f"manifest {name}: it is a folder; name a table in it or, of files of annotations, a"
+            f" pattern in quotes such as '{name}/*.eaf'"
+        )
+    if os.path.exists(name) or not glob.has_magic(name):
+        return [path] if is_annotations(path) else []
+    found = [Path(each) for each in sorted(glob.glob(name, recursive=True))]
+    if not found:
+        raise UsageError(f"manifest {name}: no file has such a name")
+    other = next((each for each in found if not is_annotations(each)), None)
+    if other:
+        raise UsageError(
+            f"manifest {name}: a pattern stands for files of annotations ({NAMES}), and {other} is"
+            " none"
+        )
+    return found
+
+
+def is_annotations(path: Path, suffix: str = "") -> bool:
+    """Whether a file is one of annotations, by its suffix, which may be given: labels are known by
+    their content, too."""
+    suffix = (suffix or path.suffix).lower()
+    return lines.is_labels(path) if suffix == ".txt" else suffix in READERS
+
+
+def has_tiers(path: str) -> bool:
+    """Whether a name may be that of a file with tiers, or a pattern of such names."""
+    return path.lower().endswith(WITH_TIERS) or glob.has_magic(path)
+
+
+def annotated_rows(
+    files: list[Path], tiers: Sequence[str], audio_root: str | None, rejected: Rejections
+) -> Iterator[tuple[int, dict]]:
+    """(number from 1 on, row) of each annotation with a text in the files; what was taken is said
+    in `rejected.source`. `tiers`: names, types or patterns of those to take, needed where a
+    file has several.
+
+    Of several files, one that cannot be used is added to `rejected`. Raises `DataError` and
+    `UsageError` for a single one, and `UsageError` if it is not clear which tier to take."""
+    taken = Taken(set(tiers))
+    number = 0
+    for path in files:
+        try:
+            document = READERS[path.suffix.lower()](path)
+            chosen = choose(path, document.tiers, tiers)
+            audio, origin = audio_of(path, document.media, audio_root)
+        except Failure as failure:
+            is_unclear = isinstance(failure, UsageError) and not tiers
+            if len(files) == 1 or is_unclear:
+                raise
+            rejected.add("file of annotations cannot be used", str(failure))
+            continue
+        for reason, place in document.faults:
+            rejected.add(reason, place)
+        annotations = in_time(path, with_text(chosen, taken), origin, rejected)
+        note_overlaps(audio, annotations, rejected)
+        for each in annotations:
+            number += 1
+            yield number, as_row(audio, each)
+    rejected.source = taken.described()
+
+
+def choose(path: Path, tiers: list[Tier], wanted: Sequence[str]) -> list[Tier]:
+    """The tiers to take: those that are `wanted`, or else the only one with texts, or the only one
+    with texts that depends on no other. Raises `UsageError` that lists them, and `DataError` if
+    none has a text."""
+    are_named = any(tier.name for tier in tiers)
+    listed = f"{path} has {list_tiers(tiers)}" if are_named else str(path)
+    possible = tiers
+    if wanted and are_named:
+        possible = [tier for tier in tiers if is_wanted(tier, wanted)]
+        if not possible:
+            names = ", ".join(wanted)
+            raise UsageError(f"--tier {printable(names)}: there is none such: {listed}")
+    written = [tier for tier in possible if any(each.text for each in tier.annotations)]
+    if not written:
+        raise DataError(f"there are no texts with a duration: {listed}")
+    if wanted or not are_named:
+        return possible
+    if len(written) == 1:
+        return written
+    upper = [tier for tier in written if not tier.parent]
+    if len(upper) == 1 and is_prose(upper[0]):
+        return upper
+    raise UsageError(f"which tier has the texts? Add --tier NAME: {listed}")
+
+
+def is_wanted(tier: Tier, wanted: Sequence[str]) -> bool:
+    """Whether a tier is meant by its name, by its type in ELAN, or by a pattern of these."""
+    names = [name for name in (tier.name, tier.kind) if name]
+    return any(name == each or fnmatchcase(name, each) for name in names for each in wanted)
+
+
+def is_prose(tier: Tier) -> bool:
+    """Whether most texts have letters and no digits: other tiers number the sentences."""
+    texts = [each.text for each in tier.annotations if each.text]
+    prose = [any(map(str.isalpha, text)) and not any(map(str.isdigit, text)) for text in texts]
+    return 2 * sum(prose) > len(texts)
+
+
+def list_tiers(tiers: list[Tier]) -> str:
+    """The tiers for people: how many annotations each has, how many of them have a text, and who
+    speaks."""
+    shown = []
+    for tier in tiers[:LISTED]:
+        texts = [each.text for each in tier.annotations if each.text]
+        words = [f"annotations: {len(tier.annotations)}"]
+        if tier.annotations:
+            words.append(f"with text: {round(100 * len(texts) / len(tier.annotations))} %")
+        if tier.points:
+            words = [f"points without duration: {tier.points}"]
+        if tier.participant:
+            words.append(f"participant {tier.participant}")
+        if tier.kind:
+            words.append(f"type {tier.kind}")
+        if tier.parent:
+            words.append(f"depends on {tier.parent}")
+        if texts:
+            words.append(f"such as {texts[0][:SAMPLE]!r}")
+        shown.append(f"{tier.name!r} ({', '.join(words)})")
+    if len(tiers) > LISTED:
+        shown.append(f"{len(tiers) - LISTED} more")
+    return printable(", ".join(shown) or "no tiers")
+
+
+def with_text(tiers: list[Tier], taken: Taken) -> list[Annotation]:
+    """The annotations with a text, with their speakers: the participant of a tier, or its
+    name. All are counted in `taken`."""
+    found = []
+    taken.files += 1
+    for tier in tiers:
+        taken.missing = {name for name in taken.missing if not is_wanted(tier, [name])}
+        taken.points += tier.points
+        for each in tier.annotations:
+            if each.text:
+                speaker = each.speaker or tier.participant or tier.name
+                found.append(each._replace(speaker=speaker))
+                taken.tiers[tier.name] += 1
+            else:
+                taken.empty += 1
+    return found
+
+
+def in_time(
+    path: Path, annotations: list[Annotation], origin: float, rejected: Rejections
+) -> list[Annotation]:
+    """The annotations by their times in the audio, in which theirs begins at `origin`. Those whose
+    times cannot be used are added to `rejected`."""
+    usable = []
+    for each in annotations:
+        start = round(each.start + origin, 6)
+        end = round(each.end + origin, 6)
+        if 0 <= start < end < math.inf:
+            usable.append(each._replace(start=start, end=end))
+            continue
+        rejected.add(
+            "annotation has no times, or ends before it begins, or begins before its audio",
+            f"{path}: {each.start:.2f} to {each.end:.2f} s: {each.text[:SAMPLE]}",
+        )
+    return sorted(usable)
+
+
+def as_row(audio: str, annotation: Annotation) -> dict:
+    return {
+        "audio_filepath": audio,
+        "text": annotation.text,
+        "offset": annotation.start,
+        "duration": round(annotation.end - annotation.start, 6),
+        "speaker": annotation.speaker,
+    }
+
+
+def note_overlaps(audio: str, annotations: list[Annotation], rejected: Rejections) -> None:
+    """Adds those of the sorted `annotations` that begin before another has ended to the notes of
+    `rejected`."""
+    latest = None  # of the annotations so far, the one that ends last
+    for each in annotations:
+        if latest and min(each.end, latest.end) - each.start > OVERLAP:
+            is_other = each.speaker != latest.speaker
+            reason = "annotation overlaps another speaker's" if is_other else "annotations overlap"
+            who = f": {each.speaker} and {latest.speaker}" if is_other else ""
+            rejected.note(reason, f"{audio} at {each.start:.2f} s{who}")
+        if not latest or each.end > latest.end:
+            latest = each

@@ -1,0 +1,106 @@
+"""Recordings with files of ELAN and Praat, from a check to a resumed training."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from praatio import textgrid
+from pympi import Elan
+
+from recipes import konkani_conformer, template
+from tests.recipes import runs
+
+SHORT = (*runs.SHORT, "--save_every", "1", "--eval_every", "1")
+PAUSE = 0.5  # seconds between clips
+
+
+def joined(manifest: str, path: Path) -> list[tuple[float, float, str]]:
+    """Writes all clips of a manifest as one recording, and returns their times and texts."""
+    pieces, parts = [], []
+    at = 0
+    for line in Path(manifest).read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        samples, rate = soundfile.read(Path(manifest).parent / row["audio_filepath"])
+        step = rate // 50  # 20 ms: ELAN's times are whole milliseconds
+        samples = samples[: len(samples) // step * step]
+        end = at + len(samples)
+        parts.append((round(at / rate, 3), round(end / rate, 3), row["text"]))
+        pieces += [samples, np.zeros(round(PAUSE * rate))]
+        at = end + round(PAUSE * rate)
+    soundfile.write(path, np.concatenate(pieces), rate)
+    return parts
+
+
+@pytest.fixture(scope="module")
+def recordings(konkani, tmp_path_factory):
+    """A folder with train.eaf, of two speakers with a translation, val.TextGrid in UTF-16, and
+    JSON Lines of the same utterances."""
+    folder = tmp_path_factory.mktemp("recordings")
+    for name in ("train", "val"):
+        parts = joined(konkani[name], folder / f"{name}.wav")
+        rows = [
+            {
+                "audio_filepath": f"{name}.wav",
+                "offset": a,
+                "duration": round(b - a, 6),
+                "text": text,
+            }
+            for a, b, text in parts
+        ]
+        lines = [json.dumps(row) + "\n" for row in rows]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+        if name == "train":
+            write_eaf(folder / "train.eaf", parts)
+        else:
+            grid = textgrid.Textgrid()
+            grid.addTier(textgrid.IntervalTier("text", parts, 0, parts[-1][1] + PAUSE))
+            grid.save(str(folder / "val.TextGrid"), "long_textgrid", includeBlankSpaces=True)
+            text = (folder / "val.TextGrid").read_text(encoding="utf-8")
+            (folder / "val.TextGrid").write_text(text, encoding="utf-16")
+    return folder
+
+
+def write_eaf(path: Path, parts: list[tuple[float, float, str]]) -> None:
+    file = Elan.Eaf()
+    file.remove_tier("default")
+    file.add_linguistic_type("translation", constraints="Symbolic_Association")
+    for number, who in enumerate(("Anna", "Berta")):
+        file.add_tier(f"tx@{who}", part=who)
+        file.add_tier(f"ft@{who}", ling="translation", parent=f"tx@{who}")
+        for start, end, text in parts[number::2]:
+            file.add_annotation(f"tx@{who}", round(1000 * start), round(1000 * end), text)
+            file.add_ref_annotation(f"ft@{who}", f"tx@{who}", round(1000 * start), "in English")
+    file.add_linked_file("file:///D:/tapes/train.wav", relpath="./train.wav")
+    file.to_file(str(path))
+
+
+def flags(recordings, train: str, val: str) -> list[str]:
+    return ["--train_manifest", recordings / train, "--val_manifest", recordings / val]
+
+
+def test_the_check_says_what_there_is(recordings, tmp_path):
+    data = flags(recordings, "*.eaf", "val.TextGrid")
+    check = ("--check_data", "--output_dir", tmp_path)
+    status, message = runs.refused(konkani_conformer, *data, *check)
+    assert status == 2 and "which tier has the texts? Add --tier NAME" in message
+    assert (
+        "'ft@Berta' (annotations: 7, with text: 100 %, participant Berta, type translation,"
+        in message
+    )
+    out = runs.ran(konkani_conformer, *data, "--tier", "tx@*", "text", *check)
+    assert "*.eaf): 1 file; tiers tx@Anna (7), tx@Berta (7); no tier is called text" in out
+    assert "val.TextGrid): 1 file; tiers text (4); no tier is called tx@*; without text" in out
+    assert "Anna\n" in out and "Berta\n" in out
+    assert "14 utterances in train, 4 utterances in val can be used" in out
+
+
+def test_training_and_resuming_are_those_of_a_manifest_to_the_bit(recordings, tmp_path):
+    data = [*flags(recordings, "*.eaf", "val.TextGrid"), "--tier", "tx@*", "text"]
+    runs.ran(template, *data, *SHORT, "--max_steps", "1", "--output_dir", tmp_path / "a")
+    runs.ran(template, *data, *SHORT, "--resume", "auto", "--output_dir", tmp_path / "a")
+    same = flags(recordings, "train.jsonl", "val.jsonl")
+    runs.ran(template, *same, *SHORT, "--max_steps", "1", "--output_dir", tmp_path / "b")
+    runs.ran(template, *same, *SHORT, "--resume", "auto", "--output_dir", tmp_path / "b")
+    runs.assert_same_state(*(runs.newest(tmp_path / name, template) for name in "ab"))

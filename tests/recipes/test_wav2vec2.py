@@ -1,0 +1,532 @@
+"""The wav2vec 2.0 recipe: exactness of training, data, and its command line on tiny models."""
+
+import json
+import os
+import pickle
+import shutil
+import warnings
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import numpy as np
+import peft
+import pytest
+import soundfile
+import torch
+import torch.nn.functional as F
+import yaml
+from safetensors.torch import load_file
+from transformers import Wav2Vec2ForCTC, Wav2Vec2Model
+
+from common import checkpoint
+from common.batches import to_device
+from common.device import Setup
+from common.engine import run_global_batch
+from models.wav2vec2 import formats, settings, start, vocabulary
+from models.wav2vec2 import model as network
+from models.wav2vec2.model import Wav2Vec2, frames
+from recipes import wav2vec2_ctc as recipe
+from speech.data.columns import Corpus
+from speech.data.loading import Checks, load_corpus
+from speech.signal.audio import SAMPLE_RATE
+from tests.models.wav2vec2.small import sentencepiece_state
+from tests.models.wav2vec2.test_formats import (
+    GROUP,
+    LAYER,
+    PIECES,
+    TO_FAIRSEQ2,
+    mms,
+    peer,
+    saved,
+    write_json,
+)
+from tests.recipes import adapters, runs
+from tests.recipes.runs import SHORT, newest, ran, refused
+
+CPU = torch.device("cpu")
+TEXTS = ("Ab é", "ba.", "é, ab", "bé", "a b a", "ééb", "b", "aB")
+SECONDS = (0.9, 0.5, 1.2, 0.7, 1.0, 0.6, 0.8, 1.1)
+TINY = settings.make_config(
+    32, 2, 4, conv_dim=[8] * 7, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tiny():
+    """Sizes of two layers of 32; masks of channels are narrower than these."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(settings.SIZES, "demo", TINY)
+        patch.setattr(recipe, "CHANNEL_SPAN", 4)
+        yield
+
+
+def write_noise(folder: Path, texts: tuple[str, ...]) -> str:
+    """The manifest of utterances of noise."""
+    random, rows = np.random.default_rng(len(texts)), []
+    for number, (seconds, text) in enumerate(zip(SECONDS, texts, strict=False)):
+        samples = random.uniform(-0.5, 0.5, round(seconds * SAMPLE_RATE))
+        soundfile.write(folder / f"{number}.wav", samples, SAMPLE_RATE)
+        rows.append(json.dumps({"audio_filepath": f"{number}.wav", "text": text}))
+    (folder / "noise.json").write_text("\n".join(rows), encoding="utf-8")
+    return str(folder / "noise.json")
+
+
+@pytest.fixture(scope="module")
+def noise(tmp_path_factory) -> list[str]:
+    """The flags of eight utterances to train on and of three to evaluate."""
+    places = [tmp_path_factory.mktemp(name) for name in ("train", "val")]
+    train, val = map(write_noise, places, (TEXTS, TEXTS[:3]))
+    return ["--train_manifest", train, "--val_manifest", val]
+
+
+def write_released(folder: Path, kind=Wav2Vec2ForCTC, **changes) -> Path:
+    model = peer(kind, **changes)
+    if kind is Wav2Vec2ForCTC:
+        model.lm_head.bias.data[PIECES.index("[PAD]")] -= 1  # so that it writes something
+        model.lm_head.bias.data[PIECES.index("[UNK]")] -= 100
+    saved(folder, model)
+    normal = {"do_normalize": True, "sampling_rate": SAMPLE_RATE}
+    write_json(folder / "preprocessor_config.json", normal)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory) -> Path:
+    return write_released(tmp_path_factory.mktemp("hf"), **LAYER)
+
+
+@pytest.fixture(scope="module")
+def unsupervised(tmp_path_factory) -> Path:
+    return write_released(tmp_path_factory.mktemp("ssl"), Wav2Vec2Model, **LAYER)
+
+
+# --- exactness ------------------------------------------------------------------------------------
+
+
+def corpus_of(noise: list[str], info: start.ModelInfo) -> Corpus:
+    prepare = recipe.Preparation(info.read_style())
+    return load_corpus(noise[1], prepare, Checks())[0]
+
+
+def utterances(noise: list[str], folder: Path, *flags, training: bool = True) -> tuple:
+    """The training set as main reads it, and the info and the weights of the model."""
+    args = runs.parse(recipe, *noise, "--model_dir", folder, *flags)
+    info, weights = start.read(recipe.resolve(args), str(folder))
+    corpus = corpus_of(noise, info)
+    data = recipe.Utterances(args, corpus, start.tokenizer_of(info), info, training)
+    return data, info, weights
+
+
+def make_items(noise: list[str], folder: Path, *flags) -> tuple:
+    """The eight utterances in float64, with masks and skipped layers, and the model."""
+    shares = ["--mask_time", "0.3", "--mask_channels", "0.3", "--layer_drop", "0.4"]
+    data, info, weights = utterances(noise, folder, *shares, *flags)
+    items = [data.item(index, 1) for index in range(len(data))]
+    for item in items:
+        item["audio"] = item["audio"].double()
+    assert len({tuple(item["layers"]) for item in items}) > 2
+    for key in ("time_masks", "channel_masks"):
+        assert any(item[key].any() for item in items)
+    return items, info, start.make_model(info, weights).double()
+
+
+def moved(items: list[dict]) -> dict:
+    return next(to_device([recipe.collate(items)], CPU))
+
+
+def train_on(model: Wav2Vec2, items: list[dict], sizes: list[int]) -> None:
+    rest = iter(items)
+    micro_batches = [recipe.collate([next(rest) for _ in range(size)]) for size in sizes]
+    totals = {"ctc": sum(batch["counts"]["ctc"] for batch in micro_batches)}
+    model.zero_grad()
+    given = (model.train(), micro_batches, totals, recipe.compute_loss, recipe.LOSS_WEIGHTS)
+    assert run_global_batch(*given, Setup()).failed is None
+
+
+@pytest.mark.parametrize("extractor", ["trained", "frozen"])
+@pytest.mark.parametrize("norm", [LAYER, GROUP], ids=["layer", "group"])
+def test_however_a_global_batch_is_cut_its_gradient_is_the_same(
+    norm, extractor, noise, tmp_path, monkeypatch
+):
+    """And so it is if the loss is computed again in backward, utterance by utterance."""
+    items, _, model = make_items(noise, write_released(tmp_path, **norm))
+    model.feature_extractor.requires_grad_(extractor == "trained")
+
+    def gradient(*sizes: int) -> torch.Tensor:
+        train_on(model, items, sizes)
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+
+    whole = gradient(8)
+    assert whole.norm() > 0.01
+    for at_once in (recipe.AT_ONCE, 1):
+        monkeypatch.setattr(recipe, "AT_ONCE", at_once)
+        for sizes in ([8], [4, 4], [2] * 4, [1] * 8, [5, 3]):
+            assert (gradient(*sizes) - whole).norm() <= 1e-10 * whole.norm()
+
+
+def test_adapters_are_as_exact(noise, released, monkeypatch):
+    items, info, model = make_items(noise, released)
+    state = model.state_dict()
+
+    def make() -> Wav2Vec2:
+        made = start.network(info).double().train()
+        made.load_state_dict(state)
+        made.feature_extractor.requires_grad_(False)
+        return adapters.beside(made, start.adapted_layers(info, "linear"))
+
+    adapters.check_exact(
+        make, lambda model, sizes: train_on(model, items, sizes), network.CHECKPOINTED, monkeypatch
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("at_once", [recipe.AT_ONCE, 1])
+def test_the_loss_is_that_of_the_logits_of_transformers(noise, released, monkeypatch, at_once):
+    monkeypatch.setattr(recipe, "AT_ONCE", at_once)
+    data, info, weights = utterances(noise, released, training=False)
+    items = [data.item(index, 0) for index in range(len(data))]
+    found = recipe.compute_loss(start.make_model(info, weights).eval(), moved(items))["ctc"]
+    theirs = Wav2Vec2ForCTC.from_pretrained(released).eval()
+    expected = 0.0
+    for item in items:
+        audio = F.layer_norm(item["audio"], item["audio"].shape, eps=1e-7)
+        log_probs = theirs(audio[None]).logits[0].log_softmax(-1)
+        lengths = [len(log_probs)], [len(item["tokens"])]
+        expected += F.ctc_loss(log_probs, item["tokens"], *lengths, blank=4, reduction="sum")
+    assert found.item() == pytest.approx(float(expected), rel=1e-4)
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+def test_what_is_drawn_depends_on_seed_epoch_and_utterance_alone(noise, unsupervised, released):
+    shares = ["--mask_channels", "0.3", "--layer_drop", "0.4"]
+    data, info, _ = utterances(noise, released, *shares)
+    sent = pickle.loads(pickle.dumps(data))  # as it travels to a data worker
+    wanted = [(3, 0), (1, 2), (3, 2)]
+    ours = [data.item(*place) for place in wanted]
+    theirs = [sent.item(*place) for place in reversed(wanted)]
+    for a, b in zip(ours, reversed(theirs), strict=True):
+        assert a.keys() == b.keys() and all(np.array_equal(a[key], b[key]) for key in a)
+    seeded, _, _ = utterances(noise, released, *shares, "--seed", "2")
+    drawn = {(tuple(item["layers"]), item["audio"].sum().item()) for item in ours}
+    assert len(drawn) == 3 and not np.array_equal(seeded.item(3, 0)["audio"], ours[0]["audio"])
+    for index in range(8):
+        item = data.item(index, 1)
+        assert len(item["audio"]) / SAMPLE_RATE == pytest.approx(data.seconds(1)[index], abs=0.001)
+        assert len(item["time_masks"]) == frames(len(item["audio"]), info.config)
+    plain, _, _ = utterances(noise, released, training=False)
+    assert plain.item(0, 1).keys() & {"time_masks", "channel_masks", "layers"} == set()
+
+
+def test_usual_masks_go_with_the_start(noise, released, unsupervised):
+    """A new head on a self-supervised encoder learns with more of them."""
+    kept, _, _ = utterances(noise, released)
+    args = runs.parse(recipe, *noise, "--model_dir", unsupervised)
+    asked = recipe.resolve(args)
+    texts = corpus_of(noise, start.read(asked, str(unsupervised))[0]).texts
+    info, _ = start.first_model(asked, None, None, lambda info: texts, 1)
+    new = recipe.Utterances(args, corpus_of(noise, info), start.tokenizer_of(info), info, True)
+    assert (kept.masks, new.masks) == (start.KEPT_HEAD_MASKS, start.NEW_HEAD_MASKS)
+    assert info.has_new_head and kept.layer_drop == new.layer_drop == start.LAYER_DROP
+
+
+@pytest.mark.parametrize("tokens, samples", [([1, 2, 3], 1040), ([1, 1, 2], 1040), ([1], 1)])
+def test_ctc_feasibility_agrees_with_the_loss(tokens, samples):
+    count = frames(samples, TINY)
+    log_probs = torch.zeros(count, 1, 8).log_softmax(-1)
+    loss = F.ctc_loss(log_probs, torch.tensor([tokens]), [count], [len(tokens)], blank=7)
+    assert recipe.ctc_fits(samples, tokens, TINY) == bool(torch.isfinite(loss))
+
+
+def test_what_cannot_be_trained_on_is_left_out(noise, released, tmp_path, capsys):
+    data, info, _ = utterances(noise, released)
+    path = write_noise(tmp_path, ("ab", "ab" * 40, "xyz", "abx"))
+    corpus, _ = load_corpus(path, recipe.Preparation(info.read_style()), Checks())
+    kept = recipe.drop_untrainable(data.args, corpus, info)
+    assert list(kept.texts) == ["ab", "abx"]
+    out = capsys.readouterr().out
+    assert "a frame a token" in out and "outside the vocabulary" in out
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+STEPS = "--max_steps 6 --save_every 1 --eval_every 3 --keep_last 9 --batch_size 2".split()
+STEPS += "--gradient_accumulation_steps 2 --log_every 1".split()
+
+
+def weights_after(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    file = folder / "checkpoints" / f"checkpoint_step_{step:08d}.pt"
+    return checkpoint.read(file, recipe.RECIPE).model
+
+
+def same(one: dict, other: dict, names) -> set[bool]:
+    return {torch.equal(one[name], other[name]) for name in names}
+
+
+def test_a_released_model_is_tuned_compared_and_exported(noise, released, tmp_path):
+    flags = [*noise, "--model_dir", released, *SHORT, "--learning_rate", "1e-2"]
+    out = ran(recipe, *flags, "--output_dir", tmp_path, "--export", tmp_path / "hf")
+    assert "texts: 7 of 11 are changed to what the model writes: lower case in 3" in out
+    assert "spaces for punctuation in 4" in out and "new vocabulary" not in out
+    assert f"compared to {released}" in out
+    state = newest(tmp_path, recipe)
+    before = start.formats.read_model(released)[0]
+    extractor = [name for name in before if name.startswith("feature_extractor.")]
+    assert same(state.model, before, extractor) == {True}
+    assert same(state.model, before, vocabulary.ROWS) == {False}
+    theirs = Wav2Vec2ForCTC.from_pretrained(tmp_path / "hf").state_dict()
+    best = load_file(tmp_path / "checkpoints" / "best.safetensors")
+    assert torch.equal(theirs["lm_head.weight"], best["lm_head.weight"])
+    assert (tmp_path / "hf" / "README.md").is_file()
+
+
+@pytest.fixture(scope="module")
+def new_head(noise, unsupervised, tmp_path_factory) -> tuple[Path, str]:
+    """The folder and the stdout of six updates of a self-supervised model, with a warm-up of
+    four."""
+    folder = tmp_path_factory.mktemp("new_head")
+    out = ran(recipe, *new_head_flags(noise, unsupervised), "--output_dir", folder)
+    return folder, out
+
+
+def new_head_flags(noise, unsupervised) -> list:
+    steps = ["--warmup_steps", "4", "--learning_rate", "1e-2", *STEPS]
+    return [*noise, "--model_dir", unsupervised, *steps, "--gradient_checkpointing"]
+
+
+def test_a_new_head_learns_alone_during_the_warm_up(new_head, unsupervised):
+    folder, out = new_head
+    assert "new vocabulary: 6 pieces; the model had none" in out
+    assert "compared to" not in out
+    before = formats.read_model(unsupervised)[0]
+    for name in vocabulary.ROWS:
+        del before[name]  # they have no rows
+    warm, after = weights_after(folder, 4), weights_after(folder, 6)
+    assert same(warm, before, before) == {True}
+    assert same(warm, weights_after(folder, 1), vocabulary.ROWS) == {False}
+    frozen = {name for name in before if name.startswith("feature_extractor.")}
+    assert same(after, before, before.keys() - frozen) == {False}
+    assert same(after, before, frozen) == {True}
+
+
+@pytest.mark.parametrize("step", [2, 5])
+def test_resumed_within_and_after_the_warm_up_it_ends_with_the_same_bits(
+    step, new_head, noise, unsupervised, tmp_path
+):
+    folder = shutil.copytree(new_head[0], tmp_path / "run")
+    for later in range(step + 1, 7):
+        (folder / "checkpoints" / f"checkpoint_step_{later:08d}.pt").unlink()
+    flags = new_head_flags(noise, unsupervised)
+    assert f"(step {step})" in ran(recipe, *flags, "--resume", "auto", "--output_dir", folder)
+    runs.assert_same_state(newest(folder, recipe), newest(new_head[0], recipe))
+
+
+def test_weights_of_a_run_fit_another_vocabulary_by_character(noise, new_head, tmp_path):
+    """A model from scratch has the weights of an earlier run with rows at other places."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    train = write_noise(texts, ("aaé", "bba", "0ab", "éb0"))
+    flags = ["--train_manifest", train, "--val_manifest", train, "--keep_text", "--vocab", "own"]
+    best = new_head[0] / "checkpoints" / "best.safetensors"
+    given = [*flags, "--model_dir", tmp_path / "ssl", "--init_from", best]
+    write_released(tmp_path / "ssl", Wav2Vec2Model, **LAYER)
+    few = ["--max_steps", "1", "--batch_size", "2", "--learning_rate", "1e-30", "--save_every", "1"]
+    ran(recipe, *given, *few, "--output_dir", tmp_path / "run")
+    before, after = checkpoint.read_weights(best, recipe.RECIPE), newest(tmp_path / "run", recipe)
+    old, new = (each.model_info["tokenizer"]["pieces"] for each in (before, after))
+    assert old == ["<pad>", "<unk>", "|", *"abé"] and new == ["<pad>", "<unk>", "|", *"0abé"]
+    for name in vocabulary.ROWS:
+        kept = [new.index(piece) for piece in old]
+        assert torch.equal(after.model[name][kept], before.model[name])
+    name = "encoder.layers.0.attention.q_proj.weight"
+    assert torch.equal(after.model[name], before.model[name])
+
+
+def test_added_characters_and_texts_that_are_kept(noise, released, tmp_path):
+    flags = [*noise, "--model_dir", released, *SHORT, "--output_dir", tmp_path]
+    _, err = refused(recipe, *flags, "--keep_text")
+    assert "cannot write" in err and "--vocab extended" in err
+    out = ran(recipe, *flags, "--keep_text", "--vocab", "extended")
+    assert "rows of 6 are the released model's, 4 are new" in out and "texts: " not in out
+    info = newest(tmp_path, recipe).model_info
+    assert sorted(info["tokenizer"]["pieces"][6:]) == sorted(",.AB")
+    assert info["new_pieces"] == [6, 7, 8, 9] and info["style"] == {}
+    ran(recipe, *flags, "--keep_text", "--resume", "auto", "--max_steps", "3")
+    _, err = refused(recipe, *flags, "--vocab", "extended")
+    assert "has all characters" in err
+
+
+def test_data_are_checked_without_the_weights(noise, released, tmp_path):
+    ran(recipe, "--check_data", *noise, "--model_dir", released)
+    path = write_noise(tmp_path, ("ab", "xyz"))
+    status, err = refused(
+        recipe, "--check_data", "--train_manifest", path, *noise[2:], "--model_dir", released
+    )
+    assert status == 1 and "cannot write" in err and "--vocab extended" in err
+
+
+def test_ranks_that_share_a_model_wait_for_no_skipped_layer(noise, released, tmp_path):
+    """Each rank has one utterance, so most updates have a layer that only one of them goes
+    through."""
+    flags = [*noise, "--model_dir", released, *SHORT, "--batch_size", "1", "--layer_drop", "0.5"]
+    flags += ["--max_steps", "3", "--dropout", "0", "--learning_rate", "1e-3"]
+    ran(recipe, *flags, "--gradient_accumulation_steps", "2", "--output_dir", tmp_path / "one")
+    (tmp_path / "two").mkdir()
+    command = runs.command(recipe, *flags, "--sharded", "--dataloader_num_workers", "0")
+    ranks = runs.start_ranks(command, tmp_path / "two")
+    errors = [process.communicate(timeout=60)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], errors
+    one, two = (newest(tmp_path / name, recipe).model for name in ("one", "two"))
+    before = formats.read_model(released)[0]
+    for name, weight in one.items():
+        moved = (weight - before[name]).norm()
+        assert (two[name] - weight).norm() <= 0.05 * moved, name
+
+
+# --- omniASR and MMS ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def omni(tmp_path, monkeypatch) -> Path:
+    """A file as omniASR's, with its tokenizer beside it."""
+    state = sentencepiece_state(["ab é"])
+    rows = 8
+    config = {**TINY, "num_attention_heads": 4, "vocabulary": 0}
+    monkeypatch.setitem(settings.OMNI, "tiny", config)
+    monkeypatch.setitem(settings.TOKENIZERS, rows, "tiny.model")
+    (tmp_path / "tiny.model").write_bytes(bytes.fromhex(state["model"]))
+    shape = {"intermediate_size": 128, "vocab_size": rows, "pad_token_id": 0}
+    content = {}
+    for name, tensor in peer(Wav2Vec2ForCTC, **LAYER, **shape).state_dict().items():
+        for pattern, replacement in TO_FAIRSEQ2:
+            name = formats.re.sub(pattern, replacement, name)
+        content[name] = tensor
+    del content["masker.temporal_mask_embed"]
+    torch.save({"model": content}, tmp_path / "omniASR-CTC-300M.pt")
+    return tmp_path / "omniASR-CTC-300M.pt"
+
+
+def test_a_file_of_omniasr_is_tuned_transcribes_and_is_exported(noise, omni, tmp_path):
+    flags = [*noise, "--model_file", omni, *SHORT, "--output_dir", tmp_path / "run"]
+    out = ran(recipe, *flags, "--export", tmp_path / "hf")
+    assert "learning rate 1e-05" in out and f"compared to {omni}" in out
+    card = yaml.safe_load((tmp_path / "hf" / "README.md").read_text().split("---\n")[1])
+    assert card["base_model"] == "facebook/omniASR-CTC-300M" and card["license"] == "apache-2.0"
+    audio = Path(noise[1]).parent / "0.wav"
+    for place in (["--model_file", omni], ["--model_dir", tmp_path / "hf"]):
+        assert ran(recipe, "--transcribe", audio, *place, "--output_dir", tmp_path / "x")
+    best = tmp_path / "run" / "checkpoints" / "best.safetensors"
+    texts = [
+        ran(recipe, "--transcribe", audio, *place, "--output_dir", tmp_path / "x")
+        for place in (["--resume", best], ["--model_dir", tmp_path / "hf"])
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_a_language_of_mms_is_tuned_and_stays_non_commercial(noise, tmp_path):
+    folder = mms(tmp_path)
+    flags = ["--model_dir", folder, *SHORT, "--output_dir", tmp_path / "run"]
+    out = ran(recipe, *noise, *flags, "--language", "deu", "--export", tmp_path / "out")
+    assert "cc-by-nc-4.0, for non-commercial use only" in out
+    card = yaml.safe_load((tmp_path / "out" / "README.md").read_text().split("---\n")[1])
+    assert card["license"] == "cc-by-nc-4.0"
+    assert newest(tmp_path / "run", recipe).model_info["language"] == "deu"
+    _, err = refused(recipe, *noise, *flags, "--language", "vie")
+    assert "for: deu, amh" in err
+
+
+# --- used without training, adapters and plans ----------------------------------------------------
+
+
+def test_a_released_model_transcribes_and_says_where_it_is_unsure(noise, released, tmp_path):
+    audio = Path(noise[1]).parent
+    files = [audio / "0.wav", audio / "2.wav"]
+    flags = ["--model_dir", released, "--output", tmp_path / "out.jsonl"]
+    ran(recipe, "--transcribe", *files, *flags)
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    theirs = Wav2Vec2ForCTC.from_pretrained(released).eval()
+    tokenizer = start.make_tokenizer(formats.read_tokenizer(released), len(PIECES))
+    for file, row in zip(files, rows, strict=True):
+        audio = torch.from_numpy(soundfile.read(file)[0]).float()
+        audio = F.layer_norm(audio, audio.shape, eps=1e-7)
+        with torch.no_grad():
+            best = theirs(audio[None]).logits[0].argmax(-1).unique_consecutive()
+        assert row["text"] == tokenizer.decode(best.tolist()) and row["text"]
+        assert " ".join(word["text"] for word in row["words"]) == row["text"]
+        for word in row["words"]:
+            assert 0 < word["confidence"] <= 1 and 0 <= word["start"] < word["end"]
+
+
+def test_a_self_supervised_model_writes_nothing_yet(noise, unsupervised):
+    audio = Path(noise[1]).parent / "0.wav"
+    _, err = refused(recipe, "--transcribe", audio, "--model_dir", unsupervised)
+    assert "self-supervised" in err and "--train_manifest" in err
+
+
+def test_adapters_beside_a_released_model(noise, released, tmp_path):
+    def read(folder: Path) -> dict:
+        return formats.read_model(folder)[0]
+
+    def in_peft(base: list, merged: Path, folder: Path) -> None:
+        """Stock peft and transformers compute what the merged model does."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # of missing keys
+            model = Wav2Vec2ForCTC.from_pretrained(base[1])
+            model = peft.PeftModel.from_pretrained(model, folder).eval()
+        audio = torch.randn(1, 9000)
+        with torch.no_grad():
+            expected = Wav2Vec2ForCTC.from_pretrained(merged).eval()(audio).logits
+            torch.testing.assert_close(model(audio).logits, expected, atol=1e-5, rtol=1e-5)
+
+    out = adapters.check(recipe, noise, ["--model_dir", released], tmp_path, read, peft=in_peft)
+    assert "trained whole: lm_head" in out
+
+
+def test_adapters_in_fp16_beside_convolutions_in_fp32(noise, released, tmp_path):
+    flags = [*noise, "--model_dir", released, *SHORT, "--lora", "2", "--mixed_precision", "fp16"]
+    ran(recipe, *flags, "--output_dir", tmp_path)
+    assert newest(tmp_path, recipe).progress.step == 2
+
+
+def test_a_plan_is_of_the_model_that_the_flags_ask_for(noise, released, unsupervised, tmp_path):
+    for folder, rows in ((released, 6), (unsupervised, 6)):
+        flags = [*noise, "--model_dir", folder, "--output_dir", tmp_path]
+        model = runs.planned(recipe, *flags).model
+        assert model.lm_head.weight.shape == (rows, 32)
+    status, out, err = runs.run(recipe, *flags, "--dry_run", "8GB")
+    assert status == 0 and "Verdict: fits" in out, err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--vocab released --model_dir {ssl}", "has no vocabulary"),
+        ("--vocab own --from_scratch", "--vocab"),
+        ("--language deu --from_scratch", "--language"),
+        ("--mask_time 0.5 --no_spec_augment --model_dir {hf}", "--mask_time"),
+        ("--keep_text --model_dir {hf} --resume {tuned}", "--keep_text"),
+        ("--from_scratch --resume {tuned}", "--from_scratch"),
+        ("", "training needs a model to start from"),
+    ],
+)
+def test_what_does_not_go_together(flags, words, noise, released, unsupervised, new_head, tmp_path):
+    tuned = new_head[0] / "checkpoints" / "checkpoint_step_00000006.pt"
+    flags = flags.format(hf=released, ssl=unsupervised, tuned=tuned).split()
+    status, err = refused(recipe, *noise, *flags, "--output_dir", tmp_path)
+    assert status == 2 and words in err
+
+
+def test_damaged_records_are_named(new_head, tmp_path):
+    saved_file = new_head[0] / "checkpoints" / "checkpoint_step_00000006.pt"
+    info = checkpoint.read(saved_file, recipe.RECIPE).model_info
+    for key, value in (("style", {"form": 3}), ("new_pieces", "x"), ("config", {})):
+        content = torch.load(saved_file, weights_only=True)
+        found = next(k for k, v in content.items() if v == info)
+        content[found] = {**info, key: value}
+        torch.save(content, tmp_path / "damaged.pt")
+        flags = ["--export", tmp_path / "out", "--resume", tmp_path / "damaged.pt"]
+        status, err = refused(recipe, *flags, "--output_dir", tmp_path)
+        assert status == 2 and "damaged.pt" in err

@@ -1,0 +1,187 @@
+"""--align from files to files, with a recogniser to which each letter is a loudness."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from common import options
+from common.errors import DataError, UsageError
+from speech.alignment import command
+from speech.alignment.letters import of_characters
+from speech.data.loading import Checks, load_corpus
+from speech.signal.audio import SAMPLE_RATE
+from speech.writing.text import normalise
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+BLANK = len(LETTERS)
+FRAME = 0.02
+SAMPLES = round(FRAME * SAMPLE_RATE)
+LINES = [
+    "the old man went down to the river before the sun was up",
+    "his boat was small and it was painted green",
+    "nobody had seen so many birds on the water",
+    "she asked him what he would do with all the fish",
+    "we will eat what we can and give away the others",
+    "in winter there is ice on both sides of the bridge",
+]
+
+
+def spoken(text: str) -> np.ndarray:
+    """Two frames of a loudness for each letter, and one that is quieter behind it."""
+    values = []
+    for letter in text:
+        if letter in LETTERS:
+            level = 0.1 + 0.03 * LETTERS.index(letter)
+            values += [level, level, 0.05]
+        else:
+            values += [0.05] * 2
+    return np.repeat(np.array(values, np.float32), SAMPLES)
+
+
+def tape(path: Path, lines: list[str], pause: float = 0.6) -> list[tuple[float, float]]:
+    """Writes a recording of the lines; returns where each begins and ends, in seconds."""
+    parts, places = [np.zeros(SAMPLE_RATE, np.float32)], []
+    for line in lines:
+        start = sum(map(len, parts)) / SAMPLE_RATE
+        parts.append(spoken(line))
+        places.append((start, start + len(parts[-1]) / SAMPLE_RATE))
+        parts.append(np.zeros(round(pause * SAMPLE_RATE), np.float32))
+    soundfile.write(path, np.concatenate(parts), SAMPLE_RATE, subtype="FLOAT")
+    return places
+
+
+def log_probs_of(waveform: torch.Tensor) -> np.ndarray:
+    whole = waveform[: len(waveform) // SAMPLES * SAMPLES].reshape(-1, SAMPLES)
+    letter = ((whole.mean(1) - 0.1) / 0.03).round().long()
+    letter[letter < 0] = BLANK
+    scores = torch.full((len(whole), BLANK + 1), -9.0)
+    return scores.scatter(1, letter[:, None], 0.0).log_softmax(-1).numpy()
+
+
+def recogniser() -> command.Recogniser:
+    index = {letter: i for i, letter in enumerate(LETTERS)}
+    return command.Recogniser(log_probs_of, FRAME, of_characters(index, BLANK, BLANK + 1), 10.0)
+
+
+def request(*words: str) -> command.Request | None:
+    parser = options.Parser("")
+    command.add_arguments(parser)
+    parser.add_argument("--output")
+    parser.add_argument("--resume")
+    return command.resolve(parser.parse_args(words))
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_tape_and_its_book(folder, capsys):
+    """Another order, a line that is not read, one that is not in the book; the manifest is read as
+    any other."""
+    (folder / "out").mkdir()
+    read = [*LINES[3:], *LINES[:2], "this is a line that only the reader knows and nobody else"]
+    places = tape(folder / "tape.wav", read)
+    book = ". ".join(line.capitalize() for line in LINES) + ".\n"
+    (folder / "book.txt").write_text(book, encoding="utf-8-sig")
+    command.align_files(
+        request("--align", "tape.wav", "book.txt", "--output", "out/aligned.json"), recogniser()
+    )
+    utterances = rows_of(folder / "out/aligned.json")
+    assert [row["text"] for row in utterances] == [f"{line.capitalize()}." for line in read[:5]]
+    for row, (start, end) in zip(utterances, places, strict=False):
+        assert row["audio_filepath"] == "../tape.wav"
+        assert abs(row["offset"] - start) < 0.06
+        assert abs(row["offset"] + row["duration"] - end) < 0.06
+    texts, sounds = [], []
+    for row in rows_of(folder / "out/aligned_left_out.json"):
+        (sounds if "heard" in row else texts).append(row)
+    assert [row["text"] for row in texts] == [f"{LINES[2].capitalize()}."]
+    assert [row["heard"] for row in sounds] == [read[5].replace(" ", "")]
+    printed = capsys.readouterr().out
+    assert "5 utterances" in printed and "not found in the recording: 1" in printed
+    assert (folder / "out/aligned.html").read_bytes().startswith(command.page.BEGINS)
+    corpus, rejected = load_corpus("out/aligned.json", normalise, Checks())
+    assert not rejected.counts
+    assert list(corpus.texts) == [row["text"] for row in utterances]
+    assert corpus.seconds.tolist() == pytest.approx([row["duration"] for row in utterances])
+
+
+def test_folders_of_pairs(folder, capsys):
+    for name in ("tapes/one", "books/one"):
+        (folder / name).mkdir(parents=True)
+    tape(folder / "tapes/one/a.wav", LINES[:3])
+    tape(folder / "tapes/b.wav", LINES[3:])
+    tape(folder / "tapes/alone.wav", LINES[:1])
+    (folder / "tapes/broken.wav").write_bytes(b"RIFF")
+    (folder / "books/one/a.txt").write_text("\n".join(LINES[:3]), encoding="utf-8")
+    (folder / "books/b.txt").write_text("\n".join(LINES[3:]), encoding="utf-8")
+    (folder / "books/broken.txt").write_text("a", encoding="utf-8")
+    (folder / "books/unread.txt").write_text("a", encoding="utf-8")
+    asked = request("--align", "tapes", "books", "--output", "aligned.json")
+    told = capsys.readouterr().err
+    assert "alone.wav" in told and "unread.txt" in told
+    with pytest.raises(DataError, match="1 of 3"):
+        command.align_files(asked, recogniser())
+    assert "broken.wav" in capsys.readouterr().err
+    found = [(row["audio_filepath"], row["text"]) for row in rows_of(folder / "aligned.json")]
+    assert found == [
+        *(("tapes/b.wav", line) for line in LINES[3:]),
+        *(("tapes/one/a.wav", line) for line in LINES[:3]),
+    ]
+
+
+def test_nothing_is_written_for_another_text(folder):
+    tape(folder / "tape.wav", LINES)
+    (folder / "book.txt").write_text("Quixotic zebras jump. " * 40, encoding="utf-8")
+    asked = request("--align", "tape.wav", "book.txt", "--output", "aligned.json")
+    with pytest.raises(DataError, match="nothing was found"):
+        command.align_files(asked, recogniser())
+    assert sorted(path.name for path in folder.iterdir()) == ["book.txt", "tape.wav"]
+
+
+def test_texts_that_somebody_has_mended_are_kept(folder):
+    tape(folder / "tape.wav", LINES)
+    (folder / "book.txt").write_text("\n".join(LINES), encoding="utf-8")
+    words = ("--align", "tape.wav", "book.txt", "--output", "aligned.json")
+    command.align_files(request(*words), recogniser())
+    first = (folder / "aligned.json").read_text(encoding="utf-8")
+    mended = first.replace("old man", "young man")
+    (folder / "aligned.json").write_text(mended, encoding="utf-8")
+    command.align_files(request(*words), recogniser())
+    assert (folder / "aligned.json").read_text(encoding="utf-8") == first
+    assert (folder / "aligned.json.earlier-1").read_text(encoding="utf-8") == mended
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("tape.wav missing.txt --output a.json", "No such file"),
+        ("missing.wav book.txt --output a.json", "missing.wav: no such file"),
+        ("tape.wav . --output a.json", "two files or two folders"),
+        (". book.txt --output a.json", "two files or two folders"),
+        ("tape.wav book.txt --output a.srt", "it will be a manifest"),
+        ("tape.wav book.txt --output book.txt", "this command reads it"),
+        ("tape.wav book.txt --output other.json", "it exists"),
+        ("tape.wav book.txt --output none/a.json", "name a file in a folder"),
+    ],
+)
+def test_requests_that_are_refused(folder, words, message):
+    (folder / "tape.wav").write_bytes(b"")
+    (folder / "book.txt").write_text("A text.", encoding="utf-8")
+    (folder / "other.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(UsageError, match=message):
+        request("--align", *words.split())
+
+
+def test_without_the_flag_nothing_is_asked_for():
+    assert request() is None

@@ -1,0 +1,122 @@
+"""The best path of CTC, with and without skips, against brute force and a plain table."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from speech.alignment.viterbi import Skips, align
+
+
+def random_log_probs(random, frames: int, size: int) -> np.ndarray:
+    scores = random.normal(size=(frames, size)) * 2
+    return scores - np.logaddexp.reduce(scores, axis=1, keepdims=True)
+
+
+def collapsed(labels, blank: int) -> list[int]:
+    return [label for label, _ in itertools.groupby(labels) if label != blank]
+
+
+def tokens_of(path, tokens) -> list[int]:
+    """The tokens that a path's states go through, each once."""
+    return [tokens[state // 2] for state, _ in itertools.groupby(path.states) if state % 2]
+
+
+def emitted(path, log_probs, tokens, blank: int) -> float:
+    columns = [tokens[state // 2] if state % 2 else blank for state in path.states]
+    return float(log_probs[np.arange(len(log_probs)), columns].sum())
+
+
+def full_table(log_probs, tokens, blank: int) -> tuple[float, list[int]]:
+    """The best score and path, by a table of all frames and states."""
+    columns = [blank]
+    for token in tokens:
+        columns += [token, blank]
+    table = np.full((len(log_probs), len(columns)), -math.inf)
+    before = np.zeros(table.shape, int)
+    for t in range(len(log_probs)):
+        for s, column in enumerate(columns):
+            choices = [(0.0, s)] if t == 0 and s < 2 else []
+            if t > 0:
+                choices = [(table[t - 1, s], s)]
+                if s > 0:
+                    choices.append((table[t - 1, s - 1], s - 1))
+                if s > 1 and s % 2 and column != columns[s - 2]:
+                    choices.append((table[t - 1, s - 2], s - 2))
+            if choices:
+                score, before[t, s] = max(choices)
+                table[t, s] = score + log_probs[t, column]
+    state = max(range(len(columns) - 2, len(columns)), key=lambda s: table[-1, s])
+    score = table[-1, state]
+    states = []
+    for t in reversed(range(len(log_probs))):
+        states.append(state)
+        state = before[t, state]
+    return float(score), states[::-1]
+
+
+@pytest.mark.parametrize("tokens", [[], [1], [1, 2], [1, 1], [2, 1, 2], [1, 1, 1]])
+def test_the_best_of_all_labellings(tokens):
+    random = np.random.default_rng(len(tokens))
+    for frames in (len(tokens) + 1, 6):
+        log_probs = random_log_probs(random, frames, 3)
+        scores = [
+            sum(log_probs[t, label] for t, label in enumerate(labels))
+            for labels in itertools.product(range(3), repeat=frames)
+            if collapsed(labels, 0) == tokens
+        ]
+        path = align(log_probs, np.array(tokens, int), 0)
+        if not scores:
+            assert path is None
+            continue
+        assert math.isclose(path.score, max(scores))
+        assert math.isclose(path.score, emitted(path, log_probs, tokens, 0))
+        assert tokens_of(path, tokens) == tokens
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_path_of_a_full_table(seed):
+    random = np.random.default_rng(seed)
+    log_probs = random_log_probs(random, 150, 6)
+    tokens = random.integers(0, 5, 30)
+    score, states = full_table(log_probs, tokens, 5)
+    path = align(log_probs, tokens, 5)
+    assert math.isclose(path.score, score)
+    assert path.states.tolist() == states
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_best_of_all_ways_to_skip(seed):
+    """Each part between two stops is read or left out at its price: the best of all 2^3 texts."""
+    random = np.random.default_rng(seed)
+    log_probs = random_log_probs(random, 40, 6)
+    star = 5
+    parts = [random.integers(1, 5, size).tolist() for size in (6, 9, 4)]
+    prices = random.uniform(1, 25, 3)
+    tokens = [star]
+    stops = [0]
+    for part in parts:
+        tokens += [*part, star]
+        stops.append(len(tokens) - 1)
+    best = -math.inf
+    for kept in itertools.product((True, False), repeat=3):
+        # A stop that is reached by a hop shares the frames of the stop before.
+        text = [star]
+        for part, keeps in zip(parts, kept, strict=True):
+            text += [*part, star] if keeps else []
+        path = align(log_probs, np.array(text), 0)
+        price = sum(p for p, keeps in zip(prices, kept, strict=True) if not keeps)
+        if path and path.score - price > best:
+            best, wanted = path.score - price, kept
+    found = align(log_probs, np.array(tokens), 0, Skips(np.array(stops), prices))
+    assert math.isclose(found.score, best)
+    visited = set((found.states[found.states % 2 == 1] // 2).tolist())
+    read = tuple(set(range(a + 1, b)) <= visited for a, b in itertools.pairwise(stops))
+    assert read == wanted
+
+
+def test_too_few_frames():
+    log_probs = random_log_probs(np.random.default_rng(0), 3, 4)
+    assert align(log_probs, np.array([1, 1, 2]), 0) is None
+    assert align(log_probs, np.array([1, 3, 2]), 0) is not None
