@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from models.matcha import alignment
-from models.matcha.mels import HOP, SAMPLE_RATE
+from models.matcha.mels import SAMPLE_RATE
 from models.matcha.model import BANDS, Matcha
 from models.matcha.tokenizer import Tokens, read
 from speech.writing.sentences import split_sentences
@@ -112,7 +112,3 @@ def euler(
     for step in range(steps):
         x = x + velocity(x, step / steps) / steps
     return x
-
-
-def seconds(mel: torch.Tensor) -> float:
-    return len(mel) * HOP / SAMPLE_RATE
