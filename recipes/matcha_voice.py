@@ -310,6 +310,14 @@ def fit(log_mel: LogMel, info: ModelInfo, seed: int, model: Matcha, data: Uttera
 # --- the vocoder ----------------------------------------------------------------------------------
 
 
+def make_room(args, run: Run, reports: tuple[str, ...]) -> None:
+    """Moves an earlier voice in the folders of a new one aside with its vocoder, which was trained on
+    other recordings."""
+    if run.keeps_folder and not (args.resume or run.restarted or run.is_planned):
+        stages = (vocoder_training.FOLDER,)
+        checkpoint.make_room(args.checkpoint_dir, args.log_dir, reports, stages)
+
+
 def train_vocoder(args, info: ModelInfo, run_info: RunInfo, corpus: Corpus, held: Corpus) -> None:
     """Trains a vocoder on the recordings of the voice, in a run of its own beside the voice's."""
     flags = {**vocoder_training.FLAGS, "resume": args.resume and "auto"}
@@ -427,7 +435,7 @@ def make_task(
         adamw=optim.Settings(BETAS, decay_embeddings=False),
         fine_tunes=info.pretrained or run.initial is not None,
         vocabulary=start.vocabulary(info, run.initial),
-        reports=(held_out.LISTEN, held_out.PICTURE, str(judge.folder_of(args.output_dir))),
+        reports=held_out.reports(args.output_dir),
         plans=ForPlans(last_steps=functools.partial(evaluate, log_mel, None)),
     )
 
@@ -443,6 +451,7 @@ def main(args) -> None:
     run = begin(args, RECIPE)
     before = released.read_run_info(RunInfo, run.resumed)
     corpora = check_corpora(args, read_data(args, before), asked.language)
+    make_room(args, run, held_out.reports(args.output_dir))
     with run.model_device():
         info, weights = start.choose(asked, run.resumed, run.initial, corpora["train"])
         model = start.make_model(info, weights, asked.dropout, run.resumed)

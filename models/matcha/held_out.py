@@ -49,6 +49,11 @@ class Listener:
         draw(self.folder / PICTURE, self.voice, self.corpus)
 
 
+def reports(output_dir: str) -> tuple[str, ...]:
+    """What a run writes beside its logs, for the loop."""
+    return LISTEN, PICTURE, str(judge.folder_of(output_dir))
+
+
 def draw(path: Path, voice: Voice, corpus: Corpus) -> None:
     """Draws which tokens of the first sentence are probable at which frames of its recording: a
     sharp diagonal, once the voice has learned to align. Beside it the durations that it predicts."""

@@ -272,3 +272,6 @@ def test_a_vocoder_is_trained_beside_the_voice(noise, tmp_path, monkeypatch):
         recipe, "--synthesize", "ሰላም", "--output", tmp_path / "a.wav", "--output_dir", tmp_path
     )
     assert "a.wav" in out
+    ran(recipe, *both(noise), *ONE, "--output_dir", tmp_path)  # a new voice
+    assert vocoder_training.read_vocoder(folder, recipe.RECIPE) is None
+    assert (folder / "earlier-1" / "vocoder" / "best.safetensors").exists()
