@@ -14,10 +14,10 @@ manifest gets a vector of their own.
 
 Memory: weights, gradients and AdamW's states of the 18 million parameters take 0.3 GiB, and 16 clips
 of 8 s about 2 GiB. run_matcha_voice.sh has presets from 4 GB. Expect speech of the demo's held-out
-sentences in which a recogniser has a character error rate of about 10 % (two CPU cores: 10 minutes).
+sentences in which a recogniser has a character error rate of 6 to 10 % (6.5 minutes of a CPU's time).
 
 Sources: Matcha-TTS (Mehta et al. 2024), flow matching (Lipman et al. 2023), monotonic alignment
-search (Kim et al. 2020), Griffin and Lim (1984). Written from these and from the names and shapes of
+search (Kim et al. 2020), Griffin and Lim (1984), Vocos (Siuzdak 2024). Written from these and from the names and shapes of
 the released checkpoints.
 """
 

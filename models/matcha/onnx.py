@@ -21,6 +21,7 @@ from models.matcha.vocoder import ConvolutionalFourier, GriffinLim
 
 OPSET = 17
 FLOW_STEPS = 5
+USUAL_NOISE = 0.667  # the scale that the programs give unless a user says another; here TEMPERATURE
 GRIFFIN_LIM_STEPS = 30
 NAME = "voice.onnx"
 EXAMPLE = 10  # characters of the text that the graph is made with
@@ -75,7 +76,7 @@ class Graph(nn.Module):
             times = torch.full((1,), time)
             return model.velocity(x, means, times, frames, vectors)
 
-        noise = torch.randn_like(means) * scales[0]
+        noise = torch.randn_like(means) * scales[0] * (TEMPERATURE / USUAL_NOISE)
         mels = model.denormalised(decoding.euler(velocity, noise, FLOW_STEPS))
         return self.vocoder(mels)[:, None]
 
@@ -91,7 +92,7 @@ def inputs_of(voice: Voice) -> dict[str, torch.Tensor]:
     inputs = {
         "input": torch.tensor([example_of(voice)]),
         "input_lengths": torch.tensor([len(example_of(voice))]),
-        "scales": torch.tensor([TEMPERATURE, 1.0, 0.0]),
+        "scales": torch.tensor([USUAL_NOISE, 1.0, 0.0]),
     }
     if has_speakers(voice):
         inputs["sid"] = torch.tensor([0])
@@ -136,7 +137,7 @@ def settings_of(voice: Voice) -> dict:
         "num_speakers": len(voice.speakers),
         "speaker_id_map": {name: number for number, name in enumerate(voice.speakers) if name},
         "phoneme_id_map": {symbol: [number] for symbol, number in voice.tokens.map().items()},
-        "inference": {"noise_scale": TEMPERATURE, "length_scale": 1.0, "noise_w": 0.0},
+        "inference": {"noise_scale": USUAL_NOISE, "length_scale": 1.0, "noise_w": 0.0},
     }
 
 

@@ -90,10 +90,11 @@ class GriffinLim(nn.Module):
         super().__init__()
         self.steps = steps
         self.fourier = Fourier()
+        # Persistent, or an ONNX program would have a copy for each use.
         filters = LogMel().filters
-        self.register_buffer("filters", filters, persistent=False)
+        self.register_buffer("filters", filters)
         inverse = torch.linalg.pinv(filters.cpu().t()).to(filters.device)
-        self.register_buffer("inverse", inverse, persistent=False)
+        self.register_buffer("inverse", inverse)
 
     def forward(self, mels: torch.Tensor) -> torch.Tensor:
         with torch.autocast(mels.device.type, enabled=False), full_fp32(mels.device):

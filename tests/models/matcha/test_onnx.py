@@ -13,7 +13,7 @@ from models.matcha.decoding import Settings, Voice
 from models.matcha.model import SIZES, Matcha
 from models.matcha.tokenizer import Composer, Tokens, read, symbols_of
 from models.matcha.vocoder import SIZES as VOCODERS
-from models.matcha.vocoder import Vocos
+from models.matcha.vocoder import GriffinLim, Vocos
 
 pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -164,3 +164,13 @@ def test_the_graph_has_the_vocoder_and_noise(voice, exported):
     np.testing.assert_allclose(samples, voice.vocode(mel).numpy(), rtol=0, atol=1e-4)
     assert len(run(exported, tokens, 0.667)) == len(samples)
     assert np.abs(run(exported, tokens, 0.667) - samples).max() > 1e-4
+
+
+def test_a_graph_without_a_trained_vocoder_has_each_table_once(tmp_path):
+    voice = make_voice(vocoder=GriffinLim(1))
+    onnx.fill(tmp_path, voice)
+    parameters = sum(p.numel() for p in voice.model.parameters())
+    tables = 2 * 1026 * 1024 + 3 * 513 * 80
+    assert (tmp_path / "voice.onnx").stat().st_size < 4 * (parameters + tables) + 3_000_000
+    tokens = voice.tokens.encode(read(TEXTS["am"], "am"))
+    assert np.isfinite(run(tmp_path, tokens)).all()
