@@ -385,7 +385,7 @@ def report_results(
     title = f"{name} set, {weights}, {len(rows)} utterances"
     spoken = eval_batches.dataset.data.corpus.languages
     recogniser.print_results(rows, title, asked.how, languages=spoken)
-    if compares and asked.origin.path and not info.has_new_head:
+    if compares and asked.origin.path and info.had_head:
         info, untrained = released_model(asked)
         memory.replace_on_device(model, untrained)
         before = decode_words(tokenizer_of(info), untrained, eval_batches)
@@ -526,7 +526,7 @@ def make_task(
         new_rows=new_rows,
         vocabulary=rows_by_piece(info, run.initial),
         plans=ForPlans(
-            compares=bool(asked.origin.path) and not info.has_new_head,
+            compares=bool(asked.origin.path) and info.had_head,
             adapters=functools.partial(adapters.usual, start.family(asked), info),
         ),
     )

@@ -4,19 +4,24 @@ examples."""
 import argparse
 import ast
 import importlib
+import json
 import os
 import re
 import shlex
 import shutil
+import string
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import run
 
 from common import options
 from models.parakeet import prepare
+from models.wav2vec2.settings import PUBLISHED, TOKENIZERS
 from webui import app
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,6 +41,7 @@ PAGES = [
 RECIPE_OF = {"parakeet_live": "parakeet_tdt", "parakeet_export": "parakeet_tdt"}
 PREPARE = "python -m models.parakeet.prepare "
 FOLDERS = ("recipes", "common", "speech", "models", "dry_run", "webui", "benchmarks", "tests")
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # Paths that a reader creates, and a script of another project.
 EXAMPLES = {"recipes/my_model.py", "models/morse", "run_training.sh"}
 # Messages of other programs in the README's table.
@@ -206,32 +212,35 @@ def test_shared_flags_exist_in_several_recipes():
     assert [flag for flag in shared - SPELLINGS if counts[flag] < 3] == []
 
 
+def accept(line: str, folder: Path) -> None:
+    """Parses a command; a preset script prints the recipe's command in `folder`, which is then
+    parsed."""
+    if line.startswith(PREPARE):
+        parser_of_prepare().parse_args(shlex.split(line)[3:])
+        return
+    words = shlex.split(line)
+    if found := SCRIPT.match(line):
+        variables = dict(word.split("=", 1) for word in found[1].split())
+        environment = {**os.environ, "GPUS": "", **variables}
+        words = shlex.split(found[2])
+        printing = [str(ROOT / words[0]), *words[1:], "--print"]
+        script = subprocess.run(
+            printing, capture_output=True, text=True, cwd=folder, env=environment, timeout=60
+        )
+        assert script.returncode == 0, f"{line}: {script.stderr}"
+        words = shlex.split(script.stdout)
+    number = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    recipe = Path(words[number]).stem
+    if recipe == "my_model":
+        recipe = "template"
+    args = parser_of(recipe).parse_args(words[number + 1 :])
+    assert isinstance(args, argparse.Namespace)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_are_accepted(page, tmp_path):
-    """By the parsers of the recipes; the preset scripts print the recipe's command, which is then
-    parsed."""
     for line in commands(page):
-        if found := SCRIPT.match(line):
-            variables = dict(word.split("=", 1) for word in found[1].split())
-            environment = {**os.environ, "GPUS": "", **variables}
-            words = shlex.split(found[2])
-            printing = [str(ROOT / words[0]), *words[1:], "--print"]
-            script = subprocess.run(
-                printing, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=60
-            )
-            assert script.returncode == 0, f"{line}: {script.stderr}"
-            words = shlex.split(script.stdout)
-        elif line.startswith(PREPARE):
-            parser_of_prepare().parse_args(shlex.split(line)[3:])
-            continue
-        else:
-            words = shlex.split(line)
-        number = next(i for i, word in enumerate(words) if word.endswith(".py"))
-        recipe = Path(words[number]).stem
-        if recipe == "my_model":
-            recipe = "template"
-        args = parser_of(recipe).parse_args(words[number + 1 :])
-        assert isinstance(args, argparse.Namespace)
+        accept(line, tmp_path)
 
 
 def test_the_first_commands_of_the_replaced_project_are_there():
@@ -279,8 +288,10 @@ def test_the_map_is_complete():
     page = read(ROOT / "CONTRIBUTING.md")
     with_code = {path.parent for top in FOLDERS for path in (ROOT / top).rglob("*.py")}
     folders = {f"{name_of(path)}/" for path in with_code - {ROOT / "speech"}}
-    folders = {folder for folder in folders if not folder.startswith("tests/")} | {"tests/"}
-    assert folders == first_cells(page, "| folder | content | may import |")
+    folders = {folder for folder in folders if not folder.startswith("tests/")}
+    assert folders | {"notebooks/", "tests/"} == first_cells(
+        page, "| folder | content | may import |"
+    )
     core = [path.name for path in (ROOT / "common").iterdir() if path.suffix in (".py", ".sh")]
     assert {*core} - {"__init__.py"} == first_cells(page, "| `common/` | the core |")
 
@@ -302,6 +313,107 @@ def test_the_messages_in_the_table_of_errors_exist():
     for message in set(messages) - FOREIGN:
         pattern = re.compile(".*".join(map(re.escape, message.split("..."))))
         assert any(map(pattern.search, texts)), message
+
+
+# --- notebooks ------------------------------------------------------------------------------------
+
+
+def run_notebook(path: Path, shell: Callable[[str], list[str]], settings: dict[str, str]) -> None:
+    """Runs the code cells one after the other, as IPython does. `shell` is called with each line
+    after "!" or "%", in which $NAME is the value of a variable, and returns what it prints.
+    `settings`: values in place of those that the notebook has."""
+    values: dict = {}
+    values["shell"] = lambda line: shell(string.Template(line).safe_substitute(values))
+    for cell in json.loads(read(path))["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        source = "".join(cell["source"])
+        for name, value in settings.items():
+            source = re.sub(rf'^{name} = "[^"]*"', f'{name} = "{value}"', source, flags=re.M)
+        source = re.sub(
+            r"^( *)(\w+ = )?[!%](.*)$",
+            lambda m: f"{m[1]}{m[2] or ''}shell({m[3]!r})",
+            source,
+            flags=re.M,
+        )
+        exec(source, values)
+
+
+@pytest.fixture
+def colab(monkeypatch):
+    """Colab's package, with a drive that mounts nothing."""
+    module = SimpleNamespace(drive=SimpleNamespace(mount=lambda path: None))
+    monkeypatch.setitem(sys.modules, "google.colab", module)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name_of)
+def test_notebooks_are_well_formed_and_without_outputs(notebook):
+    content = json.loads(read(notebook))
+    assert (content["nbformat"], content["nbformat_minor"]) == (4, 5)
+    cells = content["cells"]
+    assert len({cell["id"] for cell in cells}) == len(cells) > 5
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == [] and cell["execution_count"] is None
+    pages = re.findall(r"docs/\w+\.md", read(notebook))
+    assert pages and all((ROOT / page).is_file() for page in pages)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name_of)
+def test_the_commands_of_notebooks_are_accepted(notebook, colab, tmp_path):
+    """With a table and without one."""
+    lines: list[str] = []
+
+    def shell(line: str) -> list[str]:
+        lines.append(line)
+        return ["installing", "python"]
+
+    run_notebook(notebook, shell, {"TABLE": "mine/train.json", "RECORDING": "a.wav"})
+    assert sum("--train_manifest mine/train.json" in line for line in lines) == 2
+    weights = [line.removeprefix(f"curl -LO {PUBLISHED}") for line in lines if "curl" in line]
+    assert weights == ["omniASR-CTC-300M.pt", *TOKENIZERS.values()][:2]
+    run_notebook(notebook, shell, {})
+    used = [line for line in lines if SCRIPT.match(line) or line.startswith("python recipes/")]
+    assert len(used) == 4 + 2
+    for line in used:
+        accept(line, tmp_path)
+    others = ("curl ", "git ", "[ -d ", "cd ", "bash common/env.sh ", "python -m pip ")
+    assert all(line in used or line.startswith(others) for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name_of)
+def test_a_notebook_trains_resumes_and_exports(notebook, colab, tmp_path):
+    """On the demo corpus, with a few updates. What is installed is that of this test."""
+    printed = ""
+    steps = 2
+    python = Path(sys.executable)
+    environment = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}"}
+
+    def shell(line: str) -> list[str]:
+        nonlocal printed
+        if line.startswith(("[ -d ", "cd ")) or " pip " in line:
+            return []
+        if SCRIPT.match(line):
+            line += f" --max_steps {steps}"
+        result = subprocess.run(
+            ["bash", "-c", line],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+            timeout=600,
+        )
+        assert result.returncode == 0, line
+        printed += result.stdout
+        return result.stdout.splitlines()
+
+    run_notebook(notebook, shell, {"RUN": str(tmp_path)})
+    recording = next(tmp_path.rglob("*.wav"))
+    steps = 3
+    run_notebook(notebook, shell, {"RUN": str(tmp_path), "RECORDING": str(recording)})
+    assert "resuming from" in printed and "evaluation at step 3 " in printed
+    assert (tmp_path / "phone/model.int8.onnx").is_file()
 
 
 # --- examples -------------------------------------------------------------------------------------

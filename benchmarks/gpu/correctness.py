@@ -60,6 +60,12 @@ DEMOS = {
         KONKANI_WORDS,
         exports=True,
     ),
+    "wav2vec2": Demo(
+        "wav2vec2_ctc",
+        "--from_scratch --model_size demo --batch_size 8",
+        KONKANI_WORDS,
+        exports=True,
+    ),
     "xtts": Demo(
         "xtts_amharic",
         "--from_scratch --model_size demo --batch_size 8 --speak_held_out 0",

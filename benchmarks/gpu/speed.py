@@ -18,6 +18,7 @@ SIZES = {
     "vietnamese": ("run_whisper_vietnamese.sh", "small"),
     "morse": ("run_whisper_morse.sh", "small"),
     "parakeet": ("run_parakeet_tdt.sh", "0.6b"),
+    "wav2vec2": ("run_wav2vec2_ctc.sh", "300m"),
     "xtts": ("run_xtts_amharic.sh", "full"),
 }
 VARIANTS = {

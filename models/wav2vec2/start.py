@@ -108,7 +108,8 @@ class ModelInfo:
     """The record of a model beside its weights: its configuration, its tokenizer's state, how its
     texts are prepared (the fields of a `texts.Style`; empty if they are left as they are), whether
     it began from released weights, and their licence, by the hub's name, if it is known.
-    `new_pieces`: the rows of the head that were new; `language`: whose adapter MMS gave."""
+    `new_pieces`: the rows of the head that were new; `had_head`: whether the released model had one;
+    `language`: whose adapter MMS gave."""
 
     config: Annotated[dict, settings.CONFIG]
     tokenizer: Annotated[dict, STATE]
@@ -116,6 +117,7 @@ class ModelInfo:
     pretrained: bool
     licence: str = ""
     language: str = ""
+    had_head: bool = True
     new_pieces: list[int] = field(default_factory=list)
 
     def read_style(self) -> texts.Style | None:
@@ -239,7 +241,7 @@ def read(asked: Options, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]
     state = extras.pop("tokenizer")
     tokenizer = make_tokenizer(state, config["vocabulary"]) if state else None
     style = {} if asked.keep_text else texts.style_of(tokenizer).record()
-    return ModelInfo(config, state, style, pretrained=True, **extras), weights
+    return ModelInfo(config, state, style, True, had_head=bool(state), **extras), weights
 
 
 def network(info: ModelInfo, dropout: float = 0.0) -> Wav2Vec2:

@@ -1,5 +1,5 @@
-"""Places that a recogniser's letters and a text have in common, in whatever order the text was read:
-equal n-grams, chained where they follow each other in both."""
+"""Places that a recogniser's letters and a text have in common, in whatever order the text was
+read: equal n-grams, chained where they follow each other in both."""
 
 import itertools
 

@@ -1,5 +1,5 @@
-"""--align: recordings and their texts to a manifest of utterances, a list of what is left out, and a
-page on which a person listens to them."""
+"""--align: recordings and their texts to a manifest of utterances, a list of what is left out, and
+a page on which a person listens to them."""
 
 import functools
 import os

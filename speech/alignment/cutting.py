@@ -16,7 +16,8 @@ MOST_ERRORS = 0.5
 ERRORS_ABOVE = 0.25
 MORE_BETWEEN = 0.15
 FEWEST = 4  # letters
-CONFIDENCE_BELOW = 40.0  # log-probability a second
+CONFIDENCE_BELOW = 40.0  # log-probability a second; of a recogniser that hardly errs:
+CONFIDENCE_BELOW_TWICE = 15.0  # below twice the median
 MARGIN = 0.04  # seconds of silence that an utterance keeps, at most
 QUIET = 0.1  # seconds: shorter silences are closures of plosives
 NEAR = 0.6  # seconds beside a letter in which its silence is looked for
@@ -61,8 +62,8 @@ class Cuts:
 
 @dataclass(frozen=True)
 class _Span:
-    """Piece `number` from `start` to `end` in seconds, and whether there is a silence on each
-    side."""
+    """Piece `number` from `start` to `end` in seconds, and whether there is a silence on each side,
+    or the recording begins or ends there."""
 
     number: int
     start: float
@@ -127,7 +128,9 @@ def _certain(found: list[int], placed: list[Placed | None], frame: float) -> set
     errors = statistics.median(placed[number].error_rate for number in found)
     confidence = statistics.median(placed[number].confidence for number in found)
     most = min(MOST_ERRORS, errors + ERRORS_ABOVE)
-    least = confidence - CONFIDENCE_BELOW * frame
+    least = max(
+        confidence - CONFIDENCE_BELOW * frame, 2 * confidence - CONFIDENCE_BELOW_TWICE * frame
+    )
 
     def passes(number: int, more: float = 0.0) -> bool:
         each = placed[number]
@@ -159,8 +162,9 @@ def _spans(found: list[int], placed: list[Placed | None], emissions: Emissions) 
     for number, (_, before), (after, _) in zip(found, edges, edges[1:], strict=False):
         start = before[1] - min(MARGIN, (before[1] - before[0]) / 2)
         end = after[0] + min(MARGIN, (after[1] - after[0]) / 2)
-        pauses = (stop - begin >= PAUSE for begin, stop in (before, after))
-        spans[number] = _Span(number, start, end, *pauses)
+        after_pause = before[1] - before[0] >= PAUSE or before[0] <= 0
+        before_pause = after[1] - after[0] >= PAUSE or after[1] >= emissions.seconds
+        spans[number] = _Span(number, start, end, after_pause, before_pause)
     return spans
 
 

@@ -1,5 +1,5 @@
-"""A page in one file, without a network, on which a person hears each utterance beside its text, the
-least certain first, and accepts, mends or rejects it."""
+"""A page in one file, without a network, on which a person hears each utterance beside its text,
+the least certain first, and accepts, mends or rejects it."""
 
 import base64
 import hashlib
@@ -11,11 +11,14 @@ BEGINS = b"<!doctype html>\n<!-- speech-recipes --align -->"
 
 STYLE = """
 body { font: 16px/1.4 system-ui, sans-serif; margin: 1rem auto; max-width: 60rem; }
-header { background: #fff; border-bottom: 1px solid #999; padding: .5rem; position: sticky; top: 0; }
+header { background: #fff; border-bottom: 1px solid #999; padding: .5rem; }
+header { position: sticky; top: 0; }
 .row { align-items: center; display: flex; gap: .5rem; padding: .4rem; }
 .row textarea { flex: 1; font: inherit; }
 .row small { color: #555; width: 11rem; }
-.accepted { background: #e2f4e2; } .mended { background: #e2ecf8; } .rejected { background: #f4e2e2; }
+.accepted { background: #e2f4e2; }
+.mended { background: #e2ecf8; }
+.rejected { background: #f4e2e2; }
 button { font: inherit; padding: .2rem .6rem; }
 """
 

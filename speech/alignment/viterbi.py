@@ -1,5 +1,5 @@
-"""The likeliest path of CTC through a text, exactly, in memory that grows with the square root of the
-recording; parts of the text may be skipped."""
+"""The likeliest path of CTC through a text, exactly, in memory that grows with the square root of
+the recording; parts of the text may be skipped."""
 
 import math
 from dataclasses import dataclass

@@ -42,14 +42,16 @@ def spoken(text: str) -> np.ndarray:
     return np.repeat(np.array(values, np.float32), SAMPLES)
 
 
-def tape(path: Path, lines: list[str], pause: float = 0.6) -> list[tuple[float, float]]:
+def tape(path: Path, lines: list[str], lead: float = 1.0) -> list[tuple[float, float]]:
     """Writes a recording of the lines; returns where each begins and ends, in seconds."""
-    parts, places = [np.zeros(SAMPLE_RATE, np.float32)], []
+    parts, places = [np.zeros(round(lead * SAMPLE_RATE), np.float32)], []
     for line in lines:
         start = sum(map(len, parts)) / SAMPLE_RATE
         parts.append(spoken(line))
         places.append((start, start + len(parts[-1]) / SAMPLE_RATE))
-        parts.append(np.zeros(round(pause * SAMPLE_RATE), np.float32))
+        parts.append(np.zeros(round(0.6 * SAMPLE_RATE), np.float32))
+    if not lead:
+        parts.pop()
     soundfile.write(path, np.concatenate(parts), SAMPLE_RATE, subtype="FLOAT")
     return places
 
@@ -138,6 +140,18 @@ def test_folders_of_pairs(folder, capsys):
         *(("tapes/b.wav", line) for line in LINES[3:]),
         *(("tapes/one/a.wav", line) for line in LINES[:3]),
     ]
+
+
+def test_a_tape_that_begins_and_ends_with_speech(folder):
+    places = tape(folder / "tape.wav", LINES, lead=0.0)
+    (folder / "book.txt").write_text("\n\n".join(LINES), encoding="utf-8")
+    command.align_files(
+        request("--align", "tape.wav", "book.txt", "--output", "aligned.json"), recogniser()
+    )
+    rows = rows_of(folder / "aligned.json")
+    assert [row["text"] for row in rows] == LINES
+    assert rows[0]["offset"] < 0.06
+    assert abs(rows[-1]["offset"] + rows[-1]["duration"] - places[-1][1]) < 0.06
 
 
 def test_nothing_is_written_for_another_text(folder):
