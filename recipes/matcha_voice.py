@@ -310,14 +310,6 @@ def fit(log_mel: LogMel, info: ModelInfo, seed: int, model: Matcha, data: Uttera
 # --- the vocoder ----------------------------------------------------------------------------------
 
 
-def make_room(args, run: Run, reports: tuple[str, ...]) -> None:
-    """Moves an earlier voice in the folders of a new one aside with its vocoder, which was trained on
-    other recordings."""
-    if run.keeps_folder and not (args.resume or run.restarted or run.is_planned):
-        stages = (vocoder_training.FOLDER,)
-        checkpoint.make_room(args.checkpoint_dir, args.log_dir, reports, stages)
-
-
 def train_vocoder(args, info: ModelInfo, run_info: RunInfo, corpus: Corpus, held: Corpus) -> None:
     """Trains a vocoder on the recordings of the voice, in a run of its own beside the voice's."""
     flags = {**vocoder_training.FLAGS, "resume": args.resume and "auto"}
@@ -354,10 +346,10 @@ def train_vocoder(args, info: ModelInfo, run_info: RunInfo, corpus: Corpus, held
 # --- main -----------------------------------------------------------------------------------------
 
 
-def voice_of(info: ModelInfo, model: Matcha, folder: Path) -> Voice:
+def voice_of(info: ModelInfo, model: Matcha, folder: Path | None) -> Voice:
     """The voice of a model, with the vocoder that was trained beside its checkpoints in a folder, if
     there is one."""
-    vocoder = vocoder_training.read_vocoder(folder, RECIPE) or GriffinLim()
+    vocoder = (folder and vocoder_training.read_vocoder(folder, RECIPE)) or GriffinLim()
     return Voice(model, Tokens(info.symbols), info.language, info.speakers, vocoder)
 
 
@@ -435,7 +427,10 @@ def make_task(
         adamw=optim.Settings(BETAS, decay_embeddings=False),
         fine_tunes=info.pretrained or run.initial is not None,
         vocabulary=start.vocabulary(info, run.initial),
-        reports=held_out.reports(args.output_dir),
+        reports=(
+            *held_out.reports(args.output_dir),
+            *vocoder_training.reports(args.checkpoint_dir),
+        ),
         plans=ForPlans(last_steps=functools.partial(evaluate, log_mel, None)),
     )
 
@@ -451,7 +446,6 @@ def main(args) -> None:
     run = begin(args, RECIPE)
     before = released.read_run_info(RunInfo, run.resumed)
     corpora = check_corpora(args, read_data(args, before), asked.language)
-    make_room(args, run, held_out.reports(args.output_dir))
     with run.model_device():
         info, weights = start.choose(asked, run.resumed, run.initial, corpora["train"])
         model = start.make_model(info, weights, asked.dropout, run.resumed)
@@ -462,7 +456,7 @@ def main(args) -> None:
     evaluation = evaluation_sets(args, corpora, info, run.setup)
     run_info = splits.run_info(splits.resolve(args), {"train": data.corpus, **corpora})
     log_mel = LogMel().to(run.setup.device)
-    voice = voice_of(info, model, args.checkpoint_dir)
+    voice = voice_of(info, model, args.checkpoint_dir if run.resumed else None)
     listener = Listener(args.log_dir, voice, corpora["val"])
     task = make_task(args, run, info, run_info, log_mel, listener)
     train(args, run, model, task, global_batches, evaluation["val"])

@@ -137,6 +137,12 @@ def size_of(channels: int) -> dict:
     return SIZES["full" if channels >= 256 else "demo"]
 
 
+def reports(checkpoint_dir: Path) -> tuple[str, ...]:
+    """The folders of the vocoder of a run, for the loop: a new voice moves those of an earlier one
+    aside."""
+    return FOLDER, str((checkpoint_dir / FOLDER).absolute())
+
+
 def read_vocoder(folder: Path, recipe: str) -> Vocos | None:
     """The vocoder that was trained beside the checkpoints in a folder; None if there is none. Raises
     `UsageError`."""
