@@ -291,5 +291,5 @@ def test_losses_in_16_bits_are_near_those_in_32(material, dtype):
         found = recipe.compute_loss(network, batch, LogMel())
     sum(found.values()).backward()
     for name, value in exact.items():
-        assert float(found[name]) == pytest.approx(float(value), rel=0.05), name
+        assert found[name].item() == pytest.approx(value.item(), rel=0.05), name
     assert all(p.grad.isfinite().all() for p in network.parameters() if p.grad is not None)
