@@ -4,6 +4,7 @@ against a peer or against the step without memory options.
     python benchmarks/step.py konkani  [--size original] [--clips 2] [--seconds 30]
     python benchmarks/step.py whisper  [--size base] [--clips 8] [--shortest 3] [--seconds 12]
     python benchmarks/step.py parakeet [--layers 4] [--clips 4] [--seconds 8] [--ragged]
+    python benchmarks/step.py matcha   [--size full] [--clips 4] [--seconds 8]
     python benchmarks/step.py xtts     [--layers 4] [--clips 2] [--seconds 8]
     python benchmarks/step.py whisper --device cuda --size small    # the allocator's peak
 
@@ -11,10 +12,12 @@ The first row of the table is the reference.
 - konkani: a model of the shape that the replaced project trained (see plain_conformer.py).
 - whisper, parakeet: the model of `transformers` with our weights. Its step is what its training
   scripts do: the feature extractor on the clips (on the CPU), forward with labels, backward, AdamW.
+- matcha: ours, and ours with an even path in place of the alignment search, whose share of a step
+  this shows;
 - xtts: our GPT in fp32 with all attention scores in memory and AdamW's states in fp32; the width is
   that of XTTS-v2, weights are random, those of the frozen DVAE as well.
 
-All steps start from the same waveforms and weights; dropout is off, except in konkani. On a GPU
+All steps start from the same waveforms and weights; dropout is off, except in konkani and matcha. On a GPU
 they run under bf16 autocast, except xtts, which has a row for it. Every measurement runs in a
 separate process; the rows take turns, --runs times. The first step of a process is not timed: its
 loss is the one in the table. On a CPU that others use, too, mind the processor time (of all threads
@@ -22,6 +25,7 @@ together, which sleep while they wait): the clock's is what the others leave. Me
 whole process, or on a GPU the allocator's peak."""
 
 import argparse
+import functools
 import json
 import os
 import resource
@@ -51,6 +55,8 @@ from benchmarks.plain_conformer import PlainConformer
 from common import memory, optim
 from common.device import Setup
 from common.engine import run_global_batch
+from models.matcha import mels as matcha_mels
+from models.matcha import model as matcha
 from models.parakeet import model as parakeet
 from models.parakeet import settings as parakeet_settings
 from models.whisper import formats as whisper_formats
@@ -60,11 +66,12 @@ from models.xtts import formats as xtts_formats
 from models.xtts import model as xtts
 from models.xtts import start as xtts_start
 from recipes import konkani_conformer as konkani
-from recipes import parakeet_tdt, whisper_vietnamese, xtts_amharic
+from recipes import matcha_voice, parakeet_tdt, whisper_vietnamese, xtts_amharic
 from speech.signal.audio import SAMPLE_RATE
 
 SAME_LOSS = 1e-4  # fp32, relative
 BF16 = torch.bfloat16
+MATCHA_SYMBOLS = 60
 
 
 @dataclass(frozen=True)
@@ -445,6 +452,59 @@ def xtts_step(args, options: tuple[str, ...], clips: list[dict]) -> tuple:
     return model, our_step(args, options, clips, parts)
 
 
+# --- Matcha ---------------------------------------------------------------------------------------
+
+CHARACTERS_A_SECOND = 14
+
+
+def matcha_clips(args) -> list[dict]:
+    """Clips of noise with random texts, the last half as long as the first."""
+    random = torch.Generator().manual_seed(1)
+    clips = []
+    lengths = torch.linspace(args.seconds, args.seconds / 2, args.clips).tolist()
+    for number, seconds in enumerate(lengths):
+        waveform = noise(seconds, matcha_mels.SAMPLE_RATE, random)
+        characters = torch.randint(4, MATCHA_SYMBOLS, (round(CHARACTERS_A_SECOND * seconds),))
+        tokens = torch.stack([characters, torch.zeros_like(characters)], 1).flatten()
+        frames = matcha_mels.frame_count(len(waveform))
+        clip = {
+            "audio": matcha_mels.with_edges(waveform),
+            "tokens": torch.cat([torch.tensor([1, 0]), tokens, torch.tensor([2])]),
+            "noise": torch.randn(frames, matcha_mels.BANDS, generator=random),
+            "time": 0.5,
+            "speaker": 0,
+            "name": f"clip {number}",
+            "index": number,
+        }
+        clips.append(clip)
+    return clips
+
+
+def even_path(means, mels, token_lengths, frame_lengths) -> torch.Tensor:
+    """In place of the alignment search: all tokens last as long."""
+    frames = torch.arange(mels.shape[1], device=mels.device)
+    path = frames * token_lengths[:, None] // frame_lengths[:, None]
+    return torch.minimum(path, token_lengths[:, None] - 1)
+
+
+def matcha_step(args, options: tuple[str, ...], clips: list[dict]) -> tuple:
+    config = {**matcha.SIZES[args.size], "symbols": MATCHA_SYMBOLS, "speakers": 1}
+    model = matcha.Matcha(config, dropout=0.1)
+    if "even" in options:
+        matcha_voice.alignment.search = even_path
+    log_mel = matcha_mels.LogMel().to(torch.device(args.device))
+    parts = Parts(
+        model,
+        matcha_voice.collate,
+        functools.partial(matcha_voice.compute_loss, log_mel=log_mel),
+        matcha_voice.LOSS_WEIGHTS,
+        "flow",
+        layers=matcha.CHECKPOINTED,
+        betas=matcha_voice.BETAS,
+    )
+    return model, our_step(args, options, clips, parts)
+
+
 # --- the table of what differs --------------------------------------------------------------------
 
 BENCHMARKS = {
@@ -508,6 +568,22 @@ BENCHMARKS = {
             "ours, 8-bit AdamW",
             "ours, checkpointing, 8-bit AdamW",
         ),
+    ),
+    "matcha": Benchmark(
+        flags={
+            "size": "full",
+            "clips": 4,
+            "seconds": 8.0,
+            "learning_rate": 1e-4,
+            "threads": 1,
+        },
+        rows={
+            "ours": (),
+            "ours, gradient checkpointing": ("checkpoint",),
+            "without the alignment search": ("even",),
+        },
+        make_clips=matcha_clips,
+        make_step=matcha_step,
     ),
     "xtts": Benchmark(
         flags={

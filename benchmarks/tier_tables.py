@@ -69,6 +69,7 @@ SCRIPTS = {
         "utterances of 22.2 s (20 s at 0.9 times the speed)",
         "--from_scratch --no_train_extractor",
     ),
+    "run_matcha_voice.sh": Script("recipes/matcha_voice.md", "utterances of 15 s"),
     "run_xtts_amharic.sh": Script(
         "recipes/xtts_amharic.md", "utterances of 11.6 s", "--from_scratch"
     ),

@@ -47,7 +47,7 @@ from common.errors import DataError, exit_with_one_line
 from common.layers import finite_layers
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from models import card, released
-from models.xtts import codec_training, judge, new_tokens, speaking, start, texts
+from models.xtts import codec_training, new_tokens, speaking, start, texts
 from models.xtts.codec import SAMPLE_RATE, SAMPLES_PER_CODE, code_count
 from models.xtts.frozen import Frozen
 from models.xtts.model import GPT
@@ -66,8 +66,9 @@ from models.xtts.texts import FrontEnd, Texts, most_text
 from speech.data import checks, demo, replay, splits, watching
 from speech.data.columns import Corpus
 from speech.data.splits import RunInfo
+from speech.decoding import judge
 from speech.signal.audio import read_utterance
-from speech.writing import text
+from speech.writing import reading, text
 
 RECIPE = Path(__file__).stem
 LOSS_WEIGHTS = {"text": 0.01, "mel": 1.0}
@@ -425,7 +426,7 @@ def train_dvae(args, whole: Run, corpora: dict[str, Corpus], config: dict) -> Pa
     if ranks.size > 1:
         from common.parts import machines
     if whole.keeps_folder and not (args.resume or whole.restarted):
-        reports = [str(speaking.folder_of(args.output_dir))]
+        reports = [str(judge.folder_of(args.output_dir))]
         checkpoint.make_room(args.checkpoint_dir, args.log_dir, reports, codec_training.STEPS)
         if ranks.size > 1:
             machines.mark(args.checkpoint_dir)
@@ -470,7 +471,7 @@ def show_text(args, asked: Options) -> None:
 
 def synthesise(args, asked: Options) -> None:
     """--synthesize: a wav for each text."""
-    wanted = texts.texts_of(args.synthesize)
+    wanted = reading.texts_of(args.synthesize)
     sampling, outputs = speaking.resolve(args, len(wanted))
     setup = device.setup(args, quiet=True)
     clips = speaking.read_references(args.speaker_wav, setup.device)
@@ -480,7 +481,7 @@ def synthesise(args, asked: Options) -> None:
         voice = speaking.voice_of(synthesiser, clips)
         spoken = speaking.speak(synthesiser, lines, voice, sampling)
         for path, waveform in zip(outputs, spoken, strict=True):
-            speaking.write(path, waveform, synthesiser.frozen.rate)
+            judge.write(path, waveform, synthesiser.frozen.rate)
             print(f"{path}: {len(waveform) / synthesiser.frozen.rate:.2f} s")
 
 
@@ -501,7 +502,7 @@ def evaluate_only(args, asked: Options) -> None:
             report_results(synthesiser, evaluation, "the weights named")
         if asked.held_out.count != 0:
             clips = speaking.speakers_of(voices)
-            judge.speak_held_out(asked.held_out, setup, synthesiser, corpora[name], clips)
+            speaking.speak_held_out(asked.held_out, setup, synthesiser, corpora[name], clips)
     about = card.About(RECIPE, args.model_dir, released.weights_file(asked.origin), before)
     export_trained(asked, setup, info, synthesiser, {}, about)
 
@@ -582,7 +583,7 @@ def main(args) -> None:
         clips = speaking.speakers_of(corpora["train"])
         about = card.About(RECIPE, args.model_dir, weights, run_info)
         export_trained(asked, run.setup, info, synthesiser, clips, about)
-        judge.speak_held_out(asked.held_out, run.setup, synthesiser, corpora["val"], clips)
+        speaking.speak_held_out(asked.held_out, run.setup, synthesiser, corpora["val"], clips)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,9 @@ SPELLINGS = {"--x", "--no_x", "--print"}  # how on/off flags look; the preset sc
 TORCHRUN = set(run.get_args_parser()._option_string_actions)
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SCRIPT = re.compile(r"((?:[A-Z]+=\S+ )*)(\./run_(?:training|whisper|parakeet|wav2vec2|xtts).*)")
+SCRIPT = re.compile(
+    r"((?:[A-Z]+=\S+ )*)(\./run_(?:training|whisper|parakeet|wav2vec2|matcha|xtts).*)"
+)
 SMALL = "--dataloader_num_workers 0"
 
 

@@ -77,6 +77,11 @@ class Recipe:
     parser: "Parser | None" = field(default=None, repr=False, compare=False)
     resolve: Callable | None = field(default=None, repr=False, compare=False)
 
+    @property
+    def clones(self) -> bool:
+        """Whether it speaks in the voice of a reference clip."""
+        return any(option.name == "speaker_wav" for option in self.options)
+
     def option(self, name: str) -> Option:
         """Raises `UsageError` for a name that the recipe does not have."""
         for option in self.options:

@@ -63,10 +63,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Wish:
-    """A wish: a text, a voice, and how codes are drawn."""
+    """A wish: a text, a voice for a model that has none of its own, and how random the speech is."""
 
     text: str
-    voice: Path
+    voice: Path | None
     temperature: float
     seed: int
 
@@ -189,7 +189,9 @@ def speak(models: Models, model: Model, wish: Wish, words: tuple[str, ...]) -> d
         script = Path(folder) / "text.txt"
         script.write_text(text, encoding="utf-8", errors="replace")
         spoken = Path(folder) / "speech.wav"
-        request = ["--synthesize", str(script), "--speaker_wav", str(wish.voice)]
+        request = ["--synthesize", str(script)]
+        if wish.voice:
+            request += ["--speaker_wav", str(wish.voice)]
         request += ["--output", str(spoken), "--seed", str(wish.seed)]
         request += ["--temperature", str(wish.temperature)]
         models.ask(model.recipe, request, words)
@@ -208,7 +210,7 @@ def _remember(model: Model, wish: Wish, text: str, spoken: Path) -> dict:
         "file": f"{max(numbers, default=0) + 1:04}.wav",
         "text": text,
         "model": model.label,
-        "voice": str(wish.voice),
+        "voice": str(wish.voice or ""),
         "temperature": wish.temperature,
         "seed": wish.seed,
         "time": round(time.time()),

@@ -6,18 +6,16 @@ stop is read as a decimal, Turkish I becomes i), because the released model has 
 texts. Where Coqui's code fails, numbers are read in another way: `_number`. The tables are facts
 about it; the code is our own. Numbers are read by num2words."""
 
-import functools
 import re
-from collections.abc import Callable
 
 from common.errors import require
 from models.xtts import latin
+from speech.writing.reading import DIGITS, SIGNS, decimal_words, number_words, words_of
 
 CHINESE, JAPANESE, KOREAN = "zh-cn", "ja", "ko"
 DOUBLE_QUOTE = '"'
 CAPITALS = {"tr": str.maketrans("İÖÜ", "iöü")}  # before other capitals become small letters
 
-SIGNS = "&@%#$£°"
 SIGN_WORDS = {  # in the order of `SIGNS`
     "ar": "و|على|في المئة|رقم|دولار|جنيه|درجة",
     "cs": "a|na|procento|křížek|dolar|libra|stupně",
@@ -103,18 +101,6 @@ CURRENCIES = {
 BEFORE_CENTS = {"es": " con ", "fr": " et ", "de": " und ", "pt": " e ", "it": " e "}
 DECIMAL = re.compile(r"(?<![0-9])[0-9]+[.,][0-9]+")
 NO_DECIMALS = ("tr",)
-DIGITS = re.compile("[0-9]+")
-# In other languages. "5km" gets a space, "0912 345 678" is not grouped, and "12.5.2016" has no decimals.
-BESIDE_LETTERS = re.compile(r"(?<=[^\W\d_])(?=[0-9])|(?<=[0-9])(?=[^\W\d_])")
-GROUPS = re.compile(
-    r"(?<![0-9.,])(?<![0-9][\u00a0 ])[1-9][0-9]{0,2}([.,\u00a0 ])[0-9]{3}(?:\1[0-9]{3})*(?![0-9])"
-)
-PLAIN_DECIMAL = re.compile(r"(?<![0-9])(?<![0-9][.,])[0-9]+[.,][0-9]+(?![.,]?[0-9])")
-WITH_ZERO = re.compile("(?<![0-9])0[0-9]+")
-BETWEEN = re.compile("(?<=[0-9])[.,:/](?=[0-9])")  # numbers of a date or a time
-# How a decimal point is read where num2words reads 0.05 as 0.5, or rounds to two places.
-POINTS = {"bn": "দশমিক", "fa": "ممیز", "vi": "phẩy"}
-UNREAD = re.compile("[0-9]")  # in a text whose numbers cannot be read
 
 _SIGN_TABLES = {
     language: str.maketrans(
@@ -176,72 +162,18 @@ def expand_numbers(text: str, language: str) -> str:
         except Exception:  # num2words lacks the currency, or it is no number
             break  # as in Coqui's code
     if language not in NO_DECIMALS:
-        text = DECIMAL.sub(lambda match: _decimal(match[0], language), text)
+        text = DECIMAL.sub(lambda match: decimal_words(match[0], language), text)
     if language in _ORDINALS:
-        text = _ORDINALS[language].sub(lambda match: _number(match[1], language, "ordinal"), text)
-    return DIGITS.sub(lambda match: _number(match[0], language), text)
-
-
-def plain_numbers(text: str, language: str) -> str:
-    """A text of a language that Coqui does not speak with its numbers in words, if num2words knows
-    the language. A comma, full stop or space before each three digits groups them. A number that
-    begins with 0, such as a telephone number, is read digit by digit."""
-    if not UNREAD.search(text):
-        return text
-    library = require("num2words", "a text with numbers")
-    if language not in library.CONVERTER_CLASSES:
-        return text
-    text = BESIDE_LETTERS.sub(" ", text)
-    text = GROUPS.sub(lambda match: re.sub("[^0-9]", "", match[0]), text)
-    text = PLAIN_DECIMAL.sub(lambda match: _decimal(match[0], language), text)
-    text = BETWEEN.sub(" ", text)
-    text = WITH_ZERO.sub(lambda match: _spelled(match[0], language), text)
-    return DIGITS.sub(lambda match: _number(match[0], language), text)
-
-
-@functools.lru_cache(10_000, typed=True)  # 1 and 1.0 differ
-def _words(number: int | float, language: str, **options) -> str:
-    """A number in words. Raises what num2words raises, which differs between languages."""
-    import num2words
-
-    return num2words.num2words(number, lang=language, **options)
+        text = _ORDINALS[language].sub(
+            lambda match: number_words(match[1], language, "ordinal"), text
+        )
+    return DIGITS.sub(lambda match: number_words(match[0], language), text)
 
 
 def _money(written: str, code: str, language: str) -> str:
     amount = float(re.sub(r"[^\d.]", "", written.replace(",", ".")))
-    words = _words(amount, language, to="currency", currency=code)
+    words = words_of(amount, language, to="currency", currency=code)
     if amount.is_integer():
         end = words.rfind(BEFORE_CENTS.get(language, ", "))
         words = words[:end] if end != -1 else words
     return words
-
-
-def _decimal(written: str, language: str) -> str:
-    if language in POINTS:
-        whole, decimals = re.split("[.,]", written)
-        words = [_number(whole, language), POINTS[language], _spelled(decimals, language)]
-        return " ".join(words)
-    try:
-        return _words(float(written.replace(",", ".")), language)
-    except Exception:
-        return " ".join(_number(part, language) for part in re.split("[.,]", written))
-
-
-def _spelled(digits: str, language: str) -> str:
-    return " ".join(_words(int(digit), language) for digit in digits)
-
-
-def _number(digits: str, language: str, kind: str = "cardinal") -> str:
-    """Digits in words. A number that is too large for num2words is read digit by digit; an ordinal
-    that it lacks is read as a cardinal. The digits, if it lacks the language."""
-    attempts: list[Callable[[], str]] = [
-        lambda: _words(int(digits), language, to=kind),
-        lambda: _words(int(digits), language),
-        lambda: _spelled(digits, language),
-    ]
-    for attempt in attempts:
-        try:
-            return attempt()
-        except Exception:  # of many kinds
-            continue
-    return digits

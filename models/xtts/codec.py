@@ -21,8 +21,6 @@ FRAMES_PER_CODE = 4
 SAMPLES_PER_CODE = FRAMES_PER_CODE * HOP
 RESIDUAL_BLOCKS = 3  # of the DVAE, on each side
 GRIFFIN_LIM_STEPS = 60
-INVERSION_STEPS = 50
-SMALLEST = 1e-10  # power of a frequency bin; a bin at 0 would stay there
 
 
 def code_count(samples: int) -> int:
@@ -41,20 +39,11 @@ def griffin_lim(mel: torch.Tensor, mel_stats: torch.Tensor) -> torch.Tensor:
         # F + 1 frames have F hops between their centres
         mel = nn.functional.pad(upcast(mel), (0, 1), "replicate")
         features = Mel("dvae", mel_stats).to(mel)
-        power = linear_power((mel * features.mel_stats[:, None]).exp(), features.power.mel_scale.fb)
+        power = spectra.linear_spectrum(
+            (mel * features.mel_stats[:, None]).exp(), features.power.mel_scale.fb
+        )
         window = features.power.spectrogram.window
         return spectra.griffin_lim(power, window, HOP, GRIFFIN_LIM_STEPS, momentum=0.99)
-
-
-def linear_power(mel_power: torch.Tensor, filters: torch.Tensor) -> torch.Tensor:
-    """The power spectrum (N, F), at least 0, whose sums over `filters` (N, M) are nearest to
-    `mel_power` (M, F): the pseudo-inverse, improved by multiplicative updates (Lee and Seung
-    2000)."""
-    power = (torch.linalg.pinv(filters.t()) @ mel_power).clamp_min(SMALLEST)
-    target = filters @ mel_power
-    for _ in range(INVERSION_STEPS):
-        power = power * target / (filters @ (filters.t() @ power)).clamp_min(SMALLEST**2)
-    return power
 
 
 class Mel(nn.Module):

@@ -14,8 +14,9 @@ from dataclasses import replace
 import torch
 
 from common.errors import UsageError
-from models.xtts.texts import CARRIER, VARIANTS, TextOptions, Texts
+from models.xtts.texts import CARRIER, TextOptions, Texts
 from models.xtts.tokenizer import Vocabulary, add_pieces, add_tokens, learn_merges, new_rows
+from speech.writing.reading import VARIANTS
 
 SEED = 0  # of the row of a language
 TEXT_ROWS = ("text_embedding.weight", "text_head.weight", "text_head.bias")  # a row for each token

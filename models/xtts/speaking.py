@@ -2,7 +2,6 @@
 held-out sentences that a training ends with."""
 
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,8 +11,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import files, options
-from common.errors import UsageError, cannot_write
+from common import memory, options
+from common.device import Setup
+from common.errors import UsageError
 from models.xtts import decoding
 from models.xtts.codec import SAMPLE_RATE, code_count
 from models.xtts.decoding import Sampling, Speech
@@ -21,28 +21,10 @@ from models.xtts.formats import Conditioning, Speaker
 from models.xtts.frozen import Frozen
 from models.xtts.texts import Texts
 from speech.data.columns import Corpus
-from speech.data.folders import is_replaceable, made_from, write_folder
-from speech.signal.audio import (
-    int16,
-    is_own_speech,
-    read_audio,
-    read_utterance,
-    write_speech,
-    write_wav,
-)
-
-# A text is cut after ends of sentences, after commas and between words. Marks and quotes that
-# follow stay with what they end. Marks within 3.5, 1,000 and 12:30 do not count. Two Ethiopic word
-# spaces or two colons are often typed for ።.
-END = r"(?:[።፧፨!?…؟।。！？]|፡፡|::|(?<!\.)\.+(?![\w.]))"
-CUTS = tuple(
-    re.compile(pattern)
-    for pattern in (
-        END + r"""(?:["')\]»”’]|\s*(?:""" + END + r"|[)\]»”’]))*\s*",
-        r"""(?:[፣፤፥፦،؛，、；：–—]|[,;:](?!\w))+["')\]»”’]*\s*""",
-        r"[\s፡]+",
-    )
-)
+from speech.decoding import judge
+from speech.decoding.judge import KINDS, clip_name, write_corpus
+from speech.signal.audio import int16, read_audio, read_utterance
+from speech.writing.sentences import split_sentences
 
 TOGETHER = 4 * decoding.ROWS  # sentences that are sorted by length
 SHORTEST_SECONDS = 0.33  # of a chunk, as in Coqui's code
@@ -54,9 +36,6 @@ QUIET_SECONDS = 0.3  # kept at the end; a natural end has 0.12 to 0.18 s
 FADE_SECONDS = 0.005
 
 EXPORTED_SECONDS = 10.0  # the length that the clip of a speaker in an export should have
-HEADER = ("audio_file", "text", "speaker_name")  # of the manifests that are written
-KINDS = ("reference", "resynthesis", "synthesis")  # of the clips of a held-out sentence
-MADE_BY = {"made_by": "xtts_amharic"}  # in the made_from.json of held-out sentences
 SHORTEST_LIMIT = 40  # codes that a held-out sentence may have
 LIMIT = 2  # times the codes of its recording, if that is more
 
@@ -159,85 +138,14 @@ def add_arguments(parser) -> None:
 def resolve(args, count: int) -> tuple[Sampling, list[Path]]:
     """Checks the flags of --synthesize for `count` texts. Returns how codes are drawn, and the file
     for each text. Raises `UsageError`."""
-    outputs = [numbered(args.output, number, count) for number in range(1, count + 1)]
-    inputs = options.paths_in(args, "output")
-    for path in outputs:
-        files.require_output(path, "--output", inputs, is_own_speech)
+    outputs = judge.outputs_of(args.output, count, options.paths_in(args, "output"))
     sampling = Sampling(
         args.temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed
     )
     return sampling, outputs
 
 
-def numbered(output: str, number: int, count: int) -> Path:
-    """The file for text `number` of `count`: `output` itself, or speech_001.wav and so on."""
-    path = Path(output)
-    if count == 1:
-        return path
-    return path.with_name(f"{path.stem}_{number:03d}{path.suffix or '.wav'}")
-
-
-def write(path: Path, waveform: torch.Tensor, rate: int) -> None:
-    """Writes speech (T,) to --output, if `path` is still what `resolve` allows. Raises `UsageError`
-    and `RunError`."""
-    files.require_output(path, "--output", is_earlier=is_own_speech)
-    try:
-        write_speech(path, int16(waveform), rate)
-    except OSError as error:
-        raise cannot_write(path.parent, error, "--output") from None
-
-
 # --- sentences ------------------------------------------------------------------------------------
-
-
-def split_sentences(text: str, most_tokens: int, count: Callable[[str], int]) -> list[str]:
-    """The sentences of `text`. One with more than `most_tokens`, as `count(piece)` says, is cut
-    after commas, else between words, else within a word, into pieces as long as possible. Nothing
-    but white space is changed or lost. Raises `UsageError` if a single character has too many
-    tokens."""
-    pieces = []
-    for sentence in _cut(CUTS[0], " ".join(text.split())):
-        pieces += _fit(sentence, most_tokens, count, CUTS[1:])
-    return [piece.strip() for piece in pieces if piece.strip()]
-
-
-def _cut(pattern: re.Pattern, text: str) -> list[str]:
-    """The parts of `text`, each with at least a letter or a digit if `text` has any."""
-    parts = []
-    begin = 0  # of the next part
-    searched = 0
-    for match in pattern.finditer(text):
-        if re.search(r"\w", text[searched : match.end()]):
-            parts.append(text[begin : match.end()])
-            begin = match.end()
-        searched = match.end()
-    if not parts or re.search(r"\w", text[begin:]):
-        return [*parts, text[begin:]]
-    return [*parts[:-1], parts[-1] + text[begin:]]
-
-
-def _fit(
-    text: str, most_tokens: int, count: Callable[[str], int], cuts: tuple[re.Pattern, ...]
-) -> list[str]:
-    """Pieces of `text` that are as long as `most_tokens` allow, cut by the first of `cuts` that is
-    fine enough."""
-    if count(text.strip()) <= most_tokens:
-        return [text]
-    if len(text) == 1:
-        raise UsageError(
-            f"the character {text!r} has more than {most_tokens} tokens: use another vocabulary"
-        )
-    pieces = []
-    piece = ""
-    for part in _cut(cuts[0], text) if cuts else text:
-        if count((piece + part).strip()) <= most_tokens:
-            piece += part
-            continue
-        if piece:
-            pieces.append(piece)
-        *rest, piece = _fit(part, most_tokens, count, cuts[1:])
-        pieces += rest
-    return [*pieces, piece]
 
 
 # --- voices and texts -----------------------------------------------------------------------------
@@ -479,48 +387,28 @@ def speak_corpus(
     return message
 
 
-def clip_name(index: int, kind: str) -> str:
-    """The file of a held-out sentence, one of KINDS."""
-    return f"{index + 1:03d}_{kind}.wav"
-
-
-def folder_of(output_dir: str | Path) -> Path:
-    """Where the held-out sentences of a run are spoken: in OUTPUT_DIR/speech or, if that is
-    somebody else's (recordings of the user or, in this project's own folder, its code), in
-    OUTPUT_DIR/speech-2."""
-    names = ("speech", *(f"speech-{number}" for number in range(2, 100)))
-    for folder in (Path(output_dir).absolute() / name for name in names):
-        is_own = not folder.is_symlink() and made_from(folder) == MADE_BY
-        if is_own or not os.path.lexists(folder):
-            break
-    return folder
-
-
-def write_corpus(
-    folder: Path,
+def speak_held_out(
+    asked: judge.HeldOut,
+    setup: Setup,
+    synthesiser: Synthesiser,
+    corpus: Corpus,
     clips: dict[str, tuple[np.ndarray, int]],
-    rows: dict[str, list[tuple[str, str, str]]],
 ) -> None:
-    """Writes `clips`, {file: (int16 samples, Hz)}, and a manifest of each kind of `rows` (file,
-    text, speaker) in a new `folder`. An earlier one is replaced if nobody has changed it, and moved
-    to earlier-N/ otherwise. Raises `RunError`."""
-
-    def fill(aside: Path) -> None:
-        for file, (samples, rate) in clips.items():
-            write_wav(aside / file, samples, rate)
-        for kind, lines in rows.items():
-            table = ["|".join(map(_cell, row)) for row in (HEADER, *lines)]
-            files.write_text(aside / f"{kind}.csv", "\n".join(table) + "\n")
-
-    try:
-        if not is_replaceable(folder):
-            name = files.move_aside([folder], [folder.parent])
-            print(f"{folder}: what was there was moved to {folder.parent / name}/")
-        write_folder(folder, fill, MADE_BY)
-    except OSError as error:
-        raise cannot_write(folder, error, "--output_dir") from None
-
-
-def _cell(text: str) -> str:
-    """A text as a cell of a manifest, in one line."""
-    return " ".join(text.replace("|", " ").split())
+    """Speaks the first sentences of `corpus`, each in the voice of its speaker's clip in `clips`, of
+    `speakers_of`, and prints how well the judge understands them."""
+    usual, sampling = 20, decoding.GREEDY
+    if synthesiser.frozen.vocoder:
+        usual, sampling = 2, Sampling(seed=asked.seed)
+    count = usual if asked.count is None else asked.count
+    if not (count and clips):
+        return
+    corpus = corpus.select(np.arange(min(count, len(corpus))))
+    folder = judge.folder_of(asked.output_dir)
+    synthesiser.frozen.to(setup.device)
+    with setup.autocast():
+        print(speak_corpus(folder, synthesiser, corpus, clips, sampling))
+    if asked.judge:
+        synthesiser.model.cpu()
+        synthesiser.frozen.to(torch.device("cpu"))
+        memory.free_memory(setup.device)  # the judge is another process
+        print(judge.judged(asked.judge, judge.RECIPES, folder, list(corpus.texts), asked.device))

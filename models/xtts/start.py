@@ -26,7 +26,6 @@ from models.xtts import (
     codec_training,
     formats,
     frozen,
-    judge,
     new_tokens,
     speaking,
     texts,
@@ -45,6 +44,7 @@ from models.xtts.speaking import Synthesiser
 from models.xtts.tokenizer import LANGUAGE, Vocabulary, new_vocabulary
 from speech.data.columns import Corpus
 from speech.data.splits import RunInfo
+from speech.decoding import judge
 
 DVAE_FOLDER = "dvae"  # beside the checkpoints of a model from scratch
 OF_DVAE = "it is of the DVAE's training; name a checkpoint or weights in the folder above it"
@@ -199,7 +199,7 @@ def add_arguments(parser) -> None:
     adapters.add_arguments(parser, has_peft=False)
     texts.add_arguments(parser)
     add_training(parser)
-    judge.add_arguments(parser)
+    judge.add_arguments(parser, "2; 20 from scratch")
     add_other_names(parser)
     parser.usual("language")
 
@@ -547,7 +547,7 @@ def for_task(asked: Options, info: ModelInfo, initial: Saved | None) -> dict:
         "fine_tunes": info.pretrained,
         "new_rows": new_rows(info, initial),
         "vocabulary": vocabulary(info, initial),
-        "reports": (str(speaking.folder_of(asked.held_out.output_dir)),),
+        "reports": (str(judge.folder_of(asked.held_out.output_dir)),),
     }
 
 

@@ -8,34 +8,24 @@ vocabulary has no Ethiopic letters. Amharic is read as phonemes in Latin letters
 words (--extend_vocab, see `new_tokens`)."""
 
 import math
-import os
 import re
 import sys
-import unicodedata
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import numpy as np
 
-from common import files, options
+from common import options
 from common.errors import UsageError
 from models.xtts import cleaners
 from models.xtts.tokenizer import MOST_TOKENS, Vocabulary
 from speech import amharic
 from speech.data.columns import Corpus, Strings
-from speech.data.manifest import check_encoding
-from speech.writing.text import normalise
+from speech.writing import reading
+from speech.writing.reading import AMHARIC, code_of
 from speech.writing.unknown import check_unknown, named
 
-AMHARIC = "am"
-OTHER_NAMES = {
-    "amh": "am", "amharic": "am", "ara": "ar", "ces": "cs", "cze": "cs", "deu": "de", "ger": "de",
-    "eng": "en", "spa": "es", "fra": "fr", "fre": "fr", "hin": "hi", "hun": "hu", "ita": "it",
-    "ben": "bn", "fas": "fa", "per": "fa", "swa": "sw", "swh": "sw", "ukr": "uk", "vie": "vi",
-    "jpn": "ja", "kor": "ko", "nld": "nl", "dut": "nl", "pol": "pl", "por": "pt", "rus": "ru",
-    "tur": "tr", "zh": "zh-cn", "zho": "zh-cn", "chi": "zh-cn", "cmn": "zh-cn",
-}  # fmt: skip
 # Coqui speaks a language that it does not know as English text that begins with the new token.
 CARRIER = "en"
 KINDS = ("characters", "bpe")  # of --extend_vocab
@@ -45,14 +35,6 @@ PHONEMES = "abcdefghijklmnopqrstuvwxyzäəčšžñı'"
 # The characters of a model from scratch.
 CHARACTERS = "".join(map(chr, range(0x1200, 0x1380))) + "'.,;:?!-" + PHONEMES
 ETHIOPIC = re.compile(amharic.ETHIOPIC)
-# Of languages that Coqui does not speak: quotes, and marks that stand for others.
-MARKS = str.maketrans({**dict.fromkeys('"“”„‟«»‹›〝〞＂'), **dict.fromkeys("’‘", "'"), "…": "..."})
-WITH_DOTLESS = ("az", "crh", "kaa", "tt")  # languages whose I becomes ı
-# Not heard, above all emoji, and what shapes or combines glyphs.
-UNHEARD = ("So", "Sk", "Me", "Cc", "Cf", "Cn", "Co", "Cs")
-VARIANTS = range(0xFE00, 0xFE10)  # select the glyph of the character before
-SIGNS = re.compile(f"[0-9{cleaners.SIGNS}€¥₦₩₪₫₹₺₽+=×÷±¼½¾²³]")  # they are spoken as words
-FILE = re.compile(r"\S+\.(txt|csv|tsv|json)")  # an argument that must be the name of a file
 
 _LATER = "the vocabulary of a trained model is not extended; leave it out"
 EXCLUDES = (
@@ -183,35 +165,6 @@ def _switch(flag: str, on: bool) -> str:
     return f"--{flag}" if on else f"--no_{flag}"
 
 
-def code_of(name: str) -> str:
-    """The code of a language that is written in another case, with a region or in another way
-    (en-US, eng, Amharic)."""
-    code = name.lower().replace("_", "-")
-    without_region = code.split("-")[0]
-    return OTHER_NAMES.get(without_region, without_region)
-
-
-def texts_of(wanted: list[str], flag: str = "--synthesize") -> list[str]:
-    """The texts of a flag: the name of a file stands for its lines. Raises `UsageError`."""
-    lines = wanted
-    if len(wanted) == 1 and os.path.isfile(wanted[0]):
-        lines = files.read_text(wanted[0]).split("\n")  # other separators may be within a text
-    elif len(wanted) == 1 and FILE.fullmatch(wanted[0]):
-        raise UsageError(f"{flag} {wanted[0]}: no such file")
-    for line in lines:
-        try:
-            check_encoding(line)
-        except ValueError:
-            raise UsageError(
-                f"{flag} {line[:40]!r}: it is not UTF-8, or the locale is not: set LC_ALL=C.UTF-8"
-            ) from None
-    texts = [normalise(line) for line in lines]
-    texts = [text for text in texts if text]
-    if not texts:
-        raise UsageError(f"{flag}: there is no text")
-    return texts
-
-
 # --- reading --------------------------------------------------------------------------------------
 
 
@@ -239,7 +192,7 @@ class FrontEnd:
         elif language == AMHARIC:
             text = amharic.spoken(text)
         else:
-            text = plain(text, language)
+            text = reading.plain(text, language)
         return cleaners.shield(text) if is_carried else text
 
     def unread(self, text: str, language: str | None) -> list[str]:
@@ -248,7 +201,8 @@ class FrontEnd:
         language = self.language_of(language)
         if language in (cleaners.CHINESE, cleaners.JAPANESE):  # tones, and what Coqui's code leaves
             return []
-        pattern = cleaners.UNREAD if language in cleaners.LANGUAGES else SIGNS
+        is_coquis = language in cleaners.LANGUAGES
+        pattern = reading.UNREAD if is_coquis else reading.NOT_IN_WORDS
         return list(dict.fromkeys(pattern.findall(text)))
 
     def fault(self, read: str, language: str | None, longest: float) -> tuple[str, str] | None:
@@ -263,32 +217,6 @@ class FrontEnd:
         if not any(map(str.isalnum, read)):
             return "the text has no letters", repr(read[:40])
         return None
-
-
-def plain(text: str, language: str) -> str:
-    """A text of a language that Coqui does not speak: lower case, numbers in words if num2words
-    knows the language, without quotes, emoji and what is not heard."""
-    text = text.replace("İ", "i")  # its small letter would have two dots
-    if language in WITH_DOTLESS:
-        text = text.replace("I", "ı")
-    text = text.lower().translate(_HEARD)
-    return " ".join(cleaners.plain_numbers(text, language).split())
-
-
-class _Heard(dict):
-    """For str.translate: every character as it is, "" for one that is not heard, and 0 to 9 for
-    digits of other scripts."""
-
-    def __missing__(self, code: int) -> str:
-        character = chr(code)
-        kind = unicodedata.category(character)
-        is_kept = kind not in UNHEARD or character in cleaners.SIGNS or character.isspace()
-        heard = character if is_kept and code not in VARIANTS else ""
-        self[code] = str(unicodedata.digit(character)) if kind == "Nd" else heard
-        return self[code]
-
-
-_HEARD = _Heard(MARKS)
 
 
 def most_text(config: dict) -> int:
@@ -404,7 +332,7 @@ def show(wanted: list[str], reader: FrontEnd | Texts, longest: int) -> None:
     """--show_text: prints what `reader` makes of each text, one line each. Warns on stderr of
     numbers and signs that are not in words and, with a vocabulary, of characters that it lacks and
     of texts with more than `longest` tokens. These are not trained on."""
-    for text in texts_of(wanted, "--show_text"):
+    for text in reading.texts_of(wanted, "--show_text"):
         read = reader.read(text)
         print(read)
         if fault := reader.fault(read, None, longest):

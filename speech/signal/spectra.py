@@ -13,6 +13,9 @@ from torch import nn
 CROSSINGS = 6
 ROLLOFF = 0.99
 TINY = 1e-16  # beside the magnitude of a frequency bin
+# Of `linear_spectrum`.
+INVERSION_STEPS = 50
+SMALLEST = 1e-10  # value of a frequency bin; a bin at 0 would stay there
 
 
 def mel_of(hertz: torch.Tensor, scale: str) -> torch.Tensor:
@@ -128,6 +131,21 @@ def resampled(pieces: Iterable[torch.Tensor], source: int, target: int) -> Itera
 def _filtered(padded: torch.Tensor, filters: torch.Tensor, source: int) -> torch.Tensor:
     made = nn.functional.conv1d(padded[None, None], filters.to(padded), stride=source)
     return made[0].t().flatten()
+
+
+def linear_spectrum(
+    bands: torch.Tensor, filters: torch.Tensor, inverse: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The spectrum (..., N, F), at least 0, of power or of magnitude, whose sums over `filters`
+    (N, M) are nearest to `bands` (..., M, F): the pseudo-inverse of the filters' transpose, which may
+    be given, improved by multiplicative updates (Lee and Seung 2000)."""
+    transposed = filters.t()
+    inverse = torch.linalg.pinv(transposed) if inverse is None else inverse
+    spectrum = (inverse @ bands).clamp_min(SMALLEST)
+    target = filters @ bands
+    for _ in range(INVERSION_STEPS):
+        spectrum = spectrum * target / (filters @ (transposed @ spectrum)).clamp_min(SMALLEST**2)
+    return spectrum
 
 
 def griffin_lim(

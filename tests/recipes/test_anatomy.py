@@ -11,6 +11,7 @@ import pytest
 from common import options
 from recipes import (
     konkani_conformer,
+    matcha_voice,
     parakeet_tdt,
     template,
     wav2vec2_ctc,
@@ -28,9 +29,10 @@ RECOGNISERS = [
     whisper_morse,
     whisper_vietnamese,
 ]
-RECIPES = [*RECOGNISERS, xtts_amharic]
+RECIPES = [*RECOGNISERS, matcha_voice, xtts_amharic]
 ORDER = ("add_arguments", "resolve", "Utterances", "collate", "compute_loss", "evaluate", "main")
-USE = {xtts_amharic: ("synthesise", "--synthesize")}  # the function and the flag that use a model
+SPEAKS = ("synthesise", "--synthesize")
+USE = {matcha_voice: SPEAKS, xtts_amharic: SPEAKS}  # the function and the flag that use a model
 METHODS = ("__len__", "fingerprint", "seconds", "item")
 MAIN_LINES, PARAMETERS = 40, 8
 FEWER_PARAMETERS = {"train": 6}

@@ -120,6 +120,7 @@ COPIES = {
     "whisper_vietnamese": [*runs.TINY, "--from_scratch"],
     "parakeet_tdt": ["--from_scratch", "--model_size", "demo"],
     "wav2vec2_ctc": ["--from_scratch", "--model_size", "demo"],
+    "matcha_voice": ["--model_size", "demo", "--language", "kok", "--speak_held_out", "0"],
     "xtts_amharic": ["--from_scratch", "--speak_held_out", "0"],
 }
 

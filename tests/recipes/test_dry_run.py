@@ -22,6 +22,7 @@ from models import released
 from models.whisper.decoding import Search, greedy
 from recipes import (
     konkani_conformer,
+    matcha_voice,
     parakeet_tdt,
     template,
     wav2vec2_ctc,
@@ -37,6 +38,7 @@ from tests.recipes.runs import planned, refused, run
 # epoch.
 RECIPES = {
     konkani_conformer: ([], 30 / 0.9),
+    matcha_voice: ([], 15),
     whisper_morse: (["--clips_per_epoch", "40"], 3),
     whisper_vietnamese: ([], 30),
     parakeet_tdt: ([], 20 / 0.9),
@@ -44,6 +46,7 @@ RECIPES = {
     xtts_amharic: ([], 22),  # the GPT's positions, in seconds of codes
 }
 SMALL = {
+    matcha_voice: ["--model_size", "demo"],
     parakeet_tdt: ["--model_size", "demo"],
     wav2vec2_ctc: ["--model_size", "demo"],
     xtts_amharic: ["--model_size", "demo"],
@@ -93,7 +96,7 @@ def manifest(tmp_path_factory) -> str:
 
 @EACH
 def test_a_plan_with_data_is_of_these(recipe, manifest):
-    start = ["--from_scratch"] * (recipe != konkani_conformer)
+    start = ["--from_scratch"] * (recipe not in (konkani_conformer, matcha_voice))
     plan = planned(recipe, "--train_manifest", manifest, *start, "--cache_audio", "cache")
     assert (
         len(plan.global_batches.data) == 5 and plan.batch["audio"].abs().max() > 0
@@ -106,7 +109,7 @@ def test_a_plan_with_data_is_of_these(recipe, manifest):
 def test_the_answer_for_a_card(recipe, card, fits, manifest):
     """The whole plan, with CUDA's choices imposed: the parts add up, and flags are advised if it
     does not fit."""
-    start = ["--from_scratch"] * (recipe != konkani_conformer)
+    start = ["--from_scratch"] * (recipe not in (konkani_conformer, matcha_voice))
     status, out, err = run(
         recipe, "--train_manifest", manifest, *start, *SMALL.get(recipe, ()), "--dry_run", card
     )

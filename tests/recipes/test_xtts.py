@@ -31,7 +31,6 @@ from models.xtts import (
     codec_training,
     decoding,
     formats,
-    judge,
     new_tokens,
     speaking,
     start,
@@ -49,6 +48,7 @@ from models.xtts.vocoder import HifiDecoder
 from recipes import xtts_amharic as recipe
 from speech.data.columns import Corpus, Strings
 from speech.data.splits import Checks, RunInfo, load_corpus
+from speech.decoding import judge
 from tests import small
 from tests.models.xtts.infos import make_info
 from tests.recipes import adapters, runs
@@ -1718,7 +1718,7 @@ def test_a_judge_hears_what_an_evaluation_speaks(places, tmp_path, monkeypatch):
     out = ran(recipe, *flags, "--judge", places.wav)
     assert "1 held-out sentences spoken: " in out and "speaker similarity: " in out
     table = out.partition("CER of the judge ")[2].splitlines()
-    assert [line.split()[0] for line in table[1:]] == [*reversed(speaking.KINDS)]
+    assert [line.split()[0] for line in table[1:]] == [*reversed(judge.KINDS)]
     assert len(heard) == 3 and "CER of the judge" not in ran(recipe, *flags)
 
 

@@ -15,6 +15,7 @@ SMALL = {
     "konkani": {"size": "minimal", "clips": 1, "seconds": 1.0, "characters": 5},
     "whisper": {"size": "tiny", "clips": 2, "shortest": 0.5, "seconds": 1.0},
     "parakeet": {"layers": 1, "width": 128, "vocabulary": 64, "clips": 2, "seconds": 1.0},
+    "matcha": {"size": "demo", "clips": 2, "seconds": 1.0},
     "xtts": {"layers": 1, "clips": 2, "seconds": 1.0},
 }
 SMALL_XTTS = formats.make_config(
@@ -22,6 +23,8 @@ SMALL_XTTS = formats.make_config(
 )
 ROWS = [
     *(("konkani", row) for row in ("baseline", "ours")),
+    ("matcha", "ours"),
+    ("matcha", "without the alignment search"),
     ("parakeet", "transformers"),
     ("parakeet", "ours, gradient checkpointing"),
     ("whisper", "transformers, 30 s"),
@@ -46,6 +49,8 @@ def small_models(monkeypatch):
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
     monkeypatch.setitem(whisper_formats.SIZES, "tiny", {**tiny, **width, **heads})
     monkeypatch.setitem(formats.SIZES, "full", SMALL_XTTS)
+    search = step.matcha_voice.alignment.search
+    monkeypatch.setattr(step.matcha_voice.alignment, "search", search)
     monkeypatch.setattr(step.xtts_amharic, "place", step.xtts_amharic.place)  # restored afterwards
 
 

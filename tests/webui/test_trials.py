@@ -304,6 +304,7 @@ def test_exported_files_are_listed_without_links_out(places, run, tmp_path):
 def test_every_form_has_the_command_of_the_program_that_reads_it(recipes):
     programs = {
         "konkani_conformer": ("import sherpa_onnx", "onnx-asr nemo-conformer-ctc"),
+        "matcha_voice": ("from piper import", "import sherpa_onnx"),
         "parakeet_tdt": ("from transformers import", "from nemo."),
         "whisper_morse": ("from transformers import",),
         "whisper_vietnamese": ("from transformers import",),

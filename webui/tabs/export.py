@@ -19,6 +19,7 @@ from webui.tabs.shared import HTML, Shared
 from webui.use import error_of
 
 FORMAT = "export_format"
+CONSENT = "consent"
 EXPORT_SECONDS = 1800.0
 LICENCE = "LICENSE.txt"
 MOST_FILES = 200
@@ -38,6 +39,7 @@ def build(context: Context, shared: Shared) -> None:
         chosen = gr.Dropdown([], label="Run", info="that has weights", min_width=200)
         weights = gr.Dropdown([], label="Weights", info="of which moment", min_width=200)
         form = gr.Dropdown([], label="Form", info="for which program", visible=False)
+    consent = gr.Textbox(label="Whose voice it is", visible=False)
     about = gr.Markdown(**HTML)
     button = gr.Button("Export", variant="primary", visible=False)
     made = gr.Markdown(**HTML)
@@ -52,14 +54,15 @@ def build(context: Context, shared: Shared) -> None:
     def look(name: str | None, before: str | None) -> tuple:
         if not name:
             nothing = "<p>There is no run with weights yet: the Train tab starts one.</p>"
-            return (nothing, "", "", *[gr.skip()] * 4)
+            return (nothing, "", "", *[gr.skip()] * 5)
         run = context.run(name)
         try:
             recipe = recipe_of(context, run.recipe)
         except UsageError as error:  # its weights can be kept all the same
             hidden = [gr.Dropdown(visible=False), gr.Button(visible=False)]
+            hidden += [gr.Accordion(visible=False), gr.Textbox(visible=False)]
             weights = weights_of(context, name, before)
-            return (_kept(run, str(error)), "", "", weights, *hidden, gr.Accordion(visible=False))
+            return (_kept(run, str(error)), "", "", weights, *hidden)
         exports = "export" in _names(recipe)
         section = section_of(recipe)
         return (
@@ -70,24 +73,27 @@ def build(context: Context, shared: Shared) -> None:
             _forms(recipe),
             gr.Button(visible=exports),
             gr.Accordion(visible=bool(section)),
+            _consent(recipe),
         )
 
-    def make(name: str | None, file: str | None, wanted: str | None) -> str:
+    def make(name: str | None, file: str | None, wanted: str | None, said: str | None) -> str:
         run = context.run(name)
-        export(context, run, file, wanted)
+        export(context, run, file, wanted, said)
         return _exports(context.places, run)
 
-    shown = [about, made, page, weights, form, button, how]
+    shown = [about, made, page, weights, form, button, how, consent]
     named = [
         on(shared.tab.select, choices, [shared.chosen, chosen], chosen),
         on(chosen.input, lambda name: name, chosen, shared.chosen),
     ]
     for each in named:
         on(each.then, look, [chosen, weights], shown)
-    on(button.click, make, [chosen, weights, form], made)
+    on(button.click, make, [chosen, weights, form, consent], made)
 
 
-def export(context: Context, run: Run, weights: str | None, form: str | None) -> Path:
+def export(
+    context: Context, run: Run, weights: str | None, form: str | None, consent: str | None = None
+) -> Path:
     """Writes weights of a run as a new folder export-N in the run's. Raises `UsageError`, and
     `RunError` with the recipe's own error."""
     recipe = recipe_of(context, run.recipe)
@@ -99,6 +105,8 @@ def export(context: Context, run: Run, weights: str | None, form: str | None) ->
     words += ["--device", "cpu"]  # the GPU may be training
     if FORMAT in _names(recipe) and form:
         words += commands.words_of(context.places, recipe.option(FORMAT), form, run.folder)
+    if CONSENT in _names(recipe) and consent:
+        words.append(f"--{CONSENT}={' '.join(consent.split())}")
     status, printed = commands.ask(words, EXPORT_SECONDS)
     if status:
         raise RunError(error_of(printed))
@@ -132,6 +140,12 @@ def _forms(recipe: Recipe) -> gr.Dropdown:
     option = recipe.option(FORMAT)
     choices = [choice for choice in option.choices if choice]
     return gr.Dropdown(choices=choices, value=choices[0], info=option.help, visible=True)
+
+
+def _consent(recipe: Recipe) -> gr.Textbox:
+    if CONSENT not in _names(recipe):
+        return gr.Textbox(visible=False)
+    return gr.Textbox(visible=True, info=recipe.option(CONSENT).help)
 
 
 def _about(run: Run, recipe: Recipe) -> str:

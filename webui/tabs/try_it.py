@@ -149,9 +149,11 @@ def _speaking(context: Context, choice: Choice) -> list:
 
     def speak(said: str, dropped: str | None, named: str | None, heat: float, number: int, *values):
         chosen = Chosen(*values)
-        _, _, model = model_of(context, chosen)
+        recipe, _, model = model_of(context, chosen)
         words = _words(context, model, chosen)
-        if dropped:
+        if not recipe.clones:
+            voice = None
+        elif dropped:
             voice = trials.keep_voice(
                 context.places, model, trials.checked_audio(dropped, "reference clip")
             )

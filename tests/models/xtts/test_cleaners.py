@@ -106,24 +106,3 @@ def test_a_shielded_text_is_left_as_it_is():
         shielded = cleaners.shield(" ".join(text.split()))
         assert cleaners.clean(shielded, "en") == shielded
         assert re.sub(r" (?=\.)", "", shielded) == re.sub(r" (?=\.)", "", " ".join(text.split()))
-
-
-@pytest.mark.parametrize(
-    ("language", "text", "read"),
-    [
-        ("vi", "Tôi có 25 con, 1.234 nhà", "tôi có hai mươi lăm con, một nghìn hai trăm ba mươi bốn"
-         " nhà"),
-        ("fi", "12,5", "kaksitoista pilkku viisi"),
-        ("vi", "0,05 và 12.5; 3,14159", "không phẩy không năm và mười hai phẩy năm; ba phẩy một"
-         " bốn một năm chín"),
-        ("bn", "0.05", "শূন্য দশমিক শূন্য পাঁচ"),
-        ("fa", "0.05", "صفر ممیز صفر پنج"),
-        ("vi", "12.5.2016, 3:45", "mười hai năm hai nghìn lẻ mười sáu, ba bốn mươi lăm"),
-        ("id", "0912 345 678", "nol sembilan satu dua tiga ratus empat puluh lima enam ratus tujuh"
-         " puluh delapan"),
-        ("vi", "covid19 5km.", "covid mười chín năm km."),
-        ("xx", "25", "25"),
-    ],
-)  # fmt: skip
-def test_numbers_of_other_languages(language, text, read):
-    assert cleaners.plain_numbers(text.lower(), language) == read

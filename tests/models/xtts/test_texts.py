@@ -143,15 +143,6 @@ def test_what_cannot_be_read_in_words_is_a_fault(language, text, signs):
         assert fault[1].startswith(" ".join(signs))
 
 
-@pytest.mark.parametrize(
-    ("name", "code"),
-    [("en-US", "en"), ("zh", "zh-cn"), ("ZH_tw", "zh-cn"), ("zh-cn", "zh-cn"), ("Amharic", "am"),
-     ("deu", "de"), ("yue", "yue"), ("", "")],
-)  # fmt: skip
-def test_codes_of_languages(name, code):
-    assert texts.code_of(name) == code
-
-
 def test_a_corpus_is_read_once(monkeypatch):
     reader = texts.Texts(make_info(g2p=True))
     corpus = SimpleNamespace(texts=["ሰላም", "The END 2"], languages=["", "en-GB"])
@@ -210,15 +201,6 @@ def test_show(capsys):
         == "warning: 'ሰቡ': the vocabulary lacks ቡ x 1\nwarning: 'hens': text is longer than 3 tokens:"
         " 4 tokens\n"
     )
-
-
-def test_texts_of_a_flag(tmp_path):
-    (tmp_path / "a.txt").write_text("ሰላም  ለሁሉም\n\nno\n", encoding="utf-8")
-    assert texts.texts_of([str(tmp_path / "a.txt")]) == ["ሰላም ለሁሉም", "no"] and texts.texts_of(
-        ["a", "b "]
-    ) == ["a", "b"]
-    with pytest.raises(UsageError, match="--show_text: there is no text"):
-        texts.texts_of([" "], "--show_text")
 
 
 # --- flags ----------------------------------------------------------------------------------------

@@ -69,3 +69,18 @@ def test_griffin_lim_is_torchaudios():
         power, window, 1024, 256, 1024, 2, 20, 0.99, None, False
     )
     torch.testing.assert_close(spectra.griffin_lim(power, window, 256, 20, 0.99), theirs)
+
+
+def test_a_linear_spectrum_explains_the_bands_better_than_the_pseudo_inverse():
+    filters = spectra.mel_filters(513, 8000, 80, 22_050, has_equal_area=True)
+    noise = torch.randn(513, 20, generator=torch.Generator().manual_seed(0))
+    bands = filters.t() @ (noise.square() * torch.linspace(1, 0, 513)[:, None] ** 8)
+
+    def error(estimate: torch.Tensor) -> float:
+        return ((filters.t() @ estimate).clamp_min(1e-9).log() - bands.log()).abs().mean().item()
+
+    estimate = spectra.linear_spectrum(bands, filters)
+    assert (estimate >= 0).all()
+    assert error(estimate) < 0.05 and error(estimate) < 0.5 * error(
+        (torch.linalg.pinv(filters.t()) @ bands).clamp_min(0)
+    )

@@ -13,10 +13,10 @@ import torch
 
 from common import checkpoint
 from common.errors import RunError, UsageError
-from models.xtts import judge
-from models.xtts.speaking import KINDS, clip_name
 from recipes import template
 from speech.data import splits
+from speech.decoding import judge
+from speech.decoding.judge import KINDS, clip_name
 
 RECIPES = Path(template.__file__).parent
 TEXTS = ["ab ba", "Aab."]

@@ -1,11 +1,13 @@
-"""Held-out sentences after a training: they are spoken and, with --judge, transcribed. The error rate
-of a recogniser that another recipe has trained says how well they are understood."""
+"""Speech that a synthesis model makes: the files of --output, and held-out sentences that are spoken
+and, with --judge, transcribed. The error rate of a recogniser that another recipe has trained says
+how well they are understood."""
 
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,18 +15,18 @@ import numpy as np
 import soundfile
 import torch
 
-from common import checkpoint, memory, options
-from common.device import Setup
-from common.errors import RunError, UsageError
-from models.xtts import speaking
-from models.xtts.decoding import GREEDY, Sampling
-from models.xtts.speaking import KINDS, Synthesiser, clip_name
-from speech.data.columns import Corpus
+from common import checkpoint, files, options
+from common.errors import RunError, UsageError, cannot_write
+from speech.data.folders import is_replaceable, made_from, write_folder
+from speech.signal.audio import int16, is_own_speech, write_speech, write_wav
 from speech.writing import metrics
 from speech.writing.text import NAMES, in_lower_case
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # the judge is one process
+HEADER = ("audio_file", "text", "speaker_name")  # of the manifests that are written
+KINDS = ("reference", "resynthesis", "synthesis")  # of the clips of a held-out sentence
+MADE_BY = {"made_by": "held-out sentences"}  # in the made_from.json of held-out sentences
 
 # Commands that speak no held-out sentences, and rows for common.options: flags that exclude them.
 ELSEWHERE = ("synthesize", "show_text", "check_data")
@@ -47,7 +49,11 @@ class HeldOut:
     seed: int
 
 
-def add_arguments(parser) -> None:
+# --- flags ----------------------------------------------------------------------------------------
+
+
+def add_arguments(parser, usual: str) -> None:
+    """`usual`: how many sentences are spoken unless the flag says it, for the help."""
     group = parser.add_argument_group("held-out sentences")
     group.add_argument(
         "--speak_held_out",
@@ -55,7 +61,7 @@ def add_arguments(parser) -> None:
         metavar="N",
         help=(
             "held-out sentences to speak after training, or with --evaluate, in OUTPUT_DIR/speech"
-            " (2; 20 from scratch; with --evaluate 0, unless there is a judge)"
+            f" ({usual}; with --evaluate 0, unless there is a judge)"
         ),
     )
     group.add_argument(
@@ -86,29 +92,81 @@ def resolve(args, exports_only: bool) -> HeldOut:
     return HeldOut(count, args.judge, args.output_dir, args.device, args.seed)
 
 
-def speak_held_out(
-    asked: HeldOut,
-    setup: Setup,
-    synthesiser: Synthesiser,
-    corpus: Corpus,
+def outputs_of(output: str, count: int, inputs: Sequence[str]) -> list[Path]:
+    """The file of each of `count` texts, which --output names. `inputs`: what the command reads.
+    Raises `UsageError`."""
+    outputs = [numbered(output, number, count) for number in range(1, count + 1)]
+    for path in outputs:
+        files.require_output(path, "--output", inputs, is_own_speech)
+    return outputs
+
+
+def numbered(output: str, number: int, count: int) -> Path:
+    """The file for text `number` of `count`: `output` itself, or speech_001.wav and so on."""
+    path = Path(output)
+    if count == 1:
+        return path
+    return path.with_name(f"{path.stem}_{number:03d}{path.suffix or '.wav'}")
+
+
+def write(path: Path, waveform: torch.Tensor, rate: int) -> None:
+    """Writes speech (T,) to --output, if `path` is still what `resolve` allows. Raises `UsageError`
+    and `RunError`."""
+    files.require_output(path, "--output", is_earlier=is_own_speech)
+    try:
+        write_speech(path, int16(waveform), rate)
+    except OSError as error:
+        raise cannot_write(path.parent, error, "--output") from None
+
+
+# --- held-out sentences ---------------------------------------------------------------------------
+
+
+def clip_name(index: int, kind: str) -> str:
+    """The file of a held-out sentence, one of KINDS."""
+    return f"{index + 1:03d}_{kind}.wav"
+
+
+def folder_of(output_dir: str | Path) -> Path:
+    """Where the held-out sentences of a run are spoken: in OUTPUT_DIR/speech or, if that is
+    somebody else's (recordings of the user or, in this project's own folder, its code), in
+    OUTPUT_DIR/speech-2."""
+    names = ("speech", *(f"speech-{number}" for number in range(2, 100)))
+    for folder in (Path(output_dir).absolute() / name for name in names):
+        is_own = not folder.is_symlink() and made_from(folder) == MADE_BY
+        if is_own or not os.path.lexists(folder):
+            break
+    return folder
+
+
+def write_corpus(
+    folder: Path,
     clips: dict[str, tuple[np.ndarray, int]],
+    rows: dict[str, list[tuple[str, str, str]]],
 ) -> None:
-    """Speaks the first sentences of `corpus`, each in the voice of its speaker's clip in `clips`, of
-    `speaking.speakers_of`, and prints how well the judge understands them."""
-    usual, sampling = (2, Sampling(seed=asked.seed)) if synthesiser.frozen.vocoder else (20, GREEDY)
-    count = usual if asked.count is None else asked.count
-    if not (count and clips):
-        return
-    corpus = corpus.select(np.arange(min(count, len(corpus))))
-    folder = speaking.folder_of(asked.output_dir)
-    synthesiser.frozen.to(setup.device)
-    with setup.autocast():
-        print(speaking.speak_corpus(folder, synthesiser, corpus, clips, sampling))
-    if asked.judge:
-        synthesiser.model.cpu()
-        synthesiser.frozen.to(torch.device("cpu"))
-        memory.free_memory(setup.device)  # the judge is another process
-        print(judged(asked.judge, RECIPES, folder, list(corpus.texts), asked.device))
+    """Writes `clips`, {file: (int16 samples, Hz)}, and a manifest of each kind of `rows` (file,
+    text, speaker) in a new `folder`. An earlier one is replaced if nobody has changed it, and moved
+    to earlier-N/ otherwise. Raises `RunError`."""
+
+    def fill(aside: Path) -> None:
+        for file, (samples, rate) in clips.items():
+            write_wav(aside / file, samples, rate)
+        for kind, lines in rows.items():
+            table = ["|".join(map(_cell, row)) for row in (HEADER, *lines)]
+            files.write_text(aside / f"{kind}.csv", "\n".join(table) + "\n")
+
+    try:
+        if not is_replaceable(folder):
+            name = files.move_aside([folder], [folder.parent])
+            print(f"{folder}: what was there was moved to {folder.parent / name}/")
+        write_folder(folder, fill, MADE_BY)
+    except OSError as error:
+        raise cannot_write(folder, error, "--output_dir") from None
+
+
+def _cell(text: str) -> str:
+    """A text as a cell of a manifest, in one line."""
+    return " ".join(text.replace("|", " ").split())
 
 
 def transcripts(path: str, recipes: Path, clips: list[Path], device: str) -> dict[str, str]:
@@ -142,7 +200,7 @@ def transcripts(path: str, recipes: Path, clips: list[Path], device: str) -> dic
 
 
 def judged(path: str, recipes: Path, folder: Path, texts: list[str], device: str) -> str:
-    """The CER of the judge on what `speaking.speak_corpus` wrote into `folder` for these sentences,
+    """The CER of the judge on what the family's `speak_corpus` wrote into `folder` for these sentences,
     as lines to print: on the speech, on the recordings made anew from their codes, and on the
     recordings, which shows how good the judge is."""
     clips = {

@@ -1,0 +1,119 @@
+"""Held-out sentences: what a person hears and sees of a voice while it learns, and what a judge hears
+when it has learned."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common import files, memory
+from common.device import Setup
+from common.errors import require
+from models.matcha import alignment, decoding, mels
+from models.matcha.decoding import Settings, Voice
+from models.matcha.mels import SAMPLE_RATE, LogMel, with_edges
+from models.matcha.start import speaker_numbers
+from speech.data.columns import Corpus
+from speech.decoding import judge
+from speech.signal.audio import int16, read_utterance, write_wav
+
+SPOKEN = 3  # sentences at each evaluation
+TRIAL = 2  # utterances of the trial evaluation before the first update, which is not heard
+LISTEN = "listen"  # their folder in the log folder
+PICTURE = "alignment.png"
+USUAL = 20  # sentences after training
+
+
+@dataclass(frozen=True)
+class Listener:
+    """The sentences that are spoken at each evaluation: the first ones of a held-out `corpus`."""
+
+    folder: Path
+    voice: Voice
+    corpus: Corpus
+
+    def listen(self) -> None:
+        """Speaks the sentences into the folder, and draws the alignment of the first one. What an
+        earlier evaluation has left is replaced."""
+        folder = self.folder / LISTEN
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = range(min(SPOKEN, len(self.corpus)))
+        texts = [self.corpus.texts[row] for row in rows]
+        numbers = speaker_numbers(self.corpus, self.voice.speakers)[: len(rows)].tolist()
+        spoken = decoding.speak(self.voice, texts, Settings(), numbers)
+        for row, waveform in enumerate(spoken, 1):
+            samples = int16(waveform)
+            path = folder / f"{row}.wav"
+            files.write_file(path, lambda p: write_wav(p, samples, SAMPLE_RATE), durable=False)  # noqa: B023
+        draw(self.folder / PICTURE, self.voice, self.corpus)
+
+
+def reports(output_dir: str) -> tuple[str, ...]:
+    """What a run writes beside its logs, for the loop."""
+    return LISTEN, PICTURE, str(judge.folder_of(output_dir))
+
+
+def draw(path: Path, voice: Voice, corpus: Corpus) -> None:
+    """Draws which tokens of the first sentence are probable at which frames of its recording: a
+    sharp diagonal, once the voice has learned to align. Beside it the durations that it predicts."""
+    model = voice.model
+    device = model.mel_mean.device
+    tokens = torch.tensor([voice.tokens.encode(corpus.read[0])], device=device)
+    waveform = with_edges(read_utterance(corpus, 0, SAMPLE_RATE)).to(device)
+    frames = model.normalised(LogMel().to(device)(waveform[None]))
+    lengths = torch.tensor([tokens.shape[1]], device=device)
+    counts = torch.tensor([frames.shape[1]], device=device)
+    speaker = torch.from_numpy(speaker_numbers(corpus, voice.speakers)[:1]).to(device)
+    means, log_frames, _ = model.encode(tokens, lengths, speaker)
+    found = alignment.search(means, frames, lengths, counts)[0]
+    predicted = alignment.path_of(alignment.ends_of(log_frames, lengths, 1.0), frames.shape[1])[0]
+    likely = (-torch.cdist(frames, means).square() / 2)[0].softmax(1)
+    matplotlib = require("matplotlib", PICTURE)
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    axes.imshow(
+        likely.t().float().cpu().numpy(), origin="lower", aspect="auto", cmap="gray_r", vmax=1
+    )
+    axes.plot(found.tolist(), label="found in the recording", linewidth=1)
+    axes.plot(predicted.tolist(), label="predicted", linewidth=1, linestyle="--")
+    axes.set(xlabel="frames", ylabel="tokens", title="Which token each frame belongs to")
+    axes.legend(loc="upper left")
+    files.write_file(path, lambda p: figure.savefig(p, format="png", dpi=100), durable=False)
+    plt.close(figure)
+
+
+@torch.no_grad()
+def speak_held_out(asked: judge.HeldOut, setup: Setup, voice: Voice, corpus: Corpus) -> None:
+    """Speaks the first sentences of `corpus` and prints how well the judge understands them, beside
+    their recordings, and beside the waveforms that are made of the recordings' mel frames."""
+    count = USUAL if asked.count is None else asked.count
+    if not count:
+        return
+    corpus = corpus.select(np.arange(min(count, len(corpus))))
+    folder = judge.folder_of(asked.output_dir)
+    numbers = speaker_numbers(corpus, voice.speakers).tolist()
+    spoken = decoding.speak(voice, list(corpus.texts), Settings(seed=asked.seed), numbers)
+    log_mel = LogMel().to(setup.device)
+    rows = {kind: [] for kind in judge.KINDS}
+    clips = {}
+    for index, synthesis in enumerate(spoken):
+        recording = read_utterance(corpus, index, SAMPLE_RATE).to(setup.device)
+        frames = log_mel(with_edges(recording)[None])[0]
+        made = {
+            "reference": recording,
+            "resynthesis": voice.vocode(frames),
+            "synthesis": synthesis,
+        }
+        for kind, waveform in made.items():
+            file = judge.clip_name(index, kind)
+            rows[kind].append((file, corpus.texts[index], corpus.speakers[index] or "speaker"))
+            clips[file] = int16(waveform), mels.SAMPLE_RATE
+    judge.write_corpus(folder, clips, rows)
+    print(f"{len(corpus)} held-out sentences spoken: {folder}/*_synthesis.wav")
+    if asked.judge:
+        voice.model.cpu()
+        memory.free_memory(setup.device)  # the judge is another process
+        print(judge.judged(asked.judge, judge.RECIPES, folder, list(corpus.texts), asked.device))

@@ -1,0 +1,280 @@
+"""Matcha-TTS's part of where a model starts: flags, the record of a model, released weights, and the
+folder of an export."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+
+from common import checkpoint, options
+from common.checkpoint import Saved
+from common.errors import UsageError
+from models import model_files, released
+from models.matcha import formats, onnx
+from models.matcha.decoding import Voice
+from models.matcha.model import CONFIG, SIZES, Matcha
+from models.matcha.tokenizer import MARKS, fault, read, symbols_of
+from speech.data.columns import Corpus, Strings
+from speech.data.splits import RunInfo
+from speech.decoding import judge
+from speech.writing.reading import AMHARIC, code_of
+from speech.writing.unknown import named
+
+FINE_TUNING_RATE = 1e-4
+RATES = {"demo": 1e-3, "full": 5e-4, "large": 5e-4}  # from scratch
+DROPOUT = 0.1
+EXPORTS_ONLY = "an exported voice is what a training has made of data: it says whose voice it is"
+
+EXCLUDES = (
+    ("model_file", "model_size", "a released model has its own shape; leave one of them out"),
+    ("model_file", "init_from", "both say where the model starts; give one of them"),
+    ("synthesize", "export", "give one of them"),
+    ("evaluate", "export", "give one of them"),
+    *(
+        (flag, options.COMMAND, options.TRAINS)
+        for flag in ("model_file", "dropout", "vocoder_steps")
+    ),
+    *judge.EXCLUDES,
+)
+NEEDS = (
+    ("export", ("consent",), EXPORTS_ONLY),
+    ("consent", ("export",), ""),
+    ("model_file", ("train_manifest", "dry_run"), ""),
+)
+
+
+FORMS = released.Forms(
+    family="Matcha-TTS",
+    folder="",
+    file="a released checkpoint",
+    exported="that Piper and sherpa-onnx speak with",
+    fetch="wget https://github.com/shivammehta25/Matcha-TTS-checkpoints/releases/download/v1.0/"
+    "matcha_ljspeech.ckpt",
+)
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The record of a model that is saved with its weights. `speakers`: their names, by the rows of
+    their vectors."""
+
+    config: Annotated[dict, CONFIG]
+    symbols: Annotated[list[str], lambda symbols: tuple(symbols[: len(MARKS)]) == MARKS]
+    speakers: list[str]
+    language: str
+    pretrained: bool  # began from released weights
+
+
+@dataclass(frozen=True)
+class Options:
+    """The model to start from, as the flags ask."""
+
+    size: str
+    model_file: str | None
+    language: str
+    given: frozenset[str]
+    dropout: float
+    export: str | None
+    consent: str | None
+    held_out: judge.HeldOut
+    resume: str | None
+    checkpoint_dir: Path
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+def add_arguments(parser) -> None:
+    group = parser.add_argument_group("model (its shape comes from the checkpoint when resuming)")
+    options.add_rows(
+        group,
+        ("model_size", list(SIZES), None, None,
+         "2.7, 18 or 50 million parameters (demo; full with data)"),
+        ("model_file", options.path, None, "FILE",
+         "fine-tune a released checkpoint, matcha_ljspeech.ckpt or matcha_vctk.ckpt"),
+        ("language", None, AMHARIC, "CODE", "language of the texts (am)"),
+        ("dropout", options.SHARE, DROPOUT, "P", "of the encoder; the decoder has half of it (0.1)"),
+        ("vocoder_steps", options.COUNT, 0, "N",
+         "updates of a vocoder that is trained on the same recordings afterwards; 0: none, and the"
+         " algorithm of Griffin and Lim makes the sound, which is rough (0)"),
+        ("export", options.path, None, "DIR",
+         "write the voice as a folder that Piper and sherpa-onnx speak with; after training, or"
+         " alone with --resume PATH"),
+        ("consent", None, None, "TEXT",
+         "with --export, for its model card: whose voice it is, that they agree, and the licence"
+         " of the data"),
+    )  # fmt: skip
+    parser.usual("model_size", "model_file", "language", "export", "consent")
+    judge.add_arguments(parser, "20")
+
+
+def resolve(args, is_demo: bool) -> Options:
+    """Checks these flags and returns what they ask for. Raises `UsageError`."""
+    if args.model_file:
+        released.require_source(args.model_file, "--model_file", FORMS)
+    if args.export:
+        released.require_exports(vars(args), options.paths_in(args, *released.EXPORTS))
+        onnx.require_packages()
+    return Options(
+        size=args.model_size or ("demo" if is_demo else "full"),
+        model_file=args.model_file,
+        language=code_of(args.language),
+        given=args.given,
+        dropout=args.dropout,
+        export=args.export,
+        consent=args.consent,
+        held_out=judge.resolve(args, exports_only(args)),
+        resume=args.resume,
+        checkpoint_dir=args.checkpoint_dir,
+    )
+
+
+def exports_only(args) -> bool:
+    """Whether --export is asked for alone: weights are named, and no flag asks for training."""
+    is_named = args.resume not in (None, "auto")
+    return bool(args.export) and is_named and not args.given & set(released.GOALS)
+
+
+# --- texts ----------------------------------------------------------------------------------------
+
+
+def read_corpora(corpora: dict[str, Corpus], language: str) -> None:
+    """Puts what the voice reads of each text into the corpora."""
+    for corpus in corpora.values():
+        corpus.read = Strings(read(text, language) for text in corpus.texts)
+
+
+def text_fault(language: str, corpus: Corpus, index: int) -> tuple[str, str] | None:
+    """Why the text of an utterance cannot be trained on, for `checks.check_speech`."""
+    return fault(corpus.read[index], language)
+
+
+def speakers_of(corpus: Corpus) -> list[str]:
+    """The names of the speakers, those who speak most first."""
+    seconds = corpus.seconds_by(corpus.speakers)
+    return sorted(seconds, key=lambda name: (-seconds[name], name))
+
+
+def speaker_numbers(corpus: Corpus, speakers: list[str]) -> np.ndarray:
+    """(N,) the row of each utterance's speaker; the first one's for a speaker who is not known."""
+    rows = {name: number for number, name in enumerate(speakers)}
+    return np.array([rows.get(name, 0) for name in corpus.speakers])
+
+
+def speaker_of(name: str | None, info: ModelInfo) -> int:
+    """The row of the speaker of --speaker. Raises `UsageError`."""
+    if name is None:
+        return 0
+    if name not in info.speakers:
+        known = ", ".join(each or "(without a name)" for each in info.speakers[:20])
+        raise UsageError(f"--speaker {name[:40]}: the voice has {known}")
+    return info.speakers.index(name)
+
+
+def check_texts(texts: Iterable[str], voice: Voice) -> None:
+    """Raises `UsageError` for a text of --synthesize that the voice cannot read, and warns of
+    characters that it lacks."""
+    for text in texts:
+        heard = read(text, voice.language)
+        if problem := fault(heard, voice.language):
+            raise UsageError(f"--synthesize {text[:40]!r}: {': '.join(problem)}")
+        if lacking := Counter(c for c in heard if c not in voice.tokens.numbers):
+            print(f"warning: {text[:40]!r}: the voice lacks {named(lacking)}", file=sys.stderr)
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def choose(
+    asked: Options, resumed: Saved | None, initial: Saved | None, train: Corpus
+) -> tuple[ModelInfo, dict[str, torch.Tensor] | None]:
+    """The record of the model to be trained, and the released weights that it starts with; None if
+    they are random or the loop loads them. `resumed` and `initial`: the checkpoints of --resume and
+    --init_from. Raises `UsageError`."""
+    if resumed:
+        return known_info(asked, resumed), None
+    symbols = symbols_of(train.read)
+    speakers = speakers_of(train)
+    weights = None
+    if asked.model_file:
+        config, weights = formats.read_model(asked.model_file)
+        config, weights = formats.adapted(config, weights, symbols, len(speakers))
+        print(formats.LICENCE)
+    else:
+        size = SIZES[asked.size]
+        if initial and "model_size" not in asked.given:
+            before, _ = checkpoint.read_infos(initial, ModelInfo, RunInfo)
+            size = before.config
+        config = {**size, "symbols": len(symbols), "speakers": len(speakers)}
+    info = ModelInfo(config, symbols, speakers, asked.language, weights is not None)
+    return info, weights
+
+
+def known_info(asked: Options, saved: Saved) -> ModelInfo:
+    """The record in a checkpoint. Raises `UsageError` if its parts contradict each other or flags
+    contradict it."""
+    info, _ = checkpoint.read_infos(saved, ModelInfo, RunInfo)
+    config = info.config
+    if len(info.symbols) != config["symbols"] or len(info.speakers) > config["speakers"]:
+        raise UsageError(f"{saved.path}: its tokens or speakers are not those of its model")
+    found = []
+    if "model_size" in asked.given and SIZES[asked.size].items() - config.items():
+        found.append(
+            f"--model_size {asked.size} (the checkpoint has {config['channels']} channels)"
+        )
+    if "language" in asked.given and asked.language != info.language:
+        found.append(f"--language {asked.language} (the checkpoint has {info.language})")
+    if asked.model_file and not info.pretrained:
+        found.append(f"--model_file {asked.model_file} (the checkpoint's began from scratch)")
+    if found:
+        raise UsageError(f"{', '.join(found)} conflicts with the checkpoint: {released.LEAVE_OUT}")
+    return info
+
+
+def make_model(
+    info: ModelInfo,
+    weights: dict[str, torch.Tensor] | None = None,
+    dropout: float = 0.0,
+    saved: Saved | None = None,
+) -> Matcha:
+    """A model with these weights, or random ones. Raises `UsageError` if it does not fit into
+    memory, or if the weights of the checkpoint `saved` are not for it."""
+    checkpoint.check_network(saved, lambda: Matcha(info.config))
+    shapes = checkpoint.shapes_of(lambda: Matcha(info.config))
+    model_files.require_room(sum(torch.Size(shape).numel() for shape in shapes.values()))
+    model = Matcha(info.config, dropout)
+    if weights:
+        model.load_state_dict(weights)
+    return model
+
+
+def vocabulary(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
+    """The meaning of the rows of the embedding, here and in the weights of --init_from."""
+    if initial is None:
+        return None
+    before, _ = checkpoint.read_infos(initial, ModelInfo, RunInfo)
+    return checkpoint.Vocabulary((formats.ROWS,), info.symbols, before.symbols)
+
+
+def learning_rate(info: ModelInfo) -> float:
+    """The usual peak rate."""
+    if info.pretrained:
+        return FINE_TUNING_RATE
+    return RATES["demo"] if info.config["channels"] == SIZES["demo"]["channels"] else RATES["full"]
+
+
+def describe(info: ModelInfo, model: Matcha) -> None:
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    speakers = "1 speaker" if len(info.speakers) == 1 else f"{len(info.speakers)} speakers"
+    print(f"model: {size:.1f} M parameters, {len(info.symbols)} tokens, {speakers}")
+
+
+def export(asked: Options, voice: Voice, info: ModelInfo, about) -> None:
+    """--export."""
+    if asked.export:
+        onnx.export(asked.export, asked.consent, voice, not info.pretrained, about)

@@ -1,0 +1,157 @@
+"""Training of a vocoder on the recordings of a voice: crops, and the error of their mel spectra in
+three resolutions. There are no discriminators, so a little buzz stays."""
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from common import checkpoint, memory
+from common.device import upcast
+from common.layers import full_fp32
+from models.matcha.mels import EDGE, HOP, SAMPLE_RATE, LogMel, with_edges
+from models.matcha.vocoder import CONFIG, SIZES, Vocos
+from speech.data.columns import Corpus
+from speech.data.splits import RunInfo
+from speech.signal.audio import read_utterance
+from speech.signal.spectra import mel_filters
+
+FOLDER = "vocoder"  # in the folder of checkpoints
+FRAMES = 64  # of a crop, 0.74 s
+CROP = FRAMES * HOP  # samples
+LOSS_WEIGHTS = {"mel": 1.0}
+BETAS = (0.8, 0.9)
+FLAGS = {  # of this run, in place of the voice's
+    "learning_rate": 5e-4, "warmup_steps": None, "gradient_checkpointing": False, "init_from": None,
+    "early_stopping_patience": 0, "torch_compile": False, "max_grad_norm": 1.0,
+}  # fmt: skip
+RESOLUTIONS = {512: 40, 1024: 80, 2048: 160}  # samples of a window, and mel bands
+FLOOR = 1e-5  # least magnitude of a band
+HIGHEST_HEARD = SAMPLE_RATE / 2
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A vocoder's record in its checkpoints."""
+
+    vocoder: Annotated[dict, CONFIG]
+
+
+class Crops:
+    """A set of utterances as the vocoder takes them: crops with their edges (CROP + 768,), whose
+    place depends on (seed, epoch, index) alone; in evaluation the middle of the clip."""
+
+    def __init__(self, corpus: Corpus, seed: int, training: bool):
+        self.corpus = corpus
+        self.seed = seed
+        self.training = training
+
+    def __len__(self) -> int:
+        return len(self.corpus)
+
+    def fingerprint(self) -> str:
+        return self.corpus.fingerprint()
+
+    def hours(self) -> float:
+        return float(self.corpus.seconds.sum()) / 3600
+
+    def seconds(self, epoch: int) -> np.ndarray:
+        return np.full(len(self), CROP / SAMPLE_RATE)
+
+    def item(self, index: int, epoch: int) -> dict:
+        waveform = with_edges(read_utterance(self.corpus, index, SAMPLE_RATE))
+        room = max(0, len(waveform) - CROP - 2 * EDGE)
+        begin = room // 2
+        if self.training:
+            begin = int(np.random.default_rng([self.seed, epoch, index]).integers(room + 1))
+        crop = waveform[begin : begin + CROP + 2 * EDGE]
+        return {
+            "audio": F.pad(crop, (0, CROP + 2 * EDGE - len(crop))),
+            "name": self.corpus.where(index),
+            "index": index,
+        }
+
+
+def collate(items: list[dict]) -> dict:
+    return {
+        "names": [item["name"] for item in items],
+        "indices": [item["index"] for item in items],
+        "seconds": [CROP / SAMPLE_RATE] * len(items),
+        "audio": torch.stack([item["audio"] for item in items]),
+        "counts": {"mel": len(items)},
+    }
+
+
+class Trained(nn.Module):
+    """A vocoder in training, with the mel spectra that it is compared by."""
+
+    def __init__(self, config: dict):
+        super().__init__()
+        self.vocoder = Vocos(config)
+        self.log_mel = LogMel()
+        for size, bands in RESOLUTIONS.items():
+            filters = mel_filters(size // 2 + 1, HIGHEST_HEARD, bands, SAMPLE_RATE, "slaney", True)
+            self.register_buffer(f"filters_{size}", filters, persistent=False)
+            self.register_buffer(f"window_{size}", torch.hann_window(size), persistent=False)
+
+    def spectra(self, waveforms: torch.Tensor) -> list[torch.Tensor]:
+        """The logarithms of magnitudes in mel bands of (B, T), in each resolution."""
+        found = []
+        for size in RESOLUTIONS:
+            filters, window = self.get_buffer(f"filters_{size}"), self.get_buffer(f"window_{size}")
+            windows = waveforms.unfold(1, size, size // 4) * window
+            magnitude = (torch.fft.rfft(windows).abs().square() + 1e-9).sqrt()
+            found.append((magnitude @ filters).clamp_min(FLOOR).log())
+        return found
+
+
+def compute_loss(model: Trained, batch: dict) -> dict[str, torch.Tensor]:
+    """The sum over the batch of each crop's mean error in all resolutions."""
+    audio = batch["audio"]
+    made = model.vocoder(model.log_mel(audio))
+    with torch.autocast(audio.device.type, enabled=False), full_fp32(audio.device):
+        wanted = model.spectra(upcast(audio[:, EDGE:-EDGE]))
+        found = model.spectra(made)
+    errors = [(a - b).abs().mean((1, 2)) for a, b in zip(found, wanted, strict=True)]
+    return {"mel": sum(errors).sum() / len(RESOLUTIONS)}
+
+
+def evaluate(model: Trained, eval_batches: Iterable[dict]) -> dict[str, tuple[float, float]]:
+    total = 0.0
+    count = 0
+    losses_of = functools.partial(compute_loss, model)
+    for batch, results in memory.evaluated(losses_of, model, eval_batches):
+        total += sum(float(each["mel"]) for each in results)
+        count += len(batch["names"])
+    return {"mel": (total, count)}
+
+
+def size_of(channels: int) -> dict:
+    """The configuration of the vocoder of a voice whose decoder has so many channels."""
+    return SIZES["full" if channels >= 256 else "demo"]
+
+
+def reports(checkpoint_dir: Path) -> tuple[str, ...]:
+    """The folders of the vocoder of a run, for the loop: a new voice moves those of an earlier one
+    aside."""
+    return FOLDER, str((checkpoint_dir / FOLDER).absolute())
+
+
+def read_vocoder(folder: Path, recipe: str) -> Vocos | None:
+    """The vocoder that was trained beside the checkpoints in a folder; None if there is none. Raises
+    `UsageError`."""
+    path = folder / FOLDER / "best.safetensors"
+    if not path.exists():
+        return None
+    saved = checkpoint.read_weights(path, recipe)
+    info, _ = checkpoint.read_infos(saved, ModelInfo, RunInfo)
+    checkpoint.check_network(saved, lambda: Trained(info.vocoder))
+    model = Trained(info.vocoder)
+    checkpoint.load_weights(model, saved.model)
+    return model.vocoder.eval()

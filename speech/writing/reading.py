@@ -1,0 +1,159 @@
+"""Texts as they are read aloud: numbers in words, without what is not heard; and the texts that flags
+name."""
+
+import functools
+import os
+import re
+import unicodedata
+from collections.abc import Callable
+
+from common import files
+from common.errors import UsageError, require
+from speech import amharic
+from speech.data.manifest import check_encoding
+from speech.writing.text import normalise
+
+AMHARIC = "am"
+OTHER_NAMES = {
+    "amh": "am", "amharic": "am", "ara": "ar", "ces": "cs", "cze": "cs", "deu": "de", "ger": "de",
+    "eng": "en", "spa": "es", "fra": "fr", "fre": "fr", "hin": "hi", "hun": "hu", "ita": "it",
+    "ben": "bn", "fas": "fa", "per": "fa", "swa": "sw", "swh": "sw", "ukr": "uk", "vie": "vi",
+    "jpn": "ja", "kor": "ko", "nld": "nl", "dut": "nl", "pol": "pl", "por": "pt", "rus": "ru",
+    "tur": "tr", "zh": "zh-cn", "zho": "zh-cn", "chi": "zh-cn", "cmn": "zh-cn",
+}  # fmt: skip
+# Quotes, and marks that stand for others.
+MARKS = str.maketrans({**dict.fromkeys('"“”„‟«»‹›〝〞＂'), **dict.fromkeys("’‘", "'"), "…": "..."})
+WITH_DOTLESS = ("az", "crh", "kaa", "tt")  # languages whose I becomes ı
+# Not heard, above all emoji, and what shapes or combines glyphs.
+UNHEARD = ("So", "Sk", "Me", "Cc", "Cf", "Cn", "Co", "Cs")
+VARIANTS = range(0xFE00, 0xFE10)  # select the glyph of the character before
+SIGNS = "&@%#$£°"
+NOT_IN_WORDS = re.compile(f"[0-9{SIGNS}€¥₦₩₪₫₹₺₽+=×÷±¼½¾²³]")  # they are spoken as words
+FILE = re.compile(r"\S+\.(txt|csv|tsv|json)")  # an argument that must be the name of a file
+# "5km" gets a space, "0912 345 678" is not grouped, and "12.5.2016" has no decimals.
+BESIDE_LETTERS = re.compile(r"(?<=[^\W\d_])(?=[0-9])|(?<=[0-9])(?=[^\W\d_])")
+GROUPS = re.compile(
+    r"(?<![0-9.,])(?<![0-9][\u00a0 ])[1-9][0-9]{0,2}([.,\u00a0 ])[0-9]{3}(?:\1[0-9]{3})*(?![0-9])"
+)
+PLAIN_DECIMAL = re.compile(r"(?<![0-9])(?<![0-9][.,])[0-9]+[.,][0-9]+(?![.,]?[0-9])")
+WITH_ZERO = re.compile("(?<![0-9])0[0-9]+")
+BETWEEN = re.compile("(?<=[0-9])[.,:/](?=[0-9])")  # numbers of a date or a time
+# How a decimal point is read where num2words reads 0.05 as 0.5, or rounds to two places.
+POINTS = {"bn": "দশমিক", "fa": "ممیز", "vi": "phẩy"}
+UNREAD = re.compile("[0-9]")  # in a text whose numbers cannot be read
+DIGITS = re.compile("[0-9]+")
+
+
+def code_of(name: str) -> str:
+    """The code of a language that is written in another case, with a region or in another way
+    (en-US, eng, Amharic)."""
+    code = name.lower().replace("_", "-")
+    without_region = code.split("-")[0]
+    return OTHER_NAMES.get(without_region, without_region)
+
+
+def texts_of(wanted: list[str], flag: str = "--synthesize") -> list[str]:
+    """The texts of a flag: the name of a file stands for its lines. Raises `UsageError`."""
+    lines = wanted
+    if len(wanted) == 1 and os.path.isfile(wanted[0]):
+        lines = files.read_text(wanted[0]).split("\n")  # other separators may be within a text
+    elif len(wanted) == 1 and FILE.fullmatch(wanted[0]):
+        raise UsageError(f"{flag} {wanted[0]}: no such file")
+    for line in lines:
+        try:
+            check_encoding(line)
+        except ValueError:
+            raise UsageError(
+                f"{flag} {line[:40]!r}: it is not UTF-8, or the locale is not: set LC_ALL=C.UTF-8"
+            ) from None
+    texts = [normalise(line) for line in lines]
+    texts = [text for text in texts if text]
+    if not texts:
+        raise UsageError(f"{flag}: there is no text")
+    return texts
+
+
+def plain(text: str, language: str) -> str:
+    """A text in lower case, numbers in words if num2words
+    knows the language, without quotes, emoji and what is not heard."""
+    text = text.replace("İ", "i")  # its small letter would have two dots
+    if language in WITH_DOTLESS:
+        text = text.replace("I", "ı")
+    text = text.lower().translate(_HEARD)
+    return " ".join(plain_numbers(text, language).split())
+
+
+def read(text: str, language: str) -> str:
+    """The text as it is read aloud: Amharic by its own reader, other languages by `plain`."""
+    return amharic.spoken(text) if language == AMHARIC else plain(text, language)
+
+
+class _Heard(dict):
+    """For str.translate: every character as it is, "" for one that is not heard, and 0 to 9 for
+    digits of other scripts."""
+
+    def __missing__(self, code: int) -> str:
+        character = chr(code)
+        kind = unicodedata.category(character)
+        is_kept = kind not in UNHEARD or character in SIGNS or character.isspace()
+        heard = character if is_kept and code not in VARIANTS else ""
+        self[code] = str(unicodedata.digit(character)) if kind == "Nd" else heard
+        return self[code]
+
+
+_HEARD = _Heard(MARKS)
+
+
+def plain_numbers(text: str, language: str) -> str:
+    """A text with its numbers in words, if num2words knows the language. A comma, full stop or space before each three digits groups them. A number that
+    begins with 0, such as a telephone number, is read digit by digit."""
+    if not UNREAD.search(text):
+        return text
+    library = require("num2words", "a text with numbers")
+    if language not in library.CONVERTER_CLASSES:
+        return text
+    text = BESIDE_LETTERS.sub(" ", text)
+    text = GROUPS.sub(lambda match: re.sub("[^0-9]", "", match[0]), text)
+    text = PLAIN_DECIMAL.sub(lambda match: decimal_words(match[0], language), text)
+    text = BETWEEN.sub(" ", text)
+    text = WITH_ZERO.sub(lambda match: spelled(match[0], language), text)
+    return DIGITS.sub(lambda match: number_words(match[0], language), text)
+
+
+@functools.lru_cache(10_000, typed=True)  # 1 and 1.0 differ
+def words_of(number: int | float, language: str, **options) -> str:
+    """A number in words. Raises what num2words raises, which differs between languages."""
+    import num2words
+
+    return num2words.num2words(number, lang=language, **options)
+
+
+def decimal_words(written: str, language: str) -> str:
+    if language in POINTS:
+        whole, decimals = re.split("[.,]", written)
+        words = [number_words(whole, language), POINTS[language], spelled(decimals, language)]
+        return " ".join(words)
+    try:
+        return words_of(float(written.replace(",", ".")), language)
+    except Exception:
+        return " ".join(number_words(part, language) for part in re.split("[.,]", written))
+
+
+def spelled(digits: str, language: str) -> str:
+    return " ".join(words_of(int(digit), language) for digit in digits)
+
+
+def number_words(digits: str, language: str, kind: str = "cardinal") -> str:
+    """Digits in words. A number that is too large for num2words is read digit by digit; an ordinal
+    that it lacks is read as a cardinal. The digits, if it lacks the language."""
+    attempts: list[Callable[[], str]] = [
+        lambda: words_of(int(digits), language, to=kind),
+        lambda: words_of(int(digits), language),
+        lambda: spelled(digits, language),
+    ]
+    for attempt in attempts:
+        try:
+            return attempt()
+        except Exception:  # of many kinds
+            continue
+    return digits

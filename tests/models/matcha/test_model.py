@@ -1,0 +1,113 @@
+"""Matcha-TTS's network against a second one of single utterances, and what it does to padding."""
+
+import pytest
+import torch
+from torch import nn
+
+from models.matcha.model import SIZES, Matcha, masked_group_norm
+from tests.models.matcha import plain
+
+DEMO = {**SIZES["demo"], "symbols": 20, "speakers": 1}
+
+
+def random_model(speakers: int = 1) -> Matcha:
+    """A small model in which every tensor has random values."""
+    torch.manual_seed(0)
+    model = Matcha({**DEMO, "speakers": speakers}).double().eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0.05, 0.2)
+    return model
+
+
+@pytest.mark.parametrize(
+    "size, speakers, count",
+    [("full", 1, 18_204_193), ("full", 109, 20_857_569), ("large", 1, 50_446_625)],
+)
+def test_the_parameters_of_the_released_models(size, speakers, count):
+    with torch.device("meta"):
+        model = Matcha({**SIZES[size], "symbols": 178, "speakers": speakers})
+    assert sum(p.numel() for p in model.parameters()) == count
+    # 11.01 M of them are the decoder's, of the author's larger one 43.25 M.
+    decoder = sum(p.numel() for p in model.decoder.parameters())
+    assert size == "full" or round(decoder / 1e6, 2) == 43.25
+
+
+@pytest.mark.parametrize("speakers", [1, 3])
+@torch.no_grad()
+def test_padded_utterances_are_those_of_a_second_implementation(speakers):
+    model = random_model(speakers)
+    weights = model.state_dict()
+    lengths = torch.tensor([9, 5])
+    tokens = torch.randint(0, 20, (2, 9))
+    speaker = torch.tensor([speakers - 1, 0])
+    means, log_frames, vectors = model.encode(tokens, lengths, speaker)
+    frames = torch.tensor([14, 6])
+    noisy, mean_frames = torch.randn(2, 2, 14, 80, dtype=torch.float64)
+    time = torch.rand(2, dtype=torch.float64)
+    velocity = model.velocity(noisy, mean_frames, time, frames, vectors)
+    for row, (length, count) in enumerate(zip(lengths.tolist(), frames.tolist(), strict=True)):
+        vector = None if vectors is None else vectors[row]
+        expected = plain.encoder(weights, DEMO, tokens[row, :length], vector)
+        torch.testing.assert_close(means[row, :length].t(), expected[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(log_frames[row, :length], expected[1], rtol=0, atol=1e-5)
+        x = [noisy[row, :count].t(), mean_frames[row, :count].t()]
+        if vector is not None:
+            x.append(vector[:, None].expand(-1, count))
+        expected = plain.velocity(weights, DEMO, torch.cat(x), float(time[row]))
+        torch.testing.assert_close(velocity[row, :count].t(), expected, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_padding_changes_nothing():
+    """Odd numbers of frames, too, which the U-Net halves. fp32 is only in rotary positions and in
+    the frequencies of the time, which both have."""
+    model = random_model()
+    tokens = torch.randint(0, 20, (1, 7))
+    noisy, mean_frames = torch.randn(2, 1, 11, 80, dtype=torch.float64)
+    time = torch.rand(1, dtype=torch.float64)
+
+    def results(extra: int) -> list[torch.Tensor]:
+        padded = torch.cat([tokens, torch.randint(0, 20, (1, extra))], 1)
+        means, log_frames, _ = model.encode(padded, torch.tensor([7]), torch.tensor([0]))
+        noise = torch.randn(2, 1, extra, 80, dtype=torch.float64)
+        x, y = torch.cat([torch.stack([noisy, mean_frames]), noise], 2)
+        velocity = model.velocity(x, y, time, torch.tensor([11]), None)
+        assert not velocity[:, 11:].any() and not means[:, 7:].any()
+        return [means[:, :7], log_frames[:, :7], velocity[:, :11]]
+
+    for alone, padded in zip(results(0), results(6), strict=True):
+        torch.testing.assert_close(padded, alone, rtol=0, atol=1e-10)
+
+
+def test_the_statistics_of_group_norm_are_those_of_valid_frames():
+    norm = nn.GroupNorm(8, 16)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    x = torch.randn(2, 16, 9) + 3
+    lengths = torch.tensor([9, 4])
+    mask = (torch.arange(9) < lengths[:, None])[:, None]
+    normed = masked_group_norm(x, mask, norm)
+    for row, length in enumerate(lengths.tolist()):
+        expected = norm(x[row : row + 1, :, :length])
+        torch.testing.assert_close(normed[row : row + 1, :, :length], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_are_finite(dtype):
+    torch.manual_seed(0)
+    model = Matcha(DEMO)
+    with torch.autocast("cpu", dtype=dtype):
+        means, log_frames, _ = model.encode(
+            torch.randint(0, 20, (2, 9)), torch.tensor([9, 4]), torch.tensor([0, 0])
+        )
+        velocity = model.velocity(
+            torch.randn(2, 12, 80),
+            torch.randn(2, 12, 80),
+            torch.rand(2),
+            torch.tensor([12, 5]),
+            None,
+        )
+    loss = means.square().sum() + log_frames.square().sum() + velocity.square().sum()
+    loss.backward()
+    assert means.dtype == log_frames.dtype == velocity.dtype == torch.float32
+    assert all(p.grad.isfinite().all() for p in model.parameters())

@@ -1,0 +1,295 @@
+"""The recipe of a voice: exactness of its losses, and its command line on a tiny model."""
+
+import functools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from common import checkpoint, checks
+from common.batches import split_batch, to_device
+from common.device import Setup
+from common.engine import run_global_batch
+from models.matcha import held_out, model, onnx, start, vocoder, vocoder_training
+from models.matcha.mels import HOP, SAMPLE_RATE, LogMel
+from models.matcha.model import Matcha
+from models.matcha.vocoder import GriffinLim
+from recipes import matcha_voice as recipe
+from speech.data.splits import Checks, load_corpus
+from tests.models.matcha import plain
+from tests.recipes.runs import newest, parse, ran, refused
+
+CPU = torch.device("cpu")
+TINY = {
+    "width": 16, "layers": 1, "heads": 2, "inner": 16, "predictor": 16,
+    "channels": 16, "decoder_heads": 2, "decoder_head_dim": 8,
+}  # fmt: skip
+TEXTS = ("ሰላም", "ቤት ውሃ", "ዳቦ", "ቡና ወተት ሥጋ", "መንገድ", "ከተማ ሰው", "ሴት ልጅ አባት", "እናት")
+SECONDS = (0.9, 0.5, 1.4, 0.7, 1.0, 0.6, 1.1, 0.4)
+ONE = ("--max_steps", 2, "--batch_size", 4, "--speak_held_out", 0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tiny():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(model.SIZES, "demo", TINY)
+        patch.setattr(recipe, "GriffinLim", functools.partial(GriffinLim, steps=1))
+        yield
+
+
+@pytest.fixture(scope="module")
+def noise(tmp_path_factory) -> str:
+    """The manifest of eight clips of noise with the texts TEXTS, of two speakers."""
+    folder, random = tmp_path_factory.mktemp("noise"), np.random.default_rng(0)
+    rows = ["audio_file|text|speaker_name"]
+    for number, (seconds, text) in enumerate(zip(SECONDS, TEXTS, strict=True)):
+        samples = random.normal(size=round(seconds * SAMPLE_RATE)) * 0.1
+        samples *= 1 + np.sin(np.arange(len(samples)) / (300 + 400 * number))
+        soundfile.write(folder / f"{number}.wav", samples.clip(-1, 1), SAMPLE_RATE)
+        rows.append(f"{number}.wav|{text}|voice {number % 2}")
+    (folder / "train.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return str(folder / "train.csv")
+
+
+def both(noise: str) -> list[str]:
+    """The noise for training and evaluation, with a model of the demo's size."""
+    return ["--train_manifest", noise, "--val_manifest", noise, "--model_size", "demo"]
+
+
+@pytest.fixture(scope="module")
+def material(noise):
+    """A random model in float64, and the items of the noise."""
+    corpus, _ = load_corpus(noise, recipe.text.normalise, Checks(max_duration=15))
+    start.read_corpora({"train": corpus}, "am")
+    asked = start.Options("demo", None, "am", frozenset(), 0.0, None, None, None, None, None)
+    info, _ = start.choose(asked, None, None, corpus)
+    torch.manual_seed(0)
+    network = Matcha(info.config).double()
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, 0.02, 0.1)
+    network.mel_mean.fill_(-3.0)
+    network.mel_std.fill_(1.7)
+    data = recipe.Utterances(parse(recipe), corpus, info, training=True)
+    items = [data.item(index, epoch=1) for index in range(len(data))]
+    for item in items:
+        item["audio"] = item["audio"].double()
+        item["noise"] = item["noise"].double()
+    return network, info, items
+
+
+def losses_of(network: Matcha, batch: dict) -> dict[str, torch.Tensor]:
+    return recipe.compute_loss(network, batch, LogMel().double())
+
+
+@torch.no_grad()
+def test_the_losses_are_those_of_a_second_implementation(material):
+    network, info, items = material
+    network.eval()
+    weights = network.state_dict()
+    (batch,) = to_device([recipe.collate(items)], CPU)
+    found = losses_of(network, batch)
+    expected = dict.fromkeys(found, 0.0)
+    for item in items:
+        vector = weights["spk_emb.weight"][item["speaker"]]
+        frames = LogMel().double()(item["audio"][None])[0]
+        frames = (frames + 3.0) / 1.7
+        means, log_frames = plain.encoder(weights, info.config, item["tokens"], vector)
+        # All paths are too many here; the search is compared with them elsewhere.
+        path = recipe.alignment.search(
+            means.t()[None], frames[None], torch.tensor([len(item["tokens"])]),
+            torch.tensor([len(frames)]),
+        )[0]  # fmt: skip
+        durations = torch.bincount(path, minlength=len(item["tokens"]))
+        expected["duration"] += (log_frames - (1e-8 + durations).log()).square().sum()
+        mean_frames = means.t()[path]
+        density = torch.distributions.Normal(mean_frames, 1.0).log_prob(frames)
+        expected["prior"] -= density.sum()
+        time, z = float(torch.tensor(item["time"])), item["noise"]
+        noisy = (1 - (1 - 1e-4) * time) * z + time * frames
+        columns = [noisy, mean_frames, vector.expand(len(frames), -1)]
+        columns = torch.cat(columns, 1).t()
+        columns = torch.nn.functional.pad(columns, (0, len(frames) % 2))
+        if len(frames) % 2 == 0:  # the second implementation has no padding
+            velocity = plain.velocity(weights, info.config, columns, time).t()
+        else:
+            velocity = network.velocity(
+                noisy[None], mean_frames[None], torch.tensor([time]), torch.tensor([len(frames)]),
+                vector[None],
+            )[0]  # fmt: skip
+        expected["flow"] += (velocity - (frames - (1 - 1e-4) * z)).square().sum()
+    for name, value in expected.items():
+        assert float(found[name]) == pytest.approx(float(value), rel=1e-5), name
+    assert sum(len(item["noise"]) % 2 for item in items) < len(items) - 2
+    assert batch["counts"]["flow"] == 80 * sum(len(item["noise"]) for item in items)
+
+
+def test_however_an_update_is_cut_its_gradient_is_the_same(material):
+    """Without dropout, the prenet's included."""
+    network, _, items = material
+    network.train()
+    for module in network.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(module, model.EncoderAttention):
+            module.dropout = 0.0
+    whole = recipe.collate(items)
+    loss = functools.partial(recipe.compute_loss, log_mel=LogMel().double())
+    gradients = []
+    for size in (8, 3, 1):
+        network.zero_grad()
+        pieces = [recipe.collate(items[i : i + size]) for i in range(0, len(items), size)]
+        outcome = run_global_batch(
+            network, pieces, whole["counts"], loss, recipe.LOSS_WEIGHTS, Setup()
+        )
+        assert outcome.failed is None
+        gradients.append(torch.cat([p.grad.flatten() for p in network.parameters()]))
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0], rtol=0, atol=1e-10)
+    parts = split_batch(whole, 3)
+    assert sum(len(part["names"]) for part in parts) == len(items)
+
+
+def test_the_noise_depends_on_seed_epoch_and_utterance(material, noise):
+    _, info, _ = material
+    corpus, _ = load_corpus(noise, recipe.text.normalise, Checks(max_duration=15))
+    start.read_corpora({"train": corpus}, "am")
+    data = recipe.Utterances(parse(recipe), corpus, info, training=True)
+    held = recipe.Utterances(parse(recipe, "--seed", 7), corpus, info, training=False)
+    first = data.item(2, 1)
+    assert torch.equal(first["noise"], data.item(2, 1)["noise"])
+    assert first["time"] == data.item(2, 1)["time"] != data.item(2, 2)["time"]
+    assert not torch.equal(first["noise"], data.item(2, 2)["noise"])
+    assert held.item(3, 0)["time"] == held.item(3, 5)["time"]
+    checks.check_batch(recipe.collate([first, held.item(3, 0)]), recipe.LOSS_WEIGHTS)
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def test_a_run_that_is_resumed_ends_with_the_same_bits(noise, tmp_path):
+    flags = [*both(noise), "--batch_size", 3, "--speak_held_out", 0, "--eval_every", 2]
+    ran(recipe, *flags, "--max_steps", 4, "--output_dir", tmp_path / "whole")
+    ran(recipe, *flags, "--max_steps", 4, "--save_every", 2, "--output_dir", tmp_path / "parts")
+    (tmp_path / "parts/checkpoints/checkpoint_step_00000004.pt").unlink()
+    out = ran(
+        recipe, *flags, "--max_steps", 4, "--resume", "auto", "--output_dir", tmp_path / "parts"
+    )
+    assert "(step 2)" in out
+    ours, theirs = (newest(tmp_path / name, recipe).model for name in ("parts", "whole"))
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+@pytest.fixture(scope="module")
+def trained(noise, tmp_path_factory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("voice")
+    flags = [*both(noise), "--max_steps", 2, "--batch_size", 4, "--speak_held_out", 2]
+    return folder, ran(recipe, *flags, "--output_dir", folder)
+
+
+def test_a_training_lets_one_hear_and_see_it(trained):
+    folder, out = trained
+    assert sorted(path.name for path in (folder / "logs" / held_out.LISTEN).iterdir()) == [
+        "1.wav", "2.wav", "3.wav",
+    ]  # fmt: skip
+    assert (folder / "logs" / held_out.PICTURE).read_bytes()[:4] == b"\x89PNG"
+    assert "2 held-out sentences spoken" in out and "2 speakers" in out
+    assert len(list((folder / "speech").glob("*_synthesis.wav"))) == 2
+    assert not (folder / "logs" / "earlier-1").exists()
+
+
+def test_a_trained_voice_speaks(trained, tmp_path):
+    folder, _ = trained
+    said = [
+        "--synthesize",
+        "ሰላም ቤት",
+        "ዳቦ 2",
+        "--output",
+        tmp_path / "a.wav",
+        "--output_dir",
+        folder,
+    ]
+    ran(recipe, *said)
+    lengths = [len(soundfile.read(tmp_path / f"a_00{number}.wav")[0]) for number in (1, 2)]
+    assert all(length and length % HOP == 0 for length in lengths)
+    ran(recipe, *said, "--speed", 0.5, "--temperature", 0)
+    assert len(soundfile.read(tmp_path / "a_001.wav")[0]) > 1.5 * lengths[0]
+    ran(recipe, *said, "--speaker", "voice 1")
+    status, err = refused(recipe, *said, "--speaker", "nobody")
+    assert status == 2 and "the voice has voice" in err
+    status, err = refused(recipe, "--synthesize", "?!", "--output_dir", folder)
+    assert status == 2 and "the text has no letters" in err
+
+
+def test_init_from_keeps_the_letters_that_both_have(trained, noise, tmp_path):
+    folder, _ = trained
+    best = folder / "checkpoints" / "best.safetensors"
+    out = ran(recipe, *both(noise), *ONE, "--init_from", best, "--output_dir", tmp_path)
+    assert "initialised" in out
+
+
+def test_an_export_names_whose_voice_it_is(trained, tmp_path):
+    pytest.importorskip("onnx")
+    folder, _ = trained
+    best = folder / "checkpoints" / "best.safetensors"
+    alone = ["--resume", best, "--export", tmp_path / "voice", "--output_dir", tmp_path]
+    status, err = refused(recipe, *alone)
+    assert status == 2 and "--export goes with --consent" in err
+    ran(recipe, *alone, "--consent", "Abebe agrees; CC0 | all")
+    names = sorted(path.name for path in (tmp_path / "voice").iterdir())
+    assert names == ["README.md", "made_from.json", "tokens.txt", onnx.NAME, f"{onnx.NAME}.json"]
+    card = (tmp_path / "voice" / "README.md").read_text(encoding="utf-8")
+    assert "Abebe agrees; CC0 \\| all" in card and "pipeline_tag: text-to-speech" in card
+
+
+def test_flags_that_contradict_the_checkpoint(trained, noise):
+    folder, _ = trained
+    again = [*both(noise), *ONE, "--resume", "auto", "--output_dir", folder]
+    for flags in (["--model_size", "large"], ["--language", "de"]):
+        status, err = refused(recipe, *again, *flags)
+        assert status == 2 and "conflicts with the checkpoint" in err, err
+    assert checkpoint.recipe_of(folder / "checkpoints" / "best.safetensors") == recipe.RECIPE
+
+
+def test_a_text_that_is_too_long_for_its_clip_is_rejected(noise, tmp_path):
+    rows = Path(noise).read_text(encoding="utf-8").replace("|ሰላም|", f"|{'ሰላም ' * 30}|")
+    (Path(noise).parent / "long.csv").write_text(rows, encoding="utf-8")
+    manifest = Path(noise).parent / "long.csv"
+    out = ran(recipe, "--check_data", "--train_manifest", manifest, "--val_manifest", noise)
+    assert "the text is too long for its clip" in out and "7 utterances in train" in out
+
+
+def test_a_vocoder_is_trained_beside_the_voice(noise, tmp_path, monkeypatch):
+    monkeypatch.setitem(vocoder.SIZES, "demo", {"width": 8, "layers": 1})
+    flags = [*both(noise), *ONE, "--output_dir", tmp_path, "--vocoder_steps", 2]
+    out = ran(recipe, *flags, "--speak_held_out", 1)
+    assert "vocoder: 2 updates" in out and "1 held-out sentences spoken" in out
+    assert "(step 2)" in ran(recipe, *flags, "--resume", "auto")
+    folder = tmp_path / "checkpoints"
+    assert isinstance(vocoder_training.read_vocoder(folder, recipe.RECIPE), vocoder.Vocos)
+    out = ran(
+        recipe, "--synthesize", "ሰላም", "--output", tmp_path / "a.wav", "--output_dir", tmp_path
+    )
+    assert "a.wav" in out
+    ran(recipe, *both(noise), *ONE, "--output_dir", tmp_path)  # a new voice
+    assert vocoder_training.read_vocoder(folder, recipe.RECIPE) is None
+    assert (folder / "earlier-1" / "vocoder" / "best.safetensors").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_losses_in_16_bits_are_near_those_in_32(material, dtype):
+    _, info, items = material
+    torch.manual_seed(0)
+    network = Matcha(info.config).eval()
+    items = [
+        {**item, "audio": item["audio"].float(), "noise": item["noise"].float()} for item in items
+    ]
+    (batch,) = to_device([recipe.collate(items)], CPU)
+    exact = recipe.compute_loss(network, batch, LogMel())
+    with torch.autocast("cpu", dtype=dtype):
+        found = recipe.compute_loss(network, batch, LogMel())
+    sum(found.values()).backward()
+    for name, value in exact.items():
+        assert found[name].item() == pytest.approx(value.item(), rel=0.05), name
+    assert all(p.grad.isfinite().all() for p in network.parameters() if p.grad is not None)
