@@ -306,6 +306,7 @@ def test_every_form_has_the_command_of_the_program_that_reads_it(recipes):
         "konkani_conformer": ("import sherpa_onnx", "onnx-asr nemo-conformer-ctc"),
         "matcha_voice": ("from piper import", "import sherpa_onnx"),
         "parakeet_tdt": ("from transformers import", "from nemo."),
+        "wav2vec2_ctc": ("from transformers import", "import sherpa_onnx"),
         "whisper_morse": ("from transformers import",),
         "whisper_vietnamese": ("from transformers import",),
         "xtts_amharic": ("from TTS.",),
