@@ -95,8 +95,8 @@ def predictions_file() -> Path:
 
 
 def predictions() -> dict:
-    """The content of tiers.json: {"torch": {script: version}, "script tier size": {"row": cell, "gib": at the
-    peak, "verdict": text}}."""
+    """The content of tiers.json: {"torch": {script: version}, "script tier size": {"row": cell,
+    "gib": at the peak, "verdict": text}}."""
     path = predictions_file()
     if not path.exists():
         return {}

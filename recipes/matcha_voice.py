@@ -1,6 +1,6 @@
-"""A voice of one's own: Matcha-TTS learns one speaker, or several, from an hour or more of recordings
-on a small GPU, from the characters of any language. The voice belongs to who made it: no weights, data
-or programs of others are in it unless a flag names them.
+"""A voice of one's own: Matcha-TTS learns one speaker, or several, from an hour or more of
+recordings on a small GPU, from the characters of any language. The voice belongs to the person who
+made it: no weights, data or programs of others are in it unless a flag names them.
 
     python recipes/matcha_voice.py   # without data: a small model learns to speak synthetic Amharic
     python recipes/matcha_voice.py --train_manifest metadata.csv --language de --resume auto
@@ -12,13 +12,14 @@ manifest gets a vector of their own.
 
 --export DIR writes voice.onnx, which Piper, Home Assistant and sherpa-onnx speak with.
 
-Memory: weights, gradients and AdamW's states of the 18 million parameters take 0.3 GiB, and 16 clips
-of 8 s about 2 GiB. run_matcha_voice.sh has presets from 4 GB. Expect speech of the demo's held-out
-sentences in which a recogniser has a character error rate of 6 to 10 % (6.5 minutes of a CPU's time).
+Memory: weights, gradients and AdamW's states of the 18 million parameters take 0.3 GiB, and 16
+clips of 8 s about 2 GiB. run_matcha_voice.sh has presets from 4 GB. Expect speech of the demo's
+held-out sentences in which a recogniser has a character error rate of 6 to 10 % (6.5 minutes of a
+CPU's time).
 
 Sources: Matcha-TTS (Mehta et al. 2024), flow matching (Lipman et al. 2023), monotonic alignment
-search (Kim et al. 2020), Griffin and Lim (1984), Vocos (Siuzdak 2024). Written from these and from the names and shapes of
-the released checkpoints.
+search (Kim et al. 2020), Griffin and Lim (1984), Vocos (Siuzdak 2024). Written
+from these and from the names and shapes of the released checkpoints.
 """
 
 import functools

@@ -53,7 +53,8 @@ def hours_of(
     tiers: Sequence[str] = (),
 ) -> float:
     """The hours of speech in a manifest, or in `max_samples` average rows of it (-1: in all rows).
-    `tiers`: those that are taken of files of annotations. Reading stops at `enough` hours. Raises `UsageError` and `DataError`."""
+    `tiers`: those that are taken of files of annotations. Reading stops at `enough` hours.
+    Raises `UsageError` and `DataError`."""
     if path.is_dir():  # speech/morse/recordings.py
         audio_root = audio_root or str(path)
         table = path / "splits/train.csv"

@@ -105,8 +105,9 @@ _HEARD = _Heard(MARKS)
 
 
 def plain_numbers(text: str, language: str) -> str:
-    """A text with its numbers in words, if num2words knows the language. A comma, full stop or space before each three digits groups them. A number that
-    begins with 0, such as a telephone number, is read digit by digit."""
+    """A text with its numbers in words, if num2words knows the language. A comma, full stop
+    or space before each three digits groups them. A number that begins with 0, such as a telephone
+    number, is read digit by digit."""
     if not UNREAD.search(text):
         return text
     library = require("num2words", "a text with numbers")
