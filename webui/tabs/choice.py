@@ -96,10 +96,7 @@ def connect(
         """The runs and the released models that there are now. `name` is the run that the other
         tabs look at."""
         names = [each.name for each in usable(context, command)]
-        run = next((each for each in (name, run) if each in names), next(iter(names), None))
-        models = context.places.models()
-        path = path if path in models else next(iter(models), None)
-        return gr.Dropdown(choices=names, value=run), gr.Dropdown(choices=models, value=path)
+        return one_of(names, name, run), one_of(context.places.models(), None, path)
 
     def weights(run: str | None, before: str | None) -> gr.Dropdown:
         return weights_of(context, run, before)
@@ -120,6 +117,18 @@ def connect(
     for control in (choice.weights, choice.recipe, choice.path, choice.device):
         triggers.append(control.input)
     return triggers
+
+
+def one_of(names: list[str], wanted: str | None, before: str | None) -> gr.Dropdown:
+    """A dropdown of `names`: `wanted` is chosen, or else what was chosen `before`, or the first."""
+    value = next((each for each in (wanted, before, *names) if each in names), None)
+    return gr.Dropdown(choices=names, **changed(value, before))
+
+
+def changed(value: str | None, before: str | None) -> dict:
+    """The value of a control, if it is another than `before`. One that stays is not sent: the user
+    may have chosen something else before this answer comes."""
+    return {} if value == before else {"value": value}
 
 
 def _uses(recipe: Recipe, command: str) -> bool:
@@ -143,7 +152,7 @@ def weights_of(context: Context, name: str | None, before: str | None) -> gr.Dro
     labels = ["best evaluation"] * (BEST in found) + [f"step {s}" for s in steps]
     choices = list(zip(labels, found, strict=True))
     value = before if before in found else next(iter(found), None)
-    return gr.Dropdown(choices=choices, value=value)
+    return gr.Dropdown(choices=choices, **changed(value, before))
 
 
 def recipe_of(context: Context, name: str | None) -> Recipe:

@@ -13,7 +13,7 @@ from webui.catalogue import Recipe
 from webui.context import Context
 from webui.places import Places
 from webui.runs import Run
-from webui.tabs.choice import recipe_of, usable, weights_of
+from webui.tabs.choice import one_of, recipe_of, usable, weights_of
 from webui.tabs.events import on
 from webui.tabs.shared import HTML, Shared
 from webui.use import error_of
@@ -47,9 +47,7 @@ def build(context: Context, shared: Shared) -> None:
         page = gr.Markdown(latex_delimiters=[])
 
     def choices(name: str | None, before: str | None) -> gr.Dropdown:
-        names = [run.name for run in usable(context)]
-        name = next((each for each in (name, before) if each in names), next(iter(names), None))
-        return gr.Dropdown(choices=names, value=name)
+        return one_of([run.name for run in usable(context)], name, before)
 
     def look(name: str | None, before: str | None) -> tuple:
         if not name:

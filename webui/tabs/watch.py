@@ -6,6 +6,7 @@ from common.report import ERROR_RATES
 from webui import outputs, progress, runs, views
 from webui.context import Context
 from webui.runs import Run
+from webui.tabs.choice import one_of
 from webui.tabs.events import on
 from webui.tabs.shared import HTML, Shared
 
@@ -38,10 +39,7 @@ def build(context: Context, shared: Shared) -> None:
     def choose(wanted: str, name: str | None, second: str) -> tuple:
         """The dropdowns with all runs: `wanted` is chosen, or else the newest unless one is."""
         names = [run.name for run in runs.list_runs(folder)]
-        chosen = next((each for each in (wanted, name, *names) if each in names), None)
-        value = {} if chosen == name else {"value": chosen}
-        other = {} if second in (NONE, *names) else {"value": NONE}
-        return gr.Dropdown(choices=names, **value), gr.Dropdown(choices=[NONE, *names], **other)
+        return one_of(names, wanted, name), one_of([NONE, *names], None, second)
 
     def look(name: str | None, second: str) -> tuple:
         return _look(runs.list_runs(folder), name, second)
