@@ -286,6 +286,7 @@ def test_several_recordings_and_their_subtitles(page, folders):
     block = page.locator(".block").filter(has=page.get_by_text("Or several recordings"))
     files = [data / "audio" / name for name in ("00.wav", "text.wav", "01.wav")]
     shown(block).locator("input[type=file]").set_input_files(files)
+    shown(block).get_by_text("text").first.wait_for()
     shown(page.get_by_label("Subtitles (.srt) to download")).check()
     press(page, "Transcribe")
     see(page, re.compile("the recording is not an audio file"))

@@ -10,7 +10,7 @@ from speech.writing.text import for_scoring
 from webui import runs, trials, views
 from webui.context import Context
 from webui.runs import Run
-from webui.tabs.choice import OF_RUN, Choice, Chosen, choose, connect, model_of
+from webui.tabs.choice import OF_RUN, Choice, Chosen, changed, choose, connect, model_of
 from webui.tabs.events import on
 from webui.tabs.shared import HTML, Shared, with_own_names
 from webui.trials import GPU, Model, Utterance
@@ -85,9 +85,13 @@ def _hearing(context: Context, choice: Choice) -> list:
     def forget() -> list:
         return [gr.Textbox("", visible=True), *[gr.Textbox(visible=False)] * 2, ""]
 
-    on(button.click, transcribe, [audio, several, beside, subtitles, *choice.all()], results)
+    # One after the other: another recording empties the results of the one before, also if it came
+    # while that was transcribed, and never those that follow.
+    order = {"concurrency_id": "heard"}
+    asked = [audio, several, beside, subtitles, *choice.all()]
+    on(button.click, transcribe, asked, results, **order)
     for trigger in (audio.change, several.upload, several.delete, several.clear):
-        on(trigger, forget, None, results, show_progress="hidden")
+        on(trigger, forget, None, results, show_progress="hidden", **order)
     return [beside, worst, best]
 
 
@@ -197,7 +201,7 @@ def _look(context: Context, voice: str | None, chosen: Chosen) -> list:
     worst = _utterances(context, ranked[:SHOWN], WORST, MARKS) or NO_EVALUATION
     voices = trials.voices(context.places, run, model.folder) if speaks else []
     clips = [path for _, path in voices]
-    voice = voice if voice in clips else next(iter(clips), None)
+    chosen_voice = voice if voice in clips else next(iter(clips), None)
     return [
         f"<p>{views.text(message)}</p>" if message else "",
         gr.Column(visible=hears),
@@ -205,7 +209,7 @@ def _look(context: Context, voice: str | None, chosen: Chosen) -> list:
         gr.Checkbox(visible=before is not None),
         worst if run and hears else "",
         _utterances(context, ranked[SHOWN:][: -SHOWN - 1 : -1], "The best utterances"),
-        gr.Dropdown(choices=voices, value=voice),
+        gr.Dropdown(choices=voices, **changed(chosen_voice, voice)),
         _history(context, model) if speaks else "",
         _held_out(context, run) if run and speaks else "",
     ]
