@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from common import files, options
-from common.errors import DataError, RunError, UsageError
+from common.errors import DataError, Failure, RunError, UsageError
 from common.layers import finite_layers
 from speech.alignment import cutting, emissions, flat, matching, page
 from speech.alignment.cutting import Cuts
@@ -23,7 +23,7 @@ from speech.alignment.sentences import read_book
 from speech.decoding import transcripts
 from speech.signal.audio import audio_files
 
-MANIFEST = b'{"audio_filepath": '  # how the lines of both lists begin
+MANIFEST = b'{"audio_filepath":'  # how the lines of both lists begin, also those of the page
 TEXTS = (".txt", ".text", ".md")  # suffixes of texts in a folder
 OTHER = "it is for transcripts; leave the first out"
 NO_WEIGHTS = "a flat start reads no weights; leave one out"
@@ -93,6 +93,8 @@ def resolve(args) -> Request | None:
     if not args.align:
         return None
     manifest = Path(args.output)
+    if manifest.is_dir():
+        raise UsageError(f"--output {manifest}: it is a folder; name a file such as aligned.json")
     if manifest.suffix == ".html" or transcripts.is_subtitles(manifest):
         raise UsageError(f"--output {manifest}: it will be a manifest; name a file such as x.json")
     others = (f"{manifest.stem}_left_out.json", f"{manifest.stem}.html")
@@ -149,7 +151,9 @@ def align_files(request: Request, recogniser: Recogniser | None) -> None:
         for audio, text in request.pairs:
             try:
                 cuts = align(audio, text, recogniser) if recogniser else align_flat(audio, text)
-            except DataError as error:
+            except Failure as error:
+                if len(request.pairs) == 1:
+                    raise
                 print(f"error: {error}", file=sys.stderr)
                 failed += 1
                 continue
@@ -223,7 +227,8 @@ def summary(audio: Path, cuts: Cuts) -> str:
 def _write(request: Request, utterances: list[dict], left_out: list[dict]) -> None:
     """Writes the three files; other ones under these names get another name. Raises `RunError`."""
     transcripts.write(request.manifest, utterances)
-    transcripts.write(request.left_out, left_out)
+    if not transcripts.write(request.left_out, left_out):
+        transcripts.keep_earlier(request.left_out)  # of another run
     content = page.review(utterances, request.manifest.name)
 
     def fill(target: Path) -> None:
@@ -234,7 +239,8 @@ def _write(request: Request, utterances: list[dict], left_out: list[dict]) -> No
     except OSError as error:
         raise RunError(f"--output {request.page}: {error.strerror}") from None
     seconds = sum(row["duration"] for row in utterances)
+    rest = f"what is left out in {request.left_out}" if left_out else "nothing is left out"
     print(
-        f"{len(utterances)} utterances, {seconds / 3600:.2f} h, in {request.manifest}; what is left"
-        f" out in {request.left_out}; listen to them in {request.page}"
+        f"{len(utterances)} utterances, {seconds / 3600:.2f} h, in {request.manifest}; {rest};"
+        f" listen to them in {request.page}"
     )

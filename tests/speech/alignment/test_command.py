@@ -147,13 +147,16 @@ def test_folders_of_pairs(folder, capsys):
     (folder / "books/one/a.txt").write_text("\n".join(LINES[:3]), encoding="utf-8")
     (folder / "books/b.txt").write_text("\n".join(LINES[3:]), encoding="utf-8")
     (folder / "books/broken.txt").write_text("a", encoding="utf-8")
+    tape(folder / "tapes/old.wav", LINES[:3])
+    (folder / "books/old.txt").write_text("\n".join(LINES[:3]), encoding="utf-16")
     (folder / "books/unread.txt").write_text("a", encoding="utf-8")
     asked = request("--align", "tapes", "books", "--output", "aligned.json")
     told = capsys.readouterr().err
     assert "alone.wav" in told and "unread.txt" in told
-    with pytest.raises(DataError, match="1 of 3"):
+    with pytest.raises(DataError, match="2 of 4"):
         command.align_files(asked, recogniser())
-    assert "broken.wav" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "broken.wav" in told and "old.txt: it is not UTF-8" in told
     found = [(row["audio_filepath"], row["text"]) for row in rows_of(folder / "aligned.json")]
     assert found == [
         *(("tapes/b.wav", line) for line in LINES[3:]),
@@ -188,11 +191,21 @@ def test_texts_that_somebody_has_mended_are_kept(folder):
     words = ("--align", "tape.wav", "book.txt", "--output", "aligned.json")
     command.align_files(request(*words), recogniser())
     first = (folder / "aligned.json").read_text(encoding="utf-8")
-    mended = first.replace("old man", "young man")
+    mended = first.replace("old man", "young man").replace('": ', '":')  # as the page saves it
     (folder / "aligned.json").write_text(mended, encoding="utf-8")
     command.align_files(request(*words), recogniser())
     assert (folder / "aligned.json").read_text(encoding="utf-8") == first
     assert (folder / "aligned.json.earlier-1").read_text(encoding="utf-8") == mended
+
+
+def test_the_list_of_what_is_left_out_is_that_of_the_last_run(folder, capsys):
+    tape(folder / "tape.wav", LINES)
+    words = ("--align", "tape.wav", "book.txt", "--output", "aligned.json")
+    for lines in ([*LINES, "nobody reads this line"], LINES):
+        (folder / "book.txt").write_text("\n".join(lines), encoding="utf-8")
+        command.align_files(request(*words), recogniser())
+    assert not (folder / "aligned_left_out.json").exists()
+    assert "nothing is left out" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -205,6 +218,7 @@ def test_texts_that_somebody_has_mended_are_kept(folder):
         ("tape.wav book.txt --output a.srt", "it will be a manifest"),
         ("tape.wav book.txt --output book.txt", "this command reads it"),
         ("tape.wav book.txt --output other.json", "it exists"),
+        ("tape.wav book.txt --output .", "it is a folder"),
         ("tape.wav book.txt --output none/a.json", "name a file in a folder"),
     ],
 )

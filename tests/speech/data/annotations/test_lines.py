@@ -106,6 +106,21 @@ def test_a_vtt_of_another_program(tmp_path):
     ]
 
 
+def test_lines_of_a_subtitle_after_a_blank_one(tmp_path):
+    """Other programs show them, too. YouTube's subtitles begin with a line that is a space."""
+    (tmp_path / "a.srt").write_text(
+        "1\n00:01.000 --> 00:02.000\none\n\ntwo\n\n2\n00:03.000 --> 00:04.000\n3\n\n"
+        "00:05.000 --> 00:06.000\nend\n"
+    )
+    (tmp_path / "a.vtt").write_text(
+        "WEBVTT\n\n00:01.000 --> 00:02.000\n \none<00:01.500><c> two</c>\n\nNOTE not read\n\n"
+        "2\n00:03.000 --> 00:04.000\n3\n\n00:05.000 --> 00:06.000\nend\n"
+    )
+    for name in ("a.srt", "a.vtt"):
+        read = lines.read_subtitles(tmp_path / name).tiers[0].annotations
+        assert [each.text for each in read] == ["one two", "3", "end"]
+
+
 def test_a_file_without_subtitles_is_refused(tmp_path):
     path = tmp_path / "a.srt"
     path.write_text("hello\n")
