@@ -4,6 +4,7 @@ a page on which a person listens to them."""
 import functools
 import os
 import sys
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -121,10 +122,10 @@ def find_pairs(audio: str, text: str) -> list[tuple[Path, Path]]:
             raise UsageError(f"--align {audio} {text}: name two files or two folders")
         return [(recordings[0], files.require_file(text, "--align"))]
     texts = [path for path in sorted(Path(text).rglob("*")) if path.suffix.lower() in TEXTS]
-    by_name = {path.relative_to(text).with_suffix(""): path for path in texts if path.is_file()}
+    by_name = {_name_in(text, path): path for path in texts if path.is_file()}
     pairs = []
     for path in recordings:
-        name = path.relative_to(audio).with_suffix("")
+        name = _name_in(audio, path)
         if name in by_name:
             pairs.append((path, by_name[name]))
         else:
@@ -134,6 +135,12 @@ def find_pairs(audio: str, text: str) -> list[tuple[Path, Path]]:
     if not pairs:
         raise UsageError(f"--align {audio} {text}: no recording has the name of a text")
     return pairs
+
+
+def _name_in(folder: str, path: Path) -> str:
+    """The name by which a recording and its text are compared: macOS writes an umlaut as two
+    characters."""
+    return unicodedata.normalize("NFC", str(path.relative_to(folder).with_suffix("")))
 
 
 # --- aligning -------------------------------------------------------------------------------------
@@ -198,7 +205,11 @@ def align(audio: Path, text: Path, recogniser: Recogniser) -> Cuts:
 
 def align_flat(audio: Path, text: Path) -> Cuts:
     """The same without a recogniser. Raises `DataError`."""
-    return flat.align(read_book(str(text)), emissions.energy_in(str(audio)))
+    pieces, energy = read_book(str(text)), emissions.energy_in(str(audio))
+    try:
+        return flat.align(pieces, energy)
+    except DataError as error:
+        raise DataError(f"{audio} and {text}: {error}") from None
 
 
 def _with_progress(audio: Path, windows: Iterator[np.ndarray], frame: float) -> Iterator:

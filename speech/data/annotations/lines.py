@@ -13,9 +13,10 @@ START = 1 << 16  # bytes of a file that tell whether it has labels
 # In some languages a decimal comma is written.
 SECONDS = r"[+-]?\d+(?:[.,]\d*)?(?:[eE][+-]?\d+)?"
 LABEL = re.compile(rf"({SECONDS})\t({SECONDS})(?:\t(.*))?", re.ASCII)
-CLOCK = r"(?:(\d{1,4}):)?(\d{1,2}):(\d{1,2})[.,](\d{1,3})"
+CLOCK = r"(?:(\d{1,4}):)?(\d{1,2}):(\d{1,2})(?:[.,](\d{1,3}))?"
 CUE = re.compile(rf"\s*{CLOCK}\s*-->\s*{CLOCK}(?:\s.*)?", re.ASCII)
 VOICE = re.compile(r"<v(?:\.[^\s<>]*)?\s([^<>]+)>")  # who speaks, in a .vtt
+BREAK = re.compile(r"<br\s*/?>|\\N", re.IGNORECASE)  # of a line, within it
 TAG = re.compile(
     r"</?(?:[ibuscv]|font|lang|ruby|rt)(?:[.\s][^<>]*)?>|<\d[\d:.]*>|\{\\[^{}]*\}", re.IGNORECASE
 )
@@ -72,17 +73,19 @@ def read_subtitles(path: Path) -> Document:
         elif "-->" in line:
             faults.append(("line is not the times of a subtitle", f"{path}:{number}: {line[:100]}"))
             is_open = False
-        elif is_vtt and not line:
-            is_open = False  # until the next times there may be notes
         elif is_open:
-            cues[-1][2].append(line)
-    if not cues and not faults:
+            # After an empty line there may be notes in a .vtt, and only a number in a .srt.
+            is_number = line.strip().isdecimal() and cues[-1][2][-1:] == [""]
+            is_open = bool(line) if is_vtt else not is_number
+            if is_open:
+                cues[-1][2].append(line)
+    if not cues:
         raise DataError(f"{path}: it has no subtitles, such as 00:00:01,200 --> 00:00:02,500")
     tier = Tier()
     for start, end, parts in cues:
         text = " ".join(parts)
         voices = {" ".join(name.split()) for name in VOICE.findall(text)}
-        text = TAG.sub("", text)
+        text = TAG.sub("", BREAK.sub(" ", text))
         if is_vtt:
             text = html.unescape(text)
         speaker = voices.pop() if len(voices) == 1 else ""

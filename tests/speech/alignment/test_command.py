@@ -135,16 +135,21 @@ def test_a_flat_start_needs_no_recogniser(folder, capsys):
     words = ("--align", "silence/tape.wav", "book.txt", "--output", "x.json", "--flat_start")
     with pytest.raises(DataError, match="too few pauses"):
         command.align_files(request(*words), None)
+    (folder / "page.txt").write_text(LINES[0], encoding="utf-8")
+    words = ("--align", "tape.wav", "page.txt", "--output", "x.json", "--flat_start")
+    with pytest.raises(DataError, match=r"page\.txt: the text is too short"):
+        command.align_files(request(*words), None)
+    assert not (folder / "x.json").exists()
 
 
 def test_folders_of_pairs(folder, capsys):
     for name in ("tapes/one", "books/one"):
         (folder / name).mkdir(parents=True)
-    tape(folder / "tapes/one/a.wav", LINES[:3])
+    tape(folder / "tapes/one/a\u0308.wav", LINES[:3])
     tape(folder / "tapes/b.wav", LINES[3:])
     tape(folder / "tapes/alone.wav", LINES[:1])
     (folder / "tapes/broken.wav").write_bytes(b"RIFF")
-    (folder / "books/one/a.txt").write_text("\n".join(LINES[:3]), encoding="utf-8")
+    (folder / "books/one/\u00e4.txt").write_text("\n".join(LINES[:3]), encoding="utf-8")
     (folder / "books/b.txt").write_text("\n".join(LINES[3:]), encoding="utf-8")
     (folder / "books/broken.txt").write_text("a", encoding="utf-8")
     tape(folder / "tapes/old.wav", LINES[:3])
@@ -160,7 +165,7 @@ def test_folders_of_pairs(folder, capsys):
     found = [(row["audio_filepath"], row["text"]) for row in rows_of(folder / "aligned.json")]
     assert found == [
         *(("tapes/b.wav", line) for line in LINES[3:]),
-        *(("tapes/one/a.wav", line) for line in LINES[:3]),
+        *(("tapes/one/a\u0308.wav", line) for line in LINES[:3]),
     ]
 
 
