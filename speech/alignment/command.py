@@ -2,6 +2,7 @@
 a page on which a person listens to them."""
 
 import functools
+import glob
 import os
 import sys
 import unicodedata
@@ -116,10 +117,11 @@ def _begins(beginning: bytes, path: Path) -> bool:
 def find_pairs(audio: str, text: str) -> list[tuple[Path, Path]]:
     """A recording and its text, or those with the same names in two folders. Raises `UsageError`
     where there are none; names those that have no partner on stderr."""
+    is_pattern = any(glob.has_magic(each) and not os.path.exists(each) for each in (audio, text))
+    if is_pattern or os.path.isdir(audio) != os.path.isdir(text):
+        raise UsageError(f"--align {audio} {text}: name two files or two folders")
     recordings = audio_files([audio])
-    if not os.path.isdir(audio) or not os.path.isdir(text):
-        if len(recordings) > 1 or os.path.isdir(audio) or os.path.isdir(text):
-            raise UsageError(f"--align {audio} {text}: name two files or two folders")
+    if not os.path.isdir(audio):
         return [(recordings[0], files.require_file(text, "--align"))]
     texts = [path for path in sorted(Path(text).rglob("*")) if path.suffix.lower() in TEXTS]
     by_name = {_name_in(text, path): path for path in texts if path.is_file()}
