@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from common import files, options
-from common.errors import DataError, Failure, RunError, UsageError
+from common.errors import DataError, RunError, UsageError
 from common.layers import finite_layers
 from speech.alignment import cutting, emissions, flat, matching, page
 from speech.alignment.cutting import Cuts
@@ -160,7 +160,7 @@ def align_files(request: Request, recogniser: Recogniser | None) -> None:
         for audio, text in request.pairs:
             try:
                 cuts = align(audio, text, recogniser) if recogniser else align_flat(audio, text)
-            except Failure as error:
+            except (DataError, UsageError) as error:
                 if len(request.pairs) == 1:
                     raise
                 print(f"error: {error}", file=sys.stderr)

@@ -1,5 +1,6 @@
 """--align from files to files, with a recogniser to which each letter is a loudness."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import soundfile
 import torch
 
 from common import options
-from common.errors import DataError, UsageError
+from common.errors import DataError, Stopped, UsageError
 from speech.alignment import command
 from speech.alignment.letters import of_characters
 from speech.data.loading import Checks, load_corpus
@@ -188,6 +189,25 @@ def test_nothing_is_written_for_another_text(folder):
     with pytest.raises(DataError, match="nothing was found"):
         command.align_files(asked, recogniser())
     assert sorted(path.name for path in folder.iterdir()) == ["book.txt", "tape.wav"]
+
+
+def test_a_signal_ends_all_pairs_and_nothing_is_written(folder):
+    for name in "ab":
+        tape(folder / f"{name}.wav", LINES)
+        (folder / f"{name}.txt").write_text("\n".join(LINES), encoding="utf-8")
+    before = sorted(folder.iterdir())
+    heard = []
+
+    def stopped_later(waveform):
+        heard.append(waveform)
+        if len(heard) > 3:
+            raise Stopped("stopped by SIGTERM", 143)
+        return log_probs_of(waveform)
+
+    asked = request("--align", ".", ".", "--output", "aligned.json")
+    with pytest.raises(Stopped):
+        command.align_files(asked, dataclasses.replace(recogniser(), log_probs=stopped_later))
+    assert sorted(folder.iterdir()) == before
 
 
 def test_texts_that_somebody_has_mended_are_kept(folder):
