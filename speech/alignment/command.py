@@ -166,7 +166,7 @@ def align_files(request: Request, recogniser: Recogniser | None) -> None:
                 print(f"error: {error}", file=sys.stderr)
                 failed += 1
                 continue
-            name = {"audio_filepath": os.path.relpath(audio, request.manifest.parent)}
+            name = {"audio_filepath": _path_from(request.manifest.parent, audio)}
             utterances += ({**name, **row} for row in cuts.utterances)
             left_out += ({**name, **row} for row in (*cuts.texts, *cuts.sounds))
             print(summary(audio, cuts), flush=True)
@@ -182,6 +182,14 @@ def align_files(request: Request, recogniser: Recogniser | None) -> None:
             f"nothing was found: the texts are not read in these recordings, or {reason}; nothing"
             " is written"
         )
+
+
+def _path_from(folder: Path, audio: Path) -> str:
+    """The path of a recording relative to a folder, or absolute, where `..` would leave a folder
+    that is a link."""
+    relative = os.path.relpath(audio, folder)
+    leads_there = os.path.realpath(folder / relative) == os.path.realpath(audio)
+    return relative if leads_there else os.path.abspath(audio)
 
 
 def align(audio: Path, text: Path, recogniser: Recogniser) -> Cuts:
