@@ -48,7 +48,7 @@ def read_text(path: str | Path, name: str = "") -> str:
     except OSError as error:
         raise UsageError(f"{_label(name, path)}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise UsageError(f"{_label(name, path)}: it is not UTF-8") from None
+        raise UsageError(f"{_label(name, path)}: it is not UTF-8; save it as UTF-8") from None
 
 
 def read_json(path: str | Path, name: str = "") -> dict:

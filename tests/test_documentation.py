@@ -368,8 +368,8 @@ def test_the_commands_of_notebooks_are_accepted(notebook, colab, tmp_path):
         lines.append(line)
         return ["installing", "python"]
 
-    run_notebook(notebook, shell, {"TABLE": "mine/train.json", "RECORDING": "a.wav"})
-    assert sum("--train_manifest mine/train.json" in line for line in lines) == 2
+    run_notebook(notebook, shell, {"TABLE": "mine/*.eaf", "RECORDING": "a.wav"})
+    assert sum("--train_manifest 'mine/*.eaf'" in line for line in lines) == 2
     weights = [line.removeprefix(f"curl -LO {PUBLISHED}") for line in lines if "curl" in line]
     assert weights == ["omniASR-CTC-300M.pt", *TOKENIZERS.values()][:2]
     run_notebook(notebook, shell, {})

@@ -74,7 +74,8 @@ FORMS = released.Forms(
     folder="a Hugging Face folder",
     file="omniASR's model.pt",
     exported="in --export_format",
-    fetch="hf download facebook/omniASR-CTC-300M --local-dir omniasr",
+    fetch="curl -L --remote-name-all https://dl.fbaipublicfiles.com/mms/omniASR-CTC-300M.pt"
+    " https://dl.fbaipublicfiles.com/mms/omniASR_tokenizer.model",
 )
 VOCABULARIES = ("released", "extended", "own")
 TRAINING = ("train_extractor", "vocab", "mask_time", "mask_channels", "layer_drop", "keep_text")

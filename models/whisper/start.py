@@ -165,6 +165,7 @@ class Options:
 def add_arguments(parser, sizes: dict[str, dict], language: str) -> None:
     """`sizes`: names of model sizes to configurations; `language`: the default."""
     model = released.add_arguments(parser, FORMS, sizes, "base")
+    parser.hints["--align"] = "recipes/wav2vec2_ctc.py aligns a recording with its text"
     model.add_argument(
         "--tokenizer_file",
         type=options.path,

@@ -2,8 +2,10 @@
 a page on which a person listens to them."""
 
 import functools
+import glob
 import os
 import sys
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from speech.alignment.sentences import read_book
 from speech.decoding import transcripts
 from speech.signal.audio import audio_files
 
-MANIFEST = b'{"audio_filepath": '  # how the lines of both lists begin
+MANIFEST = b'{"audio_filepath":'  # how the lines of both lists begin, also those of the page
 TEXTS = (".txt", ".text", ".md")  # suffixes of texts in a folder
 OTHER = "it is for transcripts; leave the first out"
 NO_WEIGHTS = "a flat start reads no weights; leave one out"
@@ -93,6 +95,8 @@ def resolve(args) -> Request | None:
     if not args.align:
         return None
     manifest = Path(args.output)
+    if manifest.is_dir():
+        raise UsageError(f"--output {manifest}: it is a folder; name a file such as aligned.json")
     if manifest.suffix == ".html" or transcripts.is_subtitles(manifest):
         raise UsageError(f"--output {manifest}: it will be a manifest; name a file such as x.json")
     others = (f"{manifest.stem}_left_out.json", f"{manifest.stem}.html")
@@ -113,16 +117,17 @@ def _begins(beginning: bytes, path: Path) -> bool:
 def find_pairs(audio: str, text: str) -> list[tuple[Path, Path]]:
     """A recording and its text, or those with the same names in two folders. Raises `UsageError`
     where there are none; names those that have no partner on stderr."""
+    is_pattern = any(glob.has_magic(each) and not os.path.exists(each) for each in (audio, text))
+    if is_pattern or os.path.isdir(audio) != os.path.isdir(text):
+        raise UsageError(f"--align {audio} {text}: name two files or two folders")
     recordings = audio_files([audio])
-    if not os.path.isdir(audio) or not os.path.isdir(text):
-        if len(recordings) > 1 or os.path.isdir(audio) or os.path.isdir(text):
-            raise UsageError(f"--align {audio} {text}: name two files or two folders")
+    if not os.path.isdir(audio):
         return [(recordings[0], files.require_file(text, "--align"))]
     texts = [path for path in sorted(Path(text).rglob("*")) if path.suffix.lower() in TEXTS]
-    by_name = {path.relative_to(text).with_suffix(""): path for path in texts if path.is_file()}
+    by_name = {_name_in(text, path): path for path in texts if path.is_file()}
     pairs = []
     for path in recordings:
-        name = path.relative_to(audio).with_suffix("")
+        name = _name_in(audio, path)
         if name in by_name:
             pairs.append((path, by_name[name]))
         else:
@@ -132,6 +137,12 @@ def find_pairs(audio: str, text: str) -> list[tuple[Path, Path]]:
     if not pairs:
         raise UsageError(f"--align {audio} {text}: no recording has the name of a text")
     return pairs
+
+
+def _name_in(folder: str, path: Path) -> str:
+    """The name by which a recording and its text are compared: macOS writes an umlaut as two
+    characters."""
+    return unicodedata.normalize("NFC", str(path.relative_to(folder).with_suffix("")))
 
 
 # --- aligning -------------------------------------------------------------------------------------
@@ -149,11 +160,13 @@ def align_files(request: Request, recogniser: Recogniser | None) -> None:
         for audio, text in request.pairs:
             try:
                 cuts = align(audio, text, recogniser) if recogniser else align_flat(audio, text)
-            except DataError as error:
+            except (DataError, UsageError) as error:
+                if len(request.pairs) == 1:
+                    raise
                 print(f"error: {error}", file=sys.stderr)
                 failed += 1
                 continue
-            name = {"audio_filepath": os.path.relpath(audio, request.manifest.parent)}
+            name = {"audio_filepath": _path_from(request.manifest.parent, audio)}
             utterances += ({**name, **row} for row in cuts.utterances)
             left_out += ({**name, **row} for row in (*cuts.texts, *cuts.sounds))
             print(summary(audio, cuts), flush=True)
@@ -169,6 +182,14 @@ def align_files(request: Request, recogniser: Recogniser | None) -> None:
             f"nothing was found: the texts are not read in these recordings, or {reason}; nothing"
             " is written"
         )
+
+
+def _path_from(folder: Path, audio: Path) -> str:
+    """The path of a recording relative to a folder, or absolute, where `..` would leave a folder
+    that is a link."""
+    relative = os.path.relpath(audio, folder)
+    leads_there = os.path.realpath(folder / relative) == os.path.realpath(audio)
+    return relative if leads_there else os.path.abspath(audio)
 
 
 def align(audio: Path, text: Path, recogniser: Recogniser) -> Cuts:
@@ -194,7 +215,11 @@ def align(audio: Path, text: Path, recogniser: Recogniser) -> Cuts:
 
 def align_flat(audio: Path, text: Path) -> Cuts:
     """The same without a recogniser. Raises `DataError`."""
-    return flat.align(read_book(str(text)), emissions.energy_in(str(audio)))
+    pieces, energy = read_book(str(text)), emissions.energy_in(str(audio))
+    try:
+        return flat.align(pieces, energy)
+    except DataError as error:
+        raise DataError(f"{audio} and {text}: {error}") from None
 
 
 def _with_progress(audio: Path, windows: Iterator[np.ndarray], frame: float) -> Iterator:
@@ -223,7 +248,8 @@ def summary(audio: Path, cuts: Cuts) -> str:
 def _write(request: Request, utterances: list[dict], left_out: list[dict]) -> None:
     """Writes the three files; other ones under these names get another name. Raises `RunError`."""
     transcripts.write(request.manifest, utterances)
-    transcripts.write(request.left_out, left_out)
+    if not transcripts.write(request.left_out, left_out):
+        transcripts.keep_earlier(request.left_out)  # of another run
     content = page.review(utterances, request.manifest.name)
 
     def fill(target: Path) -> None:
@@ -234,7 +260,8 @@ def _write(request: Request, utterances: list[dict], left_out: list[dict]) -> No
     except OSError as error:
         raise RunError(f"--output {request.page}: {error.strerror}") from None
     seconds = sum(row["duration"] for row in utterances)
+    rest = f"what is left out in {request.left_out}" if left_out else "nothing is left out"
     print(
-        f"{len(utterances)} utterances, {seconds / 3600:.2f} h, in {request.manifest}; what is left"
-        f" out in {request.left_out}; listen to them in {request.page}"
+        f"{len(utterances)} utterances, {seconds / 3600:.2f} h, in {request.manifest}; {rest};"
+        f" listen to them in {request.page}"
     )

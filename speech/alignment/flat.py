@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from common.errors import DataError
 from speech.alignment import cutting
 from speech.alignment.cutting import Cuts
 from speech.alignment.emissions import ENERGY_FRAME, Emissions
@@ -37,6 +38,7 @@ SPREAD_SECONDS = 0.1
 ROUNDS = 4  # with the rate, the spread and the pauses of the round before
 NEIGHBOURS = 3  # on both sides, of the matches by which one is judged
 LEAST = -0.15  # confidence of what is kept; where the text is in disorder, most has less
+SLOWEST = 0.4  # seconds of a letter, or the text is that of a small part of the recording
 UNMATCHED = 1.0  # what a neighbour that is not read, or not in the text, is counted as
 
 
@@ -68,10 +70,16 @@ class Reading:
 def align(pieces: list[Piece], energy: np.ndarray) -> Cuts:
     """The utterances of a recording whose energy is given in dB for every ENERGY_FRAME: the half
     with the highest confidence, or less. It is minus the mean difference of their letters' seconds,
-    and of those around them, from the usual: 0 is perfect, -0.1 is 10 %."""
+    and of those around them, from the usual: 0 is perfect, -0.1 is 10 %. Raises `DataError` if the
+    text is far too short."""
     found = stretches(energy)
     letters = np.array([sum(map(is_letter, piece.text)) for piece in pieces])
     matches, reading = match(found, letters)
+    if reading.rate > SLOWEST:
+        raise DataError(
+            f"the text is too short: each of its letters would take {reading.rate:.1f} s; give the"
+            " whole text, or cut the recording"
+        )
     confidences = judge(matches, found, letters, reading.rate)
     read = [number for number, each in enumerate(matches) if each.is_read]
     least = max(LEAST, np.median([confidences[number] for number in read] or [0.0]))

@@ -13,8 +13,8 @@ STYLE = """
 body { font: 16px/1.4 system-ui, sans-serif; margin: 1rem auto; max-width: 60rem; }
 header { background: #fff; border-bottom: 1px solid #999; padding: .5rem; }
 header { position: sticky; top: 0; }
-.row { align-items: center; display: flex; gap: .5rem; padding: .4rem; }
-.row textarea { flex: 1; font: inherit; }
+.row { align-items: center; display: flex; flex-wrap: wrap; gap: .5rem; padding: .4rem; }
+.row textarea { flex: 1 1 20rem; font: inherit; min-width: 0; }
 .row small { color: #555; width: 11rem; }
 .accepted { background: #e2f4e2; }
 .mended { background: #e2ecf8; }
@@ -58,9 +58,10 @@ function play(row) {
   });
 }
 
-player.addEventListener("timeupdate", () => {
+// The event "timeupdate" comes four times a second: the next word would be heard.
+setInterval(() => {
   if (player.currentTime >= end) player.pause();
-});
+}, 20);
 
 function show(row, number) {
   const line = make("div", "", document.getElementById("list"));

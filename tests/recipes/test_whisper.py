@@ -1560,6 +1560,7 @@ def test_mistakes_are_answered_in_one_line_before_anything_is_trained(
         (vietnamese, "--model_size huge", "invalid choice: 'huge'"),
         (vietnamese, "--lr 1e-4", "did you mean --learning_rate?"),
         (morse, "--snr 5", "did you mean --snr_db?"),
+        (morse, "--align a.wav a.txt", "recipes/wav2vec2_ctc.py aligns a recording with its text"),
         (morse, "--snr_db 5", "argument --snr_db: expected 2 arguments"),
         (morse, "--clip_seconds 60", "it must be at most 29"),
         (morse, "--conditions contest", "invalid choice: 'contest'"),

@@ -174,6 +174,8 @@ def test_using_a_model_brings_no_flags_of_training(script):
         uses += [f"--synthesize selam --speaker_wav {__file__} --output c.wav".split()]
     else:
         uses += [["--transcribe", "a.wav"]]
+    if script in (KONKANI, PARAKEET):
+        uses += ["--align a.wav a.txt --output a.json".split()]
     if script == MORSE:
         uses += [["--write_dataset", "d", "9"]]
     for use in uses:

@@ -13,9 +13,10 @@ START = 1 << 16  # bytes of a file that tell whether it has labels
 # In some languages a decimal comma is written.
 SECONDS = r"[+-]?\d+(?:[.,]\d*)?(?:[eE][+-]?\d+)?"
 LABEL = re.compile(rf"({SECONDS})\t({SECONDS})(?:\t(.*))?", re.ASCII)
-CLOCK = r"(?:(\d{1,4}):)?(\d{1,2}):(\d{1,2})[.,](\d{1,3})"
+CLOCK = r"(?:(\d{1,4}):)?(\d{1,2}):(\d{1,2})(?:[.,](\d{1,3}))?"
 CUE = re.compile(rf"\s*{CLOCK}\s*-->\s*{CLOCK}(?:\s.*)?", re.ASCII)
 VOICE = re.compile(r"<v(?:\.[^\s<>]*)?\s([^<>]+)>")  # who speaks, in a .vtt
+BREAK = re.compile(r"<br\s*/?>|\\N", re.IGNORECASE)  # of a line, within it
 TAG = re.compile(
     r"</?(?:[ibuscv]|font|lang|ruby|rt)(?:[.\s][^<>]*)?>|<\d[\d:.]*>|\{\\[^{}]*\}", re.IGNORECASE
 )
@@ -59,31 +60,33 @@ def read_subtitles(path: Path) -> Document:
     `UsageError` and `DataError`."""
     cues: list[tuple[float, float, list[str]]] = []
     faults = []
+    is_vtt = path.suffix.lower() == ".vtt"
     is_open = False  # whether lines belong to the last one
     for number, line in enumerate(read_text(path).split("\n"), 1):
         times = CUE.fullmatch(line)
+        if "-->" in line and is_open and cues[-1][2] and cues[-1][2][-1].strip().isdecimal():
+            cues[-1][2].pop()  # the number of the next one
         if times:
-            if is_open and cues[-1][2] and cues[-1][2][-1].strip().isdecimal():
-                cues[-1][2].pop()  # the number of the next one, without an empty line before it
             clocks = times.groups("0")
             cues.append((seconds(clocks[:4]), seconds(clocks[4:]), []))
             is_open = True
         elif "-->" in line:
             faults.append(("line is not the times of a subtitle", f"{path}:{number}: {line[:100]}"))
             is_open = False
-        elif not line.strip():
-            is_open = False
         elif is_open:
-            cues[-1][2].append(line)
-    if not cues and not faults:
+            # After an empty line there may be notes in a .vtt, and only a number in a .srt.
+            is_number = line.strip().isdecimal() and cues[-1][2][-1:] == [""]
+            is_open = bool(line) if is_vtt else not is_number
+            if is_open:
+                cues[-1][2].append(line)
+    if not cues:
         raise DataError(f"{path}: it has no subtitles, such as 00:00:01,200 --> 00:00:02,500")
-    escapes = path.suffix.lower() == ".vtt"
     tier = Tier()
     for start, end, parts in cues:
         text = " ".join(parts)
         voices = {" ".join(name.split()) for name in VOICE.findall(text)}
-        text = TAG.sub("", text)
-        if escapes:
+        text = TAG.sub("", BREAK.sub(" ", text))
+        if is_vtt:
             text = html.unescape(text)
         speaker = voices.pop() if len(voices) == 1 else ""
         tier.annotations.append(Annotation(start, end, " ".join(text.split()), speaker))

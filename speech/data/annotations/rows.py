@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from common.errors import DataError, Failure, UsageError
+from common.errors import DataError, UsageError
 from speech.data.annotations import elan, lines, praat
 from speech.data.annotations.document import Annotation, Tier
 from speech.data.columns import Rejections, printable
@@ -107,7 +107,7 @@ def annotated_rows(
             document = READERS[path.suffix.lower()](path)
             chosen = choose(path, document.tiers, tiers)
             audio, origin = audio_of(path, document.media, audio_root)
-        except Failure as failure:
+        except (DataError, UsageError) as failure:
             is_unclear = isinstance(failure, UsageError) and not tiers
             if len(files) == 1 or is_unclear:
                 raise

@@ -1,5 +1,6 @@
 """--align from files to files, with a recogniser to which each letter is a loudness."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import soundfile
 import torch
 
 from common import options
-from common.errors import DataError, UsageError
+from common.errors import DataError, Stopped, UsageError
 from speech.alignment import command
 from speech.alignment.letters import of_characters
 from speech.data.loading import Checks, load_corpus
@@ -135,29 +136,37 @@ def test_a_flat_start_needs_no_recogniser(folder, capsys):
     words = ("--align", "silence/tape.wav", "book.txt", "--output", "x.json", "--flat_start")
     with pytest.raises(DataError, match="too few pauses"):
         command.align_files(request(*words), None)
+    (folder / "page.txt").write_text(LINES[0], encoding="utf-8")
+    words = ("--align", "tape.wav", "page.txt", "--output", "x.json", "--flat_start")
+    with pytest.raises(DataError, match=r"page\.txt: the text is too short"):
+        command.align_files(request(*words), None)
+    assert not (folder / "x.json").exists()
 
 
 def test_folders_of_pairs(folder, capsys):
     for name in ("tapes/one", "books/one"):
         (folder / name).mkdir(parents=True)
-    tape(folder / "tapes/one/a.wav", LINES[:3])
+    tape(folder / "tapes/one/a\u0308.wav", LINES[:3])
     tape(folder / "tapes/b.wav", LINES[3:])
     tape(folder / "tapes/alone.wav", LINES[:1])
     (folder / "tapes/broken.wav").write_bytes(b"RIFF")
-    (folder / "books/one/a.txt").write_text("\n".join(LINES[:3]), encoding="utf-8")
+    (folder / "books/one/\u00e4.txt").write_text("\n".join(LINES[:3]), encoding="utf-8")
     (folder / "books/b.txt").write_text("\n".join(LINES[3:]), encoding="utf-8")
     (folder / "books/broken.txt").write_text("a", encoding="utf-8")
+    tape(folder / "tapes/old.wav", LINES[:3])
+    (folder / "books/old.txt").write_text("\n".join(LINES[:3]), encoding="utf-16")
     (folder / "books/unread.txt").write_text("a", encoding="utf-8")
     asked = request("--align", "tapes", "books", "--output", "aligned.json")
     told = capsys.readouterr().err
     assert "alone.wav" in told and "unread.txt" in told
-    with pytest.raises(DataError, match="1 of 3"):
+    with pytest.raises(DataError, match="2 of 4"):
         command.align_files(asked, recogniser())
-    assert "broken.wav" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "broken.wav" in told and "old.txt: it is not UTF-8" in told
     found = [(row["audio_filepath"], row["text"]) for row in rows_of(folder / "aligned.json")]
     assert found == [
         *(("tapes/b.wav", line) for line in LINES[3:]),
-        *(("tapes/one/a.wav", line) for line in LINES[:3]),
+        *(("tapes/one/a\u0308.wav", line) for line in LINES[:3]),
     ]
 
 
@@ -182,17 +191,58 @@ def test_nothing_is_written_for_another_text(folder):
     assert sorted(path.name for path in folder.iterdir()) == ["book.txt", "tape.wav"]
 
 
+def test_an_output_folder_that_is_a_link(folder):
+    (folder / "disk/deep").mkdir(parents=True)
+    (folder / "out").symlink_to(folder / "disk/deep")
+    tape(folder / "tape.wav", LINES)
+    (folder / "book.txt").write_text("\n".join(LINES), encoding="utf-8")
+    words = ("--align", "tape.wav", "book.txt", "--output", "out/aligned.json")
+    command.align_files(request(*words), recogniser())
+    for manifest in ("out/aligned.json", "disk/deep/aligned.json"):
+        corpus, _ = load_corpus(manifest, normalise, Checks())
+        assert len(corpus) == len(LINES)
+
+
+def test_a_signal_ends_all_pairs_and_nothing_is_written(folder):
+    for name in "ab":
+        tape(folder / f"{name}.wav", LINES)
+        (folder / f"{name}.txt").write_text("\n".join(LINES), encoding="utf-8")
+    before = sorted(folder.iterdir())
+    heard = []
+
+    def stopped_later(waveform):
+        heard.append(waveform)
+        if len(heard) > 3:
+            raise Stopped("stopped by SIGTERM", 143)
+        return log_probs_of(waveform)
+
+    asked = request("--align", ".", ".", "--output", "aligned.json")
+    with pytest.raises(Stopped):
+        command.align_files(asked, dataclasses.replace(recogniser(), log_probs=stopped_later))
+    assert sorted(folder.iterdir()) == before
+
+
 def test_texts_that_somebody_has_mended_are_kept(folder):
     tape(folder / "tape.wav", LINES)
     (folder / "book.txt").write_text("\n".join(LINES), encoding="utf-8")
     words = ("--align", "tape.wav", "book.txt", "--output", "aligned.json")
     command.align_files(request(*words), recogniser())
     first = (folder / "aligned.json").read_text(encoding="utf-8")
-    mended = first.replace("old man", "young man")
+    mended = first.replace("old man", "young man").replace('": ', '":')  # as the page saves it
     (folder / "aligned.json").write_text(mended, encoding="utf-8")
     command.align_files(request(*words), recogniser())
     assert (folder / "aligned.json").read_text(encoding="utf-8") == first
     assert (folder / "aligned.json.earlier-1").read_text(encoding="utf-8") == mended
+
+
+def test_the_list_of_what_is_left_out_is_that_of_the_last_run(folder, capsys):
+    tape(folder / "tape.wav", LINES)
+    words = ("--align", "tape.wav", "book.txt", "--output", "aligned.json")
+    for lines in ([*LINES, "nobody reads this line"], LINES):
+        (folder / "book.txt").write_text("\n".join(lines), encoding="utf-8")
+        command.align_files(request(*words), recogniser())
+    assert not (folder / "aligned_left_out.json").exists()
+    assert "nothing is left out" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -202,9 +252,11 @@ def test_texts_that_somebody_has_mended_are_kept(folder):
         ("missing.wav book.txt --output a.json", "missing.wav: no such file"),
         ("tape.wav . --output a.json", "two files or two folders"),
         (". book.txt --output a.json", "two files or two folders"),
+        ("*.wav *.txt --output a.json", "two files or two folders"),
         ("tape.wav book.txt --output a.srt", "it will be a manifest"),
         ("tape.wav book.txt --output book.txt", "this command reads it"),
         ("tape.wav book.txt --output other.json", "it exists"),
+        ("tape.wav book.txt --output .", "it is a folder"),
         ("tape.wav book.txt --output none/a.json", "name a file in a folder"),
     ],
 )

@@ -94,7 +94,8 @@ const known = { list: element("main"), count: element("span"), save: element("bu
 globalThis.document = { getElementById: (id) => known[id],
   createElement: (name) => { const one = element(name); made.push(one); return one; } };
 globalThis.localStorage = { getItem: () => null, setItem: () => {} };
-globalThis.Audio = class { addEventListener() {} play() { return Promise.resolve(); } };
+globalThis.Audio = class { play() { return Promise.resolve(); } };
+globalThis.setInterval = () => {};
 globalThis.Blob = class { constructor(parts) { this.parts = parts; } };
 globalThis.URL = { createObjectURL: (blob) => { known.saved = blob.parts.join(""); return ""; } };
 SCRIPT

@@ -81,13 +81,15 @@ def test_a_srt_of_another_program(tmp_path):
         "\ufeff1\r\n00:00:01,200 --> 00:00:02,500 X1:40\r\n<i>Good</i> morning,\r\n"
         '<font color="red">{\\an8}Anna</font> <3\r\n\r\n'
         "2\r\n01:00:02.5 --> 1:00:04,05\r\n12\r\n3\r\n00:00:05,000 --> 00:00:06,000\r\n\r\n"
-        "4\r\n00:00:07:000 --> 00:00:08:000\r\nlost\r\n".encode()
+        "4\r\n00:00:07:000 --> 00:00:08:000\r\nlost\r\n\r\n"
+        "5\r\n00:00:09 --> 00:00:10\r\none<br/>two\\Nthree\r\n".encode()
     )
     document = lines.read_subtitles(path)
     assert document.tiers[0].annotations == [
         (1.2, 2.5, "Good morning, Anna <3", ""),
         (3602.5, 3604.05, "12", ""),  # "3" is the number of the next one
         (5, 6, "", ""),
+        (9, 10, "one two three", ""),
     ]
     ((_, place),) = document.faults
     assert place.startswith(f"{path}:13: ")
@@ -106,11 +108,27 @@ def test_a_vtt_of_another_program(tmp_path):
     ]
 
 
+def test_lines_of_a_subtitle_after_a_blank_one(tmp_path):
+    """Other programs show them, too. YouTube's subtitles begin with a line that is a space."""
+    (tmp_path / "a.srt").write_text(
+        "1\n00:01.000 --> 00:02.000\none\n\ntwo\n\n2\n00:03.000 --> 00:04.000\n3\n\n"
+        "00:05.000 --> 00:06.000\nend\n\n4\n00:00:0"
+    )
+    (tmp_path / "a.vtt").write_text(
+        "WEBVTT\n\n00:01.000 --> 00:02.000\n \none<00:01.500><c> two</c>\n\nNOTE not read\n\n"
+        "2\n00:03.000 --> 00:04.000\n3\n\n00:05.000 --> 00:06.000\nend\n"
+    )
+    for name in ("a.srt", "a.vtt"):
+        read = lines.read_subtitles(tmp_path / name).tiers[0].annotations
+        assert [each.text for each in read] == ["one two", "3", "end"]
+
+
 def test_a_file_without_subtitles_is_refused(tmp_path):
     path = tmp_path / "a.srt"
-    path.write_text("hello\n")
-    with pytest.raises(DataError, match="it has no subtitles"):
-        lines.read_subtitles(path)
+    for content in ("hello\n", "1\n00:00:01:000 --> 00:00:02:000\nhello\n"):
+        path.write_text(content)
+        with pytest.raises(DataError, match="it has no subtitles"):
+            lines.read_subtitles(path)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import pytest
 from praatio import textgrid
 from pympi import Elan
 
-from common.errors import DataError, UsageError
+from common.errors import DataError, Stopped, UsageError
 from speech.data import splits
-from speech.data.annotations.rows import files_of
+from speech.data.annotations.rows import READERS, files_of
 from speech.data.columns import Rejections
 from speech.data.hours import hours_of
 from speech.data.loading import Checks, load_corpus, load_sample
@@ -243,6 +243,15 @@ def test_a_bad_file_among_several_is_counted(interviews):
     corpus, rejected = load(interviews / "*.eaf", tiers=("tx@b",))
     assert [row[0] for row in rows(corpus)] == ["b.wav", "b.wav"]
     assert rejected.total == 3
+
+
+def test_a_signal_is_no_bad_file(interviews, monkeypatch):
+    def stopped(path):
+        raise Stopped("stopped by SIGTERM", 143)
+
+    monkeypatch.setitem(READERS, ".eaf", stopped)
+    with pytest.raises(Stopped):
+        load(interviews / "*.eaf")
 
 
 @pytest.mark.parametrize(
