@@ -98,7 +98,9 @@ def add_arguments(parser) -> None:
         ("model_file", options.path, None, "FILE",
          "fine-tune a released checkpoint, matcha_ljspeech.ckpt or matcha_vctk.ckpt"),
         ("language", None, AMHARIC, "CODE", "language of the texts (am)"),
-        ("dropout", options.SHARE, DROPOUT, "P", "of the encoder; the decoder has half of it (0.1)"),
+        ("dropout", options.SHARE, DROPOUT, "P",
+         "of the encoder; its first layers have five times as much, at most 0.5, and the decoder"
+         " half of it (0.1)"),
         ("vocoder_steps", options.COUNT, 0, "N",
          "updates of a vocoder that is trained on the same recordings afterwards; 0: none, and the"
          " algorithm of Griffin and Lim makes the sound, which is rough (0)"),
@@ -117,6 +119,11 @@ def resolve(args, is_demo: bool) -> Options:
     """Checks these flags and returns what they ask for. Raises `UsageError`."""
     if args.model_file:
         released.require_source(args.model_file, "--model_file", FORMS)
+    if args.consent is not None and not args.consent.strip():
+        raise UsageError(
+            "--consent: it is empty; say whose voice it is, that they agree, and the licence of the"
+            " data"
+        )
     if args.export:
         released.require_exports(vars(args), options.paths_in(args, *released.EXPORTS))
         onnx.require_packages()
@@ -183,6 +190,9 @@ def check_texts(texts: Iterable[str], voice: Voice) -> None:
         heard = read(text, voice.language)
         if problem := fault(heard, voice.language):
             raise UsageError(f"--synthesize {text[:40]!r}: {': '.join(problem)}")
+        tokens = voice.tokens.encode(heard)
+        if not any(voice.tokens.symbols[token].isalnum() for token in tokens):
+            raise UsageError(f"--synthesize {text[:40]!r}: the voice knows none of its letters")
         if lacking := Counter(c for c in heard if c not in voice.tokens.numbers):
             print(f"warning: {text[:40]!r}: the voice lacks {named(lacking)}", file=sys.stderr)
 

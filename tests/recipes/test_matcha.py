@@ -126,14 +126,8 @@ def test_the_losses_are_those_of_a_second_implementation(material):
 
 
 def test_however_an_update_is_cut_its_gradient_is_the_same(material):
-    """Without dropout, the prenet's included."""
     network, _, items = material
     network.train()
-    for module in network.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if isinstance(module, model.EncoderAttention):
-            module.dropout = 0.0
     whole = recipe.collate(items)
     loss = functools.partial(recipe.compute_loss, log_mel=LogMel().double())
     gradients = []
@@ -218,8 +212,9 @@ def test_a_trained_voice_speaks(trained, tmp_path):
     ran(recipe, *said, "--speaker", "voice 1")
     status, err = refused(recipe, *said, "--speaker", "nobody")
     assert status == 2 and "the voice has voice" in err
-    status, err = refused(recipe, "--synthesize", "?!", "--output_dir", folder)
-    assert status == 2 and "the text has no letters" in err
+    for text, reason in (("?!", "the text has no letters"), ("hello", "none of its letters")):
+        status, err = refused(recipe, "--synthesize", text, "--output_dir", folder)
+        assert status == 2 and reason in err
 
 
 def test_init_from_keeps_the_letters_that_both_have(trained, noise, tmp_path):
@@ -236,6 +231,8 @@ def test_an_export_names_whose_voice_it_is(trained, tmp_path):
     alone = ["--resume", best, "--export", tmp_path / "voice", "--output_dir", tmp_path]
     status, err = refused(recipe, *alone)
     assert status == 2 and "--export goes with --consent" in err
+    status, err = refused(recipe, *alone, "--consent", " ")
+    assert status == 2 and "--consent: it is empty" in err
     ran(recipe, *alone, "--consent", "Abebe agrees; CC0 | all")
     names = sorted(path.name for path in (tmp_path / "voice").iterdir())
     assert names == ["README.md", "made_from.json", "tokens.txt", onnx.NAME, f"{onnx.NAME}.json"]
@@ -250,6 +247,17 @@ def test_flags_that_contradict_the_checkpoint(trained, noise):
         status, err = refused(recipe, *again, *flags)
         assert status == 2 and "conflicts with the checkpoint" in err, err
     assert checkpoint.recipe_of(folder / "checkpoints" / "best.safetensors") == recipe.RECIPE
+
+
+def test_what_is_of_no_use_is_refused_before_the_training(trained, noise, tmp_path):
+    """A voice as the judge, and a folder as the released model."""
+    folder, _ = trained
+    best = folder / "checkpoints" / "best.safetensors"
+    flags = [*both(noise)[:4], "--output_dir", tmp_path]
+    status, err = refused(recipe, *flags, "--judge", best)
+    assert status == 2 and "is not a recogniser" in err
+    status, err = refused(recipe, *flags, "--model_file", folder)
+    assert status == 2 and "it is a folder: name the file in it" in err
 
 
 def test_a_text_that_is_too_long_for_its_clip_is_rejected(noise, tmp_path):
