@@ -207,7 +207,9 @@ def choose(
     they are random or the loop loads them. `resumed` and `initial`: the checkpoints of --resume and
     --init_from. Raises `UsageError`."""
     if resumed:
-        return known_info(asked, resumed), None
+        info = known_info(asked, resumed)
+        require_known(info, train)
+        return info, None
     symbols = symbols_of(train.read)
     speakers = speakers_of(train)
     weights = None
@@ -244,6 +246,22 @@ def known_info(asked: Options, saved: Saved) -> ModelInfo:
     if found:
         raise UsageError(f"{', '.join(found)} conflicts with the checkpoint: {released.LEAVE_OUT}")
     return info
+
+
+def require_known(info: ModelInfo, train: Corpus) -> None:
+    """Raises `UsageError` if a resumed voice of several speakers has no vector of a speaker of the
+    training set, whose clips would change the first one's, and warns of letters that it lacks."""
+    new = set(train.speakers) - set(info.speakers)
+    is_planned = torch.get_default_device().type == "meta"  # with a stand-in's speaker, perhaps
+    if new and len(info.speakers) > 1 and not is_planned:
+        shown = ", ".join(name or "(without a name)" for name in sorted(new)[:20])
+        raise UsageError(
+            f"the training set has speakers that the voice lacks ({shown}): start a new run with"
+            " --init_from, or leave their clips out"
+        )
+    known = set(info.symbols)
+    if lacking := Counter(c for text in train.read for c in text if c not in known):
+        print(f"warning: the voice lacks {named(lacking)} of the training set", file=sys.stderr)
 
 
 def make_model(

@@ -1,6 +1,7 @@
 """The recipe of a voice: exactness of its losses, and its command line on a tiny model."""
 
 import functools
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from models.matcha.vocoder import GriffinLim
 from recipes import matcha_voice as recipe
 from speech.data.splits import Checks, load_corpus
 from tests.models.matcha import plain
-from tests.recipes.runs import newest, parse, ran, refused
+from tests.recipes.runs import newest, parse, ran, refused, run
 
 CPU = torch.device("cpu")
 TINY = {
@@ -258,6 +259,19 @@ def test_what_is_of_no_use_is_refused_before_the_training(trained, noise, tmp_pa
     assert status == 2 and "is not a recogniser" in err
     status, err = refused(recipe, *flags, "--model_file", folder)
     assert status == 2 and "it is a folder: name the file in it" in err
+
+
+def test_a_resumed_voice_learns_no_new_speaker_in_silence(trained, noise, tmp_path):
+    folder = shutil.copytree(trained[0], tmp_path / "run")
+    rows = Path(noise).read_text(encoding="utf-8").replace("ዳቦ", "ዳቦ ፐ")
+    flags = [*both(noise)[2:4], "--resume", "auto", "--output_dir", folder, *ONE]
+    other = Path(noise).with_name("other.csv")
+    other.write_text(rows, encoding="utf-8")
+    err = run(recipe, "--train_manifest", other, *flags)[2]
+    assert "warning: the voice lacks ፐ x 1 of the training set" in err
+    other.write_text(rows.replace("|voice 1", "|voice 2"), encoding="utf-8")
+    status, err = refused(recipe, "--train_manifest", other, *flags)
+    assert status == 2 and "speakers that the voice lacks (voice 2)" in err
 
 
 def test_a_text_that_is_too_long_for_its_clip_is_rejected(noise, tmp_path):
