@@ -67,7 +67,7 @@ class ModelInfo:
     symbols: Annotated[list[str], lambda symbols: tuple(symbols[: len(MARKS)]) == MARKS]
     speakers: list[str]
     language: str
-    pretrained: bool  # began from released weights
+    pretrained: bool  # began from released weights, perhaps by way of --init_from
 
 
 @dataclass(frozen=True)
@@ -213,17 +213,23 @@ def choose(
     symbols = symbols_of(train.read)
     speakers = speakers_of(train)
     weights = None
+    is_released = bool(asked.model_file)
     if asked.model_file:
         config, weights = formats.read_model(asked.model_file)
         config, weights = formats.adapted(config, weights, symbols, len(speakers))
         print(formats.LICENCE)
     else:
-        size = SIZES[asked.size]
-        if initial and "model_size" not in asked.given:
+        config = {**SIZES[asked.size], "symbols": len(symbols), "speakers": len(speakers)}
+        if initial:
             before, _ = checkpoint.read_infos(initial, ModelInfo, RunInfo)
-            size = before.config
-        config = {**size, "symbols": len(symbols), "speakers": len(speakers)}
-    info = ModelInfo(config, symbols, speakers, asked.language, weights is not None)
+            is_released = before.pretrained
+            if "model_size" not in asked.given:
+                config = {**before.config, "symbols": len(symbols), "speakers": len(speakers)}
+            if before.config["speakers"] > 1:  # without vectors its layers would not fit
+                config["speakers"] = max(2, len(speakers))
+            if set(before.speakers) == set(speakers):
+                speakers = before.speakers  # their vectors are copied by row
+    info = ModelInfo(config, symbols, speakers, asked.language, is_released)
     return info, weights
 
 

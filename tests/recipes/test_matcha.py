@@ -1,5 +1,6 @@
 """The recipe of a voice: exactness of its losses, and its command line on a tiny model."""
 
+import dataclasses
 import functools
 import shutil
 from pathlib import Path
@@ -223,6 +224,23 @@ def test_init_from_keeps_the_letters_that_both_have(trained, noise, tmp_path):
     best = folder / "checkpoints" / "best.safetensors"
     out = ran(recipe, *both(noise), *ONE, "--init_from", best, "--output_dir", tmp_path)
     assert "initialised" in out
+
+
+def test_one_voice_is_made_of_several(trained, noise, tmp_path):
+    """With all layers, and with the origin of the several; the same speakers keep their rows."""
+    saved = checkpoint.read_weights(trained[0] / "checkpoints" / "best.safetensors", recipe.RECIPE)
+    saved = dataclasses.replace(saved, model_info={**saved.model_info, "pretrained": True})
+    corpus, _ = load_corpus(noise, recipe.text.normalise, Checks(max_duration=15))
+    start.read_corpora({"train": corpus}, "am")
+    asked = start.Options("demo", None, "am", frozenset(), 0.0, None, None, None, None, None)
+    first = saved.model_info["speakers"]
+    row = corpus.select(np.array([list(corpus.speakers).index(first[1])]))
+    for train, speakers in ((corpus, first), (row, first[1:])):
+        info, _ = start.choose(asked, None, saved, train)
+        assert info.pretrained and info.speakers == speakers and info.config["speakers"] == 2
+    saved.model_info["speakers"] = first[::-1]
+    info, _ = start.choose(asked, None, saved, corpus)
+    assert info.speakers == first[::-1]
 
 
 def test_an_export_names_whose_voice_it_is(trained, tmp_path):
