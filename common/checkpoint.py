@@ -153,15 +153,20 @@ def is_dense(tensor) -> bool:
     return not (tensor.is_floating_point() and tensor.itemsize == 1)
 
 
-def load(path: Path):
+def load(path: Path, stand_in: type | None = None):
     """The content of a file that torch.save wrote, mapped if its form allows. No code in it is
-    executed, and what is decompressed is not larger than the file. Raises `Damaged`, and
-    `UsageError` for any other file."""
+    executed, and what is decompressed is not larger than the file. `stand_in`: a class without
+    effect, whose objects take the place of all that the file would make with code. Raises
+    `Damaged`, and `UsageError` for any other file."""
     files.require_file(path)
     try:
         is_zip = _is_sound_zip(path)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.ExitStack() as stack:
             warnings.simplefilter("ignore")  # about sparse tensors, which are refused later
+            if stand_in and is_zip:
+                names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+                pairs = [(stand_in, name) for name in names]
+                stack.enter_context(torch.serialization.safe_globals(pairs))
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from None

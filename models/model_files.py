@@ -3,7 +3,7 @@ written."""
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -126,6 +126,14 @@ def read_pickle(file: Path):
     if file.suffix == ".safetensors":
         raise UsageError(f"{file}: give the folder that holds it and config.json, not the file")
     return checkpoint.load(file)
+
+
+def refuse_shared(values: Iterable, path: Path) -> None:
+    """Raises `UsageError` if the tensors among the values are larger than their file, so that their
+    copies could be without limit."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if sum(tensor.numel() * tensor.itemsize for tensor in tensors) > path.stat().st_size:
+        raise UsageError(f"{path} is damaged: its tensors share their data")
 
 
 def floats(weights, path: Path, counters: str = "") -> dict[str, torch.Tensor]:

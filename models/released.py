@@ -240,7 +240,8 @@ def require_source(path: str, flag: str, forms: Forms) -> None:
         advice = "a file: use --model_file" if forms.file else "a file: name its folder"
         raise UsageError(f"{flag} {path}: it is {advice}")
     if flag == "--model_file" and is_folder:
-        raise UsageError(f"{flag} {path}: it is a folder: use --model_dir")
+        advice = "use --model_dir" if forms.folder else "name the file in it"
+        raise UsageError(f"{flag} {path}: it is a folder: {advice}")
 
 
 def exports_only(origin: Origin, goals: Iterable[str] = GOALS) -> bool:

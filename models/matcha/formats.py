@@ -1,6 +1,5 @@
 """Released checkpoints of Matcha-TTS (matcha_ljspeech.ckpt, matcha_vctk.ckpt)."""
 
-import warnings
 from pathlib import Path
 
 import torch
@@ -42,24 +41,18 @@ def read_tensors(path: str) -> dict[str, torch.Tensor]:
     many classes, which names stand for: no code of theirs is run. Raises `UsageError`."""
     file = Path(path)
     model_files.refuse_pointer(file)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    except Exception:  # of many kinds; the next reading says what is wrong
-        named = []
-    with torch.serialization.safe_globals([(Name, name) for name in named]):
-        content = checkpoint.load(file)
+    content = checkpoint.load(file, Name)
     weights = content.get("state_dict") if isinstance(content, dict) else None
     if not isinstance(weights, dict):
         raise UsageError(f"{path} holds no state_dict: it is not a checkpoint of Matcha-TTS")
+    model_files.refuse_shared(weights.values(), file)
     return model_files.floats(weights, file)
 
 
 def read_model(path: str) -> tuple[dict, dict[str, torch.Tensor]]:
     """The configuration and the weights of a released model. Raises `UsageError`."""
     weights = read_tensors(path)
-    speakers = len(weights[SPEAKERS]) if SPEAKERS in weights else 1
+    speakers = weights[SPEAKERS].numel() // SPEAKER if SPEAKERS in weights else 1
     for size in ("full", "large"):
         config = {**SIZES[size], "symbols": len(RELEASED), "speakers": speakers}
         final = weights.get("decoder.estimator.final_proj.weight")

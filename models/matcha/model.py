@@ -115,7 +115,7 @@ class TextEncoder(nn.Module):
         width = config["width"]
         self.emb = nn.Embedding(config["symbols"], width)
         nn.init.normal_(self.emb.weight, 0.0, width**-0.5)
-        self.prenet = Prenet(width)
+        self.prenet = Prenet(width, min(0.5, 5 * dropout))
         channels = width + speaker
         self.encoder = EncoderLayers(config, channels, dropout)
         self.proj_m = nn.Conv1d(channels, BANDS, 1)
@@ -152,11 +152,11 @@ class ChannelNorm(nn.Module):
 class Prenet(nn.Module):
     """Three convolutions over five tokens beside a residual connection, which begins as nothing."""
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, dropout: float):
         super().__init__()
         self.conv_layers = nn.ModuleList(nn.Conv1d(width, width, 5, padding=2) for _ in range(3))
         self.norm_layers = nn.ModuleList(ChannelNorm(width) for _ in range(3))
-        self.dropout = nn.Dropout(0.5)
+        self.dropout = nn.Dropout(dropout)
         self.proj = nn.Conv1d(width, width, 1)
         nn.init.zeros_(self.proj.weight)
         nn.init.zeros_(self.proj.bias)

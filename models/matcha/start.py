@@ -67,7 +67,7 @@ class ModelInfo:
     symbols: Annotated[list[str], lambda symbols: tuple(symbols[: len(MARKS)]) == MARKS]
     speakers: list[str]
     language: str
-    pretrained: bool  # began from released weights
+    pretrained: bool  # began from released weights, perhaps by way of --init_from
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,9 @@ def add_arguments(parser) -> None:
         ("model_file", options.path, None, "FILE",
          "fine-tune a released checkpoint, matcha_ljspeech.ckpt or matcha_vctk.ckpt"),
         ("language", None, AMHARIC, "CODE", "language of the texts (am)"),
-        ("dropout", options.SHARE, DROPOUT, "P", "of the encoder; the decoder has half of it (0.1)"),
+        ("dropout", options.SHARE, DROPOUT, "P",
+         "of the encoder; its first layers have five times as much, at most 0.5, and the decoder"
+         " half of it (0.1)"),
         ("vocoder_steps", options.COUNT, 0, "N",
          "updates of a vocoder that is trained on the same recordings afterwards; 0: none, and the"
          " algorithm of Griffin and Lim makes the sound, which is rough (0)"),
@@ -117,6 +119,11 @@ def resolve(args, is_demo: bool) -> Options:
     """Checks these flags and returns what they ask for. Raises `UsageError`."""
     if args.model_file:
         released.require_source(args.model_file, "--model_file", FORMS)
+    if args.consent is not None and not args.consent.strip():
+        raise UsageError(
+            "--consent: it is empty; say whose voice it is, that they agree, and the licence of the"
+            " data"
+        )
     if args.export:
         released.require_exports(vars(args), options.paths_in(args, *released.EXPORTS))
         onnx.require_packages()
@@ -183,6 +190,9 @@ def check_texts(texts: Iterable[str], voice: Voice) -> None:
         heard = read(text, voice.language)
         if problem := fault(heard, voice.language):
             raise UsageError(f"--synthesize {text[:40]!r}: {': '.join(problem)}")
+        tokens = voice.tokens.encode(heard)
+        if not any(voice.tokens.symbols[token].isalnum() for token in tokens):
+            raise UsageError(f"--synthesize {text[:40]!r}: the voice knows none of its letters")
         if lacking := Counter(c for c in heard if c not in voice.tokens.numbers):
             print(f"warning: {text[:40]!r}: the voice lacks {named(lacking)}", file=sys.stderr)
 
@@ -197,21 +207,29 @@ def choose(
     they are random or the loop loads them. `resumed` and `initial`: the checkpoints of --resume and
     --init_from. Raises `UsageError`."""
     if resumed:
-        return known_info(asked, resumed), None
+        info = known_info(asked, resumed)
+        require_known(info, train)
+        return info, None
     symbols = symbols_of(train.read)
     speakers = speakers_of(train)
     weights = None
+    is_released = bool(asked.model_file)
     if asked.model_file:
         config, weights = formats.read_model(asked.model_file)
         config, weights = formats.adapted(config, weights, symbols, len(speakers))
         print(formats.LICENCE)
     else:
-        size = SIZES[asked.size]
-        if initial and "model_size" not in asked.given:
+        config = {**SIZES[asked.size], "symbols": len(symbols), "speakers": len(speakers)}
+        if initial:
             before, _ = checkpoint.read_infos(initial, ModelInfo, RunInfo)
-            size = before.config
-        config = {**size, "symbols": len(symbols), "speakers": len(speakers)}
-    info = ModelInfo(config, symbols, speakers, asked.language, weights is not None)
+            is_released = before.pretrained
+            if "model_size" not in asked.given:
+                config = {**before.config, "symbols": len(symbols), "speakers": len(speakers)}
+            if before.config["speakers"] > 1:  # without vectors its layers would not fit
+                config["speakers"] = max(2, len(speakers))
+            if set(before.speakers) == set(speakers):
+                speakers = before.speakers  # their vectors are copied by row
+    info = ModelInfo(config, symbols, speakers, asked.language, is_released)
     return info, weights
 
 
@@ -234,6 +252,22 @@ def known_info(asked: Options, saved: Saved) -> ModelInfo:
     if found:
         raise UsageError(f"{', '.join(found)} conflicts with the checkpoint: {released.LEAVE_OUT}")
     return info
+
+
+def require_known(info: ModelInfo, train: Corpus) -> None:
+    """Raises `UsageError` if a resumed voice of several speakers has no vector of a speaker of the
+    training set, whose clips would change the first one's, and warns of letters that it lacks."""
+    new = set(train.speakers) - set(info.speakers)
+    is_planned = torch.get_default_device().type == "meta"  # with a stand-in's speaker, perhaps
+    if new and len(info.speakers) > 1 and not is_planned:
+        shown = ", ".join(name or "(without a name)" for name in sorted(new)[:20])
+        raise UsageError(
+            f"the training set has speakers that the voice lacks ({shown}): start a new run with"
+            " --init_from, or leave their clips out"
+        )
+    known = set(info.symbols)
+    if lacking := Counter(c for text in train.read for c in text if c not in known):
+        print(f"warning: the voice lacks {named(lacking)} of the training set", file=sys.stderr)
 
 
 def make_model(

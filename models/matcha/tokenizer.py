@@ -17,6 +17,7 @@ BLANK = "_"
 BEGIN = "^"
 END = "$"
 SPACE = " "
+CAPITALS = {"İ": "i", "ẞ": "ß"}  # which `upper` does not find
 MARKS = (BLANK, BEGIN, END, SPACE)  # the first tokens
 
 
@@ -31,7 +32,7 @@ def decomposed(text: str) -> str:
 def read(text: str, language: str) -> str:
     """A text as the voice reads it: numbers in words, lower case, composed letters, and nothing that
     means a mark."""
-    plain = reading.read(text, language).lower()
+    plain = reading.read(composed(text), language).lower()
     for mark in (BLANK, BEGIN, END):
         plain = plain.replace(mark, " ")
     return " ".join(composed(plain).split())
@@ -95,8 +96,11 @@ class Tokens:
         numbers = {character: number for number, character in enumerate(self.readable)}
         for character, number in list(numbers.items()):
             capital = character.upper()
-            if len(capital) == 1:
+            if capital.lower() == character:  # Σ is the capital of ς, too
                 numbers.setdefault(capital, number)
+        for capital, small in CAPITALS.items():
+            if small in numbers:
+                numbers[capital] = numbers[small]
         return numbers
 
 

@@ -319,9 +319,7 @@ def _read_groups(
             raise UsageError(f"{path}: {str(old)[:60]!r} is not part of XTTS-v2")
         if group in groups:
             kept[name] = tensor
-    tensors = [tensor for tensor in kept.values() if isinstance(tensor, torch.Tensor)]
-    if sum(tensor.numel() * tensor.itemsize for tensor in tensors) > path.stat().st_size:
-        raise UsageError(f"{path} is damaged: its tensors share their data")
+    model_files.refuse_shared(kept.values(), path)
     by_group = {group: {} for group in groups}
     for name, tensor in model_files.floats(kept, path, COUNTER).items():
         group, _, inner = name.partition(".")

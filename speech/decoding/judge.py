@@ -86,7 +86,7 @@ def resolve(args, exports_only: bool) -> HeldOut:
             " --export alone speaks none: leave it out"
         )
     if args.judge:
-        checkpoint.recipe_of(args.judge, "--judge")
+        recogniser_of(args.judge, RECIPES)
     if args.evaluate and count is None and not args.judge:
         count = 0
     return HeldOut(count, args.judge, args.output_dir, args.device, args.seed)
@@ -169,6 +169,23 @@ def _cell(text: str) -> str:
     return " ".join(text.replace("|", " ").split())
 
 
+def recogniser_of(path: str, recipes: Path) -> Path:
+    """The recipe in the folder `recipes` that has saved the weights at `path`. Raises `UsageError`
+    if it is not a recogniser's, which has a function `transcribe`."""
+    recipe = checkpoint.recipe_of(path, "--judge")
+    script = recipes / f"{recipe}.py"
+    if not recipe.isidentifier() or not script.is_file():
+        raise UsageError(
+            f"--judge {path}: there is no recipes/{recipe[:60]}.py, which has saved it"
+        )
+    if "\ndef transcribe(" not in script.read_text(encoding="utf-8"):
+        raise UsageError(
+            f"--judge {path}: recipes/{recipe}.py has saved it, which is not a recogniser:"
+            " name the weights of one"
+        )
+    return script
+
+
 def transcripts(path: str, recipes: Path, clips: list[Path], device: str) -> dict[str, str]:
     """The transcript that the recogniser at `path` makes of each clip, by file. `recipes`: their
     folder. A clip without samples has no words. Raises `UsageError` and `RunError`."""
@@ -176,12 +193,7 @@ def transcripts(path: str, recipes: Path, clips: list[Path], device: str) -> dic
     audible = [name for name in heard if soundfile.info(name).frames]
     if not audible:
         return heard
-    recipe = checkpoint.recipe_of(path, "--judge")
-    script = recipes / f"{recipe}.py"
-    if not recipe.isidentifier() or not script.is_file():
-        raise UsageError(
-            f"--judge {path}: there is no recipes/{recipe[:60]}.py, which has saved it"
-        )
+    script = recogniser_of(path, recipes)
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "heard.jsonl")
         command = [sys.executable, script, "--transcribe", *audible, "--resume", path]

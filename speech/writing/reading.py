@@ -23,7 +23,7 @@ OTHER_NAMES = {
 }  # fmt: skip
 # Quotes, and marks that stand for others.
 MARKS = str.maketrans({**dict.fromkeys('"“”„‟«»‹›〝〞＂'), **dict.fromkeys("’‘", "'"), "…": "..."})
-WITH_DOTLESS = ("az", "crh", "kaa", "tt")  # languages whose I becomes ı
+WITH_DOTLESS = ("az", "crh", "kaa", "tr", "tt")  # languages whose I becomes ı
 # Not heard, above all emoji, and what shapes or combines glyphs.
 UNHEARD = ("So", "Sk", "Me", "Cc", "Cf", "Cn", "Co", "Cs")
 VARIANTS = range(0xFE00, 0xFE10)  # select the glyph of the character before

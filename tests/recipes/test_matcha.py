@@ -1,6 +1,8 @@
 """The recipe of a voice: exactness of its losses, and its command line on a tiny model."""
 
+import dataclasses
 import functools
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ from models.matcha.vocoder import GriffinLim
 from recipes import matcha_voice as recipe
 from speech.data.splits import Checks, load_corpus
 from tests.models.matcha import plain
-from tests.recipes.runs import newest, parse, ran, refused
+from tests.recipes.runs import newest, parse, ran, refused, run
 
 CPU = torch.device("cpu")
 TINY = {
@@ -126,14 +128,8 @@ def test_the_losses_are_those_of_a_second_implementation(material):
 
 
 def test_however_an_update_is_cut_its_gradient_is_the_same(material):
-    """Without dropout, the prenet's included."""
     network, _, items = material
     network.train()
-    for module in network.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if isinstance(module, model.EncoderAttention):
-            module.dropout = 0.0
     whole = recipe.collate(items)
     loss = functools.partial(recipe.compute_loss, log_mel=LogMel().double())
     gradients = []
@@ -218,8 +214,9 @@ def test_a_trained_voice_speaks(trained, tmp_path):
     ran(recipe, *said, "--speaker", "voice 1")
     status, err = refused(recipe, *said, "--speaker", "nobody")
     assert status == 2 and "the voice has voice" in err
-    status, err = refused(recipe, "--synthesize", "?!", "--output_dir", folder)
-    assert status == 2 and "the text has no letters" in err
+    for text, reason in (("?!", "the text has no letters"), ("hello", "none of its letters")):
+        status, err = refused(recipe, "--synthesize", text, "--output_dir", folder)
+        assert status == 2 and reason in err
 
 
 def test_init_from_keeps_the_letters_that_both_have(trained, noise, tmp_path):
@@ -229,6 +226,23 @@ def test_init_from_keeps_the_letters_that_both_have(trained, noise, tmp_path):
     assert "initialised" in out
 
 
+def test_one_voice_is_made_of_several(trained, noise, tmp_path):
+    """With all layers, and with the origin of the several; the same speakers keep their rows."""
+    saved = checkpoint.read_weights(trained[0] / "checkpoints" / "best.safetensors", recipe.RECIPE)
+    saved = dataclasses.replace(saved, model_info={**saved.model_info, "pretrained": True})
+    corpus, _ = load_corpus(noise, recipe.text.normalise, Checks(max_duration=15))
+    start.read_corpora({"train": corpus}, "am")
+    asked = start.Options("demo", None, "am", frozenset(), 0.0, None, None, None, None, None)
+    first = saved.model_info["speakers"]
+    row = corpus.select(np.array([list(corpus.speakers).index(first[1])]))
+    for train, speakers in ((corpus, first), (row, first[1:])):
+        info, _ = start.choose(asked, None, saved, train)
+        assert info.pretrained and info.speakers == speakers and info.config["speakers"] == 2
+    saved.model_info["speakers"] = first[::-1]
+    info, _ = start.choose(asked, None, saved, corpus)
+    assert info.speakers == first[::-1]
+
+
 def test_an_export_names_whose_voice_it_is(trained, tmp_path):
     pytest.importorskip("onnx")
     folder, _ = trained
@@ -236,6 +250,8 @@ def test_an_export_names_whose_voice_it_is(trained, tmp_path):
     alone = ["--resume", best, "--export", tmp_path / "voice", "--output_dir", tmp_path]
     status, err = refused(recipe, *alone)
     assert status == 2 and "--export goes with --consent" in err
+    status, err = refused(recipe, *alone, "--consent", " ")
+    assert status == 2 and "--consent: it is empty" in err
     ran(recipe, *alone, "--consent", "Abebe agrees; CC0 | all")
     names = sorted(path.name for path in (tmp_path / "voice").iterdir())
     assert names == ["README.md", "made_from.json", "tokens.txt", onnx.NAME, f"{onnx.NAME}.json"]
@@ -250,6 +266,30 @@ def test_flags_that_contradict_the_checkpoint(trained, noise):
         status, err = refused(recipe, *again, *flags)
         assert status == 2 and "conflicts with the checkpoint" in err, err
     assert checkpoint.recipe_of(folder / "checkpoints" / "best.safetensors") == recipe.RECIPE
+
+
+def test_what_is_of_no_use_is_refused_before_the_training(trained, noise, tmp_path):
+    """A voice as the judge, and a folder as the released model."""
+    folder, _ = trained
+    best = folder / "checkpoints" / "best.safetensors"
+    flags = [*both(noise)[:4], "--output_dir", tmp_path]
+    status, err = refused(recipe, *flags, "--judge", best)
+    assert status == 2 and "is not a recogniser" in err
+    status, err = refused(recipe, *flags, "--model_file", folder)
+    assert status == 2 and "it is a folder: name the file in it" in err
+
+
+def test_a_resumed_voice_learns_no_new_speaker_in_silence(trained, noise, tmp_path):
+    folder = shutil.copytree(trained[0], tmp_path / "run")
+    rows = Path(noise).read_text(encoding="utf-8").replace("ዳቦ", "ዳቦ ፐ")
+    flags = [*both(noise)[2:4], "--resume", "auto", "--output_dir", folder, *ONE]
+    other = Path(noise).with_name("other.csv")
+    other.write_text(rows, encoding="utf-8")
+    err = run(recipe, "--train_manifest", other, *flags)[2]
+    assert "warning: the voice lacks ፐ x 1 of the training set" in err
+    other.write_text(rows.replace("|voice 1", "|voice 2"), encoding="utf-8")
+    status, err = refused(recipe, "--train_manifest", other, *flags)
+    assert status == 2 and "speakers that the voice lacks (voice 2)" in err
 
 
 def test_a_text_that_is_too_long_for_its_clip_is_rejected(noise, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import on_gpu, tier_tables
-from benchmarks.gpu import bench, card, correctness, report, results, trial
+from benchmarks.gpu import bench, card, correctness, report, results, speed, trial
 from benchmarks.gpu.bench import Bench, Failed, OutOfTime, Piece, Skipped
 from common.options import LEVELS
 from tests.recipes import runs
@@ -94,6 +94,12 @@ def test_each_recipe_trains_on_a_gpu_with_each_level_of_offloading(made, name):
 
 
 # --- pieces ---------------------------------------------------------------------------------------
+
+
+def test_every_recipe_has_its_pieces():
+    recipes = {path.stem for path in (bench.ROOT / "recipes").glob("*.py")} - {"template"}
+    assert {demo.recipe for demo in correctness.DEMOS.values()} == recipes
+    assert speed.SIZES.keys() == correctness.DEMOS.keys()
 
 
 def test_each_piece_is_written_when_it_is_done_and_is_not_measured_again(made, tmp_path):

@@ -5,6 +5,7 @@ import io
 import pickle
 import zipfile
 from collections import OrderedDict
+from unittest import mock
 
 import pytest
 import torch
@@ -74,10 +75,37 @@ def test_what_is_not_such_a_checkpoint_is_refused(tmp_path):
     torch.save(content, tmp_path / "part.ckpt")
     with pytest.raises(UsageError, match=r"lacks 'encoder\.proj_m\.bias'"):
         formats.read_model(str(tmp_path / "part.ckpt"))
+    content = released()
+    content["state_dict"][formats.SPEAKERS] = torch.tensor(1.0)
+    torch.save(content, tmp_path / "number.ckpt")
+    with pytest.raises(UsageError, match=r"spk_emb\.weight"):
+        formats.read_model(str(tmp_path / "number.ckpt"))
     with zipfile.ZipFile(tmp_path / "zip.ckpt", "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps(io.BytesIO(b"no weights")))
     with pytest.raises(UsageError):
         formats.read_model(str(tmp_path / "zip.ckpt"))
+
+
+def test_a_file_that_would_take_much_memory_is_refused(tmp_path):
+    torch.save(released(), tmp_path / "matcha.ckpt")
+    with (
+        zipfile.ZipFile(tmp_path / "matcha.ckpt") as source,
+        zipfile.ZipFile(tmp_path / "bomb.ckpt", "w", zipfile.ZIP_DEFLATED) as target,
+    ):
+        for name in source.namelist():
+            target.writestr(name, source.read(name) + bytes((1 << 24) * name.endswith(".pkl")))
+    names = "torch.serialization.get_unsafe_globals_in_checkpoint"
+    with (
+        mock.patch(names, side_effect=AssertionError("it was decompressed")),
+        pytest.raises(UsageError, match="is damaged"),
+    ):
+        formats.read_model(str(tmp_path / "bomb.ckpt"))
+    content = released()
+    values = torch.zeros(1 << 16)
+    content["state_dict"] |= {f"copy {number}": values for number in range(100)}
+    torch.save(content, tmp_path / "shared.ckpt")
+    with pytest.raises(UsageError, match="share their data"):
+        formats.read_model(str(tmp_path / "shared.ckpt"))
 
 
 def test_letters_keep_their_rows(capsys):

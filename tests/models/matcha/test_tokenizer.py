@@ -68,4 +68,11 @@ def test_what_has_no_token():
         assert composer(read).tolist() == [tokens.encode(text.composed(written))]
     numbers = tokens.map()
     assert numbers["A"] == numbers["a"] and numbers["Д"] == numbers["д"]
-    assert numbers["_"] == 0 and "SS" not in numbers
+    assert numbers["_"] == 0 and "SS" not in numbers and numbers["ẞ"] == numbers["ß"]
+
+
+def test_capitals_of_other_languages():
+    for form in ("NFC", "NFD"):
+        assert text.read(unicodedata.normalize(form, "IŞIK İz"), "tr") == "ışık iz"
+    numbers = text.Tokens(text.symbols_of(["iı σς"])).map()
+    assert numbers["Σ"] == numbers["σ"] and numbers["I"] == numbers["İ"] == numbers["i"]

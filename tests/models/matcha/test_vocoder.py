@@ -1,8 +1,12 @@
 """Waveforms of mel frames: Fourier transforms, Griffin and Lim's algorithm, Vocos."""
 
+import pytest
 import torch
 
-from models.matcha.mels import HOP, SAMPLE_RATE, LogMel, with_edges
+from common.device import Setup
+from common.engine import run_global_batch
+from models.matcha import vocoder_training
+from models.matcha.mels import EDGE, HOP, SAMPLE_RATE, LogMel, with_edges
 from models.matcha.vocoder import BINS, SIZES, ConvolutionalFourier, Fourier, GriffinLim, Vocos
 
 
@@ -67,3 +71,46 @@ def test_vocos_has_the_size_of_the_released_one():
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == 13.5
     small = Vocos(SIZES["demo"])
     assert small(torch.randn(2, 9, 80)).shape == (2, 9 * HOP)
+
+
+def crops(count: int, dtype: torch.dtype) -> list[dict]:
+    torch.manual_seed(0)
+    size = vocoder_training.CROP + 2 * EDGE
+    return [
+        {"audio": 0.1 * torch.randn(size, dtype=dtype), "name": f"{number}", "index": number}
+        for number in range(count)
+    ]
+
+
+def test_however_an_update_is_cut_its_gradient_is_the_same():
+    model = vocoder_training.Trained({"width": 8, "layers": 2}).double()
+    items = crops(5, torch.float64)
+    counts = vocoder_training.collate(items)["counts"]
+    gradients = []
+    for size in (5, 2, 1):
+        model.zero_grad()
+        pieces = [vocoder_training.collate(items[i : i + size]) for i in range(0, 5, size)]
+        outcome = run_global_batch(
+            model,
+            pieces,
+            counts,
+            vocoder_training.compute_loss,
+            vocoder_training.LOSS_WEIGHTS,
+            Setup(),
+        )
+        assert outcome.failed is None
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_loss_in_16_bits_is_near_that_in_32(dtype):
+    model = vocoder_training.Trained({"width": 8, "layers": 2})
+    batch = vocoder_training.collate(crops(2, torch.float32))
+    exact = vocoder_training.compute_loss(model, batch)["mel"]
+    with torch.autocast("cpu", dtype=dtype):
+        found = vocoder_training.compute_loss(model, batch)["mel"]
+    found.backward()
+    assert found.item() == pytest.approx(exact.item(), rel=0.02)
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
