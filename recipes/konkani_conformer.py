@@ -44,7 +44,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import checkpoint, device, optim, options
-from common.batches import EvalBatches, GlobalBatches, pad, to_device
+from common.batches import EvalBatches, GlobalBatches, pad
 from common.device import upcast
 from common.errors import UsageError, exit_with_one_line
 from common.layers import lean_chain, quieten_branches
@@ -762,33 +762,22 @@ def transcribe(args, how: recogniser.Options) -> None:
     recogniser.transcribe_files(how, texts_of, setup, before.longest)
 
 
-def frame_seconds(model: Conformer) -> float:
-    """The length of an encoder frame."""
-    return nemo_features.HOP * model.config["subsampling"] / SAMPLE_RATE
-
-
-def log_probs_of(model: Conformer, setup: device.Setup, waveform: Tensor) -> np.ndarray:
-    """(T, V + 1) of one waveform (N,)."""
-    padded, lengths = pad([waveform])
-    batch = next(to_device([{"audio": padded, "audio_lengths": lengths}], setup.device))
-    with setup.autocast():
-        encoded, _, _ = model.encode(batch)
-        return upcast(model.ctc_head(encoded[0])).log_softmax(-1).cpu().numpy()
-
-
-def align(args, request: alignment.Request) -> None:
-    """--align, by the CTC head."""
-    if request.is_flat:
-        return alignment.align_files(request, None)
+def recogniser_to_align(args) -> alignment.Recogniser:
+    """The encoder with its CTC head, for --align."""
     setup = device.setup(args, quiet=True)
     model, tokenizer, before = trained(args, setup)
-    heard_by = alignment.Recogniser(
-        functools.partial(log_probs_of, model, setup),
-        frame=frame_seconds(model),
+
+    def log_probs(batch: dict) -> Tensor:
+        encoded, _, _ = model.encode(batch)
+        return upcast(model.ctc_head(encoded[0])).log_softmax(-1)
+
+    return alignment.Recogniser(
+        setup,
+        log_probs,
+        frame=nemo_features.HOP * model.config["subsampling"] / SAMPLE_RATE,
         vocabulary=of_characters(tokenizer.index, model.eos, model.eos + 1),
         longest=before.longest,
     )
-    alignment.align_files(request, heard_by)
 
 
 @torch.no_grad()
@@ -892,7 +881,7 @@ def main(args) -> None:
     if args.transcribe:
         return transcribe(args, how)
     if request := alignment.resolve(args):
-        return align(args, request)
+        return alignment.align_files(request, lambda: recogniser_to_align(args))
     if args.evaluate or exports_only(args):
         return evaluate_only(args, how)
     run = begin(args, RECIPE)

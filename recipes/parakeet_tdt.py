@@ -435,19 +435,8 @@ def transcribe(args, asked: Options) -> None:
     recogniser.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
 
 
-def log_probs_of(model: Parakeet, setup: device.Setup, waveform: torch.Tensor) -> np.ndarray:
-    """(T, V + 1) of one waveform (N,), by the CTC head."""
-    audio, lengths = pad([waveform])
-    batch = next(to_device([{"audio": audio, "audio_lengths": lengths}], setup.device))
-    with setup.autocast():
-        encoded, frames = model.encode(batch)
-        return model.ctc_log_probs(encoded[:, : frames[0]])[0].cpu().numpy()
-
-
-def align(args, asked: Options, request: alignment.Request) -> None:
-    """--align, which needs a CTC head."""
-    if request.is_flat:
-        return alignment.align_files(request, None)
+def recogniser_to_align(args, asked: Options) -> alignment.Recogniser:
+    """The encoder with its CTC head, for --align. Raises `UsageError`."""
     setup = device.setup(args, quiet=True)
     model, info, before = trained(asked, setup)
     if model.ctc_head is None:
@@ -456,15 +445,20 @@ def align(args, asked: Options, request: alignment.Request) -> None:
             " model of recipes/wav2vec2_ctc.py"
         )
     tokenizer = tokenizer_of(info)
-    heard_by = alignment.Recogniser(
-        functools.partial(log_probs_of, model, setup),
+
+    def log_probs(batch: dict) -> torch.Tensor:
+        encoded, frames = model.encode(batch)
+        return model.ctc_log_probs(encoded[:, : frames[0]])[0]
+
+    return alignment.Recogniser(
+        setup,
+        log_probs,
         frame=decoding.frame_samples(info.config) / SAMPLE_RATE,
         vocabulary=of_pieces(
             tokenizer.pieces, SPACE, model.blank, tokenizer.unknown, tokenizer.encode
         ),
         longest=(before or RELEASED).longest,
     )
-    alignment.align_files(request, heard_by)
 
 
 @torch.no_grad()
@@ -591,7 +585,7 @@ def main(args) -> None:
     if args.transcribe:
         return transcribe(args, asked)
     if request := alignment.resolve(args):
-        return align(args, asked, request)
+        return alignment.align_files(request, lambda: recogniser_to_align(args, asked))
     if adapters.exports_only(asked.origin):
         return start.export_adapter(asked, RECIPE)
     if args.evaluate or released.exports_only(asked.origin):

@@ -42,7 +42,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from common import device, memory, optim, options
-from common.batches import EvalBatches, GlobalBatches, pad, to_device
+from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import UsageError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.parts import lora
@@ -410,29 +410,23 @@ def transcribe(args, asked: Options) -> None:
     recogniser.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
 
 
-def log_probs_of(model: Wav2Vec2, setup: device.Setup, waveform: torch.Tensor) -> np.ndarray:
-    """(T, V) of one waveform (N,)."""
-    audio, lengths = pad([waveform])
-    batch = next(to_device([{"audio": audio, "audio_lengths": lengths}], setup.device))
-    with setup.autocast():
-        encoded, _ = model.encode(batch)
-        return model.ctc_log_probs(encoded[0]).cpu().numpy()
-
-
-def align(args, asked: Options, request: alignment.Request) -> None:
-    """--align."""
-    if request.is_flat:
-        return alignment.align_files(request, None)
+def recogniser_to_align(args, asked: Options) -> alignment.Recogniser:
+    """The model of --align."""
     setup = device.setup(args, quiet=True)
     model, info, before = trained(asked, setup)
     tokenizer = tokenizer_of(info)
-    heard_by = alignment.Recogniser(
-        functools.partial(log_probs_of, model, setup),
+
+    def log_probs(batch: dict) -> torch.Tensor:
+        encoded, _ = model.encode(batch)
+        return model.ctc_log_probs(encoded[0])
+
+    return alignment.Recogniser(
+        setup,
+        log_probs,
         frame=frame_samples(info.config) / SAMPLE_RATE,
         vocabulary=of_characters(tokenizer.numbers(), model.blank, tokenizer.size),
         longest=(before or RELEASED).longest,
     )
-    alignment.align_files(request, heard_by)
 
 
 @torch.no_grad()
@@ -541,7 +535,7 @@ def main(args) -> None:
     if args.transcribe:
         return transcribe(args, asked)
     if request := alignment.resolve(args):
-        return align(args, asked, request)
+        return alignment.align_files(request, lambda: recogniser_to_align(args, asked))
     if adapters.exports_only(asked.origin):
         return start.export_adapter(asked, RECIPE)
     if args.evaluate or released.exports_only(asked.origin):
