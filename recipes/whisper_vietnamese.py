@@ -515,7 +515,7 @@ def export(
 ) -> None:
     """--export and --export_adapter."""
     about = card.About(RECIPE, asked.origin.path, weights, data, results, reading=READING)
-    start.export_trained(asked, info, model, about)
+    adapters.export_trained(asked.origin, start.family(asked), info, model, about)
 
 
 def make_sets(
@@ -611,7 +611,7 @@ def main(args) -> None:
     if args.transcribe:
         return transcribe(args, asked)
     if adapters.exports_only(asked.origin):
-        return start.export_adapter(asked, RECIPE)
+        return adapters.export_saved(asked.origin, start.family(asked), RECIPE)
     if args.evaluate or released.exports_only(asked.origin):
         return evaluate_only(args, asked)
     run = begin(args, RECIPE)

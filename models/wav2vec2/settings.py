@@ -18,8 +18,9 @@ KERNEL = range(1, 1025)
 # A schema for `records.mismatch`, with the keys of transformers' config.json. What it does not have:
 # `vocabulary`, the rows of the CTC head (0: the model is self-supervised and has none yet);
 # `blank`, one of them; `do_normalize` and `normalize_eps`: whether each waveform is normalised, and
-# what is added to its variance; `feat_proj_layer_norm`, which only HuBERT may lack.
+# what is added to its variance.
 CONFIG = {
+    "model_type": {"wav2vec2", "hubert"},
     "feat_extract_norm": {"layer", "group"},
     "do_stable_layer_norm": bool,
     "conv_bias": bool,
@@ -38,7 +39,7 @@ CONFIG = {
     "blank": range(200_000),
     "do_normalize": bool,
     "normalize_eps": _is_epsilon,
-    "feat_proj_layer_norm": bool,
+    "feat_proj_layer_norm": bool,  # which only HuBERT may lack
 }
 MOST_CONVOLUTIONS = 16
 BASE = {  # what a config.json means that lacks a key
@@ -65,6 +66,7 @@ def make_config(width: int, layers: int, heads: int = 16, **others) -> dict:
     """A configuration with the proportions of omniASR, without a head. `others` replace further
     values."""
     config = {
+        "model_type": "wav2vec2",
         **BASE,
         "feat_extract_norm": "layer",
         "do_stable_layer_norm": True,
