@@ -50,6 +50,8 @@ def hint(message: str, flags: Flags, hints: dict[str, str]) -> str:
     not exist, a flag that does, or a sentence."""
     if message.startswith("unrecognized arguments:"):
         words = message.split(": ", 1)[1].split()
+        if not words:
+            return "; a word is empty, as of a variable of the shell that is not set"
         unknown = next((word for word in words if word.startswith("-")), "")
         return of_unknown(unknown, flags, hints) if unknown else of_word(words[0])
     if found := EXPLICIT.match(message):
