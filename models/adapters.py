@@ -1,5 +1,5 @@
-"""Low-rank adapters beside a released model (`common/parts/lora.py`): their flags, which layers have
-them, and what checkpoints, exports and folders of the library peft have of them.
+"""Low-rank adapters beside a released model (`common/parts/lora.py`): their flags, which layers
+have them, and what checkpoints, exports and folders of the library peft have of them.
 
     # What the flags ask for, as `released.resolve` keeps it in an `Origin`
     settings, path = adapters.resolve(args)
@@ -190,7 +190,7 @@ def check_base(origin: released.Origin, adapters: lora.Adapters, found: str, pat
 
 
 def usual(family: released.Family, info: Any, rank: int) -> lora.Adapters:
-    """The adapters that --lora adds to such a model; the weights that it goes with are not known."""
+    """The adapters that --lora adds to such a model; nothing is known of its weights."""
     settings = lora.Settings(rank, 2.0 * rank, TARGETS[0])
     return lora.Adapters(settings, family.layers(info, settings.targets), "", "")
 

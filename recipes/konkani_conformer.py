@@ -179,8 +179,8 @@ def check_texts(args, corpora: dict[str, Corpus], characters: list[str]) -> None
 
 
 def encoder_frames(samples, config: dict):
-    """Encoder frames of so many samples at 16 kHz, a number or a tensor; at least 1. Only whole ones
-    count, because sherpa-onnx reads no others."""
+    """Encoder frames of so many samples at 16 kHz, a number or a tensor; at least 1. Only whole
+    ones count, because sherpa-onnx reads no others."""
     count = nemo_features.frames(samples) // config["subsampling"]
     return count.clamp_min(1) if isinstance(count, Tensor) else max(1, count)
 

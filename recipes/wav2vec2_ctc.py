@@ -1,5 +1,5 @@
-"""Speech recognition of 1,600 languages and any other: omniASR, XLS-R, MMS, HuBERT and other wav2vec
-2.0 models with CTC, fine-tuned on a small GPU.
+"""Speech recognition of 1,600 languages and any other: omniASR, XLS-R, MMS, HuBERT and other
+wav2vec 2.0 models with CTC, fine-tuned on a small GPU.
 
     python recipes/wav2vec2_ctc.py                            # no data needed: a small model, on synthetic speech
     python recipes/wav2vec2_ctc.py --model_file omniASR-CTC-300M.pt --train_manifest train.json --val_manifest val.json --resume auto

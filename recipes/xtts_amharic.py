@@ -528,8 +528,8 @@ def make_task(
     first_fit: Callable[[GPT, Utterances], None],
     evaluation: dict[str, EvalBatches],
 ) -> Task:
-    """The task, all that the loop knows of this recipe. `first_fit`: what a new model takes from the
-    training data."""
+    """The task, all that the loop knows of this recipe. `first_fit`: what a new model takes from
+    the training data."""
     watched = watching.watched(evaluation, args.stop_when_watched_rises)
     languages: set[str] = set()
     for each in (evaluation["val"], *(watched.sets if watched else {}).values()):

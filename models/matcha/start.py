@@ -1,5 +1,5 @@
-"""Matcha-TTS's part of where a model starts: flags, the record of a model, released weights, and the
-folder of an export."""
+"""Matcha-TTS's part of where a model starts: flags, the record of a model, released weights, and
+the folder of an export."""
 
 import sys
 from collections import Counter
@@ -98,7 +98,8 @@ def add_arguments(parser) -> None:
         ("model_file", options.path, None, "FILE",
          "fine-tune a released checkpoint, matcha_ljspeech.ckpt or matcha_vctk.ckpt"),
         ("language", None, AMHARIC, "CODE", "language of the texts (am)"),
-        ("dropout", options.SHARE, DROPOUT, "P", "of the encoder; the decoder has half of it (0.1)"),
+        ("dropout", options.SHARE, DROPOUT, "P",
+         "of the encoder; the decoder has half of it (0.1)"),
         ("vocoder_steps", options.COUNT, 0, "N",
          "updates of a vocoder that is trained on the same recordings afterwards; 0: none, and the"
          " algorithm of Griffin and Lim makes the sound, which is rough (0)"),

@@ -68,10 +68,10 @@ def read_model(
     folder, of a fairseq2 file, or of a folder that fairseq2 has saved. Runs no code in the files.
     Raises `UsageError`.
 
-    `language`: whose adapter an MMS folder gives, by default its own. `tokenizer`: the SentencePiece
-    file of a fairseq2 file, by default the one beside it. Extras: `tokenizer` (its state, see
-    tokenizer.py; empty for a self-supervised model, whose head has no rows), `language` (of the
-    adapter, or empty) and `licence` (the hub's name of it; empty if nothing tells it)."""
+    `language`: whose adapter an MMS folder gives, by default its own. `tokenizer`: the
+    SentencePiece file of a fairseq2 file, by default the one beside it. Extras: `tokenizer` (its
+    state, see tokenizer.py; empty for a self-supervised model, whose head has no rows), `language`
+    (of the adapter, or empty) and `licence` (the hub's name of it; empty if nothing tells it)."""
     path = Path(path)
     if (path / "config.json").is_file():
         if tokenizer:
@@ -334,8 +334,8 @@ def _read_fairseq2(
     others = [name for name in names if not name.startswith(PARTS)]
     if others:
         raise UsageError(
-            f"{file} has {others[0][:60]!r}, which is no part of a CTC or self-supervised model: other"
-            " models of omniASR (LLM) are not for this recipe"
+            f"{file} has {others[0][:60]!r}, which is no part of a CTC or self-supervised model:"
+            " other models of omniASR (LLM) are not for this recipe"
         )
     weights = model_files.floats({from_fairseq2(name): content[name] for name in names}, file)
     config = _omni_config(weights, file)

@@ -15,8 +15,8 @@ def _is_epsilon(value) -> bool:
 WIDTH = range(1, 16_385)
 LAYERS = range(1, 257)
 KERNEL = range(1, 1025)
-# A schema for `records.mismatch`, with the keys of transformers' config.json. What it does not have:
-# `vocabulary`, the rows of the CTC head (0: the model is self-supervised and has none yet);
+# A schema for `records.mismatch`, with the keys of transformers' config.json. What it does not
+# have: `vocabulary`, the rows of the CTC head (0: the model is self-supervised and has none yet);
 # `blank`, one of them; `do_normalize` and `normalize_eps`: whether each waveform is normalised, and
 # what is added to its variance.
 CONFIG = {
@@ -91,8 +91,8 @@ OMNI = {
     "3b": make_config(2048, 60),
     "7b": make_config(2048, 128),
 }
-# A model from scratch of omniASR's sizes has as many rows as its head, so that a plan without weights
-# is that of a released model.
+# A model from scratch of omniASR's sizes has as many rows as its head, so that a plan without
+# weights is that of a released model.
 SIZES = {
     # Its first convolution is as long as a window of a spectrum, so that it can begin as a filter
     # bank (scratch.py). Seven short convolutions need more than the demo's data to become one.

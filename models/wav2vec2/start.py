@@ -109,8 +109,8 @@ class ModelInfo:
     """The record of a model beside its weights: its configuration, its tokenizer's state, how its
     texts are prepared (the fields of a `texts.Style`; empty if they are left as they are), whether
     it began from released weights, and their licence, by the hub's name, if it is known.
-    `new_pieces`: the rows of the head that were new; `had_head`: whether the released model had one;
-    `language`: whose adapter MMS gave."""
+    `new_pieces`: the rows of the head that were new; `had_head`: whether the released model had
+    one; `language`: whose adapter MMS gave."""
 
     config: Annotated[dict, settings.CONFIG]
     tokenizer: Annotated[dict, STATE]

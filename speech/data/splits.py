@@ -91,14 +91,14 @@ def sample_count(text: str) -> int | None:
 
 
 def add_arguments(parser, allow_unknown: bool = False) -> None:
-    """The flags of data. `allow_unknown`: with the flag for `speech.writing.unknown.check_unknown`, for a
-    recipe whose vocabulary can lack characters."""
+    """The flags of data. `allow_unknown`: with the flag for `speech.writing.unknown.check_unknown`,
+    for a recipe whose vocabulary can lack characters."""
     group = parser.add_argument_group("data")
     options.add_rows(
         group,
         ("train_manifest", options.path, None, "FILE",
-         "JSON Lines, CSV/TSV with a header, LJSpeech's metadata.csv; .eaf, .TextGrid, .srt, .vtt or"
-         " Audacity's labels beside their audio, also 'files/*.eaf' (synthetic data)"),
+         "JSON Lines, CSV/TSV with a header, LJSpeech's metadata.csv; .eaf, .TextGrid, .srt, .vtt"
+         " or Audacity's labels beside their audio, also 'files/*.eaf' (synthetic data)"),
         ("val_manifest", options.path, None, "FILE",
          "for evaluation during training (a held-out part of the training data)"),
         ("test_manifest", options.path, None, "FILE",

@@ -467,7 +467,7 @@ def test_a_self_supervised_model_writes_nothing_yet(noise, unsupervised):
 
 
 def assert_same_in_peft(kind, base: list, merged: Path, folder: Path) -> None:
-    """Stock peft and transformers compute what the merged model does, and not what the base does."""
+    """Stock peft and transformers compute what the merged model does, and the base does not."""
     plain = kind.from_pretrained(base[1]).eval()
     audio = torch.randn(1, 9000)
     with torch.no_grad(), warnings.catch_warnings():

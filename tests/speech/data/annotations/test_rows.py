@@ -1,5 +1,5 @@
-"""Files of annotations as manifests: which tier, which files, which audio, and what is said about what
-is left out."""
+"""Files of annotations as manifests: which tier, which files, which audio, and what is said about
+what is left out."""
 
 import os
 
