@@ -460,6 +460,23 @@ def test_a_released_model_transcribes_and_says_where_it_is_unsure(noise, release
             assert 0 < word["confidence"] <= 1 and 0 <= word["start"] < word["end"]
 
 
+def test_align_hears_what_transformers_does(noise, released, tmp_path):
+    (tmp_path / "book.txt").write_text("ab é", encoding="utf-8")
+    audio = Path(noise[1]).parent / "0.wav"
+    words = ["--align", audio, tmp_path / "book.txt", "--output", tmp_path / "a.json"]
+    args = runs.parse(recipe, *words, "--model_dir", released)
+    heard_by = recipe.recogniser_to_align(args, recipe.resolve(args))
+    waveform = torch.randn(SAMPLE_RATE, generator=torch.Generator().manual_seed(0))
+    normal = F.layer_norm(waveform, waveform.shape, eps=1e-7)
+    with torch.no_grad():
+        found = torch.from_numpy(heard_by.hear(waveform))
+        theirs = Wav2Vec2ForCTC.from_pretrained(released).eval()(normal[None]).logits[0]
+    torch.testing.assert_close(found, theirs.log_softmax(-1), atol=1e-4, rtol=1e-4)
+    assert heard_by.vocabulary.blank == PIECES.index("[PAD]")
+    assert [heard_by.vocabulary.spellings[n] for n in (0, 1, 5)] == [" ", "a", "é"]
+    assert round(1 / heard_by.frame) == 50 and heard_by.longest == recipe.READS_SECONDS
+
+
 def test_a_self_supervised_model_writes_nothing_yet(noise, unsupervised):
     audio = Path(noise[1]).parent / "0.wav"
     _, err = refused(recipe, "--transcribe", audio, "--model_dir", unsupervised)
