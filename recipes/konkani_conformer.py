@@ -159,12 +159,11 @@ def read_data(args, config: dict, before: splits.RunInfo | None = None) -> dict[
     """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
     given. What the run `before`, which is resumed or used, held out is held out again. A planned
     run without data is of the longest texts that CTC can align in a model with this `config`."""
-    held_out = before.held_out if before else ()
     folder = Path(args.output_dir) / "data" / "konkani_demo"
     words, voices = demo.KONKANI_WORDS, demo.KONKANI_VOICES
     most_tokens = encoder_frames(int(args.max_duration * SAMPLE_RATE), config)
     return splits.load_splits(
-        splits.resolve(args, held_out),
+        splits.resolve(args, before),
         text.normalise,
         demo=lambda: demo.speech_corpus(folder, words, voices, DEMO_SIZES),
         stand_in=lambda: splits.stand_in(args.max_duration, most_tokens),

@@ -132,7 +132,7 @@ def read_data(args, before: RunInfo | None = None) -> dict[str, Corpus]:
     folder = Path(args.output_dir) / "data" / "amharic_voice"
     words = demo.AMHARIC_WORDS
     return splits.load_splits(
-        splits.resolve(args, before.held_out if before else (), for_synthesis=True),
+        splits.resolve(args, before, for_synthesis=True),
         text.normalise,
         demo=lambda: demo.speech_corpus(folder, words, DEMO_VOICES, DEMO_SIZES, manner=DEMO_MANNER),
         stand_in=lambda: splits.stand_in(args.max_duration),

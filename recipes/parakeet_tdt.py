@@ -122,18 +122,13 @@ def read_data(args, before: RunInfo | None = None) -> dict[str, Corpus]:
     given. What the run `before`, which is resumed or used, held out is held out again."""
 
     def make_demo() -> dict[str, str]:
-        if before and not before.demo:
-            raise UsageError(
-                "these weights were trained on other data than the demo corpus, which is used"
-                " without a manifest: add --train_manifest or, with --evaluate, --test_manifest"
-            )
         folder = Path(args.output_dir) / "data" / "konkani_demo"
         return demo.speech_corpus(folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES, DEMO_SIZES)
 
     def stand_in() -> dict[str, Corpus]:
         return splits.stand_in(args.max_duration)
 
-    data = splits.resolve(args, before.held_out if before else ())
+    data = splits.resolve(args, before)
     return splits.load_splits(data, text.normalise, make_demo, stand_in)
 
 

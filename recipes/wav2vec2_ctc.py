@@ -43,7 +43,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from common import device, memory, optim, options
 from common.batches import EvalBatches, GlobalBatches, pad
-from common.errors import UsageError, exit_with_one_line
+from common.errors import exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.parts import lora
 from common.parts.new_rows import NewRows
@@ -126,18 +126,13 @@ def read_data(args, before: RunInfo | None, style: Style | None) -> dict[str, Co
     prepared in a model's `style`; None leaves them as they are."""
 
     def make_demo() -> dict[str, str]:
-        if before and not before.demo:
-            raise UsageError(
-                "these weights were trained on other data than the demo corpus, which is used"
-                " without a manifest: add --train_manifest or, with --evaluate, --test_manifest"
-            )
         folder = Path(args.output_dir) / "data" / "konkani_demo"
         return demo.speech_corpus(folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES, DEMO_SIZES)
 
     def stand_in() -> dict[str, Corpus]:
         return splits.stand_in(args.max_duration)
 
-    data = splits.resolve(args, before.held_out if before else ())
+    data = splits.resolve(args, before)
     prepare = Preparation(style)
     corpora = splits.load_splits(data, prepare, make_demo, stand_in)
     if report := prepare.report():

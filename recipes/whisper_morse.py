@@ -144,7 +144,7 @@ def resolve(args) -> tuple[Options, clips.Options]:
 def read_data(args, source: clips.Options, before: RunInfo | None = None) -> dict[str, clips.Clips]:
     """The clips "train", "val" and, if there is one, "test". What the run `before`, which is
     resumed or used, held out is held out again."""
-    data = splits.resolve(args, before.data.held_out if before else ())
+    data = splits.resolve(args, before and before.data)
     return clips.read(source, data, trains=not args.evaluate)
 
 

@@ -173,7 +173,7 @@ def read_data(args, before: RunInfo | None = None, times: bool = False) -> dict[
         most_characters = positions - PROMPT  # a token has at least one
         return splits.stand_in(args.max_duration, most_characters)
 
-    data = splits.resolve(args, before.data.held_out if before else ())
+    data = splits.resolve(args, before and before.data)
     checks = dataclasses.replace(data.checks, join_segments=not times)
     data = dataclasses.replace(data, checks=checks)
     return splits.load_splits(data, text.normalise, make_demo, stand_in)
