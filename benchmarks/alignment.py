@@ -82,8 +82,7 @@ def spoken(minutes: float, checkpoint: str, in_disorder: bool) -> dict:
     words = ["--resume", checkpoint, "--align", "a.wav", "a.txt", "--device", "cpu"]
     args = parser.parse_args(words)
     args.checkpoint_dir = Path(".")
-    setup = konkani.device.setup(args, quiet=True)
-    model, tokenizer, before = konkani.trained(args, setup)
+    recogniser = konkani.recogniser_to_align(args)
     with tempfile.TemporaryDirectory() as folder:
         texts, true, samples, rate = joined(Path(folder), minutes, in_disorder, demo)
         soundfile.write(Path(folder, "tape.wav"), samples, rate)
@@ -91,18 +90,18 @@ def spoken(minutes: float, checkpoint: str, in_disorder: bool) -> dict:
         with torch.no_grad():
             windows = emissions.windows_of(
                 str(Path(folder, "tape.wav")),
-                lambda waveform: konkani.log_probs_of(model, setup, waveform),
-                konkani.frame_seconds(model),
+                recogniser.hear,
+                recogniser.frame,
                 energy,
-                emissions.window_for(before.longest),
+                emissions.window_for(recogniser.longest),
             )
             log_probs = np.concatenate(list(windows))
     return {
         "log_probs": log_probs[:, 1:],  # without the unknown one: the blank is the last
-        "letters": "".join(tokenizer.characters),
+        "letters": "".join(recogniser.vocabulary.spellings),
         "true": true,
         "texts": texts,
-        "frame": konkani.frame_seconds(model),
+        "frame": recogniser.frame,
         "energy": np.concatenate(energy),
     }
 

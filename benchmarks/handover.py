@@ -1,5 +1,5 @@
-"""Do the stock programs read the recipes' exports, and write the same texts? A table of every recipe,
-every form of its export and every program.
+"""Do the stock programs read the recipes' exports, and write the same texts? A table of every
+recipe, every form of its export and every program.
 
     python benchmarks/handover.py                                     # trains all of MODELS
     python benchmarks/handover.py parakeet_tdt --updates 600          # one of them, longer

@@ -17,12 +17,12 @@ The first row of the table is the reference.
 - xtts: our GPT in fp32 with all attention scores in memory and AdamW's states in fp32; the width is
   that of XTTS-v2, weights are random, those of the frozen DVAE as well.
 
-All steps start from the same waveforms and weights; dropout is off, except in konkani and matcha. On a GPU
-they run under bf16 autocast, except xtts, which has a row for it. Every measurement runs in a
-separate process; the rows take turns, --runs times. The first step of a process is not timed: its
-loss is the one in the table. On a CPU that others use, too, mind the processor time (of all threads
-together, which sleep while they wait): the clock's is what the others leave. Memory is that of the
-whole process, or on a GPU the allocator's peak."""
+All steps start from the same waveforms and weights; dropout is off, except in konkani and matcha.
+On a GPU they run under bf16 autocast, except xtts, which has a row for it. Every measurement runs
+in a separate process; the rows take turns, --runs times. The first step of a process is not timed:
+its loss is the one in the table. On a CPU that others use, too, mind the processor time (of all
+threads together, which sleep while they wait): the clock's is what the others leave. Memory is that
+of the whole process, or on a GPU the allocator's peak."""
 
 import argparse
 import functools

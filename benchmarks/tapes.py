@@ -1,19 +1,19 @@
-"""From a tape and its book to a model: the Konkani demo's clips joined to an hour, as a reading of a
-book that is in order, and as one in disorder, in which 10 % of the book is not read, 10 % of what is
-read is not in the book, and 10 % is moved.
+"""From a tape and its book to a model: the Konkani demo's clips joined to an hour, as a reading of
+a book that is in order, and as one in disorder, in which 10 % of the book is not read, 10 % of what
+is read is not in the book, and 10 % is moved.
 
     python benchmarks/tapes.py tapes                   # makes the tapes, their books and the manifests
     python benchmarks/tapes.py tapes --table NAME ...  # manifests and runs in it, against the truth
 
 The commands between the two are in RESULTS.md. A line of the book is one to three of the demo's
 sentences, so a third of the pauses is within a line, and some sentences follow each other without
-one. `true.json` has the clips of all that is read and in the book, `weak.json` five minutes of others;
-`test.json` are the demo's 200 held-out sentences, which are in no tape.
+one. `true.json` has the clips of all that is read and in the book, `weak.json` five minutes of
+others; `test.json` are the demo's 200 held-out sentences, which are in no tape.
 
 The table has, for each manifest that is named, its utterances, the share of them that is right (the
-text is that of the lines read there, and each end is nearer than 0.75 s to theirs), and the share of
-the seconds that are read from the book that the right ones have; for each run the character error
-rate on `test.json`."""
+text is that of the lines read there, and each end is nearer than 0.75 s to theirs), and the share
+of the seconds that are read from the book that the right ones have; for each run the character
+error rate on `test.json`."""
 
 import argparse
 import json

@@ -2,10 +2,10 @@
 
     python benchmarks/tier_tables.py [--check]
 
-The rows are what each script prints with --rows; common/preset.py describes their form. Their memory
-is in tiers.json, which benchmarks/tiers.py writes, and what was measured of it in measured.json,
-which `benchmarks/on_gpu.py --write_measured` writes. --check writes nothing and fails if a page is
-not up to date."""
+The rows are what each script prints with --rows; common/preset.py describes their form. Their
+memory is in tiers.json, which benchmarks/tiers.py writes, and what was measured of it in
+measured.json, which `benchmarks/on_gpu.py --write_measured` writes. --check writes nothing and
+fails if a page is not up to date."""
 
 import argparse
 import itertools
@@ -127,7 +127,7 @@ def sizes_of(rows: list[list[str]]) -> list[str]:
 
 
 def row_of(rows: list[list[str]], tier: str, size: str) -> list[str]:
-    """The row that counts without --sharded and --lora, as `find_row` in common/preset.py chooses it."""
+    """The row that counts without --sharded and --lora, as common/preset.py's `find_row` has it."""
     for row in rows:
         if row[0] in (tier, "*") and row[1] in (size, "*") and row[2] not in ("+", "S", "L"):
             return row

@@ -1,4 +1,4 @@
-"""Device and precision of a run: allocator settings, device, 16-bit type, backend switches, seeds."""
+"""Device and precision of a run: allocator, device, 16-bit type, backend switches, seeds."""
 
 import os
 import random

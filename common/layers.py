@@ -197,8 +197,8 @@ def _prepare(
 def with_product(
     output: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """The `output` (..., outputs) of a layer for `x` (..., inputs) and what its adapter adds, all in
-    one type."""
+    """The `output` (..., outputs) of a layer for `x` (..., inputs) and what its adapter adds, all
+    in one type."""
     low = F.linear(x, down).flatten(0, -2)
     return torch.addmm(output.flatten(0, -2), low, up.t(), alpha=scale).view(output.shape)
 

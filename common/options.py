@@ -2,7 +2,6 @@
 flags contradict."""
 
 import argparse
-import difflib
 import functools
 import itertools
 import math
@@ -11,44 +10,10 @@ import re
 import sys
 from pathlib import Path
 
+from common import wrong_flags
 from common.errors import UsageError
 
 LEVELS = ("states", "gradients", "weights")  # of --use_cpu_offload, from the least to the most
-
-# Names that a flag has in other projects and in the run_*.sh scripts. A flag here, or a sentence
-# where there is none.
-OTHER_NAMES = {
-    "--lr": "--learning_rate",
-    "--fp16": "--mixed_precision fp16",
-    "--fp32": "--no_mixed_precision",
-    "--grad_acumm": "--gradient_accumulation_steps",
-    "--enable_grad_checkpoint": "--gradient_checkpointing",
-    "--enable_mixed_precision": "--mixed_precision",
-    "--output_path": "--output_dir",
-    "--xla_compilation": "--torch_compile",
-    "--per_device_train_batch_size": "--batch_size",
-    "--per_device_eval_batch_size": "--eval_batch_size",
-    "--resume_from_checkpoint": "--resume",
-    "--keep_last_n_checkpoints": "--keep_last",
-    "--save_total_limit": "--keep_last",
-    "--eval_steps": "--eval_every",
-    "--save_steps": "--save_every",
-    "--logging_steps": "--log_every",
-    "--num_gpus": "GPUS=2 in front of a run_*.sh script trains on two GPUs",
-    "--deepspeed": "here --use_cpu_offload or, on several GPUs, --sharded saves the memory",
-    "--report_to": "metrics are in OUTPUT_DIR/logs/metrics.jsonl and training.png",
-    "--tensorboard": "metrics are in OUTPUT_DIR/logs/metrics.jsonl and training.png",
-    "--no_tensorboard": "no TensorBoard events are written",
-    "--checkpoint_dir": "checkpoints are in OUTPUT_DIR/checkpoints (--output_dir)",
-    "--log_dir": "logs are in OUTPUT_DIR/logs (--output_dir)",
-    "--average_checkpoints": "the weights of the best evaluation are kept, and no average",
-    "--config": "there are no configuration files; every setting is a flag",
-    "--print": "it belongs to the run_*.sh script",
-}
-EXPLICIT = re.compile(
-    r"argument (--\w+)[^:]*: (?:ignored explicit argument|invalid choice:) '(\w+)'"
-)
-OFF = {"false", "0", "no", "off"}  # the value of an on/off flag in other projects
 
 # Flags that have no effect without training.
 TRAINING = (
@@ -172,7 +137,7 @@ class Parser(argparse.ArgumentParser):
         )
         self.in_short_help: set[argparse.Action] = set()
         self.commands: dict[str, bool] = {}
-        self.hints = dict(OTHER_NAMES)  # a recipe can add to them
+        self.hints = dict(wrong_flags.OTHER_NAMES)  # a recipe can add to them
 
     def add_command(self, group, flag: str, takes_training_flags: bool = False, **settings) -> None:
         """Adds a flag, with argparse's `settings`, that does something else than training. At most
@@ -219,47 +184,7 @@ class Parser(argparse.ArgumentParser):
 
     def explained(self, message: str) -> str:
         """A message of argparse in one line that offers the nearest flag."""
-        hint = ""
-        if message.startswith("unrecognized arguments:"):
-            words = message.split(": ", 1)[1].split()
-            unknown = next((word for word in words if word.startswith("-")), "")
-            unknown, _, value = unknown.partition("=")
-            longer = [
-                flag for flag in self._option_string_actions if unknown and flag.startswith(unknown)
-            ]
-            near = longer or difflib.get_close_matches(
-                unknown, self._option_string_actions, n=1, cutoff=0.6
-            )
-            name = self.hints.get(unknown) or next(iter(near), "")
-            name = self._off(name, value) or name
-            if name and name.split()[0] not in self._option_string_actions:
-                hint = f"; {name}"
-            elif name:
-                hint = f"; did you mean {name}?"
-            elif not unknown and os.path.exists(words[0]):
-                hint = "; put a pattern of files in quotes, as in 'files/*.eaf'"
-            elif not unknown:
-                hint = "; on/off flags take no value"
-        elif found := EXPLICIT.match(message):
-            name = self._off(found[1], found[2])
-            if name:
-                hint = f"; did you mean {name}?"
-            elif "ignored" in message:
-                hint = "; on/off flags take no value"
-        return message + hint
-
-    def _off(self, flag: str, value: str) -> str:
-        """The flag that switches off what `flag` switches on, if `value` is one of `OFF`; else an
-        empty string."""
-        action = self._option_string_actions.get(flag)
-        if action is None or value.lower() not in OFF:
-            return ""
-        names = [
-            name
-            for name, other in self._option_string_actions.items()
-            if other.dest == action.dest and name.startswith("--no_")
-        ]
-        return min(names, key=len, default="")
+        return message + wrong_flags.hint(message, self._option_string_actions, self.hints)
 
     def error(self, message: str):
         print(f"error: {self.explained(message)} (--help all lists every flag)", file=sys.stderr)

@@ -60,8 +60,8 @@ MEMORY = {
 # utterances of an update then, 0: those of the row.
 DATA = {"small_data": 16, "medium_data": 48, "large_data": 0}
 
-# How often the processes are started anew after one of them has ended: out of memory with --sharded,
-# a machine that is lost.
+# How often the processes are started anew after one of them has ended: out of memory with
+# --sharded, a machine that is lost.
 RESTARTS = "5"
 
 # Flags that name the training data.
@@ -189,8 +189,8 @@ def find_row(rows: list[list[str]], user: User, size: str) -> tuple[list[str], l
 
 
 def letter_flags(letters: list[str], user: User, size: str) -> list[str]:
-    """The flags of a row's letters. Of 8 and the levels of --use_cpu_offload the user's choice wins.
-    --sharded needs neither and excludes both, and --lora excludes the levels."""
+    """The flags of a row's letters. Of 8 and the levels of --use_cpu_offload the user's choice
+    wins. --sharded needs neither and excludes both, and --lora excludes the levels."""
     flags = []
     levels = []
     for letter in letters:
@@ -278,8 +278,8 @@ def read_number(name: str, what: str) -> int:
 
 
 def read_machines(user: User) -> tuple[Machines, list[str]]:
-    """The processes by GPUS, NODES, NODE and HEAD, and words for the end of the command: one process
-    plans for all of them."""
+    """The processes by GPUS, NODES, NODE and HEAD, and words for the end of the command: one
+    process plans for all of them."""
     gpus = read_number("GPUS", "GPUs to train on")
     nodes = read_number("NODES", "machines")
     node = os.environ.get("NODE", "")

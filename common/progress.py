@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 class Progress:
     """The progress of a run, in plain numbers, lists and dictionaries.
 
-    The position in the data is `epoch`, `global_batch` (the next one of the epoch) and `done`, which
-    lists [size, count] of the global batches of other sizes that an earlier run has made of this
-    epoch. `data` and `order` identify the data and their order, `origin` is the update and the epoch
-    at which the run got these data. `evaluations` lists [update, value of the metric]. `limits` are
-    the sizes of micro-batches that fit, by length bucket. `stop`: a set that is evaluated besides
-    ends the run. `base` is the path of the released weights at the root of this run. `parts` has
-    what parts of `common/parts` keep, by their names."""
+    The position in the data is `epoch`, `global_batch` (the next one of the epoch) and `done`,
+    which lists [size, count] of the global batches of other sizes that an earlier run has made of
+    this epoch. `data` and `order` identify the data and their order, `origin` is the update and the
+    epoch at which the run got these data. `evaluations` lists [update, value of the metric].
+    `limits` are the sizes of micro-batches that fit, by length bucket. `stop`: a set that is
+    evaluated besides ends the run. `base` is the path of the released weights at the root of this
+    run. `parts` has what parts of `common/parts` keep, by their names."""
 
     step: int = 0
     epoch: int = 0

@@ -64,7 +64,8 @@ def _require_plain(value, place: str) -> None:
     elif type(value) not in PLAIN:
         raise UsageError(
             f"{place} is of type {type(value).__name__}: what is saved with the weights must be"
-            " numbers (int, float), texts, lists and dictionaries; .item(), .tolist() or list() make them"
+            " numbers (int, float), texts, lists and dictionaries; .item(), .tolist() or list() make"
+            " them"
         )
 
 

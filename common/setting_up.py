@@ -1,5 +1,5 @@
-"""The beginning of a run: device, locks, the checkpoint to resume, the model where it is trained, the
-optimizer, the position in the data, the folders."""
+"""The beginning of a run: device, locks, the checkpoint to resume, the model where it is trained,
+the optimizer, the position in the data, the folders."""
 
 import os
 

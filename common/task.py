@@ -96,10 +96,10 @@ class Task:
 class Run:
     """A run that has begun: where it computes, the checkpoint that it resumes (or None), and the
     weights of --init_from (or None); `train` empties both. `locks` hold the folders as long as they
-    exist. `is_planned`: nothing is trained, as with --dry_run and --verify_gpu; `card`: the GPU that
-    is planned for, None if --verify_gpu finds none. `keeps_folder`: whether this rank looks after
-    the folders of its machine. `restarted`: whether torchrun has started the processes of this run
-    anew."""
+    exist. `is_planned`: nothing is trained, as with --dry_run and --verify_gpu; `card`: the GPU
+    that is planned for, None if --verify_gpu finds none. `keeps_folder`: whether this rank looks
+    after the folders of its machine. `restarted`: whether torchrun has started the processes of
+    this run anew."""
 
     setup: Setup
     resumed: checkpoint.Saved | None = None

@@ -1,5 +1,5 @@
-"""One update: forward and backward of a global batch until it fits into memory, then the step of the
-optimizer.
+"""One update: forward and backward of a global batch until it fits into memory, then the step of
+the optimizer.
 
 The utterances of an update are a global batch: batch_size x gradient_accumulation_steps x ranks of
 them, in micro-batches. Every loss term is divided by its count in the whole global batch, so the

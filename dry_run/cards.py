@@ -15,9 +15,9 @@ CONTEXT = GIB // 2
 CUBLAS = 8 * MIB + 128 * KIB
 CUBLAS_HOPPER = 32 * MIB
 KERNELS = 32 * MIB  # an allowance for cuDNN's workspaces and the buffers of reductions
-# An allowance for NCCL, which takes its buffers from the driver, where torch does not count them. It
-# is linear in the channels (nccl#986): 544 to 688 MB between A100s with NVLink (nccl#964), of which
-# 80 GB have room; cards on PCIe have few channels.
+# An allowance for NCCL, which takes its buffers from the driver, where torch does not count them.
+# It is linear in the channels (nccl#986): 544 to 688 MB between A100s with NVLink (nccl#964), of
+# which 80 GB have room; cards on PCIe have few channels.
 NCCL = 256 * MIB
 
 

@@ -1,5 +1,5 @@
-"""Low-rank adapters beside a released model (`common/parts/lora.py`): their flags, which layers have
-them, and what checkpoints, exports and folders of the library peft have of them.
+"""Low-rank adapters beside a released model (`common/parts/lora.py`): their flags, which layers
+have them, and what checkpoints, exports and folders of the library peft have of them.
 
     # What the flags ask for, as `released.resolve` keeps it in an `Origin`
     settings, path = adapters.resolve(args)
@@ -8,7 +8,6 @@ them, and what checkpoints, exports and folders of the library peft have of them
 """
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -191,7 +190,7 @@ def check_base(origin: released.Origin, adapters: lora.Adapters, found: str, pat
 
 
 def usual(family: released.Family, info: Any, rank: int) -> lora.Adapters:
-    """The adapters that --lora adds to such a model; the weights that it goes with are not known."""
+    """The adapters that --lora adds to such a model; nothing is known of its weights."""
     settings = lora.Settings(rank, 2.0 * rank, TARGETS[0])
     return lora.Adapters(settings, family.layers(info, settings.targets), "", "")
 
@@ -273,7 +272,8 @@ def foreign_layers(
     """The tensors of adapters of peft's, and the layers that they are for. Raises `UsageError` if
     they do not fit the model."""
     path = origin.adapter
-    settings, found = peft_files.read_settings(path), peft_files.read(path, family.prefix or "")
+    settings = peft_files.read_settings(path)
+    found = peft_files.read(path, family.prefix(info))
     layers = family.layers(info, settings.targets)
     ending = f".{lora.A}"
     adapted = [name.removesuffix(ending) for name in found if name.endswith(ending)]
@@ -300,14 +300,31 @@ def exports_only(origin: released.Origin) -> bool:
     return released.exports_only(origin) and not origin.export and "evaluate" not in origin.given
 
 
-def export(
+def export_trained(
     origin: released.Origin,
     family: released.Family,
+    info: Any,
+    model: torch.nn.Module,
     about: card.About,
-    form_of: Callable[[Any], card.Form],
 ) -> None:
-    """--export_adapter of the adapters that a run has saved, with a model card, whose form follows
-    from the model's info. Raises `UsageError` and `RunError`."""
+    """--export and --export_adapter after a training, with model cards. Raises `UsageError` and
+    `RunError`."""
+    if origin.export:
+        weights = released.trained_weights(origin, family, model)
+        family.export(info, weights, family.about(info, about))
+    if origin.export_adapter:
+        export_adapter(origin, family, about)
+
+
+def export_saved(origin: released.Origin, family: released.Family, recipe: str) -> None:
+    """--export_adapter alone: needs no released weights. Raises `UsageError` and `RunError`."""
+    about = card.About(recipe, origin.path, released.weights_file(origin))
+    export_adapter(origin, family, about)
+
+
+def export_adapter(origin: released.Origin, family: released.Family, about: card.About) -> None:
+    """Writes the adapters that a run has saved, with a model card. Raises `UsageError` and
+    `RunError`."""
     path = about.weights
     if path is None:
         raise UsageError("--export_adapter writes the adapters of a run: name them with --resume")
@@ -318,8 +335,10 @@ def export(
         )
     info = released.check_saved(family, saved, origin.forms.family)
     adapters = adapters_of(family, info, saved)
-    text = card.readme(Path(origin.export_adapter).resolve().name, about, form_of(info))
-    names = peft_files.write(origin.export_adapter, saved.model, adapters, family.prefix, text)
+    name = Path(origin.export_adapter).resolve().name
+    text = card.readme(name, family.about(info, about), family.adapter_card(info))
+    prefix = family.prefix(info)
+    names = peft_files.write(origin.export_adapter, saved.model, adapters, prefix, text)
     print(f"adapters exported to {origin.export_adapter}: {', '.join(names)}")
 
 

@@ -62,7 +62,8 @@ def read_description(folder: Path, *model_types: str) -> dict:
     if content.get("model_type") not in model_types:
         kind = str(content.get("model_type"))[:40]
         raise UsageError(
-            f"{file} describes a model of type {kind!r}; this recipe takes {' or '.join(model_types)}"
+            f"{file} describes a model of type {kind!r}; this recipe takes"
+            f" {' or '.join(model_types)}"
         )
     return content
 

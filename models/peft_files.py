@@ -49,9 +49,9 @@ def write(
     prefix: str,
     card: str,
 ) -> list[str]:
-    """Writes the adapters, and what was trained whole, of `trained` (`checkpoint.state_of`). `prefix`:
-    what transformers' names begin with in addition, but those of what was trained whole, such as a
-    head. Returns the file names. Raises `UsageError` and `RunError`."""
+    """Writes the adapters, and what was trained whole, of `trained` (`checkpoint.state_of`).
+    `prefix`: what transformers' names begin with in addition, but those of what was trained whole,
+    such as a head. Returns the file names. Raises `UsageError` and `RunError`."""
     whole = {
         name for name in lora.without_adapters(trained) if name.startswith(adapters.layers.whole)
     }

@@ -100,9 +100,12 @@ class Family:
     network with random weights. `check(info, name)` raises `UsageError` if the parts of an info
     that was saved contradict each other; `name` is the file's. `conflicts(info, saved)` lists the
     flags that contradict a checkpoint, each with what the checkpoint has instead; see
-    `conflicts`. `layers(info, targets)`: the `lora.Layers` that --lora_targets means. `prefix`: what the
-    names of transformers' model begin with in addition to these, but those that are trained whole
-    beside adapters; None if there is no such model."""
+    `conflicts`. `layers(info, targets)`: the `lora.Layers` that --lora_targets means.
+
+    What a family with --export_adapter has besides: `about(info, about)` completes a `card.About`;
+    `export(info, weights, about)` writes --export; `adapter_card` is the `card.Form` of its
+    adapters, by the info; `prefix(info)`: what the names of transformers' model begin with in
+    addition to these, but those that are trained whole beside adapters."""
 
     model_info: type
     read: Callable[[str], tuple[Any, dict[str, torch.Tensor]]]
@@ -110,7 +113,10 @@ class Family:
     check: Callable[[Any, str], None]
     conflicts: Callable[[Any, Saved], list[str]]
     layers: Callable[[Any, str], Any]
-    prefix: str | None = None
+    about: Callable[[Any, Any], Any] | None = None
+    export: Callable[[Any, dict[str, torch.Tensor], Any], None] | None = None
+    adapter_card: Callable[[Any], Any] | None = None
+    prefix: Callable[[Any], str] = lambda info: ""
 
 
 # --- flags ----------------------------------------------------------------------------------------

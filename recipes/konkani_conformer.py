@@ -44,7 +44,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import checkpoint, device, optim, options
-from common.batches import EvalBatches, GlobalBatches, pad, to_device
+from common.batches import EvalBatches, GlobalBatches, pad
 from common.device import upcast
 from common.errors import UsageError, exit_with_one_line
 from common.layers import lean_chain, quieten_branches
@@ -159,12 +159,11 @@ def read_data(args, config: dict, before: splits.RunInfo | None = None) -> dict[
     """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
     given. What the run `before`, which is resumed or used, held out is held out again. A planned
     run without data is of the longest texts that CTC can align in a model with this `config`."""
-    held_out = before.held_out if before else ()
     folder = Path(args.output_dir) / "data" / "konkani_demo"
     words, voices = demo.KONKANI_WORDS, demo.KONKANI_VOICES
     most_tokens = encoder_frames(int(args.max_duration * SAMPLE_RATE), config)
     return splits.load_splits(
-        splits.resolve(args, held_out),
+        splits.resolve(args, before),
         text.normalise,
         demo=lambda: demo.speech_corpus(folder, words, voices, DEMO_SIZES),
         stand_in=lambda: splits.stand_in(args.max_duration, most_tokens),
@@ -179,8 +178,8 @@ def check_texts(args, corpora: dict[str, Corpus], characters: list[str]) -> None
 
 
 def encoder_frames(samples, config: dict):
-    """Encoder frames of so many samples at 16 kHz, a number or a tensor; at least 1. Only whole ones
-    count, because sherpa-onnx reads no others."""
+    """Encoder frames of so many samples at 16 kHz, a number or a tensor; at least 1. Only whole
+    ones count, because sherpa-onnx reads no others."""
     count = nemo_features.frames(samples) // config["subsampling"]
     return count.clamp_min(1) if isinstance(count, Tensor) else max(1, count)
 
@@ -762,33 +761,22 @@ def transcribe(args, how: recogniser.Options) -> None:
     recogniser.transcribe_files(how, texts_of, setup, before.longest)
 
 
-def frame_seconds(model: Conformer) -> float:
-    """The length of an encoder frame."""
-    return nemo_features.HOP * model.config["subsampling"] / SAMPLE_RATE
-
-
-def log_probs_of(model: Conformer, setup: device.Setup, waveform: Tensor) -> np.ndarray:
-    """(T, V + 1) of one waveform (N,)."""
-    padded, lengths = pad([waveform])
-    batch = next(to_device([{"audio": padded, "audio_lengths": lengths}], setup.device))
-    with setup.autocast():
-        encoded, _, _ = model.encode(batch)
-        return upcast(model.ctc_head(encoded[0])).log_softmax(-1).cpu().numpy()
-
-
-def align(args, request: alignment.Request) -> None:
-    """--align, by the CTC head."""
-    if request.is_flat:
-        return alignment.align_files(request, None)
+def recogniser_to_align(args) -> alignment.Recogniser:
+    """The encoder with its CTC head, for --align."""
     setup = device.setup(args, quiet=True)
     model, tokenizer, before = trained(args, setup)
-    heard_by = alignment.Recogniser(
-        functools.partial(log_probs_of, model, setup),
-        frame=frame_seconds(model),
+
+    def log_probs(batch: dict) -> Tensor:
+        encoded, _, _ = model.encode(batch)
+        return upcast(model.ctc_head(encoded[0])).log_softmax(-1)
+
+    return alignment.Recogniser(
+        setup,
+        log_probs,
+        frame=nemo_features.HOP * model.config["subsampling"] / SAMPLE_RATE,
         vocabulary=of_characters(tokenizer.index, model.eos, model.eos + 1),
         longest=before.longest,
     )
-    alignment.align_files(request, heard_by)
 
 
 @torch.no_grad()
@@ -892,7 +880,7 @@ def main(args) -> None:
     if args.transcribe:
         return transcribe(args, how)
     if request := alignment.resolve(args):
-        return align(args, request)
+        return alignment.align_files(request, lambda: recogniser_to_align(args))
     if args.evaluate or exports_only(args):
         return evaluate_only(args, how)
     run = begin(args, RECIPE)

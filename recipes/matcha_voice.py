@@ -132,7 +132,7 @@ def read_data(args, before: RunInfo | None = None) -> dict[str, Corpus]:
     folder = Path(args.output_dir) / "data" / "amharic_voice"
     words = demo.AMHARIC_WORDS
     return splits.load_splits(
-        splits.resolve(args, before.held_out if before else (), for_synthesis=True),
+        splits.resolve(args, before, for_synthesis=True),
         text.normalise,
         demo=lambda: demo.speech_corpus(folder, words, DEMO_VOICES, DEMO_SIZES, manner=DEMO_MANNER),
         stand_in=lambda: splits.stand_in(args.max_duration),
@@ -140,8 +140,8 @@ def read_data(args, before: RunInfo | None = None) -> dict[str, Corpus]:
 
 
 def check_corpora(args, corpora: dict[str, Corpus], language: str) -> dict[str, Corpus]:
-    """The corpora, with what the voice reads of their texts, without what harms the training. A demo
-    and a dry run's stand-in are as they should be."""
+    """The corpora, with what the voice reads of their texts, without what harms the training. A
+    demo and a dry run's stand-in are as they should be."""
     start.read_corpora(corpora, language)
     if not splits.resolve(args).manifests:
         return corpora
@@ -163,8 +163,8 @@ def check_data(args, asked: Options) -> None:
 
 
 class Utterances:
-    """A set of utterances as the voice learns them. The noise at which the flow starts and the time on
-    its way depend on (seed, epoch, index) alone, in evaluation on (0, 0, index)."""
+    """A set of utterances as the voice learns them. The noise at which the flow starts and the time
+    on its way depend on (seed, epoch, index) alone, in evaluation on (0, 0, index)."""
 
     def __init__(self, args, corpus: Corpus, info: ModelInfo, training: bool):
         self.corpus = corpus
@@ -214,8 +214,8 @@ class Utterances:
 
 
 def collate(items: list[dict]) -> dict:
-    """Items to a batch: audio (B, T), tokens (B, U) and noise (B, F, 80), each with its lengths. The
-    targets are the tokens' durations and all values of the frames."""
+    """Items to a batch: audio (B, T), tokens (B, U) and noise (B, F, 80), each with its lengths.
+    The targets are the tokens' durations and all values of the frames."""
     batch = {
         "names": [item["name"] for item in items],
         "indices": [item["index"] for item in items],
@@ -288,8 +288,8 @@ def evaluate(
 def report_results(
     log_mel: LogMel, model: Matcha, evaluation: dict[str, EvalBatches], weights: str
 ) -> None:
-    """Prints the losses on the test set, or on "val" without one. `weights`: which weights the model
-    has, for the title."""
+    """Prints the losses on the test set, or on "val" without one. `weights`: which weights the
+    model has, for the title."""
     name = "test" if "test" in evaluation else "val"
     results = evaluate(log_mel, None, model, evaluation[name].whole())
     values = [f"{term} {total / max(1, count):.3f}" for term, (total, count) in results.items()]
@@ -348,8 +348,8 @@ def train_vocoder(args, info: ModelInfo, run_info: RunInfo, corpus: Corpus, held
 
 
 def voice_of(info: ModelInfo, model: Matcha, folder: Path | None) -> Voice:
-    """The voice of a model, with the vocoder that was trained beside its checkpoints in a folder, if
-    there is one."""
+    """The voice of a model, with the vocoder that was trained beside its checkpoints in a folder,
+    if there is one."""
     vocoder = (folder and vocoder_training.read_vocoder(folder, RECIPE)) or GriffinLim()
     return Voice(model, Tokens(info.symbols), info.language, info.speakers, vocoder)
 

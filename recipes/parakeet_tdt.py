@@ -122,18 +122,13 @@ def read_data(args, before: RunInfo | None = None) -> dict[str, Corpus]:
     given. What the run `before`, which is resumed or used, held out is held out again."""
 
     def make_demo() -> dict[str, str]:
-        if before and not before.demo:
-            raise UsageError(
-                "these weights were trained on other data than the demo corpus, which is used"
-                " without a manifest: add --train_manifest or, with --evaluate, --test_manifest"
-            )
         folder = Path(args.output_dir) / "data" / "konkani_demo"
         return demo.speech_corpus(folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES, DEMO_SIZES)
 
     def stand_in() -> dict[str, Corpus]:
         return splits.stand_in(args.max_duration)
 
-    data = splits.resolve(args, before.held_out if before else ())
+    data = splits.resolve(args, before)
     return splits.load_splits(data, text.normalise, make_demo, stand_in)
 
 
@@ -435,19 +430,8 @@ def transcribe(args, asked: Options) -> None:
     recogniser.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
 
 
-def log_probs_of(model: Parakeet, setup: device.Setup, waveform: torch.Tensor) -> np.ndarray:
-    """(T, V + 1) of one waveform (N,), by the CTC head."""
-    audio, lengths = pad([waveform])
-    batch = next(to_device([{"audio": audio, "audio_lengths": lengths}], setup.device))
-    with setup.autocast():
-        encoded, frames = model.encode(batch)
-        return model.ctc_log_probs(encoded[:, : frames[0]])[0].cpu().numpy()
-
-
-def align(args, asked: Options, request: alignment.Request) -> None:
-    """--align, which needs a CTC head."""
-    if request.is_flat:
-        return alignment.align_files(request, None)
+def recogniser_to_align(args, asked: Options) -> alignment.Recogniser:
+    """The encoder with its CTC head, for --align. Raises `UsageError`."""
     setup = device.setup(args, quiet=True)
     model, info, before = trained(asked, setup)
     if model.ctc_head is None:
@@ -456,15 +440,20 @@ def align(args, asked: Options, request: alignment.Request) -> None:
             " model of recipes/wav2vec2_ctc.py"
         )
     tokenizer = tokenizer_of(info)
-    heard_by = alignment.Recogniser(
-        functools.partial(log_probs_of, model, setup),
+
+    def log_probs(batch: dict) -> torch.Tensor:
+        encoded, frames = model.encode(batch)
+        return model.ctc_log_probs(encoded[:, : frames[0]])[0]
+
+    return alignment.Recogniser(
+        setup,
+        log_probs,
         frame=decoding.frame_samples(info.config) / SAMPLE_RATE,
         vocabulary=of_pieces(
             tokenizer.pieces, SPACE, model.blank, tokenizer.unknown, tokenizer.encode
         ),
         longest=(before or RELEASED).longest,
     )
-    alignment.align_files(request, heard_by)
 
 
 @torch.no_grad()
@@ -496,7 +485,7 @@ def export(
 ) -> None:
     """--export and --export_adapter."""
     about = card.About(RECIPE, asked.origin.path, weights, data, results)
-    start.export_trained(asked, info, model, about)
+    adapters.export_trained(asked.origin, start.family(asked), info, model, about)
 
 
 def make_sets(args, info: ModelInfo, corpora: dict[str, Corpus]) -> dict[str, Utterances]:
@@ -591,9 +580,9 @@ def main(args) -> None:
     if args.transcribe:
         return transcribe(args, asked)
     if request := alignment.resolve(args):
-        return align(args, asked, request)
+        return alignment.align_files(request, lambda: recogniser_to_align(args, asked))
     if adapters.exports_only(asked.origin):
-        return start.export_adapter(asked, RECIPE)
+        return adapters.export_saved(asked.origin, start.family(asked), RECIPE)
     if args.evaluate or released.exports_only(asked.origin):
         return evaluate_only(args, asked)
     run = begin(args, RECIPE)

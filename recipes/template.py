@@ -88,7 +88,7 @@ def read_data(args, before: splits.RunInfo | None = None) -> dict[str, Corpus]:
     given. What the run `before`, which is resumed or used, held out is held out again."""
     folder = Path(args.output_dir) / "data" / "template_demo"
     return splits.load_splits(
-        splits.resolve(args, before.held_out if before else ()),
+        splits.resolve(args, before),
         text.normalise,
         demo=lambda: demo.speech_corpus(
             folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES, DEMO_SIZES

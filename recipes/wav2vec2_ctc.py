@@ -1,5 +1,5 @@
-"""Speech recognition of 1,600 languages and any other: omniASR, XLS-R, MMS, HuBERT and other wav2vec
-2.0 models with CTC, fine-tuned on a small GPU.
+"""Speech recognition of 1,600 languages and any other: omniASR, XLS-R, MMS, HuBERT and other
+wav2vec 2.0 models with CTC, fine-tuned on a small GPU.
 
     python recipes/wav2vec2_ctc.py                            # no data needed: a small model, on synthetic speech
     python recipes/wav2vec2_ctc.py --model_file omniASR-CTC-300M.pt --train_manifest train.json --val_manifest val.json --resume auto
@@ -42,8 +42,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from common import device, memory, optim, options
-from common.batches import EvalBatches, GlobalBatches, pad, to_device
-from common.errors import UsageError, exit_with_one_line
+from common.batches import EvalBatches, GlobalBatches, pad
+from common.errors import exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.parts import lora
 from common.parts.new_rows import NewRows
@@ -126,18 +126,13 @@ def read_data(args, before: RunInfo | None, style: Style | None) -> dict[str, Co
     prepared in a model's `style`; None leaves them as they are."""
 
     def make_demo() -> dict[str, str]:
-        if before and not before.demo:
-            raise UsageError(
-                "these weights were trained on other data than the demo corpus, which is used"
-                " without a manifest: add --train_manifest or, with --evaluate, --test_manifest"
-            )
         folder = Path(args.output_dir) / "data" / "konkani_demo"
         return demo.speech_corpus(folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES, DEMO_SIZES)
 
     def stand_in() -> dict[str, Corpus]:
         return splits.stand_in(args.max_duration)
 
-    data = splits.resolve(args, before.held_out if before else ())
+    data = splits.resolve(args, before)
     prepare = Preparation(style)
     corpora = splits.load_splits(data, prepare, make_demo, stand_in)
     if report := prepare.report():
@@ -410,29 +405,23 @@ def transcribe(args, asked: Options) -> None:
     recogniser.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
 
 
-def log_probs_of(model: Wav2Vec2, setup: device.Setup, waveform: torch.Tensor) -> np.ndarray:
-    """(T, V) of one waveform (N,)."""
-    audio, lengths = pad([waveform])
-    batch = next(to_device([{"audio": audio, "audio_lengths": lengths}], setup.device))
-    with setup.autocast():
-        encoded, _ = model.encode(batch)
-        return model.ctc_log_probs(encoded[0]).cpu().numpy()
-
-
-def align(args, asked: Options, request: alignment.Request) -> None:
-    """--align."""
-    if request.is_flat:
-        return alignment.align_files(request, None)
+def recogniser_to_align(args, asked: Options) -> alignment.Recogniser:
+    """The model of --align."""
     setup = device.setup(args, quiet=True)
     model, info, before = trained(asked, setup)
     tokenizer = tokenizer_of(info)
-    heard_by = alignment.Recogniser(
-        functools.partial(log_probs_of, model, setup),
+
+    def log_probs(batch: dict) -> torch.Tensor:
+        encoded, _ = model.encode(batch)
+        return model.ctc_log_probs(encoded[0])
+
+    return alignment.Recogniser(
+        setup,
+        log_probs,
         frame=frame_samples(info.config) / SAMPLE_RATE,
         vocabulary=of_characters(tokenizer.numbers(), model.blank, tokenizer.size),
         longest=(before or RELEASED).longest,
     )
-    alignment.align_files(request, heard_by)
 
 
 @torch.no_grad()
@@ -464,7 +453,7 @@ def export(
 ) -> None:
     """--export and --export_adapter."""
     about = card.About(RECIPE, asked.origin.path, weights, data, results)
-    start.export_trained(asked, info, model, about)
+    adapters.export_trained(asked.origin, start.family(asked), info, model, about)
 
 
 def make_sets(args, info: ModelInfo, corpora: dict[str, Corpus]) -> dict[str, Utterances]:
@@ -541,9 +530,9 @@ def main(args) -> None:
     if args.transcribe:
         return transcribe(args, asked)
     if request := alignment.resolve(args):
-        return align(args, asked, request)
+        return alignment.align_files(request, lambda: recogniser_to_align(args, asked))
     if adapters.exports_only(asked.origin):
-        return start.export_adapter(asked, RECIPE)
+        return adapters.export_saved(asked.origin, start.family(asked), RECIPE)
     if args.evaluate or released.exports_only(asked.origin):
         return evaluate_only(args, asked)
     run = begin(args, RECIPE)

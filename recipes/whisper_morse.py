@@ -144,7 +144,7 @@ def resolve(args) -> tuple[Options, clips.Options]:
 def read_data(args, source: clips.Options, before: RunInfo | None = None) -> dict[str, clips.Clips]:
     """The clips "train", "val" and, if there is one, "test". What the run `before`, which is
     resumed or used, held out is held out again."""
-    data = splits.resolve(args, before.data.held_out if before else ())
+    data = splits.resolve(args, before and before.data)
     return clips.read(source, data, trains=not args.evaluate)
 
 
@@ -430,7 +430,7 @@ def export(
 ) -> None:
     """--export and --export_adapter."""
     about = card.About(RECIPE, asked.origin.path, weights, data, results, **CARD)
-    start.export_trained(asked, info, model, about)
+    adapters.export_trained(asked.origin, start.family(asked), info, model, about)
 
 
 def make_sets(
@@ -511,7 +511,7 @@ def main(args) -> None:
     if args.transcribe:
         return transcribe(args, asked)
     if adapters.exports_only(asked.origin):
-        return start.export_adapter(asked, RECIPE)
+        return adapters.export_saved(asked.origin, start.family(asked), RECIPE)
     if args.evaluate or released.exports_only(asked.origin, (*released.GOALS, *clips.GOALS)):
         return evaluate_only(args, asked, source)
     run = begin(args, RECIPE)

@@ -173,7 +173,7 @@ def read_data(args, before: RunInfo | None = None, times: bool = False) -> dict[
         most_characters = positions - PROMPT  # a token has at least one
         return splits.stand_in(args.max_duration, most_characters)
 
-    data = splits.resolve(args, before.data.held_out if before else ())
+    data = splits.resolve(args, before and before.data)
     checks = dataclasses.replace(data.checks, join_segments=not times)
     data = dataclasses.replace(data, checks=checks)
     return splits.load_splits(data, text.normalise, make_demo, stand_in)
@@ -515,7 +515,7 @@ def export(
 ) -> None:
     """--export and --export_adapter."""
     about = card.About(RECIPE, asked.origin.path, weights, data, results, reading=READING)
-    start.export_trained(asked, info, model, about)
+    adapters.export_trained(asked.origin, start.family(asked), info, model, about)
 
 
 def make_sets(
@@ -611,7 +611,7 @@ def main(args) -> None:
     if args.transcribe:
         return transcribe(args, asked)
     if adapters.exports_only(asked.origin):
-        return start.export_adapter(asked, RECIPE)
+        return adapters.export_saved(asked.origin, start.family(asked), RECIPE)
     if args.evaluate or released.exports_only(asked.origin):
         return evaluate_only(args, asked)
     run = begin(args, RECIPE)

@@ -131,7 +131,7 @@ def read_data(args, before: RunInfo | None = None) -> dict[str, Corpus]:
     folder = Path(args.output_dir) / "data" / "amharic"
     words, voices = demo.AMHARIC_WORDS, demo.AMHARIC_VOICES
     return splits.load_splits(
-        splits.resolve(args, before.held_out if before else (), for_synthesis=True),
+        splits.resolve(args, before, for_synthesis=True),
         text.normalise,
         demo=lambda: demo.speech_corpus(folder, words, voices, DEMO_SIZES, manner=DEMO_MANNER),
         stand_in=lambda: splits.stand_in(args.max_duration, texts.MAX_TEXT),
@@ -528,8 +528,8 @@ def make_task(
     first_fit: Callable[[GPT, Utterances], None],
     evaluation: dict[str, EvalBatches],
 ) -> Task:
-    """The task, all that the loop knows of this recipe. `first_fit`: what a new model takes from the
-    training data."""
+    """The task, all that the loop knows of this recipe. `first_fit`: what a new model takes from
+    the training data."""
     watched = watching.watched(evaluation, args.stop_when_watched_rises)
     languages: set[str] = set()
     for each in (evaluation["val"], *(watched.sets if watched else {}).values()):

@@ -1,5 +1,5 @@
-"""The preset scripts in one process: what a script declares, and the command that preset.py makes of
-it."""
+"""The preset scripts in one process: what a script declares, and the command that preset.py makes
+of it."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Texts that somebody corrects: those of a table in --runs, and the file beside it that has them."""
+"""Texts that somebody corrects: those of a table in --runs, and the file beside it with them."""
 
 import json
 import math

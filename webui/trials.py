@@ -63,7 +63,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Wish:
-    """A wish: a text, a voice for a model that has none of its own, and how random the speech is."""
+    """A wish: a text, a voice for a model that has none of its own, how random the speech is."""
 
     text: str
     voice: Path | None

@@ -1,6 +1,7 @@
-"""The beginning of a job of several ranks, also on several machines. It resumes the newest checkpoint
-that any of its machines has, which is sent to the machines that lack it: torchrun by itself numbers
-its machines anew when it restarts them, so the first rank may be on another one than before."""
+"""The beginning of a job of several ranks, also on several machines. It resumes the newest
+checkpoint that any of its machines has, which is sent to the machines that lack it: torchrun by
+itself numbers its machines anew when it restarts them, so the first rank may be on another one than
+before."""
 
 import hashlib
 import os

@@ -1,5 +1,5 @@
-"""A run that is only planned, for --dry_run and --verify_gpu: the peak of GPU memory of its step and of
-its evaluation, on tensors without values."""
+"""A run that is only planned, for --dry_run and --verify_gpu: the peak of GPU memory of its step
+and of its evaluation, on tensors without values."""
 
 import contextlib
 import functools

@@ -51,8 +51,8 @@ class Watched:
             allowed = max(self.most_rise * abs(first), SMALLEST_RISE)
             if not worse <= allowed:  # nor NaN
                 lines.append(
-                    f"watched {name}: {task.metric} {shown(task.metric, value)} at step {step}, from"
-                    f" {shown(task.metric, first)} at step {first_step}: that is more than"
+                    f"watched {name}: {task.metric} {shown(task.metric, value)} at step {step},"
+                    f" from {shown(task.metric, first)} at step {first_step}: that is more than"
                     f" --stop_when_watched_rises {self.most_rise:g} allows, and training ends; the"
                     f" best weights are those of step {progress.best_step}; a larger"
                     " --replay_share, a lower --learning_rate or a larger limit let it go on"
@@ -74,8 +74,8 @@ class Watched:
 
     def by_step(self, progress: Progress) -> dict[str, dict[str, list | None]]:
         """{set: {"before", "best", "last": [step, value]}}: the metric of the evaluation set and of
-        each watched set before the first update, with the best weights, and at the end; None where a
-        set was not evaluated."""
+        each watched set before the first update, with the best weights, and at the end; None where
+        a set was not evaluated."""
         steps = {"before": 0, "best": progress.best_step, "last": progress.last_evaluation}
         found = {}
         watched = progress.parts.get(KIND, {})

@@ -1,5 +1,5 @@
-"""Texts to speech with a trained Matcha-TTS: sentences in batches, the flow from noise to mel frames
-by Euler's method, and waveforms."""
+"""Texts to speech with a trained Matcha-TTS: sentences in batches, the flow from noise to mel
+frames by Euler's method, and waveforms."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from models.matcha.tokenizer import Tokens, read
 from speech.writing.sentences import split_sentences
 
 STEPS = 10  # of Euler's method
-# The authors' is 0.667. A voice that has learned for some minutes cannot remove so much noise: of the
-# demo's sentences a recogniser gets 35 % of the characters wrong then, and 5 % at 0.3.
+# The authors' is 0.667. A voice that has learned for some minutes cannot remove so much noise: of
+# the demo's sentences a recogniser gets 35 % of the characters wrong then, and 5 % at 0.3.
 TEMPERATURE = 0.3
 LONGEST = 300  # characters that are spoken at once; a longer sentence is cut
 ROWS = 16  # sentences that are spoken at once
@@ -24,8 +24,8 @@ MOST_FRAMES = 20_000  # of a sentence, four minutes: untrained durations may be 
 
 @dataclass(frozen=True)
 class Voice:
-    """A model with its tokens and the `language` of its texts. `vocoder` turns mel frames (B, F, 80)
-    into waveforms (B, 256 F)."""
+    """A model with its tokens and the `language` of its texts. `vocoder` turns mel frames
+    (B, F, 80) into waveforms (B, 256 F)."""
 
     model: Matcha
     tokens: Tokens

@@ -9,8 +9,8 @@ from common.errors import UsageError
 from models import model_files
 from models.matcha.model import BANDS, SIZES, SPEAKER, Matcha
 
-# The tokens of the released models: letters and phonetic signs. The texts of a new voice are written
-# in letters, whose rows it takes from these.
+# The tokens of the released models: letters and phonetic signs. The texts of a new voice are
+# written in letters, whose rows it takes from these.
 RELEASED = (
     "_"
     ';:,.!?¡¿—…"«»“” '

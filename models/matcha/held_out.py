@@ -1,5 +1,5 @@
-"""Held-out sentences: what a person hears and sees of a voice while it learns, and what a judge hears
-when it has learned."""
+"""Held-out sentences: what a person hears and sees of a voice while it learns, and what a judge
+hears when it has learned."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +56,8 @@ def reports(output_dir: str) -> tuple[str, ...]:
 
 def draw(path: Path, voice: Voice, corpus: Corpus) -> None:
     """Draws which tokens of the first sentence are probable at which frames of its recording: a
-    sharp diagonal, once the voice has learned to align. Beside it the durations that it predicts."""
+    sharp diagonal, once the voice has learned to align. Beside it the durations that it
+    predicts."""
     model = voice.model
     device = model.mel_mean.device
     tokens = torch.tensor([voice.tokens.encode(corpus.read[0])], device=device)

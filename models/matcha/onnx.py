@@ -1,5 +1,6 @@
-"""A voice as one file that Piper, Home Assistant and sherpa-onnx speak with: the network, a few steps
-of the flow and the vocoder in one graph, which takes the tokens of a text and returns its samples."""
+"""A voice as one file that Piper, Home Assistant and sherpa-onnx speak with: the network, a few
+steps of the flow and the vocoder in one graph, which takes the tokens of a text and returns its
+samples."""
 
 import copy
 import functools
@@ -42,8 +43,8 @@ with wave.open("speech.wav", "wb") as file:
 
 
 class Graph(nn.Module):
-    """What a program has made of a text (1, N), the length of that (1,), the scales (3,) of noise and
-    of length and one without use, and with several speakers the number of one (1,), to samples
+    """What a program has made of a text (1, N), the length of that (1,), the scales (3,) of noise
+    and of length and one without use, and with several speakers the number of one (1,), to samples
     (1, 1, T)."""
 
     def __init__(self, voice: Voice):

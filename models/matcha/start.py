@@ -1,5 +1,5 @@
-"""Matcha-TTS's part of where a model starts: flags, the record of a model, released weights, and the
-folder of an export."""
+"""Matcha-TTS's part of where a model starts: flags, the record of a model, released weights, and
+the folder of an export."""
 
 import sys
 from collections import Counter

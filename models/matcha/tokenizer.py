@@ -1,9 +1,10 @@
 """Texts to the tokens of a voice: the characters of its language.
 
-Piper and sherpa-onnx both make a token of each code point of a text, put a blank between all of them,
-and a mark at either end. But Piper decomposes letters first (NFD), sherpa-onnx 2 composes them (NFC),
-and sherpa-onnx 1 takes them as they are typed. A voice learns composed letters. An exported one also
-has numbers for their parts, and composes them itself (`Composer`): all three read the same then."""
+Piper and sherpa-onnx both make a token of each code point of a text, put a blank between all of
+them, and a mark at either end. But Piper decomposes letters first (NFD), sherpa-onnx 2 composes
+them (NFC), and sherpa-onnx 1 takes them as they are typed. A voice learns composed letters. An
+exported one also has numbers for their parts, and composes them itself (`Composer`): all three read
+the same then."""
 
 import unicodedata
 from collections.abc import Iterable
@@ -30,8 +31,8 @@ def decomposed(text: str) -> str:
 
 
 def read(text: str, language: str) -> str:
-    """A text as the voice reads it: numbers in words, lower case, composed letters, and nothing that
-    means a mark."""
+    """A text as the voice reads it: numbers in words, lower case, composed letters, and nothing
+    that means a mark."""
     plain = reading.read(composed(text), language).lower()
     for mark in (BLANK, BEGIN, END):
         plain = plain.replace(mark, " ")
@@ -70,9 +71,9 @@ def pairs_of(symbols: Iterable[str]) -> dict[tuple[str, str], str]:
 
 
 class Tokens:
-    """What was `read` of texts to tokens. A letter that the voice lacks is read without its marks or,
-    if that does not help, left out, as the programs do. `readable`: what programs have numbers for,
-    the tokens and then the parts of letters."""
+    """What was `read` of texts to tokens. A letter that the voice lacks is read without its marks
+    or, if that does not help, left out, as the programs do. `readable`: what programs have numbers
+    for, the tokens and then the parts of letters."""
 
     def __init__(self, symbols: list[str]):
         self.symbols = symbols

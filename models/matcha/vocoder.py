@@ -83,8 +83,8 @@ class ConvolutionalFourier(nn.Module):
 
 
 class GriffinLim(nn.Module):
-    """Mel frames (B, F, 80) to waveforms (B, 256 F) whose frames are near to them in magnitude, with
-    the momentum of Perraudin et al. (2013). Phases begin at 0."""
+    """Mel frames (B, F, 80) to waveforms (B, 256 F) whose frames are near to them in magnitude,
+    with the momentum of Perraudin et al. (2013). Phases begin at 0."""
 
     def __init__(self, steps: int = STEPS):
         super().__init__()

@@ -144,8 +144,8 @@ def reports(checkpoint_dir: Path) -> tuple[str, ...]:
 
 
 def read_vocoder(folder: Path, recipe: str) -> Vocos | None:
-    """The vocoder that was trained beside the checkpoints in a folder; None if there is none. Raises
-    `UsageError`."""
+    """The vocoder that was trained beside the checkpoints in a folder; None if there is none.
+    Raises `UsageError`."""
     path = folder / FOLDER / "best.safetensors"
     if not path.exists():
         return None

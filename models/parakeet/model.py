@@ -243,7 +243,7 @@ class Convolution(nn.Module):
         return F.glu(pointwise(self.pointwise_conv1, x), dim=-1)
 
     def mixed(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
-        """The frames (B, T, D) that the kernel, the norm and the second pointwise layer make of `x`."""
+        """The frames (B, T, D) that kernel, norm and second pointwise layer make of `x`."""
         x = self.depthwise_conv(x.transpose(1, 2)).transpose(1, 2)
         return pointwise(self.pointwise_conv2, F.silu(self.norm(x, padding)))
 

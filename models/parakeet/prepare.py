@@ -1,4 +1,5 @@
-"""A released Parakeet with other pieces, or with one language more, as a folder that training takes:
+"""A released Parakeet with other pieces, or with one language more, as a folder that training
+takes:
 
     python -m models.parakeet.prepare --model_dir parakeet --train_manifest train.json --add_tokens "( ) %" --export more
     python -m models.parakeet.prepare --model_file parakeet.nemo --train_manifest train.json --train_tokenizer char --export amharic

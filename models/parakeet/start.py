@@ -1,6 +1,7 @@
 """The start of a Parakeet's training: what this family adds to models/released.py."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -352,7 +353,17 @@ def family(asked: Options) -> released.Family:
     def conflicts(info: ModelInfo, saved: Saved) -> list[str]:
         return find_conflicts(asked, info)
 
-    return released.Family(ModelInfo, read, network, check, conflicts, adapted_layers, "")
+    return released.Family(
+        model_info=ModelInfo,
+        read=read,
+        network=network,
+        check=check,
+        conflicts=conflicts,
+        layers=adapted_layers,
+        about=about_model,
+        export=functools.partial(export, asked),
+        adapter_card=functools.partial(_of_model, ADAPTER_CARD),
+    )
 
 
 def adapted_layers(info: ModelInfo, targets: str) -> lora.Layers:
@@ -620,24 +631,9 @@ def learning_rate(info: ModelInfo, hours: float) -> float:
     return SMALL_RATE if info.config["d_model"] <= SMALL_WIDTH else SCRATCH_RATE
 
 
-def export_trained(asked: Options, info: ModelInfo, model: Parakeet, about: card.About) -> None:
-    """--export and --export_adapter after a training. Raises `UsageError` and `RunError`."""
-    if asked.origin.export:
-        weights = released.trained_weights(asked.origin, family(asked), model)
-        export(asked, info, weights, about)
-    if asked.origin.export_adapter:
-        adapters.export(asked.origin, family(asked), about, adapter_card)
-
-
-def export_adapter(asked: Options, recipe: str) -> None:
-    """Writes the adapters that a run of `recipe` has saved for peft, without the released weights.
-    Raises `UsageError` and `RunError`."""
-    about = card.About(recipe, asked.origin.path, released.weights_file(asked.origin))
-    adapters.export(asked.origin, family(asked), about, adapter_card)
-
-
-def adapter_card(info: ModelInfo) -> card.Form:
-    return _of_model(ADAPTER_CARD, info)
+def about_model(info: ModelInfo, about: card.About) -> card.About:
+    """`about` with the name of the released model, by which its licence goes."""
+    return dataclasses.replace(about, base=info.base or about.base, is_new=not info.pretrained)
 
 
 def _of_model(form: card.Form, info: ModelInfo) -> card.Form:
@@ -654,8 +650,6 @@ def export(
     """Writes a trained model to --export in the form of --export_format, with a model card."""
     folder = asked.origin.export
     form = asked.export_format
-    base = info.base or about.base  # the licence goes by its name
-    about = dataclasses.replace(about, base=base, is_new=not info.pretrained)
     text = card.readme(Path(folder).resolve().name, about, _of_model(CARDS[form], info))
     names = formats.export(folder, form, weights, info.config, exported(info), text)
     print(f"exported to {folder}: {', '.join(names)}")

@@ -68,10 +68,10 @@ def read_model(
     folder, of a fairseq2 file, or of a folder that fairseq2 has saved. Runs no code in the files.
     Raises `UsageError`.
 
-    `language`: whose adapter an MMS folder gives, by default its own. `tokenizer`: the SentencePiece
-    file of a fairseq2 file, by default the one beside it. Extras: `tokenizer` (its state, see
-    tokenizer.py; empty for a self-supervised model, whose head has no rows), `language` (of the
-    adapter, or empty) and `licence` (the hub's name of it; empty if nothing tells it)."""
+    `language`: whose adapter an MMS folder gives, by default its own. `tokenizer`: the
+    SentencePiece file of a fairseq2 file, by default the one beside it. Extras: `tokenizer` (its
+    state, see tokenizer.py; empty for a self-supervised model, whose head has no rows), `language`
+    (of the adapter, or empty) and `licence` (the hub's name of it; empty if nothing tells it)."""
     path = Path(path)
     if (path / "config.json").is_file():
         if tokenizer:
@@ -150,6 +150,7 @@ def _hf_config(content: dict, folder: Path) -> dict:
                 f" {value!r} only"
             )
     config = {key: content.get(key, default) for key, default in BASE.items()}
+    config["model_type"] = content["model_type"]
     config["vocabulary"] = 0
     config["blank"] = 0
     waveforms = _waveforms(folder)
@@ -333,8 +334,8 @@ def _read_fairseq2(
     others = [name for name in names if not name.startswith(PARTS)]
     if others:
         raise UsageError(
-            f"{file} has {others[0][:60]!r}, which is no part of a CTC or self-supervised model: other"
-            " models of omniASR (LLM) are not for this recipe"
+            f"{file} has {others[0][:60]!r}, which is no part of a CTC or self-supervised model:"
+            " other models of omniASR (LLM) are not for this recipe"
         )
     weights = model_files.floats({from_fairseq2(name): content[name] for name in names}, file)
     config = _omni_config(weights, file)
@@ -454,18 +455,21 @@ def checked(
     return tensors, make_tokenizer(tokenizer, config["vocabulary"])
 
 
+def prefix_of(config: dict) -> str:
+    """How transformers' names begin, but those of the head."""
+    return f"{config['model_type']}."
+
+
 def _hf_export(tensors: dict[str, torch.Tensor], config: dict, tokenizer: Wav2Vec2Tokenizer):
     """The function that writes Hugging Face's files in a folder."""
-    is_hubert = not config["feat_proj_layer_norm"]  # which wav2vec 2.0 cannot lack
-    prefix = "hubert." if is_hubert else "wav2vec2."
     names = {}
     for name in tensors:
-        names[name] = name if name.startswith("lm_head.") else prefix + name
+        names[name] = name if name.startswith("lm_head.") else prefix_of(config) + name
         for theirs, ours in WEIGHT_NORM.items():
             names[name] = names[name].replace(ours, theirs)
     renamed = {names[name]: tensor for name, tensor in tensors.items()}
     texts = {
-        "config.json": _description(config, is_hubert),
+        "config.json": _description(config),
         "preprocessor_config.json": _waveform_settings(config),
         **_tokenizer_files(tokenizer),
     }
@@ -479,11 +483,12 @@ def _hf_export(tensors: dict[str, torch.Tensor], config: dict, tokenizer: Wav2Ve
     return fill
 
 
-def _description(config: dict, is_hubert: bool) -> dict:
+def _description(config: dict) -> dict:
     """config.json"""
+    is_hubert = config["model_type"] == "hubert"
     described = {
         "architectures": ["HubertForCTC" if is_hubert else "Wav2Vec2ForCTC"],
-        "model_type": "hubert" if is_hubert else "wav2vec2",
+        "model_type": config["model_type"],
         "exported_by": model_files.EXPORTED,
         "dtype": "float32",
         **{key: config[key] for key in BASE},
@@ -495,7 +500,9 @@ def _description(config: dict, is_hubert: bool) -> dict:
         "ctc_loss_reduction": "mean",
         "ctc_zero_infinity": True,
     }
-    return {**described, "feat_proj_layer_norm": False} if is_hubert else described
+    if is_hubert:
+        described["feat_proj_layer_norm"] = config["feat_proj_layer_norm"]
+    return described
 
 
 def _waveform_settings(config: dict) -> dict:

@@ -142,8 +142,8 @@ class FeatureProjection(nn.Module):
 
 
 class WeightNormConv(nn.Module):
-    """A grouped convolution of (B, D, T) whose weight is `weight_v` with the norm `weight_g` at each
-    place of the kernel (Salimans and Kingma 2016)."""
+    """A grouped convolution of (B, D, T) whose weight is `weight_v` with the norm `weight_g` at
+    each place of the kernel (Salimans and Kingma 2016)."""
 
     def __init__(self, width: int, kernel: int, groups: int):
         super().__init__()

@@ -14,8 +14,8 @@ AUDIBLE = 1e-4  # deviation of a filter's output, below which it is not scaled u
 
 
 def gabor_filters(count: int, kernel: int) -> torch.Tensor:
-    """(2 count, kernel): pairs of a cosine and a sine under a Gaussian, at frequencies that are even
-    on the mel scale, as wide as their distance allows."""
+    """(2 count, kernel): pairs of a cosine and a sine under a Gaussian, at frequencies that are
+    even on the mel scale, as wide as their distance allows."""
     lowest, highest = (2595 * math.log10(1 + hertz / 700) for hertz in (LOWEST, HIGHEST))
     mels = torch.linspace(lowest, highest, count + 2)
     hertz = 700 * (10 ** (mels / 2595) - 1)

@@ -15,11 +15,12 @@ def _is_epsilon(value) -> bool:
 WIDTH = range(1, 16_385)
 LAYERS = range(1, 257)
 KERNEL = range(1, 1025)
-# A schema for `records.mismatch`, with the keys of transformers' config.json. What it does not have:
-# `vocabulary`, the rows of the CTC head (0: the model is self-supervised and has none yet);
+# A schema for `records.mismatch`, with the keys of transformers' config.json. What it does not
+# have: `vocabulary`, the rows of the CTC head (0: the model is self-supervised and has none yet);
 # `blank`, one of them; `do_normalize` and `normalize_eps`: whether each waveform is normalised, and
-# what is added to its variance; `feat_proj_layer_norm`, which only HuBERT may lack.
+# what is added to its variance.
 CONFIG = {
+    "model_type": {"wav2vec2", "hubert"},
     "feat_extract_norm": {"layer", "group"},
     "do_stable_layer_norm": bool,
     "conv_bias": bool,
@@ -38,7 +39,7 @@ CONFIG = {
     "blank": range(200_000),
     "do_normalize": bool,
     "normalize_eps": _is_epsilon,
-    "feat_proj_layer_norm": bool,
+    "feat_proj_layer_norm": bool,  # which only HuBERT may lack
 }
 MOST_CONVOLUTIONS = 16
 BASE = {  # what a config.json means that lacks a key
@@ -65,6 +66,7 @@ def make_config(width: int, layers: int, heads: int = 16, **others) -> dict:
     """A configuration with the proportions of omniASR, without a head. `others` replace further
     values."""
     config = {
+        "model_type": "wav2vec2",
         **BASE,
         "feat_extract_norm": "layer",
         "do_stable_layer_norm": True,
@@ -89,8 +91,8 @@ OMNI = {
     "3b": make_config(2048, 60),
     "7b": make_config(2048, 128),
 }
-# A model from scratch of omniASR's sizes has as many rows as its head, so that a plan without weights
-# is that of a released model.
+# A model from scratch of omniASR's sizes has as many rows as its head, so that a plan without
+# weights is that of a released model.
 SIZES = {
     # Its first convolution is as long as a window of a spectrum, so that it can begin as a filter
     # bank (scratch.py). Seven short convolutions need more than the demo's data to become one.

@@ -1,6 +1,7 @@
 """The start of a wav2vec 2.0's training: what this family adds to models/released.py."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,8 +110,8 @@ class ModelInfo:
     """The record of a model beside its weights: its configuration, its tokenizer's state, how its
     texts are prepared (the fields of a `texts.Style`; empty if they are left as they are), whether
     it began from released weights, and their licence, by the hub's name, if it is known.
-    `new_pieces`: the rows of the head that were new; `had_head`: whether the released model had one;
-    `language`: whose adapter MMS gave."""
+    `new_pieces`: the rows of the head that were new; `had_head`: whether the released model had
+    one; `language`: whose adapter MMS gave."""
 
     config: Annotated[dict, settings.CONFIG]
     tokenizer: Annotated[dict, STATE]
@@ -224,7 +225,16 @@ def family(asked: Options) -> released.Family:
         return find_conflicts(asked, info)
 
     return released.Family(
-        ModelInfo, read_asked, network, check, conflicts, adapted_layers, "wav2vec2."
+        model_info=ModelInfo,
+        read=read_asked,
+        network=network,
+        check=check,
+        conflicts=conflicts,
+        layers=adapted_layers,
+        about=about_model,
+        export=functools.partial(export, asked),
+        adapter_card=lambda info: ADAPTER_CARD,
+        prefix=lambda info: formats.prefix_of(info.config),
     )
 
 
@@ -443,23 +453,6 @@ def about_model(info: ModelInfo, about: card.About) -> card.About:
     """`about` with what the info says of the licence and the language."""
     licence = {"license": info.licence} if info.licence else None
     return dataclasses.replace(about, is_new=not info.pretrained, licence=licence)
-
-
-def export_trained(asked: Options, info: ModelInfo, model: Wav2Vec2, about: card.About) -> None:
-    """--export and --export_adapter after a training. Raises `UsageError` and `RunError`."""
-    about = about_model(info, about)
-    if asked.origin.export:
-        weights = released.trained_weights(asked.origin, family(asked), model)
-        export(asked, info, weights, about)
-    if asked.origin.export_adapter:
-        adapters.export(asked.origin, family(asked), about, lambda _: ADAPTER_CARD)
-
-
-def export_adapter(asked: Options, recipe: str) -> None:
-    """Writes the adapters that a run of `recipe` has saved for peft, without the released weights.
-    Raises `UsageError` and `RunError`."""
-    about = card.About(recipe, asked.origin.path, released.weights_file(asked.origin))
-    adapters.export(asked.origin, family(asked), about, lambda _: ADAPTER_CARD)
 
 
 def export(

@@ -1,5 +1,5 @@
-"""The vocabulary of a wav2vec2 model: the released one, with further characters, or a small one made
-from texts; and the rows that the pieces have in the head.
+"""The vocabulary of a wav2vec2 model: the released one, with further characters, or a small one
+made from texts; and the rows that the pieces have in the head.
 
 `info` stands for a `ModelInfo` of start.py. The functions return new ones; those that they are
 given stay as they are. New rows are drawn with torch's generator."""
@@ -52,9 +52,9 @@ def require_characters(texts: Iterable[str], tokenizer: Wav2Vec2Tokenizer) -> No
         print(f"rare characters that the vocabulary lacks: {unknown.named(counts)}")
 
 
-# `style` is that of the texts, or None if they are as they came. Digits are not added to a vocabulary
-# whose style spells numbers: its `texts.style_of` would be another one, and change the texts of a
-# run that is resumed.
+# `style` is that of the texts, or None if they are as they came. Digits are not added to a
+# vocabulary whose style spells numbers: its `texts.style_of` would be another one, and change the
+# texts of a run that is resumed.
 
 
 def extended(tokenizer: Wav2Vec2Tokenizer, texts: Iterable[str], style: Style | None) -> dict:

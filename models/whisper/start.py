@@ -302,7 +302,10 @@ def family(asked: Options) -> released.Family:
         check=check_info,
         conflicts=functools.partial(conflicts, asked),
         layers=adapted_layers,
-        prefix="model.",
+        about=about_model,
+        export=functools.partial(export, asked.origin.export),
+        adapter_card=lambda info: ADAPTER_CARD,
+        prefix=lambda info: "model.",
     )
 
 
@@ -584,20 +587,13 @@ def long_recordings(
     return longest, BY_OVERLAP if longest >= SHORT_CLIPS else short
 
 
-def export_trained(asked: Options, info: ModelInfo, model: Whisper, about: card.About) -> None:
-    """--export and --export_adapter after a training. Raises `UsageError` and `RunError`."""
-    if asked.origin.export:
-        weights = released.trained_weights(asked.origin, family(asked), model)
-        export(asked.origin.export, info, weights, about)
-    if asked.origin.export_adapter:
-        adapters.export(asked.origin, family(asked), about, lambda info: ADAPTER_CARD)
-
-
-def export_adapter(asked: Options, recipe: str) -> None:
-    """Writes the adapters that a run of `recipe` has saved for peft, without the released weights.
-    Raises `UsageError` and `RunError`."""
-    about = card.About(recipe, asked.origin.path, released.weights_file(asked.origin))
-    adapters.export(asked.origin, family(asked), about, lambda info: ADAPTER_CARD)
+def about_model(info: ModelInfo, about: card.About) -> card.About:
+    """`about` with the language of the tokenizer, unless a recipe names others."""
+    languages = about.languages
+    if languages is None:
+        language = make_tokenizer(info.tokenizer).language
+        languages = (language,) if language else ()
+    return replace(about, languages=languages, is_new=not info.pretrained)
 
 
 def export(
@@ -606,10 +602,6 @@ def export(
     """Writes a trained model as a folder for transformers, with OpenAI's model.pt and a model card.
     Raises `UsageError` and `RunError`."""
     tokenizer = make_tokenizer(info.tokenizer)
-    languages = about.languages
-    if languages is None:
-        languages = (tokenizer.language,) if tokenizer.language else ()
-    about = replace(about, languages=languages, is_new=not info.pretrained)
     text = card.readme(Path(folder).resolve().name, about, CARD)
     generation = {**info.generation, "return_timestamps": info.times}
     names = formats.export(folder, weights, info.config, tokenizer, generation, text)

@@ -187,7 +187,7 @@ def kmeans(vectors: torch.Tensor, count: int, generator: torch.Generator) -> tor
     return centres
 
 
-# --- the two runs -------------------------------------------------------------------------------------
+# --- the two runs ---------------------------------------------------------------------------------
 
 
 def flags(stage: str) -> dict:

@@ -80,13 +80,13 @@ def sample(
     for row, speech in sorted(spoken.items()):
         if not speech.ended:
             print(
-                f"sentence {_name(row, texts)} reached the limit of {limit} codes twice: try another"
-                " --seed or a shorter sentence"
+                f"sentence {_name(row, texts)} reached the limit of {limit} codes twice: try"
+                " another --seed or a shorter sentence"
             )
         elif speech.draws == 2:
             print(
-                f"sentence {_name(row, texts)} reached the limit of {limit} codes and was drawn once"
-                " more"
+                f"sentence {_name(row, texts)} reached the limit of {limit} codes and was drawn"
+                " once more"
             )
     return [spoken[row] for row in range(len(sentences))]
 

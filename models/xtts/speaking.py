@@ -394,8 +394,8 @@ def speak_held_out(
     corpus: Corpus,
     clips: dict[str, tuple[np.ndarray, int]],
 ) -> None:
-    """Speaks the first sentences of `corpus`, each in the voice of its speaker's clip in `clips`, of
-    `speakers_of`, and prints how well the judge understands them."""
+    """Speaks the first sentences of `corpus`, each in the voice of its speaker's clip in `clips`,
+    of `speakers_of`, and prints how well the judge understands them."""
     usual, sampling = 20, decoding.GREEDY
     if synthesiser.frozen.vocoder:
         usual, sampling = 2, Sampling(seed=asked.seed)

@@ -328,8 +328,8 @@ def choose(
 def first_model(
     asked: Options, run, train_dvae: Callable[[dict], Path], corpora: dict[str, Corpus]
 ) -> tuple[Synthesiser, ModelInfo, int]:
-    """The model that the training `run` (`common.loop.begin`) starts with, with all that it takes to
-    use it, its info, and how many tokens were added to its vocabulary for the training texts. It
+    """The model that the training `run` (`common.loop.begin`) starts with, with all that it takes
+    to use it, its info, and how many tokens were added to its vocabulary for the training texts. It
     reads the texts of the `corpora`. `train_dvae`: see `choose`. Raises `UsageError`."""
     training = asked.training
     added = 0
@@ -515,7 +515,7 @@ def check_initial(initial: Saved, info: ModelInfo) -> None:
 
 
 def vocabulary(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
-    """The meaning of the rows of text embedding and head, here and in the weights of --init_from."""
+    """The meaning of the rows of text embedding and head, here and in --init_from's weights."""
     if initial is None:
         return None
     before = records.read(ModelInfo, initial.model_info, initial.path)
@@ -537,8 +537,8 @@ def new_rows(info: ModelInfo, initial: Saved | None) -> NewRows | None:
 
 
 def for_task(asked: Options, info: ModelInfo, initial: Saved | None) -> dict:
-    """The fields of the loop's `Task` that every XTTS has, by the names of its fields. `initial`: the
-    weights of --init_from."""
+    """The fields of the loop's `Task` that every XTTS has, by the names of its fields. `initial`:
+    the weights of --init_from."""
     return {
         "learning_rate": FINE_TUNING_RATE if info.pretrained else SCRATCH_RATE,
         "checkpointed": CHECKPOINTED,

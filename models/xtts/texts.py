@@ -169,8 +169,8 @@ def _switch(flag: str, on: bool) -> str:
 
 
 class FrontEnd:
-    """Texts to what the model reads. `language`: of texts without one. `carried`: Coqui's code takes
-    texts of that language for English."""
+    """Texts to what the model reads. `language`: of texts without one. `carried`: Coqui's code
+    takes texts of that language for English."""
 
     def __init__(self, language: str, text: TextOptions, carried: bool):
         self.language = language

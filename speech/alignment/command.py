@@ -7,19 +7,19 @@ import os
 import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from common import files, options
+from common import batches, files, options
+from common.device import Setup
 from common.errors import DataError, RunError, UsageError
 from common.layers import finite_layers
 from speech.alignment import cutting, emissions, flat, matching, page
 from speech.alignment.cutting import Cuts
-from speech.alignment.emissions import LogProbs
 from speech.alignment.letters import Vocabulary
 from speech.alignment.sentences import read_book
 from speech.decoding import transcripts
@@ -57,13 +57,23 @@ class Request:
 
 @dataclass(frozen=True)
 class Recogniser:
-    """A CTC model that is ready to use: `log_probs` of a waveform (N,) at 16 kHz, (T, V); the
-    seconds of a `frame`; the tokens; and the seconds that it hears at once, at most."""
+    """A CTC model that is ready to use: the `log_probs` (T, V) of a batch of one waveform at 16 kHz
+    on the device; the seconds of a `frame`; the tokens; and the seconds that it hears at once, at
+    most."""
 
-    log_probs: LogProbs
+    setup: Setup
+    log_probs: Callable[[dict], torch.Tensor]
     frame: float
     vocabulary: Vocabulary
     longest: float
+
+    def hear(self, waveform: torch.Tensor) -> np.ndarray:
+        """The log-probabilities (T, V) of a waveform (N,)."""
+        audio, lengths = batches.pad([waveform])
+        batch = {"audio": audio, "audio_lengths": lengths}
+        on_device = next(batches.to_device([batch], self.setup.device))
+        with self.setup.autocast():
+            return self.log_probs(on_device).cpu().numpy()
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -149,10 +159,11 @@ def _name_in(folder: str, path: Path) -> str:
 
 
 @torch.no_grad()
-def align_files(request: Request, recogniser: Recogniser | None) -> None:
-    """Aligns every pair and writes the three files; a flat start needs no `recogniser`. A pair that
-    cannot be read is named on stderr and the others are aligned; then `DataError` is raised, and
-    also if nothing could be kept."""
+def align_files(request: Request, load: Callable[[], Recogniser]) -> None:
+    """Aligns every pair and writes the three files, by the recogniser that `load` returns; a flat
+    start loads none. A pair that cannot be read is named on stderr and the others are aligned; then
+    `DataError` is raised, and also if nothing could be kept."""
+    recogniser = None if request.is_flat else load()
     utterances: list[dict] = []
     left_out: list[dict] = []
     failed = 0
@@ -200,7 +211,7 @@ def align(audio: Path, text: Path, recogniser: Recogniser) -> Cuts:
     energy: list[np.ndarray] = []
     window, context = emissions.window_for(recogniser.longest)
     heard_windows = emissions.windows_of(
-        str(audio), recogniser.log_probs, recogniser.frame, energy, (window, context)
+        str(audio), recogniser.hear, recogniser.frame, energy, (window, context)
     )
     found = emissions.collect(
         _with_progress(audio, heard_windows, recogniser.frame),

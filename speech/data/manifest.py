@@ -76,8 +76,8 @@ def parse(
     `DataError` if it is not a manifest."""
     if path.suffix.lower() == ".parquet":  # or a pattern of such names
         raise UsageError(
-            f'manifest {path} is Parquet: python -m speech.data.parquet "{path}" FOLDER makes audio files'
-            " and FOLDER/manifest.jsonl of it"
+            f'manifest {path} is Parquet: python -m speech.data.parquet "{path}" FOLDER makes audio'
+            " files and FOLDER/manifest.jsonl of it"
         )
     if files := files_of(path):
         yield from annotated_rows(files, tiers, audio_root, rejected)
@@ -345,8 +345,8 @@ def read_manifest(
 ) -> Corpus:
     """The rows of a manifest with normalised texts, before their audio is checked: `seconds` is
     NaN. Adds their segments to `segments`, and unusable rows to `rejected`. `needs`: the field that
-    every row must have, "text" or "label"; labels are read only for the latter. `tiers`: of files of
-    annotations (--tier). Raises `UsageError` if the manifest or `audio_root` is missing,
+    every row must have, "text" or "label"; labels are read only for the latter. `tiers`: of files
+    of annotations (--tier). Raises `UsageError` if the manifest or `audio_root` is missing,
     `DataError` if it is not a manifest or empty, or if a label has a wrong type."""
     if audio_root and not os.path.isdir(audio_root):
         raise UsageError(f"--audio_root {audio_root}: no such folder")

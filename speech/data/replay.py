@@ -1,5 +1,5 @@
-"""Old material that a model is trained on beside the new, so that it does not forget: the flags, its
-name among a run's sets, what it shares with evaluation sets."""
+"""Old material that a model is trained on beside the new, so that it does not forget: the flags,
+its name among a run's sets, what it shares with evaluation sets."""
 
 import itertools
 

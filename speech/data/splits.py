@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -60,11 +60,13 @@ NEEDS = (
 @dataclass(frozen=True)
 class DataOptions:
     """The request of the data flags: the manifests to read, {split: path}, and how to check them.
-    Without manifests the data are a recipe's demo corpus or, in a `planned` run, its stand-in."""
+    Without manifests the data are a recipe's demo corpus or, in a `planned` run, its stand-in. A
+    run that is resumed or used `had_others` if it was not trained on the demo corpus."""
 
     manifests: dict[str, str]
     checks: Checks
     planned: bool = False
+    had_others: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,14 +93,14 @@ def sample_count(text: str) -> int | None:
 
 
 def add_arguments(parser, allow_unknown: bool = False) -> None:
-    """The flags of data. `allow_unknown`: with the flag for `speech.writing.unknown.check_unknown`, for a
-    recipe whose vocabulary can lack characters."""
+    """The flags of data. `allow_unknown`: with the flag for `speech.writing.unknown.check_unknown`,
+    for a recipe whose vocabulary can lack characters."""
     group = parser.add_argument_group("data")
     options.add_rows(
         group,
         ("train_manifest", options.path, None, "FILE",
-         "JSON Lines, CSV/TSV with a header, LJSpeech's metadata.csv; .eaf, .TextGrid, .srt, .vtt or"
-         " Audacity's labels beside their audio, also 'files/*.eaf' (synthetic data)"),
+         "JSON Lines, CSV/TSV with a header, LJSpeech's metadata.csv; .eaf, .TextGrid, .srt, .vtt"
+         " or Audacity's labels beside their audio, also 'files/*.eaf' (synthetic data)"),
         ("val_manifest", options.path, None, "FILE",
          "for evaluation during training (a held-out part of the training data)"),
         ("test_manifest", options.path, None, "FILE",
@@ -142,11 +144,12 @@ def add_arguments(parser, allow_unknown: bool = False) -> None:
 
 
 def resolve(
-    args, held_out: Iterable[str] = (), for_synthesis: bool = False, needs: str = "text"
+    args, before: RunInfo | None = None, for_synthesis: bool = False, needs: str = "text"
 ) -> DataOptions:
-    """The request of the flags. `held_out`: keys of the utterances that the resumed run held out.
-    `needs`: what every utterance has to have, "text" or "label". The whole recordings of --long are
-    longer than --max_duration. Raises `UsageError`."""
+    """The request of the flags. `before`: the record of the run that is resumed or used, whose
+    utterances for evaluation are held out again. `needs`: what every utterance has to have, "text"
+    or "label". The whole recordings of --long are longer than --max_duration. Raises
+    `UsageError`."""
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
     manifests = {split: path for split, path in paths.items() if path}
     manifests |= {**replay.resolve(args), **watching.resolve(args)}
@@ -175,7 +178,7 @@ def resolve(
         max_samples=args.max_samples,
         strict=args.strict_data,
         seed=args.seed,
-        held_out=tuple(map(str, held_out)),
+        held_out=tuple(before.held_out) if before else (),
         # The demo's audio is known to be good, and a plan needs only the lengths.
         listen=args.check_audio and bool(manifests) and not planned,
         skip_bad_audio=args.skip_bad_audio or args.check_data,
@@ -183,7 +186,9 @@ def resolve(
         needs=needs,
         tiers=tuple(args.tier or ()),
     )
-    return DataOptions(manifests, checks, planned)
+    return DataOptions(
+        manifests, checks, planned, had_others=before is not None and not before.demo
+    )
 
 
 def load_splits(
@@ -204,6 +209,11 @@ def load_splits(
             return stand_in()
         if demo is None:
             raise UsageError("there are no data: give --train_manifest")
+        if data.had_others:
+            raise UsageError(
+                "these weights were trained on other data than the demo corpus, which is used"
+                " without a manifest: add --train_manifest or, with --evaluate, --test_manifest"
+            )
         print("no --train_manifest: using the demo corpus (synthetic speech)")
         manifests = demo()
     return read_manifests(manifests, normalise, data.checks)

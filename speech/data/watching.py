@@ -1,5 +1,5 @@
-"""Watched sets, which are evaluated with the evaluation set, such as a language that a model shall not
-forget: the flags, their names among a run's sets, what they share with the training set."""
+"""Watched sets, which are evaluated with the evaluation set, such as a language that a model shall
+not forget: the flags, their names among a run's sets, what they share with the training set."""
 
 from pathlib import Path
 

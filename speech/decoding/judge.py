@@ -1,6 +1,6 @@
-"""Speech that a synthesis model makes: the files of --output, and held-out sentences that are spoken
-and, with --judge, transcribed. The error rate of a recogniser that another recipe has trained says
-how well they are understood."""
+"""Speech that a synthesis model makes: the files of --output, and held-out sentences that are
+spoken and, with --judge, transcribed. The error rate of a recogniser that another recipe has
+trained says how well they are understood."""
 
 import json
 import os
@@ -39,8 +39,8 @@ EXCLUDES = (
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out sentences that are spoken: the first `count`, as many as usual if it is None. The
-    recogniser at `judge` (or None) transcribes them on `device`."""
+    """The held-out sentences that are spoken: the first `count`, as many as usual if it is None.
+    The recogniser at `judge` (or None) transcribes them on `device`."""
 
     count: int | None
     judge: str | None
@@ -76,8 +76,8 @@ def add_arguments(parser, usual: str) -> None:
 
 
 def resolve(args, exports_only: bool) -> HeldOut:
-    """The held-out sentences that these flags ask for. `exports_only`: this is --export alone. Raises
-    `UsageError`."""
+    """The held-out sentences that these flags ask for. `exports_only`: this is --export alone.
+    Raises `UsageError`."""
     count = args.speak_held_out
     if (args.judge or count) and exports_only:
         flag = "--judge" if args.judge else "--speak_held_out"
@@ -212,9 +212,9 @@ def transcripts(path: str, recipes: Path, clips: list[Path], device: str) -> dic
 
 
 def judged(path: str, recipes: Path, folder: Path, texts: list[str], device: str) -> str:
-    """The CER of the judge on what the family's `speak_corpus` wrote into `folder` for these sentences,
-    as lines to print: on the speech, on the recordings made anew from their codes, and on the
-    recordings, which shows how good the judge is."""
+    """The CER of the judge on what the family's `speak_corpus` wrote into `folder` for these
+    sentences, as lines to print: on the speech, on the recordings made anew from their codes, and
+    on the recordings, which shows how good the judge is."""
     clips = {
         kind: [folder / clip_name(number, kind) for number in range(len(texts))] for kind in KINDS
     }

@@ -16,8 +16,8 @@ from speech.data.headers import THREADS, file_fault
 from speech.signal.audio import SAMPLE_RATE, audio_files, read_audio
 
 LONGEST_SILENCE = 0.6  # seconds at an end
-# Share of the ends that get none. With 0.25 a small model from scratch did not learn where words are
-# in 600 updates (74 % CER): blank is right too often.
+# Share of the ends that get none. With 0.25 a small model from scratch did not learn where words
+# are in 600 updates (74 % CER): blank is right too often.
 NO_SILENCE = 0.6
 NOISY = 0.5  # share of training utterances with noise
 SNR = (10.0, 40.0)  # dB
@@ -131,7 +131,8 @@ def _ends(seed: int, epoch: int, count: int) -> np.ndarray:
 @dataclass(frozen=True)
 class Augmentation:
     """--wave_augment: silence at the ends, noise and gain for a training set of `count` utterances.
-    With silence an utterance has at most `longest` seconds; without `noises` from files noise is drawn."""
+    With silence an utterance has at most `longest` seconds; without `noises` from files noise is
+    drawn."""
 
     seed: int
     count: int

@@ -86,8 +86,8 @@ def random_masks(random: np.random.Generator, count: int, widest: float) -> torc
 
 
 def span_mask(random: np.random.Generator, size: int, share: float, span: int) -> torch.Tensor:
-    """(size,), True in spans of `span` places at random beginnings, as many as would cover a `share`
-    of the places if none overlapped (Baevski et al. 2020, "wav2vec 2.0")."""
+    """(size,), True in spans of `span` places at random beginnings, as many as would cover a
+    `share` of the places if none overlapped (Baevski et al. 2020, "wav2vec 2.0")."""
     mask = np.zeros(size, dtype=bool)
     count = int(share * size / span + random.random())
     starts = max(1, size - span + 1)

@@ -137,8 +137,8 @@ def linear_spectrum(
     bands: torch.Tensor, filters: torch.Tensor, inverse: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The spectrum (..., N, F), at least 0, of power or of magnitude, whose sums over `filters`
-    (N, M) are nearest to `bands` (..., M, F): the pseudo-inverse of the filters' transpose, which may
-    be given, improved by multiplicative updates (Lee and Seung 2000)."""
+    (N, M) are nearest to `bands` (..., M, F): the pseudo-inverse of the filters' transpose, which
+    may be given, improved by multiplicative updates (Lee and Seung 2000)."""
     transposed = filters.t()
     inverse = torch.linalg.pinv(transposed) if inverse is None else inverse
     spectrum = (inverse @ bands).clamp_min(SMALLEST)

@@ -1,5 +1,5 @@
-"""Texts as they are read aloud: numbers in words, without what is not heard; and the texts that flags
-name."""
+"""Texts as they are read aloud: numbers in words, without what is not heard; and the texts that
+flags name."""
 
 import functools
 import os

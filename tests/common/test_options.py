@@ -309,6 +309,10 @@ def test_a_pattern_without_quotes_is_explained(parser, capsys, tmp_path):
     assert "put a pattern of files in quotes" in refused(parser, capsys, "--init_from", *names)
 
 
+def test_an_empty_word_is_named(parser, capsys):
+    assert "a variable of the shell that is not set" in refused(parser, capsys, "")
+
+
 def test_an_unknown_flag_unlike_any_other_gets_no_hint(parser, capsys):
     assert "did you mean" not in refused(parser, capsys, "--xyzzy")
 

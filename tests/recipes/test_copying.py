@@ -157,7 +157,7 @@ def resolve(args) -> None:
 
 def read_data(args, before: splits.RunInfo | None = None) -> dict[str, Corpus]:
     return splits.load_splits(
-        splits.resolve(args, before.held_out if before else (), needs="label"),
+        splits.resolve(args, before, needs="label"),
         text.normalise,
         stand_in=lambda: splits.stand_in(args.max_duration, labels=STAND_INS),
     )

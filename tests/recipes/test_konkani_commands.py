@@ -395,10 +395,10 @@ def test_align_hears_with_the_ctc_head(best, konkani, tmp_path, monkeypatch):
     status, _, err = run(recipe, *words, "--resume", best)
     assert status == 1 and "nothing was found" in err and not (tmp_path / "a.json").exists()
     used = []
-    monkeypatch.setattr(recipe.alignment, "align_files", lambda _, model: used.append(model))
+    monkeypatch.setattr(recipe.alignment, "align_files", lambda _, load: used.append(load()))
     ran(recipe, *words, "--resume", best)
     with torch.no_grad():
-        log_probs = used[0].log_probs(torch.randn(10 * recipe.SAMPLE_RATE))
+        log_probs = used[0].hear(torch.randn(10 * recipe.SAMPLE_RATE))
     assert log_probs.shape == (round(10 / used[0].frame), len(used[0].vocabulary.spellings))
     assert used[0].vocabulary.blank == log_probs.shape[1] - 1
     np.testing.assert_allclose(np.exp(log_probs).sum(1), 1, rtol=1e-5)

@@ -49,7 +49,8 @@ def test_adapters_beside_a_released_whisper(released, spoken, tmp_path):  # noqa
     out = adapters.check(
         vietnamese, data, ["--model_dir", released / "hf"], tmp_path, read, peft=in_peft
     )
-    # Queries, keys, values, outputs and two of the feed-forward layer; twice attention in a decoder.
+    # Queries, keys, values, outputs and two of the feed-forward layer; twice attention in a
+    # decoder.
     assert "adapters of rank 3 beside 16 layers (linear): 0.00 M parameters; as released" in out
 
 

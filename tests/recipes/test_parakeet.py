@@ -893,6 +893,24 @@ def test_transformers_loads_an_export_and_decodes_it_alike(transformers, best, r
         assert ran(recipe, "--transcribe", path, *flags) == f"{text}\n"
 
 
+def test_align_hears_with_the_ctc_head(best, released, konkani, tmp_path):
+    """The weights have learnt little, so nothing is found. Another model of the family has none."""
+    audio = next((Path(konkani["val"]).parent / "audio").glob("val_*"))
+    (tmp_path / "book.txt").write_text("हांव घर वचता।", encoding="utf-8")
+    words = ["--align", audio, tmp_path / "book.txt", "--output", tmp_path / "a.json"]
+    status, _, err = runs.run(recipe, *words, "--resume", best)
+    assert status == 1 and "nothing was found" in err and not (tmp_path / "a.json").exists()
+    args = runs.parse(recipe, *words, "--resume", best)
+    heard_by = recipe.recogniser_to_align(args, recipe.resolve(args))
+    with torch.no_grad():
+        log_probs = heard_by.hear(torch.randn(5 * recipe.SAMPLE_RATE))
+    assert log_probs.shape[1] == len(heard_by.vocabulary.spellings)
+    assert abs(len(log_probs) - 5 / heard_by.frame) <= 1
+    np.testing.assert_allclose(np.exp(log_probs).sum(1), 1, rtol=1e-5)
+    status, err = refused(recipe, *words, "--model_dir", released / "hf")
+    assert status == 2 and "--align: the model has no CTC head" in err
+
+
 def test_another_style_of_the_training_texts_is_a_warning(released, konkani, json_lines, tmp_path):
     rows = [
         json.loads(line)

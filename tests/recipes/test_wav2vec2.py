@@ -1,5 +1,6 @@
 """The wav2vec 2.0 recipe: exactness of training, data, and its command line on tiny models."""
 
+import functools
 import json
 import os
 import pickle
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from safetensors.torch import load_file
-from transformers import Wav2Vec2ForCTC, Wav2Vec2Model
+from transformers import HubertForCTC, Wav2Vec2ForCTC, Wav2Vec2Model
 
 from common import checkpoint
 from common.batches import to_device
@@ -459,29 +460,64 @@ def test_a_released_model_transcribes_and_says_where_it_is_unsure(noise, release
             assert 0 < word["confidence"] <= 1 and 0 <= word["start"] < word["end"]
 
 
+def test_align_hears_what_transformers_does(noise, released, tmp_path):
+    (tmp_path / "book.txt").write_text("ab é", encoding="utf-8")
+    audio = Path(noise[1]).parent / "0.wav"
+    words = ["--align", audio, tmp_path / "book.txt", "--output", tmp_path / "a.json"]
+    args = runs.parse(recipe, *words, "--model_dir", released)
+    heard_by = recipe.recogniser_to_align(args, recipe.resolve(args))
+    waveform = torch.randn(SAMPLE_RATE, generator=torch.Generator().manual_seed(0))
+    normal = F.layer_norm(waveform, waveform.shape, eps=1e-7)
+    with torch.no_grad():
+        found = torch.from_numpy(heard_by.hear(waveform))
+        theirs = Wav2Vec2ForCTC.from_pretrained(released).eval()(normal[None]).logits[0]
+    torch.testing.assert_close(found, theirs.log_softmax(-1), atol=1e-4, rtol=1e-4)
+    assert heard_by.vocabulary.blank == PIECES.index("[PAD]")
+    assert [heard_by.vocabulary.spellings[n] for n in (0, 1, 5)] == [" ", "a", "é"]
+    assert round(1 / heard_by.frame) == 50 and heard_by.longest == recipe.READS_SECONDS
+
+
 def test_a_self_supervised_model_writes_nothing_yet(noise, unsupervised):
     audio = Path(noise[1]).parent / "0.wav"
     _, err = refused(recipe, "--transcribe", audio, "--model_dir", unsupervised)
     assert "self-supervised" in err and "--train_manifest" in err
 
 
+def assert_same_in_peft(kind, base: list, merged: Path, folder: Path) -> None:
+    """Stock peft and transformers compute what the merged model does, and the base does not."""
+    plain = kind.from_pretrained(base[1]).eval()
+    audio = torch.randn(1, 9000)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # of missing keys
+        before = plain(audio).logits
+        found = peft.PeftModel.from_pretrained(plain, folder).eval()(audio).logits
+        expected = kind.from_pretrained(merged).eval()(audio).logits
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(before, expected, atol=1e-3)
+
+
 def test_adapters_beside_a_released_model(noise, released, tmp_path):
     def read(folder: Path) -> dict:
         return formats.read_model(folder)[0]
 
-    def in_peft(base: list, merged: Path, folder: Path) -> None:
-        """Stock peft and transformers compute what the merged model does."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)  # of missing keys
-            model = Wav2Vec2ForCTC.from_pretrained(base[1])
-            model = peft.PeftModel.from_pretrained(model, folder).eval()
-        audio = torch.randn(1, 9000)
-        with torch.no_grad():
-            expected = Wav2Vec2ForCTC.from_pretrained(merged).eval()(audio).logits
-            torch.testing.assert_close(model(audio).logits, expected, atol=1e-5, rtol=1e-5)
-
+    in_peft = functools.partial(assert_same_in_peft, Wav2Vec2ForCTC)
     out = adapters.check(recipe, noise, ["--model_dir", released], tmp_path, read, peft=in_peft)
     assert "trained whole: lm_head" in out
+
+
+@pytest.mark.parametrize("changes", [{**GROUP, "feat_proj_layer_norm": False}, LAYER])
+def test_adapters_beside_a_hubert(changes, noise, tmp_path):
+    """Its model has another name in transformers, also where it computes what wav2vec 2.0 does."""
+    base = ["--model_dir", write_released(tmp_path / "base", HubertForCTC, **changes)]
+    saved = ["--resume", tmp_path / "run" / "checkpoints" / "checkpoint_step_00000002.pt"]
+    merged, folder = tmp_path / "merged", tmp_path / "peft"
+    flags = [*SHORT, "--learning_rate", "1e-2", "--lora", "3", "--output_dir", tmp_path / "run"]
+    ran(recipe, *noise, *base, *flags)
+    ran(recipe, *base, *saved, "--export", merged, "--export_adapter", folder)
+    assert_same_in_peft(HubertForCTC, base, merged, folder)
+    ran(recipe, *base, "--adapter", folder, "--export", tmp_path / "again")
+    found, expected = (load_file(p / "model.safetensors") for p in (tmp_path / "again", merged))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_adapters_in_fp16_beside_convolutions_in_fp32(noise, released, tmp_path):

@@ -579,8 +579,8 @@ def with_times(spoken, tmp_path_factory):
     folder = tmp_path_factory.mktemp("with times")
     lines = Path(spoken["train"]).read_text(encoding="utf-8").splitlines()
     bpe = train_bpe([json.loads(line)["text"] for line in lines], 300, "vi")
-    # The multilingual vocabularies end with an empty token. CTranslate2 knows them by it: without it
-    # faster-whisper leaves language and task out of its prompts.
+    # The multilingual vocabularies end with an empty token. CTranslate2 knows them by it: without
+    # it faster-whisper leaves language and task out of its prompts.
     vocab = {**bpe.vocab, "": len(bpe.vocab)}
     torch.manual_seed(0)
     for name, has_times in (("listed", True), ("unlisted", False)):

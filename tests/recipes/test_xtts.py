@@ -1,6 +1,6 @@
 """The XTTS recipe: its GPT against Coqui's, exactness of training, data, memory options, and its
-command line on tiny models. What the core guarantees for every recipe (kills, offload, adapters, old
-clips) is `slow` here; Whisper's tests prove it."""
+command line on tiny models. What the core guarantees for every recipe (kills, offload, adapters,
+old clips) is `slow` here; Whisper's tests prove it."""
 
 import errno
 import functools

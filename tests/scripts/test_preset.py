@@ -1,5 +1,5 @@
-"""What common/preset.py makes of the scripts' tables and a user's words. tests/scripts/test_wrappers.py
-runs the scripts themselves."""
+"""What common/preset.py makes of the scripts' tables and a user's words.
+tests/scripts/test_wrappers.py runs the scripts themselves."""
 
 import functools
 import importlib

@@ -89,8 +89,8 @@ def choose(context: Context, command: str = "") -> Choice:
 def connect(
     context: Context, shown: Callable, chosen: gr.State, choice: Choice, command: str = ""
 ) -> list[Callable]:
-    """Finds what there is to choose from when `shown` happens; `chosen` as in `Shared`, `command` as
-    in `choose`. Returns the triggers of what shows the chosen model."""
+    """Finds what there is to choose from when `shown` happens; `chosen` as in `Shared`, `command`
+    as in `choose`. Returns the triggers of what shows the chosen model."""
 
     def choices(name: str | None, run: str | None, path: str | None) -> tuple:
         """The runs and the released models that there are now. `name` is the run that the other

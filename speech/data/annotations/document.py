@@ -1,5 +1,5 @@
-"""What a file of annotations holds, whatever its format: tiers of timed texts, and what is said about
-its audio."""
+"""What a file of annotations holds, whatever its format: tiers of timed texts, and what is said
+about its audio."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Files of annotations as rows of a manifest: which files a name stands for, which of their tiers are
-taken, and what is left out."""
+"""Files of annotations as rows of a manifest: which files a name stands for, which of their tiers
+are taken, and what is left out."""
 
 import glob
 import math

@@ -1,5 +1,5 @@
-"""Another vocabulary for a Parakeet: what the flags ask for, and the rows of its pieces. Whole runs:
-tests/recipes/test_parakeet.py."""
+"""Another vocabulary for a Parakeet: what the flags ask for, and the rows of its pieces. Whole
+runs: tests/recipes/test_parakeet.py."""
 
 import io
 import os

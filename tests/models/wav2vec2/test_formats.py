@@ -44,6 +44,7 @@ SHAPE = {
 }
 LAYER = {"feat_extract_norm": "layer", "do_stable_layer_norm": True, "conv_bias": True}
 GROUP = {"feat_extract_norm": "group", "do_stable_layer_norm": False, "conv_bias": False}
+HUBERT = {**GROUP, "model_type": "hubert"}
 PIECES = ["|", "a", "b", "[UNK]", "[PAD]", "é"]
 STATE = {
     "kind": "characters",
@@ -450,7 +451,8 @@ def test_heads_are_not_guessed(omni, tmp_path, monkeypatch):
     [
         ({**LAYER, "adapter_attn_dim": 3}, {"kind": "sentencepiece", "model": CHARACTERS.hex()}),
         (LAYER, {**STATE, "pieces": ["|", "A", "B", "?", "[PAD]", "É"], "lower": True}),
-        ({**GROUP, "feat_proj_layer_norm": False}, {**STATE, "delimiter": "é", "unknown": None}),
+        ({**HUBERT, "feat_proj_layer_norm": False}, {**STATE, "delimiter": "é", "unknown": None}),
+        ({**LAYER, "model_type": "hubert"}, STATE),
     ],
 )
 def test_transformers_reads_an_export_and_writes_the_same_text(changes, state, tmp_path):
@@ -473,6 +475,7 @@ def test_transformers_reads_an_export_and_writes_the_same_text(changes, state, t
     assert [read.decode([n]) for n in range(read.size)] == letters
 
     model = AutoModelForCTC.from_pretrained(tmp_path / "a").eval()
+    assert model.config.model_type == config["model_type"]
     assert_equal(weights, {**config, "do_normalize": False}, model)
     waveform = audio()[0].numpy() + 0.1
     inputs = AutoProcessor.from_pretrained(tmp_path / "a")(

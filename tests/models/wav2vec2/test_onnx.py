@@ -43,13 +43,14 @@ BASE = {
     "conv_bias": False,
     "normalize_eps": HF_EPSILON,
 }
+HUBERT = {**BASE, "model_type": "hubert", "feat_proj_layer_norm": False}
 # Latin letters whose bytes look like pieces of letters.
 LATIN = characters_state("abcdeƙơƒ", unknown=None)
 OWN = {**characters_state("abcñ"), "pieces": [*"|abcñ", "<unk>", "<pad>"], "unknown": 5, "blank": 6}
 MODELS = {  # by name: settings of the network, and the tokenizer
     "omni": (RELEASED, sentencepiece_state(["ab cdeƙơƒ"])),
     "base": (BASE, OWN),
-    "hubert": ({**BASE, "feat_proj_layer_norm": False}, characters_state("ABÉ", lower=True)),
+    "hubert": (HUBERT, characters_state("ABÉ", lower=True)),
     "mms": ({**DEMO, "adapter_attn_dim": 4, "normalize_eps": HF_EPSILON}, LATIN),
 }
 # Samples and loudness of clips. A first frame has 400 samples in released models.

@@ -1,5 +1,5 @@
-"""Whisper's decoding with times: against openai/whisper and transformers on the same random weights,
-and rule by rule."""
+"""Whisper's decoding with times: against openai/whisper and transformers on the same random
+weights, and rule by rule."""
 
 import dataclasses
 import functools
@@ -81,8 +81,8 @@ def features_of(waveform: torch.Tensor) -> torch.Tensor:
 
 
 def read_as_others(monkeypatch, waveform: torch.Tensor) -> None:
-    """One greedy pass over the features that they compute: of the whole recording, cut into windows,
-    the last of which is filled with zeros. Loops stay."""
+    """One greedy pass over the features that they compute: of the whole recording, cut into
+    windows, the last of which is filled with zeros. Loops stay."""
     features = features_of(waveform)
 
     def encode(model, window):

@@ -10,6 +10,7 @@ import soundfile
 import torch
 
 from common import options
+from common.device import Setup
 from common.errors import DataError, Stopped, UsageError
 from speech.alignment import command
 from speech.alignment.letters import of_characters
@@ -57,17 +58,19 @@ def tape(path: Path, lines: list[str], lead: float = 1.0) -> list[tuple[float, f
     return places
 
 
-def log_probs_of(waveform: torch.Tensor) -> np.ndarray:
+def log_probs_of(batch: dict) -> torch.Tensor:
+    waveform = batch["audio"][0]
     whole = waveform[: len(waveform) // SAMPLES * SAMPLES].reshape(-1, SAMPLES)
     letter = ((whole.mean(1) - 0.1) / 0.03).round().long()
     letter[letter < 0] = BLANK
     scores = torch.full((len(whole), BLANK + 1), -9.0)
-    return scores.scatter(1, letter[:, None], 0.0).log_softmax(-1).numpy()
+    return scores.scatter(1, letter[:, None], 0.0).log_softmax(-1)
 
 
 def recogniser() -> command.Recogniser:
     index = {letter: i for i, letter in enumerate(LETTERS)}
-    return command.Recogniser(log_probs_of, FRAME, of_characters(index, BLANK, BLANK + 1), 10.0)
+    vocabulary = of_characters(index, BLANK, BLANK + 1)
+    return command.Recogniser(Setup(), log_probs_of, FRAME, vocabulary, 10.0)
 
 
 def request(*words: str) -> command.Request | None:
@@ -97,7 +100,7 @@ def test_a_tape_and_its_book(folder, capsys):
     book = ". ".join(line.capitalize() for line in LINES) + ".\n"
     (folder / "book.txt").write_text(book, encoding="utf-8-sig")
     command.align_files(
-        request("--align", "tape.wav", "book.txt", "--output", "out/aligned.json"), recogniser()
+        request("--align", "tape.wav", "book.txt", "--output", "out/aligned.json"), recogniser
     )
     utterances = rows_of(folder / "out/aligned.json")
     assert [row["text"] for row in utterances] == [f"{line.capitalize()}." for line in read[:5]]
@@ -160,7 +163,7 @@ def test_folders_of_pairs(folder, capsys):
     told = capsys.readouterr().err
     assert "alone.wav" in told and "unread.txt" in told
     with pytest.raises(DataError, match="2 of 4"):
-        command.align_files(asked, recogniser())
+        command.align_files(asked, recogniser)
     told = capsys.readouterr().err
     assert "broken.wav" in told and "old.txt: it is not UTF-8" in told
     found = [(row["audio_filepath"], row["text"]) for row in rows_of(folder / "aligned.json")]
@@ -174,7 +177,7 @@ def test_a_tape_that_begins_and_ends_with_speech(folder):
     places = tape(folder / "tape.wav", LINES, lead=0.0)
     (folder / "book.txt").write_text("\n\n".join(LINES), encoding="utf-8")
     command.align_files(
-        request("--align", "tape.wav", "book.txt", "--output", "aligned.json"), recogniser()
+        request("--align", "tape.wav", "book.txt", "--output", "aligned.json"), recogniser
     )
     rows = rows_of(folder / "aligned.json")
     assert [row["text"] for row in rows] == LINES
@@ -187,7 +190,7 @@ def test_nothing_is_written_for_another_text(folder):
     (folder / "book.txt").write_text("Quixotic zebras jump. " * 40, encoding="utf-8")
     asked = request("--align", "tape.wav", "book.txt", "--output", "aligned.json")
     with pytest.raises(DataError, match="nothing was found"):
-        command.align_files(asked, recogniser())
+        command.align_files(asked, recogniser)
     assert sorted(path.name for path in folder.iterdir()) == ["book.txt", "tape.wav"]
 
 
@@ -197,7 +200,7 @@ def test_an_output_folder_that_is_a_link(folder):
     tape(folder / "tape.wav", LINES)
     (folder / "book.txt").write_text("\n".join(LINES), encoding="utf-8")
     words = ("--align", "tape.wav", "book.txt", "--output", "out/aligned.json")
-    command.align_files(request(*words), recogniser())
+    command.align_files(request(*words), recogniser)
     for manifest in ("out/aligned.json", "disk/deep/aligned.json"):
         corpus, _ = load_corpus(manifest, normalise, Checks())
         assert len(corpus) == len(LINES)
@@ -210,15 +213,17 @@ def test_a_signal_ends_all_pairs_and_nothing_is_written(folder):
     before = sorted(folder.iterdir())
     heard = []
 
-    def stopped_later(waveform):
-        heard.append(waveform)
+    def stopped_later(batch):
+        heard.append(batch)
         if len(heard) > 3:
             raise Stopped("stopped by SIGTERM", 143)
-        return log_probs_of(waveform)
+        return log_probs_of(batch)
 
     asked = request("--align", ".", ".", "--output", "aligned.json")
     with pytest.raises(Stopped):
-        command.align_files(asked, dataclasses.replace(recogniser(), log_probs=stopped_later))
+        command.align_files(
+            asked, lambda: dataclasses.replace(recogniser(), log_probs=stopped_later)
+        )
     assert sorted(folder.iterdir()) == before
 
 
@@ -226,11 +231,11 @@ def test_texts_that_somebody_has_mended_are_kept(folder):
     tape(folder / "tape.wav", LINES)
     (folder / "book.txt").write_text("\n".join(LINES), encoding="utf-8")
     words = ("--align", "tape.wav", "book.txt", "--output", "aligned.json")
-    command.align_files(request(*words), recogniser())
+    command.align_files(request(*words), recogniser)
     first = (folder / "aligned.json").read_text(encoding="utf-8")
     mended = first.replace("old man", "young man").replace('": ', '":')  # as the page saves it
     (folder / "aligned.json").write_text(mended, encoding="utf-8")
-    command.align_files(request(*words), recogniser())
+    command.align_files(request(*words), recogniser)
     assert (folder / "aligned.json").read_text(encoding="utf-8") == first
     assert (folder / "aligned.json.earlier-1").read_text(encoding="utf-8") == mended
 
@@ -240,7 +245,7 @@ def test_the_list_of_what_is_left_out_is_that_of_the_last_run(folder, capsys):
     words = ("--align", "tape.wav", "book.txt", "--output", "aligned.json")
     for lines in ([*LINES, "nobody reads this line"], LINES):
         (folder / "book.txt").write_text("\n".join(lines), encoding="utf-8")
-        command.align_files(request(*words), recogniser())
+        command.align_files(request(*words), recogniser)
     assert not (folder / "aligned_left_out.json").exists()
     assert "nothing is left out" in capsys.readouterr().out
 

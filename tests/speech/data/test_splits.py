@@ -58,7 +58,8 @@ def test_the_flags_become_checks():
         strict=True,
         seed=3,
     )
-    assert splits.resolve(parse(), ["a1", "b2"]).checks.held_out == ("a1", "b2")
+    before = splits.RunInfo(["a1", "b2"], longest=1.0, demo=True)
+    assert splits.resolve(parse(), before).checks.held_out == ("a1", "b2")
     assert splits.resolve(parse(), for_synthesis=True).checks.for_synthesis
     assert not checks().listen  # the demo's audio is known
     for manifest_flag in ("--train_manifest", "--test_manifest"):
@@ -108,6 +109,11 @@ def test_without_manifests_there_is_a_demo_a_stand_in_or_an_error(
     planned = splits.resolve(parse("--dry_run"))
     stood_in = load_splits(planned, normalise, demo, lambda: splits.stand_in(3.0))
     assert set(stood_in["train"].seconds) == {3.0}
+    own = splits.RunInfo([], longest=1.0, demo=False)
+    with pytest.raises(UsageError, match="trained on other data than the demo corpus"):
+        load_splits(splits.resolve(parse(), own), normalise, demo)
+    assert "using the demo corpus" not in capsys.readouterr().out
+    assert load_splits(splits.resolve(parse("--dry_run"), own), normalise, demo, lambda: stood_in)
     with pytest.raises(UsageError, match="there are no data: give --train_manifest"):
         load_splits(splits.resolve(parse()), normalise, stand_in=lambda: splits.stand_in(3.0))
 
@@ -119,7 +125,7 @@ def test_what_a_checkpoint_keeps_about_the_data(tmp_path, wav, json_lines):
     kept = splits.run_info(data, corpora)
     assert kept.held_out == splits.held_out_keys(corpora["val"]) and len(kept.held_out) == 3
     assert kept.longest == corpora["train"].seconds.max() and not kept.demo
-    again = load_splits(splits.resolve(parse("--train_manifest", path), kept.held_out), normalise)
+    again = load_splits(splits.resolve(parse("--train_manifest", path), kept), normalise)
     assert list(again["val"].texts) == list(corpora["val"].texts)
     data = splits.resolve(parse("--train_manifest", path, "--val_manifest", path))
     assert splits.run_info(data, load_splits(data, normalise)).held_out == []

@@ -46,8 +46,8 @@ def test_cuts_lie_in_silence():
 
 @pytest.mark.parametrize("level", [0.0, 0.003])
 def test_early_cuts_lie_in_the_first_pauses(level):
-    """Words of 1 to 2 s with pauses of 0.35 s: every word is a piece, whether the pauses are digital
-    silence or have noise."""
+    """Words of 1 to 2 s with pauses of 0.35 s: every word is a piece, whether the pauses are
+    digital silence or have noise."""
     random, rate = np.random.default_rng(0), 16_000
     parts, pauses = [], []
     for _ in range(20):

@@ -1,5 +1,5 @@
-"""ELAN's files: written by pympi and read here, times that are not given, dependent tiers, media, and
-hostile XML."""
+"""ELAN's files: written by pympi and read here, times that are not given, dependent tiers, media,
+and hostile XML."""
 
 import pytest
 from hypothesis import given

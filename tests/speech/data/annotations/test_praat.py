@@ -1,4 +1,4 @@
-"""Praat's TextGrids: written by praatio in both forms and read here, encodings, and damaged files."""
+"""Praat's TextGrids: written by praatio in both forms and read here, encodings, damaged files."""
 
 import pytest
 from hypothesis import given

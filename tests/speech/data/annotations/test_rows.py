@@ -1,5 +1,5 @@
-"""Files of annotations as manifests: which tier, which files, which audio, and what is said about what
-is left out."""
+"""Files of annotations as manifests: which tier, which files, which audio, and what is said about
+what is left out."""
 
 import os
 
@@ -227,7 +227,7 @@ def test_a_pattern_goes_through_all_that_follows(interviews):
     corpora = splits.load_splits(data, str)
     assert len(corpora["train"]) == 3 and len(corpora["val"]) == 1
     info = splits.run_info(data, corpora)
-    again = splits.resolve(resolved("--train_manifest", str(interviews / "*.eaf")), info.held_out)
+    again = splits.resolve(resolved("--train_manifest", str(interviews / "*.eaf")), info)
     assert splits.load_splits(again, str)["val"].fingerprint() == corpora["val"].fingerprint()
 
 
