@@ -1,6 +1,7 @@
 """The recipe of a voice: exactness of its losses, and its command line on a tiny model."""
 
 import functools
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -218,8 +219,28 @@ def test_a_trained_voice_speaks(trained, tmp_path):
     ran(recipe, *said, "--speaker", "voice 1")
     status, err = refused(recipe, *said, "--speaker", "nobody")
     assert status == 2 and "the voice has voice" in err
-    status, err = refused(recipe, "--synthesize", "?!", "--output_dir", folder)
-    assert status == 2 and "the text has no letters" in err
+    for text, problem in (("?!", "the text has no letters"), ("abc", "has none of its letters")):
+        status, err = refused(recipe, "--synthesize", text, "--output_dir", folder)
+        assert status == 2 and problem in err
+
+
+def test_a_resumed_voice_gets_no_further_speaker_and_no_further_letters(trained, noise, tmp_path):
+    shutil.copytree(trained[0], tmp_path / "run")
+    again = [*both(noise)[2:], *ONE, "--resume", "auto", "--output_dir", tmp_path / "run"]
+    rows = Path(noise).read_text(encoding="utf-8")
+    other = Path(noise).with_name("other.csv")
+    for old, new, problem in (
+        ("|voice 1", "|asha", "the speakers of 4 clips: asha; start a new voice"),
+        ("ም", "ፐጰ", "the vocabulary cannot write"),
+    ):
+        other.write_text(rows.replace(old, new), encoding="utf-8")
+        status, err = refused(recipe, "--train_manifest", other, *again)
+        assert status == 1 and problem in err, err
+    # Of an evaluation set they are only named.
+    other.write_text(rows.replace("|voice 1", "|asha"), encoding="utf-8")
+    measured = ["--evaluate", "--test_manifest", other, "--output_dir", tmp_path / "run"]
+    out = ran(recipe, *measured)
+    assert "warning: test set: the voice lacks the speakers of 4 clips: asha" in out
 
 
 def test_init_from_keeps_the_letters_that_both_have(trained, noise, tmp_path):
