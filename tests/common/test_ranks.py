@@ -259,7 +259,7 @@ def test_a_rank_that_is_lost_while_the_host_waits_for_the_sums(monkeypatch):
     engine = SimpleNamespace(sum_gradients=lambda: None, norm=lambda: torch.ones(()))
     training = SimpleNamespace(setup=SimpleNamespace(ranks=job), engine=engine, loss_scale=None)
     monkeypatch.setattr(torch.Tensor, "tolist", lost)
-    with pytest.raises(ranks.LostRank, match="another rank has ended .* aborted on rank 0"):
+    with pytest.raises(ranks.LostRank, match=r"another rank has ended .* aborted on rank 0"):
         update.reduce_gradients(training, torch.ones(1))
     assert depths == [1] and job.depth == 0
 
