@@ -73,6 +73,12 @@ DEMOS = {
         transcribes=False,
         stages=3,
     ),
+    "matcha": Demo(  # its prenet drops values whatever --dropout says: devices agree roughly
+        "matcha_voice",
+        "--model_size demo --batch_size 8 --speak_held_out 0",
+        AMHARIC_WORDS,
+        transcribes=False,
+    ),
 }
 
 
@@ -200,7 +206,7 @@ def export(bench: Bench, demo: Demo) -> dict:
 
 def is_result(line: str) -> bool:
     """Whether a line is a transcript, or has the losses of an evaluation."""
-    return "val_" in line or re.search(r"\bmel [\d.]+", line) is not None
+    return "val_" in line or re.search(r"\b(mel|flow) [\d.]+", line) is not None
 
 
 def offload(bench: Bench, demo: Demo) -> dict:

@@ -20,6 +20,7 @@ SIZES = {
     "parakeet": ("run_parakeet_tdt.sh", "0.6b"),
     "wav2vec2": ("run_wav2vec2_ctc.sh", "300m"),
     "xtts": ("run_xtts_amharic.sh", "full"),
+    "matcha": ("run_matcha_voice.sh", "full"),
 }
 VARIANTS = {
     "row": [],

@@ -370,9 +370,10 @@ def test_an_old_tab_says_why_it_is_dead(page, folders, servers):
     """The page is started again at the same address."""
     port = urlsplit(servers[-1].address).port
     playwright = pytest.importorskip("playwright.sync_api")
+    tab(page, "Data")
     with contextlib.suppress(playwright.TimeoutError):  # what is not fetched yet would be an error
         while True:
-            page.wait_for_event("request", lambda request: "/assets/" in request.url, timeout=2000)
+            page.wait_for_event("request", lambda request: "/assets/" in request.url, timeout=5000)
     servers[-1].kill()
     servers.append(Server(*folders, port))
     page.get_by_role("dialog").get_by_text("The page was started again").wait_for()
