@@ -100,7 +100,7 @@ def add_arguments(parser) -> None:
         ("speaker", None, None, "NAME", "the manifest's name (who spoke most in training)"),
     )  # fmt: skip
     parser.usual("synthesize", "output", "speed")
-    splits.add_arguments(parser)
+    splits.add_arguments(parser, allow_unknown=True)
     options.add_arguments(
         parser,
         batch_size=16,
@@ -389,6 +389,7 @@ def evaluate_only(args, asked: Options) -> None:
     if args.evaluate:
         corpora = check_corpora(args, read_data(args, before), info.language)
         corpora.pop("train", None)
+        start.check_known(corpora, info, args.allow_unknown)
         evaluation = evaluation_sets(args, corpora, info, setup)
         name = "test" if "test" in corpora else "val"
         with setup.autocast():
@@ -450,6 +451,7 @@ def main(args) -> None:
     with run.model_device():
         info, weights = start.choose(asked, run.resumed, run.initial, corpora["train"])
         model = start.make_model(info, weights, asked.dropout, run.resumed)
+    start.check_known(corpora, info, args.allow_unknown)
     start.describe(info, model)
 
     data = Utterances(args, corpora.pop("train"), info, training=True)

@@ -3,8 +3,8 @@ the folder of an export."""
 
 import sys
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,21 +13,22 @@ import torch
 
 from common import checkpoint, options
 from common.checkpoint import Saved
-from common.errors import UsageError
+from common.errors import DataError, UsageError
 from models import model_files, released
 from models.matcha import formats, onnx
 from models.matcha.decoding import Voice
 from models.matcha.model import CONFIG, SIZES, Matcha
 from models.matcha.tokenizer import MARKS, fault, read, symbols_of
-from speech.data.columns import Corpus, Strings
+from speech.data.columns import Corpus, Strings, printable
 from speech.data.splits import RunInfo
 from speech.decoding import judge
 from speech.writing.reading import AMHARIC, code_of
-from speech.writing.unknown import named
+from speech.writing.unknown import check_unknown, named, outside
 
 FINE_TUNING_RATE = 1e-4
 RATES = {"demo": 1e-3, "full": 5e-4, "large": 5e-4}  # from scratch
 DROPOUT = 0.1
+NEW_VOICE = "start a new voice with another --output_dir, from these weights by --init_from"
 EXPORTS_ONLY = "an exported voice is what a training has made of data: it says whose voice it is"
 
 EXCLUDES = (
@@ -178,9 +179,31 @@ def speaker_of(name: str | None, info: ModelInfo) -> int:
     if name is None:
         return 0
     if name not in info.speakers:
-        known = ", ".join(each or "(without a name)" for each in info.speakers[:20])
-        raise UsageError(f"--speaker {name[:40]}: the voice has {known}")
+        raise UsageError(f"--speaker {name[:40]}: the voice has {listed(info.speakers)}")
     return info.speakers.index(name)
+
+
+def check_known(corpora: dict[str, Corpus], info: ModelInfo, allow_unknown: bool) -> None:
+    """Prints which characters of each set the voice lacks, and how many clips are of other speakers.
+    Raises `DataError` if characters are many, or if the training set has another speaker."""
+    texts = {name: replace(corpus, texts=corpus.read) for name, corpus in corpora.items()}
+    check_unknown(texts, outside(info.symbols), allow_unknown, NEW_VOICE, is_own=True)
+    for name, corpus in corpora.items():
+        clips = Counter(corpus.speakers)
+        others = sorted(clips.keys() - {*info.speakers})
+        # The one speaker of a voice may have another name now; a stand-in's has none.
+        if not others or len(info.speakers) == len(clips) == 1 or not corpus.paths[0]:
+            continue
+        count = sum(clips[each] for each in others)
+        problem = f"{name} set: the voice lacks the speakers of {count} clips: {listed(others)}"
+        if name == "train":
+            raise DataError(f"{problem}; {NEW_VOICE}")
+        print(f"warning: {problem}; they are taken for the one who spoke most")
+
+
+def listed(speakers: Sequence[str]) -> str:
+    """Names of speakers for a message."""
+    return ", ".join(printable(name) or "(without a name)" for name in speakers[:20])
 
 
 def check_texts(texts: Iterable[str], voice: Voice) -> None:
@@ -190,10 +213,10 @@ def check_texts(texts: Iterable[str], voice: Voice) -> None:
         heard = read(text, voice.language)
         if problem := fault(heard, voice.language):
             raise UsageError(f"--synthesize {text[:40]!r}: {': '.join(problem)}")
-        tokens = voice.tokens.encode(heard)
-        if not any(voice.tokens.symbols[token].isalnum() for token in tokens):
-            raise UsageError(f"--synthesize {text[:40]!r}: the voice knows none of its letters")
-        if lacking := Counter(c for c in heard if c not in voice.tokens.numbers):
+        lacking = Counter(outside(voice.tokens.numbers)(heard))
+        if not any(c.isalnum() for c in heard if c not in lacking):
+            raise UsageError(f"--synthesize {text[:40]!r}: the voice has none of its letters")
+        if lacking:
             print(f"warning: {text[:40]!r}: the voice lacks {named(lacking)}", file=sys.stderr)
 
 
@@ -207,9 +230,7 @@ def choose(
     they are random or the loop loads them. `resumed` and `initial`: the checkpoints of --resume and
     --init_from. Raises `UsageError`."""
     if resumed:
-        info = known_info(asked, resumed)
-        require_known(info, train)
-        return info, None
+        return known_info(asked, resumed), None
     symbols = symbols_of(train.read)
     speakers = speakers_of(train)
     weights = None
@@ -252,22 +273,6 @@ def known_info(asked: Options, saved: Saved) -> ModelInfo:
     if found:
         raise UsageError(f"{', '.join(found)} conflicts with the checkpoint: {released.LEAVE_OUT}")
     return info
-
-
-def require_known(info: ModelInfo, train: Corpus) -> None:
-    """Raises `UsageError` if a resumed voice of several speakers has no vector of a speaker of the
-    training set, whose clips would change the first one's, and warns of letters that it lacks."""
-    new = set(train.speakers) - set(info.speakers)
-    is_planned = torch.get_default_device().type == "meta"  # with a stand-in's speaker, perhaps
-    if new and len(info.speakers) > 1 and not is_planned:
-        shown = ", ".join(name or "(without a name)" for name in sorted(new)[:20])
-        raise UsageError(
-            f"the training set has speakers that the voice lacks ({shown}): start a new run with"
-            " --init_from, or leave their clips out"
-        )
-    known = set(info.symbols)
-    if lacking := Counter(c for text in train.read for c in text if c not in known):
-        print(f"warning: the voice lacks {named(lacking)} of the training set", file=sys.stderr)
 
 
 def make_model(

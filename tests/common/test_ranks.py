@@ -6,12 +6,14 @@ import socket
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from common import checkpoint, checks, report
+from common import checkpoint, checks, ranks, report, update
 from common.errors import Failure
+from common.parts import processes
 from tests import small
 
 ONE = (
@@ -243,6 +245,23 @@ def test_a_run_that_goes_from_one_process_to_shards_to_two_machines_and_back(tmp
     assert newest(changing / "machine1").progress.step == 2  # what it was sent
     on_one(changing, *ONE, *whole_again)
     assert_close(newest(changing), newest(one))
+
+
+def test_a_rank_that_is_lost_while_the_host_waits_for_the_sums(monkeypatch):
+    """On a GPU the sums over the ranks are waited for only when they are read."""
+    job = processes.Job(0, 2)
+    depths = []
+
+    def lost(tensor) -> None:
+        depths.append(job.depth)  # above 0 a signal does not wait for ever, either
+        raise RuntimeError("NCCL communicator was aborted on rank 0")
+
+    engine = SimpleNamespace(sum_gradients=lambda: None, norm=lambda: torch.ones(()))
+    training = SimpleNamespace(setup=SimpleNamespace(ranks=job), engine=engine, loss_scale=None)
+    monkeypatch.setattr(torch.Tensor, "tolist", lost)
+    with pytest.raises(ranks.LostRank, match=r"another rank has ended .* aborted on rank 0"):
+        update.reduce_gradients(training, torch.ones(1))
+    assert depths == [1] and job.depth == 0
 
 
 def test_shards_that_do_not_fit_start_anew_with_a_size_that_fits(tmp_path, on_ranks):

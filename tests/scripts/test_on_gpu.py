@@ -83,6 +83,18 @@ def test_the_weights_with_each_level_of_offloading_are_those_without(tmp_path, m
     assert correctness.weights_differ(unchanged, states[""]) == pytest.approx(1)
 
 
+def test_every_recipe_with_presets_is_measured():
+    recipes = {Path(script.page).stem for script in tier_tables.SCRIPTS.values()}
+    assert {demo.recipe for demo in correctness.DEMOS.values()} == recipes
+    assert {script for script, _ in speed.SIZES.values()} == {*tier_tables.SCRIPTS}
+    for line in (
+        "clips/val_1.wav ሰላም",
+        "test set: mel 1.2  ce 3",
+        "test set: duration 1  flow 2.3",
+    ):
+        assert correctness.is_result(line)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 @pytest.mark.parametrize("name", correctness.DEMOS)

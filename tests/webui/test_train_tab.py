@@ -57,6 +57,14 @@ def test_the_panel_names_its_run_and_the_best_weights_can_be_kept(context):
     assert "there is no recipe" in about and "Download best.safetensors</a>" in about
 
 
+def test_the_command_that_uses_the_best_weights():
+    recipes = catalogue.find_recipes()
+    assert export._use(recipes[KONKANI]) == "--transcribe recording.wav"
+    assert export._use(recipes["matcha_voice"]) == '--synthesize "a text"'
+    cloned = '--synthesize "a text" --speaker_wav voice.wav'
+    assert export._use(recipes["xtts_amharic"]) == cloned
+
+
 def test_messages_end():
     """They are shown as HTML, so what they name is escaped."""
     actions = []

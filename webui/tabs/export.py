@@ -148,8 +148,16 @@ def _consent(recipe: Recipe) -> gr.Textbox:
 
 def _about(run: Run, recipe: Recipe) -> str:
     about = ABOUT if "export" in _names(recipe) else NO_FORMS.format(recipe=recipe.name)
-    act = "transcribe recording.wav" if "transcribe" in recipe.commands else "evaluate"
-    return _kept(run, about, f"python recipes/{recipe.name}.py --{act} --resume")
+    return _kept(run, about, f"python recipes/{recipe.name}.py {_use(recipe)} --resume")
+
+
+def _use(recipe: Recipe) -> str:
+    """The flags with which a recipe uses weights."""
+    if "transcribe" in recipe.commands:
+        return "--transcribe recording.wav"
+    if "synthesize" in recipe.commands:
+        return '--synthesize "a text"' + (" --speaker_wav voice.wav" if recipe.clones else "")
+    return "--evaluate"
 
 
 def _kept(run: Run, about: str, command: str = "") -> str:
