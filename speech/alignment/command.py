@@ -26,7 +26,7 @@ from speech.decoding import transcripts
 from speech.signal.audio import audio_files
 
 MANIFEST = b'{"audio_filepath":'  # how the lines of both lists begin, also those of the page
-TEXTS = (".txt", ".text", ".md")  # suffixes of texts in a folder
+TEXTS = (".txt", ".text", ".md")  # suffixes of texts
 OTHER = "it is for transcripts; leave the first out"
 NO_WEIGHTS = "a flat start reads no weights; leave one out"
 
@@ -132,6 +132,11 @@ def find_pairs(audio: str, text: str) -> list[tuple[Path, Path]]:
         raise UsageError(f"--align {audio} {text}: name two files or two folders")
     recordings = audio_files([audio])
     if not os.path.isdir(audio):
+        if Path(text).suffix.lower() not in (*TEXTS, ""):  # markup would become a text to read
+            raise UsageError(
+                f"--align {audio} {text}: name a recording and then its text, a plain one in UTF-8"
+                " such as book.txt"
+            )
         return [(recordings[0], files.require_file(text, "--align"))]
     texts = [path for path in sorted(Path(text).rglob("*")) if path.suffix.lower() in TEXTS]
     by_name = {_name_in(text, path): path for path in texts if path.is_file()}

@@ -257,6 +257,8 @@ def test_the_list_of_what_is_left_out_is_that_of_the_last_run(folder, capsys):
         ("missing.wav book.txt --output a.json", "missing.wav: no such file"),
         ("tape.wav . --output a.json", "two files or two folders"),
         (". book.txt --output a.json", "two files or two folders"),
+        ("tape.wav book.html --output a.json", "a plain one in UTF-8"),
+        ("book.txt tape.wav --output a.json", "a recording and then its text"),
         ("*.wav *.txt --output a.json", "two files or two folders"),
         ("tape.wav book.txt --output a.srt", "it will be a manifest"),
         ("tape.wav book.txt --output book.txt", "this command reads it"),
