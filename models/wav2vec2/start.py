@@ -48,6 +48,7 @@ CARDS = {  # by --export_format
         use="""
 from transformers import pipeline
 
+# a file name needs ffmpeg; an array does not
 print(pipeline("automatic-speech-recognition", "FOLDER")("recording.wav")["text"])
 """,
     ),

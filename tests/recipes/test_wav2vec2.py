@@ -502,6 +502,13 @@ def test_a_plan_is_of_the_model_that_the_flags_ask_for(noise, released, unsuperv
         assert model.lm_head.weight.shape == (rows, 32)
     status, out, err = runs.run(recipe, *flags, "--dry_run", "8GB")
     assert status == 0 and "Verdict: fits" in out, err
+    # Without data, of a model that writes another script.
+    write_json(tmp_path / "vocab.json", {"[PAD]": 4, "|": 0, "[UNK]": 3, "ሀ": 1, "ለ": 2, "ሐ": 5})
+    folder = shutil.copytree(released, tmp_path / "amharic")
+    shutil.move(tmp_path / "vocab.json", folder / "vocab.json")
+    planned = runs.planned(recipe, "--model_dir", folder, "--output_dir", tmp_path, "--dry_run")
+    assert planned.model.lm_head.weight.shape == (6, 32)
+    shutil.rmtree(folder)
     assert not list(tmp_path.iterdir())
 
 
