@@ -95,11 +95,7 @@ NEEDS = (
     *adapters.NEEDS,
     ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
     ("export_format", ("export",), ""),
-    (
-        "vocab",
-        (*released.MODELS, "resume", "init_from"),
-        "it is the vocabulary of a released model",
-    ),
+    ("vocab", (*released.MODELS, "resume"), "it changes the vocabulary of a released model"),
     ("language", ("model_dir",), "it is one of MMS's"),
     ("tokenizer", ("model_file", "model_dir"), "it belongs to omniASR's weights"),
 )

@@ -517,6 +517,7 @@ def test_a_plan_is_of_the_model_that_the_flags_ask_for(noise, released, unsuperv
     [
         ("--vocab released --model_dir {ssl}", "has no vocabulary"),
         ("--vocab own --from_scratch", "--vocab"),
+        ("--vocab own --init_from {tuned}", "--vocab goes with --model_dir or --model_file"),
         ("--language deu --from_scratch", "--language"),
         ("--mask_time 0.5 --no_spec_augment --model_dir {hf}", "--mask_time"),
         ("--keep_text --model_dir {hf} --resume {tuned}", "--keep_text"),
