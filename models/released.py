@@ -64,6 +64,7 @@ class Forms:
     file: str  # the file that --model_file takes; empty if the recipe has no such flag
     exported: str  # what loads an export: "for transformers, with OpenAI's model.pt"
     fetch: str  # the command that fetches a released model
+    fetch_file: str = ""  # the one that fetches a file, if `fetch` does not
 
 
 @dataclass(frozen=True)
@@ -237,9 +238,10 @@ def fetching(path: str, forms: Forms) -> str:
 def require_source(path: str, flag: str, forms: Forms) -> None:
     """Raises `UsageError` if there is nothing at this path, or a file in place of a folder."""
     if not os.path.exists(path):
+        fetch = flag == "--model_file" and forms.fetch_file
         raise UsageError(
             f"{flag} {path}: no such file or folder, and nothing is downloaded here; fetch a model"
-            f" with: {fetching(path, forms)}"
+            f" with: {fetch or fetching(path, forms)}"
         )
     is_folder = os.path.isdir(path)
     if flag == "--model_dir" and not is_folder:

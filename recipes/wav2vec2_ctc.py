@@ -66,7 +66,7 @@ from models.wav2vec2.tokenizer import Wav2Vec2Tokenizer
 from speech.alignment import command as alignment
 from speech.alignment.letters import of_characters
 from speech.data import demo, splits
-from speech.data.columns import Corpus
+from speech.data.columns import Corpus, Strings
 from speech.data.splits import RunInfo
 from speech.decoding import recogniser, timed, windows
 from speech.decoding.long import PARTS, by_length
@@ -138,6 +138,19 @@ def read_data(args, before: RunInfo | None, style: Style | None) -> dict[str, Co
     if report := prepare.report():
         print(report)
     return corpora
+
+
+def in_its_letters(corpora: dict[str, Corpus], info: ModelInfo) -> dict[str, Corpus]:
+    """The corpora. Those that stand in for data in a plan have letters that the model writes, which
+    may have capitals or another script only."""
+    train = corpora["train"]
+    if train.paths[0] or not info.config["vocabulary"]:
+        return corpora
+    letters = {*"".join(train.texts)} - {" "}
+    known = itertools.cycle(sorted(tokenizer_of(info).characters))
+    table = dict(zip(map(ord, sorted(letters)), known, strict=False))
+    texts = Strings(text.translate(table) for text in train.texts)
+    return {name: dataclasses.replace(each, texts=texts) for name, each in corpora.items()}
 
 
 def check_texts(args, corpora: dict[str, Corpus], info: ModelInfo) -> None:
@@ -545,12 +558,12 @@ def main(args) -> None:
             asked,
             run.resumed,
             run.initial,
-            lambda info: read(info.read_style())["train"].texts,
+            lambda info: in_its_letters(read(info.read_style()), info)["train"].texts,
             args.seed,
         )
     if not args.spec_augment:
         model.masked_spec_embed.requires_grad_(False)  # no frame becomes it
-    corpora = dict(read(info.read_style()))
+    corpora = dict(in_its_letters(read(info.read_style()), info))
     check_texts(args, corpora, info)
     corpora["train"] = drop_untrainable(args, corpora["train"], info)
     sets = make_sets(args, info, corpora)

@@ -49,6 +49,7 @@ CARDS = {  # by --export_format
         use="""
 from transformers import pipeline
 
+# a file name needs ffmpeg; an array does not
 print(pipeline("automatic-speech-recognition", "FOLDER")("recording.wav")["text"])
 """,
     ),
@@ -75,8 +76,9 @@ FORMS = released.Forms(
     folder="a Hugging Face folder",
     file="omniASR's model.pt",
     exported="in --export_format",
-    fetch="curl -L --remote-name-all https://dl.fbaipublicfiles.com/mms/omniASR-CTC-300M.pt"
-    " https://dl.fbaipublicfiles.com/mms/omniASR_tokenizer.model",
+    fetch="hf download facebook/wav2vec2-xls-r-300m --local-dir wav2vec2-xls-r-300m",
+    fetch_file="curl -L --remote-name-all"
+    f" {settings.PUBLISHED}omniASR-CTC-300M.pt {settings.PUBLISHED}omniASR_tokenizer.model",
 )
 VOCABULARIES = ("released", "extended", "own")
 TRAINING = ("train_extractor", "vocab", "mask_time", "mask_channels", "layer_drop", "keep_text")
@@ -95,11 +97,7 @@ NEEDS = (
     *adapters.NEEDS,
     ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
     ("export_format", ("export",), ""),
-    (
-        "vocab",
-        (*released.MODELS, "resume", "init_from"),
-        "it is the vocabulary of a released model",
-    ),
+    ("vocab", (*released.MODELS, "resume"), "it changes the vocabulary of a released model"),
     ("language", ("model_dir",), "it is one of MMS's"),
     ("tokenizer", ("model_file", "model_dir"), "it belongs to omniASR's weights"),
 )
@@ -111,7 +109,7 @@ class ModelInfo:
     texts are prepared (the fields of a `texts.Style`; empty if they are left as they are), whether
     it began from released weights, and their licence, by the hub's name, if it is known.
     `new_pieces`: the rows of the head that were new; `had_head`: whether the released model had
-    one; `language`: whose adapter MMS gave."""
+    one; `language`: whose adapter MMS gave; `vocab`: the one of VOCABULARIES that it has."""
 
     config: Annotated[dict, settings.CONFIG]
     tokenizer: Annotated[dict, STATE]
@@ -119,6 +117,7 @@ class ModelInfo:
     pretrained: bool
     licence: str = ""
     language: str = ""
+    vocab: str = "released"
     had_head: bool = True
     new_pieces: list[int] = field(default_factory=list)
 
@@ -300,10 +299,17 @@ def find_conflicts(asked: Options, info: ModelInfo) -> list[str]:
     found = released.conflicts(origin, info, ("hidden_size", "num_hidden_layers"))
     if asked.keep_text and info.style:
         found.append("--keep_text (the checkpoint's model was trained on prepared texts)")
+    if asked.vocab not in (None, info.vocab):
+        found.append(f"--vocab {asked.vocab} (the checkpoint's model has --vocab {info.vocab})")
     if origin.path and info.pretrained:
         theirs, _ = read(asked, origin.path)
         if not settings.is_same_encoder(theirs.config, info.config):
             found.append(f"{origin.flag} {origin.path} (the checkpoint's model has another shape)")
+        elif theirs.language != info.language:
+            found.append(
+                f"{origin.flag} {origin.path} in {theirs.language} (the checkpoint's model is of"
+                f" --language {info.language})"
+            )
     return found
 
 
@@ -356,6 +362,7 @@ def with_vocabulary(
             " leave it out"
         )
     read_texts = training_texts(info)
+    info = dataclasses.replace(info, vocab=kind)
     if kind == "own":
         state = vocabulary.own(read_texts, info.read_style())
     elif kind == "extended":
@@ -370,7 +377,7 @@ def from_scratch(asked: Options, training_texts: Callable[[ModelInfo], Iterable[
     """A model with random weights and the characters of the training texts, which are left as they
     are."""
     config = dict(asked.origin.size)
-    empty = ModelInfo(config, {}, {}, pretrained=False)
+    empty = ModelInfo(config, {}, {}, pretrained=False, vocab="own")
     state = vocabulary.own(training_texts(empty), None)
     state = vocabulary.padded(state, config["vocabulary"])
     tokenizer = Wav2Vec2Tokenizer(state)

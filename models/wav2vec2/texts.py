@@ -152,11 +152,14 @@ class Preparation:
 
 def _in_form(text: str, style: Style) -> str:
     text = text.replace(ACUTE, "\u2019")
-    text = unicodedata.normalize(style.form, text)
-    if style.leaves_out.intersection(text):
-        text = "".join(character for character in text if character not in style.leaves_out)
-        text = unicodedata.normalize(style.form, text)
-    return " ".join(text.split())
+    return " ".join(unicodedata.normalize(style.form, text).split())
+
+
+def _without_left_out(text: str, style: Style) -> str:
+    if not style.leaves_out.intersection(text):
+        return text
+    text = "".join(character for character in text if character not in style.leaves_out)
+    return " ".join(unicodedata.normalize(style.form, text).split())
 
 
 def _in_case(text: str, style: Style) -> str:
@@ -204,6 +207,7 @@ def _without_digits(text: str, style: Style) -> str:
 
 _STEPS: dict[Callable[[str, Style], str], str] = {
     _in_form: "another Unicode form",
+    _without_left_out: "no vowel points or joiners",
     _in_case: "{} case",
     _without_bracketed_numbers: "no bracketed numbers",
     _without_punctuation: "spaces for punctuation",

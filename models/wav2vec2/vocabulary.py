@@ -19,8 +19,7 @@ from speech.writing import unknown
 ROWS = ("lm_head.weight", "lm_head.bias")  # the tensors with a row for each piece
 BLANK = "<blank>"  # in `row_names`, also of omniASR, whose <pad> is another piece
 UNKNOWN = "<unk>"
-PAD = "<pad>"  # the blank of a vocab.json
-DELIMITER = "|"  # the space in a vocab.json
+PAD = "<pad>"  # the blank of a vocabulary of characters
 # A character is rare, and no reason for another vocabulary, if there are no more than so many, or
 # than this share of all characters.
 FEW = 2
@@ -66,7 +65,7 @@ def extended(tokenizer: Wav2Vec2Tokenizer, texts: Iterable[str], style: Style | 
     if not counts:
         raise UsageError("--vocab extended: the vocabulary has all characters; leave it out")
     # The delimiter and special pieces cannot be letters, too.
-    lacking = counts.keys() - {DELIMITER, *tokenizer.pieces}
+    lacking = counts.keys() - {tokenizer.state().get("delimiter"), *tokenizer.pieces}
     added = sorted(_letters(lacking, style), key=lambda each: (-counts[each], each))
     return with_added(tokenizer.state(), added)
 
@@ -77,7 +76,7 @@ def own(texts: Iterable[str], style: Style | None) -> dict:
     for text in texts:
         characters.update(text)
     # The delimiter would be a space.
-    characters = _letters(characters - {DELIMITER}, style)
+    characters = _letters(characters - {SPACE}, style)
     if not characters or len(characters) > MOST - 3:
         raise DataError(
             f"--vocab own: the training texts have {len(characters):,} characters; a vocabulary has"
@@ -85,8 +84,8 @@ def own(texts: Iterable[str], style: Style | None) -> dict:
         )
     return {
         "kind": "characters",
-        "pieces": [PAD, UNKNOWN, DELIMITER, *sorted(characters)],
-        "delimiter": DELIMITER,
+        "pieces": [PAD, UNKNOWN, SPACE, *sorted(characters)],
+        "delimiter": SPACE,
         "blank": 0,
         "unknown": 1,
         "lower": False,

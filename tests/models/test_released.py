@@ -182,3 +182,6 @@ def test_a_missing_model_is_fetched_by_its_own_name():
     asked = released.fetching("models/whisper-small", forms)
     assert asked.endswith("hf download openai/whisper-small --local-dir whisper-small")
     assert released.fetching("gone", forms).endswith("openai/whisper-base --local-dir whisper-base")
+    forms = replace(forms, fetch_file="curl -LO https://a/base.pt")
+    with pytest.raises(UsageError, match=r"with: curl -LO https://a/base\.pt$"):
+        released.require_source("gone.pt", "--model_file", forms)

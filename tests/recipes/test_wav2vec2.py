@@ -27,6 +27,7 @@ from common.engine import run_global_batch
 from models.wav2vec2 import formats, settings, start, vocabulary
 from models.wav2vec2 import model as network
 from models.wav2vec2.model import Wav2Vec2, frames
+from models.wav2vec2.tokenizer import SPACE
 from recipes import wav2vec2_ctc as recipe
 from speech.data.columns import Corpus
 from speech.data.loading import Checks, load_corpus
@@ -37,6 +38,7 @@ from tests.models.wav2vec2.test_formats import (
     LAYER,
     PIECES,
     TO_FAIRSEQ2,
+    change_json,
     mms,
     peer,
     saved,
@@ -337,7 +339,7 @@ def test_weights_of_a_run_fit_another_vocabulary_by_character(noise, new_head, t
     ran(recipe, *given, *few, "--output_dir", tmp_path / "run")
     before, after = checkpoint.read_weights(best, recipe.RECIPE), newest(tmp_path / "run", recipe)
     old, new = (each.model_info["tokenizer"]["pieces"] for each in (before, after))
-    assert old == ["<pad>", "<unk>", "|", *"abé"] and new == ["<pad>", "<unk>", "|", *"0abé"]
+    assert old == ["<pad>", "<unk>", SPACE, *"abé"] and new == ["<pad>", "<unk>", SPACE, *"0abé"]
     for name in vocabulary.ROWS:
         kept = [new.index(piece) for piece in old]
         assert torch.equal(after.model[name][kept], before.model[name])
@@ -436,6 +438,9 @@ def test_a_language_of_mms_is_tuned_and_stays_non_commercial(noise, tmp_path):
     assert newest(tmp_path / "run", recipe).model_info["language"] == "deu"
     _, err = refused(recipe, *noise, *flags, "--language", "vie")
     assert "for: deu, amh" in err
+    change_json(folder / "tokenizer_config.json", pad_token="<pad>", unk_token="<unk>")  # amh's
+    _, err = refused(recipe, *noise, *flags, "--language", "amh", "--resume", "auto")
+    assert "in amh (the checkpoint's model is of --language deu)" in err
 
 
 # --- used without training, adapters and plans ----------------------------------------------------
@@ -533,6 +538,13 @@ def test_a_plan_is_of_the_model_that_the_flags_ask_for(noise, released, unsuperv
         assert model.lm_head.weight.shape == (rows, 32)
     status, out, err = runs.run(recipe, *flags, "--dry_run", "8GB")
     assert status == 0 and "Verdict: fits" in out, err
+    # Without data, of a model that writes another script.
+    write_json(tmp_path / "vocab.json", {"[PAD]": 4, "|": 0, "[UNK]": 3, "ሀ": 1, "ለ": 2, "ሐ": 5})
+    folder = shutil.copytree(released, tmp_path / "amharic")
+    shutil.move(tmp_path / "vocab.json", folder / "vocab.json")
+    planned = runs.planned(recipe, "--model_dir", folder, "--output_dir", tmp_path, "--dry_run")
+    assert planned.model.lm_head.weight.shape == (6, 32)
+    shutil.rmtree(folder)
     assert not list(tmp_path.iterdir())
 
 
@@ -541,9 +553,14 @@ def test_a_plan_is_of_the_model_that_the_flags_ask_for(noise, released, unsuperv
     [
         ("--vocab released --model_dir {ssl}", "has no vocabulary"),
         ("--vocab own --from_scratch", "--vocab"),
+        ("--vocab own --init_from {tuned}", "--vocab goes with --model_dir or --model_file"),
         ("--language deu --from_scratch", "--language"),
         ("--mask_time 0.5 --no_spec_augment --model_dir {hf}", "--mask_time"),
         ("--keep_text --model_dir {hf} --resume {tuned}", "--keep_text"),
+        (
+            "--vocab released --model_dir {ssl} --resume {tuned}",
+            "--vocab released (the checkpoint's",
+        ),
         ("--from_scratch --resume {tuned}", "--from_scratch"),
         ("", "training needs a model to start from"),
     ],

@@ -93,6 +93,9 @@ def test_one_sentence_says_what_is_done():
         " in 1, spaces for punctuation in 1, no words of digits in 1, nothing left in 1"
         " (--keep_text leaves them)"
     )
+    prepare = Preparation(OMNI)
+    prepare("كِتَاب")
+    assert "to what the model writes: no vowel points or joiners in 1 (" in prepare.report()
     prepare = Preparation(OWN)
     prepare("one two")
     assert prepare.report() == "texts: all 1 are as the model writes them"

@@ -75,7 +75,7 @@ def test_rows_go_with_their_characters(kind):
 def test_an_extended_vocabulary_keeps_all_rows(kind, capsys):
     info, weights = released(STATES[kind])
     tokenizer = Wav2Vec2Tokenizer(info.tokenizer)
-    state = vocabulary.extended(tokenizer, ["ŋ ab é é | "], None)
+    state = vocabulary.extended(tokenizer, ["ŋ ŋ ab é é é | "], None)
     new, changed = with_new_vocabulary(info, weights, state)
     assert new.config["blank"] == tokenizer.blank
     assert new.new_pieces[:2] == [tokenizer.size, tokenizer.size + 1]
@@ -138,7 +138,7 @@ def test_characters_that_are_not_rare_must_be_known(capsys):
 
 def test_a_vocabulary_of_one_s_own_needs_characters():
     with pytest.raises(DataError, match="0 characters"):
-        own([" | ", ""], None)
+        own(["  ", ""], None)
     with pytest.raises(DataError, match="65,534 characters"):
         own(map(chr, range(0x20000, 0x20000 + 65_534)), None)
 
@@ -152,6 +152,19 @@ def test_the_new_vocabulary_prepares_texts_as_the_old_one_did(kind, text):
     texts = [prepare(text, style), "zz 2nd"]
     state = vocabulary.extended(old, texts, style) if old else own(texts, style)
     assert prepare(text, style_of(Wav2Vec2Tokenizer(state))) == texts[0]
+
+
+@pytest.mark.parametrize("kind", [None, "omniasr"])
+def test_a_bar_in_texts_that_are_kept_is_a_letter(kind):
+    """It is often typed for a click or for a danda."""
+    texts = ["|ab a"]
+    if kind:
+        state = vocabulary.extended(Wav2Vec2Tokenizer(STATES[kind]), texts, None)
+    else:
+        state = own(texts, None)
+    tokenizer = Wav2Vec2Tokenizer(state)
+    assert tokenizer.decode(tokenizer.encode("|ab a")) == "|ab a"
+    assert tokenizer.lacking("|ab a") == []
 
 
 def test_digits_are_characters_of_texts_that_are_kept():
