@@ -227,18 +227,18 @@ def choose(
     symbols = symbols_of(train.read)
     speakers = speakers_of(train)
     weights = None
+    before = checkpoint.read_infos(initial, ModelInfo, RunInfo)[0] if initial else None
     if asked.model_file:
         config, weights = formats.read_model(asked.model_file)
         config, weights = formats.adapted(config, weights, symbols, len(speakers))
         print(formats.LICENCE)
     else:
         size = SIZES[asked.size]
-        if initial and "model_size" not in asked.given:
-            before, _ = checkpoint.read_infos(initial, ModelInfo, RunInfo)
+        if before and "model_size" not in asked.given:
             size = before.config
         config = {**size, "symbols": len(symbols), "speakers": len(speakers)}
-    info = ModelInfo(config, symbols, speakers, asked.language, weights is not None)
-    return info, weights
+    is_released = bool(weights) or bool(before and before.pretrained)  # its licence stays
+    return ModelInfo(config, symbols, speakers, asked.language, is_released), weights
 
 
 def known_info(asked: Options, saved: Saved) -> ModelInfo:

@@ -1,5 +1,6 @@
 """The recipe of a voice: exactness of its losses, and its command line on a tiny model."""
 
+import dataclasses
 import functools
 import shutil
 from pathlib import Path
@@ -248,6 +249,19 @@ def test_init_from_keeps_the_letters_that_both_have(trained, noise, tmp_path):
     best = folder / "checkpoints" / "best.safetensors"
     out = ran(recipe, *both(noise), *ONE, "--init_from", best, "--output_dir", tmp_path)
     assert "initialised" in out
+
+
+def test_init_from_of_a_released_voice_keeps_its_licence(trained, noise):
+    """The card of what is trained on says that the released model's licence holds."""
+    corpus, _ = load_corpus(noise, recipe.text.normalise, Checks(max_duration=15))
+    start.read_corpora({"train": corpus}, "am")
+    asked = start.Options("demo", None, "am", frozenset(), 0.0, None, None, None, None, None)
+    best = trained[0] / "checkpoints" / "best.safetensors"
+    saved = checkpoint.read_weights(best, recipe.RECIPE)
+    for is_released in (False, True):
+        info = {**saved.model_info, "pretrained": is_released}
+        initial = dataclasses.replace(saved, model_info=info)
+        assert start.choose(asked, None, initial, corpus)[0].pretrained == is_released
 
 
 def test_an_export_names_whose_voice_it_is(trained, tmp_path):
