@@ -17,7 +17,7 @@ from common.errors import UsageError
 from models import model_files, released
 from models.matcha import formats, onnx
 from models.matcha.decoding import Voice
-from models.matcha.model import CONFIG, SIZES, Matcha
+from models.matcha.model import CONFIG, SIZES, Matcha, is_possible
 from models.matcha.tokenizer import MARKS, fault, read, symbols_of
 from speech.data.columns import Corpus, Strings
 from speech.data.splits import RunInfo
@@ -58,14 +58,19 @@ FORMS = released.Forms(
 )
 
 
+def are_symbols(symbols: list[str]) -> bool:
+    """Whether these are the marks and then single characters."""
+    return tuple(symbols[: len(MARKS)]) == MARKS and all(len(symbol) == 1 for symbol in symbols)
+
+
 @dataclass(frozen=True)
 class ModelInfo:
     """The record of a model that is saved with its weights. `speakers`: their names, by the rows of
     their vectors."""
 
     config: Annotated[dict, CONFIG]
-    symbols: Annotated[list[str], lambda symbols: tuple(symbols[: len(MARKS)]) == MARKS]
-    speakers: list[str]
+    symbols: Annotated[list[str], are_symbols]
+    speakers: Annotated[list[str], lambda speakers: len(speakers) > 0]
     language: str
     pretrained: bool  # began from released weights, perhaps by way of --init_from
 
@@ -240,6 +245,8 @@ def known_info(asked: Options, saved: Saved) -> ModelInfo:
     config = info.config
     if len(info.symbols) != config["symbols"] or len(info.speakers) > config["speakers"]:
         raise UsageError(f"{saved.path}: its tokens or speakers are not those of its model")
+    if not is_possible(config):
+        raise UsageError(f"{saved.path}: no model has the shape that it describes")
     found = []
     if "model_size" in asked.given and SIZES[asked.size].items() - config.items():
         found.append(
