@@ -245,8 +245,6 @@ def known_info(asked: Options, saved: Saved) -> ModelInfo:
     config = info.config
     if len(info.symbols) != config["symbols"] or len(info.speakers) > config["speakers"]:
         raise UsageError(f"{saved.path}: its tokens or speakers are not those of its model")
-    if not is_possible(config):
-        raise UsageError(f"{saved.path}: no model has the shape that it describes")
     found = []
     if "model_size" in asked.given and SIZES[asked.size].items() - config.items():
         found.append(
@@ -283,8 +281,10 @@ def make_model(
     dropout: float = 0.0,
     saved: Saved | None = None,
 ) -> Matcha:
-    """A model with these weights, or random ones. Raises `UsageError` if it does not fit into
-    memory, or if the weights of the checkpoint `saved` are not for it."""
+    """A model with these weights, or random ones. Raises `UsageError` if it cannot be, if it does
+    not fit into memory, or if the weights of the checkpoint `saved` are not for it."""
+    if not is_possible(info.config):
+        raise UsageError("no model has the shape that the checkpoint describes")
     checkpoint.check_network(saved, lambda: Matcha(info.config))
     shapes = checkpoint.shapes_of(lambda: Matcha(info.config))
     model_files.require_room(sum(torch.Size(shape).numel() for shape in shapes.values()))

@@ -347,7 +347,9 @@ def test_losses_in_16_bits_are_near_those_in_32(material, dtype):
         ({"speakers": []}, "speakers"),
     ],
 )
-def test_weights_of_others_that_describe_no_voice_are_refused(trained, changed, reason, tmp_path):
+def test_weights_of_others_that_describe_no_voice_are_refused(
+    trained, noise, changed, reason, tmp_path
+):
     best = trained[0] / "checkpoints" / "best.safetensors"
     with safe_open(best, framework="pt") as file:
         header = file.metadata()
@@ -359,3 +361,6 @@ def test_weights_of_others_that_describe_no_voice_are_refused(trained, changed, 
     flags = ["--resume", tmp_path / "best.safetensors", "--output", tmp_path / "a.wav"]
     status, err = run(recipe, "--synthesize", "ሰላም", *flags)[::2]
     assert status == 2 and reason in err and err.count("error: ") == 1
+    again = [*both(noise)[:4], *ONE, "--init_from", flags[1], "--output_dir", tmp_path]
+    status, err = refused(recipe, *again)
+    assert status == 2 and reason in err
