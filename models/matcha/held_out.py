@@ -10,7 +10,7 @@ import torch
 from common import files, memory
 from common.device import Setup
 from common.errors import require
-from models.matcha import alignment, decoding, mels
+from models.matcha import alignment, decoding
 from models.matcha.decoding import Settings, Voice
 from models.matcha.mels import SAMPLE_RATE, LogMel, with_edges
 from models.matcha.start import speaker_numbers
@@ -111,7 +111,7 @@ def speak_held_out(asked: judge.HeldOut, setup: Setup, voice: Voice, corpus: Cor
         for kind, waveform in made.items():
             file = judge.clip_name(index, kind)
             rows[kind].append((file, corpus.texts[index], corpus.speakers[index] or "speaker"))
-            clips[file] = int16(waveform), mels.SAMPLE_RATE
+            clips[file] = int16(waveform), SAMPLE_RATE
     judge.write_corpus(folder, clips, rows)
     print(f"{len(corpus)} held-out sentences spoken: {folder}/*_synthesis.wav")
     if asked.judge:

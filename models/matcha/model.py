@@ -52,6 +52,12 @@ SIZES = {
 }  # fmt: skip
 
 
+def is_possible(config: dict) -> bool:
+    """Whether heads and groups divide the channels that they share."""
+    encoder = config["width"] + (SPEAKER if config["speakers"] > 1 else 0)
+    return encoder % config["heads"] == 0 and config["channels"] % GROUPS == 0
+
+
 class Matcha(nn.Module):
     """The network. `config` has the keys of `CONFIG`; with one speaker there are no vectors of
     speakers. `mel_mean` and `mel_std` are those of all bands of the training set's mel frames."""

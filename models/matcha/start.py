@@ -17,7 +17,7 @@ from common.errors import DataError, UsageError
 from models import model_files, released
 from models.matcha import formats, onnx
 from models.matcha.decoding import Voice
-from models.matcha.model import CONFIG, SIZES, Matcha
+from models.matcha.model import CONFIG, SIZES, Matcha, is_possible
 from models.matcha.tokenizer import MARKS, fault, read, symbols_of
 from speech.data.columns import Corpus, Strings, printable
 from speech.data.splits import RunInfo
@@ -59,14 +59,19 @@ FORMS = released.Forms(
 )
 
 
+def are_symbols(symbols: list[str]) -> bool:
+    """Whether these are the marks and then single characters."""
+    return tuple(symbols[: len(MARKS)]) == MARKS and all(len(symbol) == 1 for symbol in symbols)
+
+
 @dataclass(frozen=True)
 class ModelInfo:
     """The record of a model that is saved with its weights. `speakers`: their names, by the rows of
     their vectors."""
 
     config: Annotated[dict, CONFIG]
-    symbols: Annotated[list[str], lambda symbols: tuple(symbols[: len(MARKS)]) == MARKS]
-    speakers: list[str]
+    symbols: Annotated[list[str], are_symbols]
+    speakers: Annotated[list[str], lambda speakers: len(speakers) > 0]
     language: str
     pretrained: bool  # began from released weights, perhaps by way of --init_from
 
@@ -281,8 +286,10 @@ def make_model(
     dropout: float = 0.0,
     saved: Saved | None = None,
 ) -> Matcha:
-    """A model with these weights, or random ones. Raises `UsageError` if it does not fit into
-    memory, or if the weights of the checkpoint `saved` are not for it."""
+    """A model with these weights, or random ones. Raises `UsageError` if it cannot be, if it does
+    not fit into memory, or if the weights of the checkpoint `saved` are not for it."""
+    if not is_possible(info.config):
+        raise UsageError("no model has the shape that the checkpoint describes")
     checkpoint.check_network(saved, lambda: Matcha(info.config))
     shapes = checkpoint.shapes_of(lambda: Matcha(info.config))
     model_files.require_room(sum(torch.Size(shape).numel() for shape in shapes.values()))
