@@ -24,7 +24,7 @@ from models.matcha.vocoder import GriffinLim
 from recipes import matcha_voice as recipe
 from speech.data.splits import Checks, load_corpus
 from tests.models.matcha import plain
-from tests.recipes.runs import newest, parse, ran, refused
+from tests.recipes.runs import newest, parse, ran, refused, run
 
 CPU = torch.device("cpu")
 TINY = {
