@@ -4,7 +4,7 @@ made it: no weights, data or programs of others are in it unless a flag names th
 
     python recipes/matcha_voice.py   # without data: a small model learns to speak synthetic Amharic
     python recipes/matcha_voice.py --train_manifest metadata.csv --language de --resume auto
-    python recipes/matcha_voice.py --synthesize "ሰላም እናት።" --output out.wav --resume checkpoints/best.safetensors
+    python recipes/matcha_voice.py --synthesize "ሰላም እናት" --output out.wav --resume checkpoints/best.safetensors
 
 Data: CSV with the header audio_file|text|speaker_name, JSON Lines, or LJSpeech's metadata.csv; any
 sample rate; clips of 0.2 to 15 s. --check_data says what is wrong with them. Each speaker of the
