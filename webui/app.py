@@ -51,9 +51,10 @@ HEAD = """<script>addEventListener("keydown", (event) => {
 const ask = window.fetch
 window.fetch = async (...words) => {
   const answer = await ask(...words)
-  if (answer.status === 403 && answer.url.endsWith("/app_id") && !window.over) {
+  const said = answer.status === 403 ? await answer.clone().text() : ""
+  if (said.includes("OLD_TOKEN") && !window.over) {
     window.over = document.body.appendChild(document.createElement("dialog"))
-    window.over.textContent = "The page was started again: " + (await answer.text())
+    window.over.textContent = "The page was started again: OLD_TOKEN"
     window.over.showModal()
   }
   return answer
@@ -211,7 +212,7 @@ def make_app(page, places, settings):
     import gradio as gr
     from starlette.applications import Starlette
 
-    from webui.guard import Guard
+    from webui.guard import OLD_TOKEN, Guard
     from webui.media import routes
     from webui.uploads import ZIP_BYTES
 
@@ -241,7 +242,7 @@ def make_app(page, places, settings):
         mcp_server=False,
         theme=theme,
         css_paths=[STYLE],
-        head=HEAD,
+        head=HEAD.replace("OLD_TOKEN", OLD_TOKEN),
     )
     return Guard(app, settings)
 

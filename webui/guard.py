@@ -66,6 +66,10 @@ PROXIES = {
     "KAGGLE_KERNEL_RUN_TYPE": r"kkb-production\.jupyter-proxy\.kaggle\.net",
 }
 
+OLD_TOKEN = (
+    "open the address with the token that the page printed when it started;"
+    " each start has a new one"
+)
 ENTERED = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Welcome</title>
 <noscript>This page needs JavaScript.</noscript><script>location.replace("./")</script></html>"""
 LOGIN = """<!doctype html><html lang="en"><meta charset="utf-8">
@@ -141,11 +145,7 @@ class Guard:
         if not _same(self.cookie_of(headers), self.settings.token):
             if self.settings.password and (method, path) == ("GET", "/"):
                 return HTMLResponse(LOGIN, 403)
-            return _refuse(
-                "open the address with the token that the page printed when it started; "
-                "each start has a new one",
-                is_event=method == "POST",
-            )
+            return _refuse(OLD_TOKEN, is_event=method == "POST")
         return self.unknown(method, path)
 
     def foreign(self, headers: Headers, enters: bool) -> str:

@@ -3,6 +3,7 @@ tries and exports the results; the server is killed in between. Only this machin
 
 Run them with `./run_tests.sh -m browser`."""
 
+import contextlib
 import json
 import os
 import re
@@ -369,9 +370,13 @@ def test_start_waits_for_the_form(page):
 
 
 def test_an_old_tab_says_why_it_is_dead(page, folders, servers):
-    """The page is started again at the same address."""
+    """The page is started again at the same address, while the tab is idle."""
+    playwright = pytest.importorskip("playwright.sync_api")
     port = urlsplit(servers[-1].address).port
     tab(page, "Data")
+    with contextlib.suppress(playwright.TimeoutError):  # until the tab has fetched all of its parts
+        while True:
+            page.wait_for_event("request", lambda request: "/assets/" in request.url, timeout=5000)
     servers[-1].kill()
     servers.append(Server(*folders, port))
     page.get_by_role("dialog").get_by_text("The page was started again").wait_for()
