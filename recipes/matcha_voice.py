@@ -179,9 +179,6 @@ class Utterances:
     def fingerprint(self) -> str:
         return self.corpus.fingerprint()
 
-    def hours(self) -> float:
-        return float(self.corpus.seconds.sum()) / 3600
-
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch."""
         return self.corpus.seconds

@@ -189,8 +189,9 @@ def speaker_of(name: str | None, info: ModelInfo) -> int:
 
 
 def check_known(corpora: dict[str, Corpus], info: ModelInfo, allow_unknown: bool) -> None:
-    """Prints which characters of each set the voice lacks, and how many clips are of other speakers.
-    Raises `DataError` if characters are many, or if the training set has another speaker."""
+    """Prints which characters of each set the voice lacks, and how many clips are of other
+    speakers. Raises `DataError` if characters are many, or if the training set has another
+    speaker."""
     texts = {name: replace(corpus, texts=corpus.read) for name, corpus in corpora.items()}
     check_unknown(texts, outside(info.symbols), allow_unknown, NEW_VOICE, is_own=True)
     for name, corpus in corpora.items():
