@@ -20,12 +20,15 @@ PROGRAMS = [
 ]
 # Runs a program up to the first import of torch, or to its end.
 UNTIL_TORCH = """
-import os, runpy, sys
+import importlib.util, os, runpy, sys
 class Finder:
     def find_spec(name, path=None, target=None):
-        if name == "torch":
-            print(os.environ.get("GOMP_SPINCOUNT"), flush=True)
-            os._exit(0)
+        return importlib.util.spec_from_loader(name, Finder) if name == "torch" else None
+    def create_module(spec):
+        print(os.environ.get("GOMP_SPINCOUNT"), flush=True)
+        os._exit(0)
+    def exec_module(module):
+        pass
 sys.meta_path.insert(0, Finder)
 sys.argv = [sys.argv[1], "--help"]
 try:

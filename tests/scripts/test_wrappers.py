@@ -74,6 +74,28 @@ def test_a_script_prints_what_preset_answers(script):
         assert shlex.split(result.stdout) == expected.command
 
 
+PROGRAMS = [
+    path.relative_to(ROOT)
+    for folder in ("recipes", "benchmarks", "speech", "models", "webui")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if "\nif __name__ ==" in path.read_text(encoding="utf-8")
+    # That one needs another worktree; the others are started by a program that has the packages.
+    and path.stem not in ("dry_run_agreement", "launch", "card")
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_a_python_without_the_packages_is_told_which_one_to_activate(program):
+    words = [str(program)]
+    if program.parts[0] in ("speech", "models") or program.name == "use.py":
+        words = ["-m", ".".join(program.with_suffix("").parts).removesuffix(".__main__")]
+    result = subprocess.run([BASE, "-S", *words], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"error: {BASE}") and result.stderr.count("\n") == 1
+    assert " has no package torch: first type: " in result.stderr
+    assert f"source {ROOT}/.venv/bin/activate" in result.stderr
+
+
 # --- a copy of the project ------------------------------------------------------------------------
 
 BASE = getattr(sys, "_base_executable", sys.executable)
