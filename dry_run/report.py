@@ -37,7 +37,7 @@ def describe(peak: Peak, card: Card, what: str, others: Sequence[Peak] = ()) -> 
     left = card.total - needed(peak, card)
     sizes = {name: peak.parts.get(name, 0) for name in PARTS}
     sizes |= {
-        "inside kernels": peak.kernels,
+        "within operations": peak.kernels,
         "cuBLAS, cuDNN" + ", NCCL" * (card.count > 1): workspace(card),
         "CUDA context": CONTEXT,
     }

@@ -793,7 +793,7 @@ def evaluate_only(args, how: recogniser.Options) -> None:
         sets = make_sets(args, corpora, tokenizer, model.config)
         evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
         with setup.autocast():
-            report_results(how, tokenizer, model, evaluation, "the weights named")
+            report_results(how, tokenizer, model, evaluation, "the given weights")
         results = recogniser.read_results(args.log_dir)
     weights = checkpoint.path_to_use(args.resume, args.checkpoint_dir)
     export(args, tokenizer, model, weights, before, results)

@@ -390,7 +390,7 @@ def evaluate_only(args, asked: Options) -> None:
         evaluation = evaluation_sets(args, corpora, info, setup)
         name = "test" if "test" in corpora else "val"
         with setup.autocast():
-            report_results(LogMel().to(setup.device), voice.model, evaluation, "the weights named")
+            report_results(LogMel().to(setup.device), voice.model, evaluation, "the given weights")
             held_out.speak_held_out(asked.held_out, setup, voice, corpora[name])
     weights = checkpoint.path_to_use(args.resume, args.checkpoint_dir)
     start.export(asked, voice, info, card.About(RECIPE, asked.model_file, weights, before))

@@ -278,7 +278,7 @@ def evaluate_only(args, how: recogniser.Options) -> None:
     sets = {name: Utterances(corpora[name], model.characters) for name in corpora}
     evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
     with setup.autocast():
-        report_results(how, model, evaluation, "the weights named")
+        report_results(how, model, evaluation, "the given weights")
 
 
 def main(args) -> None:

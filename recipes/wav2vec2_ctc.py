@@ -451,7 +451,7 @@ def evaluate_only(args, asked: Options) -> None:
         sets = make_sets(args, info, corpora)
         evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
         with setup.autocast():
-            report_results(asked, info, model, evaluation, before is not None, "the weights named")
+            report_results(asked, info, model, evaluation, before is not None, "the given weights")
         results = recogniser.read_results(args.log_dir)
     export(asked, info, model, released.weights_file(asked.origin), before, results)
 

@@ -414,7 +414,7 @@ def evaluate_only(args, asked: Options, source: clips.Options) -> None:
         sets = make_sets(args, asked, info, corpora)
         evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
         with setup.autocast():
-            report_results(args, asked, info, model, evaluation, "the weights named")
+            report_results(args, asked, info, model, evaluation, "the given weights")
         results = recogniser.read_results(args.log_dir)
     weights = released.weights_file(asked.origin)
     export(asked, info, model, weights, before and before.data, results)

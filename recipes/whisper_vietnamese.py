@@ -449,7 +449,7 @@ def report_long(args, asked: Options, info: ModelInfo, model: Whisper) -> None:
     for which the model is moved to the host."""
     corpus = splits.load_splits(splits.resolve(args), text.normalise)["long"]
     rows = timed.decode_corpus(model, *make_search(asked, info), corpus, "--long")
-    title = f"{len(rows)} whole recordings, the weights named, decoding with times"
+    title = f"{len(rows)} whole recordings, the given weights, decoding with times"
     print(f"\n{title}: {args.decoding}")
     before = None
     if path := args.compare_to:
@@ -499,7 +499,7 @@ def evaluate_only(args, asked: Options) -> None:
         sets = make_sets(args, asked, info, corpora)
         evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
         with setup.autocast():
-            report_results(args, asked, info, model, evaluation, times_before, "the weights named")
+            report_results(args, asked, info, model, evaluation, times_before, "the given weights")
         results = recogniser.read_results(args.log_dir)
     weights = released.weights_file(asked.origin)
     export(asked, info, model, weights, before and before.data, results)

@@ -499,7 +499,7 @@ def evaluate_only(args, asked: Options) -> None:
         sets = make_sets(args, corpora, synthesiser.texts, info)
         evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
         with setup.autocast():
-            report_results(synthesiser, evaluation, "the weights named")
+            report_results(synthesiser, evaluation, "the given weights")
         if asked.held_out.count != 0:
             clips = speaking.speakers_of(voices)
             speaking.speak_held_out(asked.held_out, setup, synthesiser, corpora[name], clips)

@@ -127,8 +127,8 @@ def report(now: Times, before: Times | None, name: str) -> str:
     heads = ["now"] if before is None else ["before", "now"]
     rows = [(f"times, on {now.windows} windows of the {name} set", heads)]
     for words, field, form in (
-        ("text ends after an inner utterance, mean", "end", "{:.1%}"),
-        ("text ends after an inner utterance, most", "most", "{:.1%}"),
+        ("chance that a text ends too early, mean", "end", "{:.1%}"),
+        ("chance that a text ends too early, most", "most", "{:.1%}"),
         ("loss of time tokens", "loss", "{:.2f}"),
     ):
         rows.append((words, [form.format(getattr(times, field)) for times in columns]))

@@ -238,7 +238,7 @@ def error_table(errors: dict[str, dict[str, list[Errors]]], rates: dict) -> str:
     """WER and CER with their intervals, and substitutions, deletions and insertions, as lines to
     print. `errors`: what `read_by` returns, and `rates` what `rates` makes of it. A reading with
     the errors of the first one gets no lines."""
-    head = f"{'subst.':>7} {'delet.':>7} {'insert.':>7}"
+    head = f"{'wrong':>7} {'missing':>7} {'extra':>7}"
     lines = [f"{'':4} {'%':>7} {'95 % interval':>20} {'errors':>7} {'of':>7} {head}"]
     first = next(iter(errors.values()))
     for reading, found in errors.items():
@@ -324,7 +324,7 @@ def is_spaced(texts: Iterable[str]) -> bool:
 
 
 def recordings_table(rows: list[dict], normalise: Normaliser = for_scoring) -> str:
-    """WER, CER, deletions and the longest passage that was dropped, for each of `rows` ({"file",
+    """WER, CER, what is missing and the longest passage that was dropped, for each of `rows` ({"file",
     "seconds", "reference", "hypothesis"}) and for all of them, as lines to print. What was deleted
     is counted in words or, in scripts without spaces between these, in characters."""
     unit, in_units = "words", normalise
@@ -337,7 +337,7 @@ def recordings_table(rows: list[dict], normalise: Normaliser = for_scoring) -> s
     dropped = [longest_deletion(row["reference"], row["hypothesis"], in_units) for row in rows]
     lines = [
         f"by recording (in a row: the {unit} of the longest passage that is missing):",
-        f"{'WER %':>7} {'CER %':>7} {unit:>10} {'delet.':>7} {'in a row':>8} {'seconds':>8}",
+        f"{'WER %':>7} {'CER %':>7} {unit:>10} {'missing':>7} {'in a row':>8} {'seconds':>8}",
     ]
 
     def add(part: list[dict], longest: int, name: str) -> None:

@@ -71,7 +71,7 @@ def test_the_report_has_every_size():
         ("activations", "1.00 GiB"),
         ("temporary", "1.25 GiB"),
         ("batch", "1.50 GiB"),
-        ("inside kernels", "50.0 MiB"),
+        ("within operations", "50.0 MiB"),
         ("cuBLAS, cuDNN", "48.2 MiB"),
         ("CUDA context", "0.50 GiB"),
         ("total", "5.85 GiB"),

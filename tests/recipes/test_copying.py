@@ -173,7 +173,7 @@ def evaluate_only(args) -> None:
     sets = {name: Utterances(corpora[name], model.classes) for name in corpora}
     evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
     with setup.autocast():
-        report_results(model, evaluation, "the weights named")
+        report_results(model, evaluation, "the given weights")
 """
 MAIN_WITHOUT_TEXT = (
     ("    how = resolve(args)\n", "    resolve(args)\n"),

@@ -327,11 +327,11 @@ def test_evaluate_prints_the_results_of_the_run_again(
     _, out = reference
     evaluate = ["--evaluate", "--resume", best]
     again = ran(recipe, *manifests, *evaluate, "--output_dir", tmp_path / "same")
-    assert "val set, the weights named, 4 utterances" in again and "evaluation at step" not in again
+    assert "val set, the given weights, 4 utterances" in again and "evaluation at step" not in again
     alone = ran(
         recipe, *evaluate, "--test_manifest", konkani["val"], "--output_dir", tmp_path / "alone"
     )
-    assert "test set, the weights named, 4 utterances" in alone and "demo corpus" not in alone
+    assert "test set, the given weights, 4 utterances" in alone and "demo corpus" not in alone
     assert (
         error_lines(out) == error_lines(again) == error_lines(alone) and len(error_lines(out)) == 2
     )

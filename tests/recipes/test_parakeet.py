@@ -1122,8 +1122,8 @@ def test_the_results_again_from_the_weights_alone(scratch, manifests, konkani, t
     )
     flags = ["--test_manifest", konkani["val"], "--resume", best, "--output_dir"]
     alone = ran(recipe, "--evaluate", *flags, tmp_path / "alone")
-    assert "val set, the weights named, 4 utterances" in again
-    assert "test set, the weights named, 4 utterances" in alone
+    assert "val set, the given weights, 4 utterances" in again
+    assert "test set, the given weights, 4 utterances" in alone
     assert error_lines(scratch[1]) == error_lines(again) == error_lines(alone)
     assert len(error_lines(again)) == 2
     assert len((tmp_path / "alone" / "logs" / "transcripts.jsonl").read_text().splitlines()) == 4
@@ -1134,7 +1134,7 @@ def test_a_released_model_is_evaluated_without_training(released, manifests, tmp
     out = ran(
         recipe, *manifests, "--evaluate", "--model_dir", released / "hf", "--output_dir", tmp_path
     )
-    assert "val set, the weights named, 4 utterances" in out and "compared to " not in out
+    assert "val set, the given weights, 4 utterances" in out and "compared to " not in out
 
 
 def test_transcripts_have_words_and_segments_and_long_files_are_cut(

@@ -1676,7 +1676,7 @@ def test_the_results_have_a_line_for_each_language(places, json_lines, tmp_path,
         "--output_dir",
         tmp_path,
     )
-    title = "test set, the weights named (cross-entropy per token and per code)"
+    title = "test set, the given weights (cross-entropy per token and per code)"
     lines = out.partition(title)[2].splitlines()[1:]
     names = [line.partition(":")[0].strip() for line in lines if "  mel " in line]
     assert names == (["all", "am", "de"] if "am" in languages else ["all"])

@@ -89,7 +89,7 @@ def error_lines(rows, readings=CASED):
 def test_error_table():
     lines = error_lines(rows(("a b c d", "a x c"), ("", "y")))
     assert [line.split() for line in lines] == [
-        ["%", "95", "%", "interval", "errors", "of", "subst.", "delet.", "insert."],
+        ["%", "95", "%", "interval", "errors", "of", "wrong", "missing", "extra"],
         ["WER", "75.00", "(50.00", "to", "200.00)", "3", "4", "1", "1", "1"],
         ["CER", "57.14", "(42.86", "to", "200.00)", "4", "7", "1", "2", "1"],
     ]
