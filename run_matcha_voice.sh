@@ -6,7 +6,8 @@
 #   GPUS=2 ./run_matcha_voice.sh ...    trains on two GPUs, with the same update; also 4 and 8
 #   NODES, NODE, HEAD and --sharded: docs/several_gpus.md
 # TIER: auto (default), 4gb, 6gb, 8gb, t4, 16gb, 24gb, a100, cpu. An A100 with 40 GB takes 24gb.
-# SIZE: demo (default), full (default with --train_manifest, --model_file or --init_from), large.
+# SIZE: demo (default; with data, a small model of them for a CPU), full (default with
+# --train_manifest, --model_file or --init_from), large.
 # DATA: auto (default: by the hours of speech in --train_manifest), small_data (under 2 h),
 # medium_data (under 20 h), large_data.
 # An update is 32 utterances in every tier, 16 with small_data and in the demo. The tier decides how
@@ -47,6 +48,5 @@ cpu   *     4 8 R
 # size or DATA that was chosen, `new`: a model from scratch. SIZE is the size.
 adds='
 new unless --model_file --init_from: --model_size SIZE
-demo unless --resume: --model_size demo
 '
 run matcha_voice "$@"

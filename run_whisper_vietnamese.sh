@@ -5,9 +5,10 @@
 #   GPUS=2 ./run_whisper_vietnamese.sh ...    trains on two GPUs, with the same update
 #   NODES, NODE, HEAD and --sharded: docs/several_gpus.md
 # TIER: auto (default), 4gb, 6gb, 8gb, 12gb, t4, 16gb, 24gb, a100, cpu.
-# SIZE: demo (default), base (default with --model_dir, --model_file or --train_manifest), tiny,
-# small, medium, large, turbo. A model from scratch has this size. A model from --model_dir or
-# --model_file has its own size, and SIZE only picks the row of the table.
+# SIZE: demo (default; with data, a small model of them for a CPU), base (default with --model_dir,
+# --model_file or --train_manifest), tiny, small, medium, large, turbo. A model from scratch has
+# this size. A model from --model_dir or --model_file has its own size, and SIZE only picks the row
+# of the table.
 # DATA: auto (default: by the hours of speech in --train_manifest), small_data (under 2 h),
 # medium_data (under 20 h), large_data.
 # An update is 24 utterances in every tier, 16 with small_data and in the demo. The tier decides how
@@ -95,7 +96,8 @@ cpu   *      2 12 R
 # size or DATA that was chosen, `new`: a model from scratch. SIZE is the size.
 # The learning rate is the guide's, not the recipe's; with large_data all of the run is.
 adds='
-new unless large: --from_scratch --model_size SIZE --learning_rate 1e-4
+new unless large demo: --from_scratch --model_size SIZE --learning_rate 1e-4
+new demo: --from_scratch --model_size demo
 new large: --from_scratch --model_size large-v3 --learning_rate 1e-4
 --train_manifest: --max_target_tokens 256
 --train_manifest large_data unless --num_epochs: --max_steps 50000

@@ -6,8 +6,9 @@
 #   GPUS=2 ./run_xtts_amharic.sh ...    trains on two GPUs, with the same update; also 4 and 8
 #   NODES, NODE, HEAD and --sharded: docs/several_gpus.md
 # TIER: auto (default), 4gb, 6gb, 8gb, 12gb, t4, 16gb, 24gb, a100, cpu. An A100 with 40 GB takes 24gb.
-# SIZE: demo (default), full (default with --model_dir, --train_manifest, --train_csv,
-# --from_scratch or --init_from). With --from_scratch, or without data, full has random weights.
+# SIZE: demo (default; with data, a small model of them for a CPU), full (default with --model_dir,
+# --train_manifest, --train_csv, --from_scratch or --init_from). With --from_scratch, or without
+# data, full has random weights.
 # DATA: auto (default: by the hours of speech in --train_csv or --train_manifest), small_data (under
 # 2 h), medium_data (under 20 h), large_data.
 # An update is 240 utterances in every tier, 48 with medium_data, 16 with small_data and in the demo.
@@ -47,8 +48,8 @@ cpu   full 4 60 R
 # What is added if all words before the colon hold and none after `unless`: a flag that was given, a
 # size or DATA that was chosen, `new`: a model from scratch. SIZE is the size.
 adds='
-demo unless --resume: --from_scratch --model_size demo --dropout 0.05
-new --from_scratch: --from_scratch --model_size full
+demo unless --resume --init_from: --from_scratch --model_size demo --dropout 0.05
+new --from_scratch unless demo: --from_scratch --model_size full
 new unless --from_scratch --train_csv --train_manifest --init_from: --from_scratch --model_size full
 '
 run xtts_amharic "$@"

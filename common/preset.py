@@ -238,7 +238,7 @@ def read_user(script: Script, words: list[str]) -> User:
         else:
             picked.append(word)
     picked = picked or ["auto"]
-    return User(picked[0], "".join(picked[1:]), data, words)
+    return User(picked[0].lower(), "".join(picked[1:]).lower(), data, words)
 
 
 def pick_tier(tiers: list[str], user: User) -> str:
@@ -328,10 +328,10 @@ def pick_size(script: Script, user: User, sizes: list[str]) -> str:
     usual = script.usual or next((size for size in sizes if size != "demo"), "")
     if script.light and is_light(user, int(script.light.split()[1])):
         usual = script.light.split()[0]
-    if user.size == "demo":
+    if user.size == "demo" and user.gave("--model_dir", "--model_file"):
         fail(
-            f"size demo has its own model and data: take {usual} or another size, or leave out"
-            f" {script.brings}"
+            f"size demo is a small model that begins at random: take {usual} or another size, or"
+            " leave out --model_dir and --model_file"
         )
     return user.size or usual
 
@@ -398,7 +398,7 @@ def row_flags(script: Script, user: User, machines: Machines, rows: list[list[st
     size = pick_size(script, user, names(rows, 1))
     row, more = find_row(rows, user, size)
     data = user.data
-    if script.recorded() and size != "demo":
+    if script.recorded() and (size != "demo" or user.gave(*script.recorded())):
         data = pick_data(script, user)
     elif data:
         flags = " or ".join(script.recorded())
@@ -414,7 +414,8 @@ def row_flags(script: Script, user: User, machines: Machines, rows: list[list[st
     # A released model has its own size. So has a resumed one, unless the user gave SIZE.
     is_given = user.gave("--model_dir", "--model_file")
     is_resumed = user.gave("--resume") and not user.size
-    if size != "demo" and not is_given and not is_resumed:
+    is_own = size != "demo" or user.gave(*script.brings.split())
+    if is_own and not is_given and not is_resumed:
         facts.add("new")
     flags += added_flags(script.adds, facts, size)
     if not user.gave("--resume", "--init_from"):
@@ -435,7 +436,7 @@ def choose(script: Script, user: User) -> tuple[User, Machines, list[str]]:
         say(f"tier: {user.tier} (auto)")
     if user.tier not in tiers:
         known = ", ".join(["auto", *tiers])
-        fail(f"no tier '{user.tier}': it is one of {known}; a size comes after it")
+        fail(f"no tier '{user.tier}': it is one of {known}; a size comes after it, then flags")
     if user.size and user.size not in sizes:
         fail(f"no size '{user.size}': it is one of {', '.join(sizes)}")
     machines, planned = read_machines(user)

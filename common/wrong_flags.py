@@ -40,6 +40,8 @@ EXPLICIT = re.compile(
     r"argument (--\w+)[^:]*: (?:ignored explicit argument|invalid choice:) '(\w+)'"
 )
 OFF = {"false", "0", "no", "off"}  # the value of an on/off flag in other projects
+ON = {"true", "1", "yes", "on"}
+DASHES = "–—"  # which a word processor makes of two hyphens
 NO_VALUE = "; on/off flags take no value"
 
 Flags = dict[str, argparse.Action]  # by every name that a flag has
@@ -51,7 +53,10 @@ def hint(message: str, flags: Flags, hints: dict[str, str]) -> str:
     if message.startswith("unrecognized arguments:"):
         words = message.split(": ", 1)[1].split()
         if not words:
-            return "; a word is empty, as of a variable of the shell that is not set"
+            return (
+                "; a word is empty: a variable of the shell that is not set, or a space behind the"
+                " backslash at the end of a line"
+            )
         unknown = next((word for word in words if word.startswith("-")), "")
         return of_unknown(unknown, flags, hints) if unknown else of_word(words[0])
     if found := EXPLICIT.match(message):
@@ -75,9 +80,16 @@ def of_unknown(word: str, flags: Flags, hints: dict[str, str]) -> str:
 
 def of_word(word: str) -> str:
     """The hint for a word that no flag takes."""
+    if word[0] in DASHES:
+        return f"; write two hyphens: --{word.lstrip(DASHES)}"
+    if word.lower() in OFF | ON:
+        return NO_VALUE
     if os.path.exists(word):
-        return "; put a pattern of files in quotes, as in 'files/*.eaf'"
-    return NO_VALUE
+        return "; a pattern of files needs quotes, as in 'files/*.eaf', and one file its flag"
+    return (
+        "; a name with spaces needs quotes, as in 'my tapes/a.csv'; TIER and SIZE stand before all"
+        " flags, after a run_*.sh script only"
+    )
 
 
 def off(flag: str, value: str, flags: Flags) -> str:

@@ -306,11 +306,13 @@ def test_a_pattern_without_quotes_is_explained(parser, capsys, tmp_path):
     names = [str(tmp_path / name) for name in ("a.eaf", "b.eaf")]
     for name in names:
         Path(name).touch()
-    assert "put a pattern of files in quotes" in refused(parser, capsys, "--init_from", *names)
+    assert "a pattern of files needs quotes" in refused(parser, capsys, "--init_from", *names)
 
 
-def test_an_empty_word_is_named(parser, capsys):
-    assert "a variable of the shell that is not set" in refused(parser, capsys, "")
+@pytest.mark.parametrize("word", ["", " "])
+def test_an_empty_word_is_named(parser, capsys, word):
+    line = refused(parser, capsys, word)
+    assert "a variable of the shell that is not set, or a space behind the backslash" in line
 
 
 def test_an_unknown_flag_unlike_any_other_gets_no_hint(parser, capsys):
@@ -331,10 +333,18 @@ def test_the_card_of_a_plan_may_be_several_words(parser, command, card):
     assert parser.parse_args(command.split()).dry_run == card
 
 
-@pytest.mark.parametrize("command", ["--tf32 true", "--gradient_checkpointing 1", "train.json"])
-def test_a_stray_word(parser, capsys, command):
-    line = refused(parser, capsys, *command.split())
-    assert command.split()[-1] in line and "on/off flags take no value" in line
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [
+        ("--tf32 true", "on/off flags take no value"),
+        ("--gradient_checkpointing 1", "on/off flags take no value"),
+        ("--resume my tapes/run", "a name with spaces needs quotes"),
+        ("--bf16 auto base", "TIER and SIZE stand before all flags"),
+        ("—batch_size 1", "write two hyphens: --batch_size"),
+    ],
+)
+def test_a_stray_word(parser, capsys, command, hint):
+    assert hint in refused(parser, capsys, *command.split())
 
 
 @pytest.mark.parametrize(

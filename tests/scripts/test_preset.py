@@ -158,10 +158,10 @@ def test_lines_are_added_if_their_words_hold():
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_wrong_words_are_usage_errors(script):
-    for word in ("small", "T4", ""):
+    for word in ("small", "t5", ""):
         tiers = ", ".join(TIERS[script])
         expected = f"error: no tier '{word}': it is one of auto, {tiers}; a size comes after it"
-        assert error_of(script, word) == expected
+        assert error_of(script, word) == f"{expected}, then flags"
     sizes = ", ".join(SIZES[script])
     assert error_of(script, "8gb", "huge") == f"error: no size 'huge': it is one of {sizes}"
     assert "the word 'c' is too much" in error_of(script, "a", "b", "c")
@@ -268,8 +268,18 @@ def test_without_model_and_data_a_script_runs_the_recipes_own_demo_in_every_tier
         assert args.warmup_steps is args.learning_rate is None
         assert "--max_target_tokens" not in found
         assert (args.eval_every, args.save_every) == (plain.eval_every, plain.save_every)
-    for given in (MODEL, DATA):
-        assert "size demo has its own model and data" in error_of(script, "cpu", "demo", *given)
+    message = error_of(script, "cpu", "demo", *MODEL)
+    assert "size demo is a small model that begins at random" in message
+
+
+@pytest.mark.parametrize("script", [*WITH_DEMO, "run_wav2vec2_ctc.sh", "run_matcha_voice.sh"])
+def test_the_demos_model_learns_from_own_data(script):
+    plain = flags_of(script, "cpu", "demo")
+    found = flags_of(script, "CPU", "demo", *DATA)
+    assert cut_of(found) == cut_of(plain)
+    args = resolved(script, found)
+    assert (args.model_size, args.learning_rate) == ("demo", None)
+    assert getattr(args, "from_scratch", True)  # Matcha has no such flag
 
 
 def test_konkanis_sizes_are_the_guides_in_every_tier():
