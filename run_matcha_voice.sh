@@ -6,7 +6,7 @@
 #   GPUS=2 ./run_matcha_voice.sh ...    trains on two GPUs, with the same update; also 4 and 8
 #   NODES, NODE, HEAD and --sharded: docs/several_gpus.md
 # TIER: auto (default), 4gb, 6gb, 8gb, t4, 16gb, 24gb, a100, cpu. An A100 with 40 GB takes 24gb.
-# SIZE: demo (default; with data, a small model of them for a CPU), full (default with
+# SIZE: demo (default; with your data a small model, for a CPU), full (default with
 # --train_manifest, --model_file or --init_from), large.
 # DATA: auto (default: by the hours of speech in --train_manifest), small_data (under 2 h),
 # medium_data (under 20 h), large_data.

@@ -5,11 +5,11 @@
 #   GPUS=2 ./run_parakeet_tdt.sh ...    trains on two GPUs, with the same update; also 4 and 8
 #   NODES, NODE, HEAD and --sharded: docs/several_gpus.md
 # TIER: auto (default), 4gb, 6gb, 8gb, 12gb, t4, 16gb, 24gb, a100, cpu.
-# SIZE: demo (default; with data, a small model of them for a CPU), 0.6b (default with --model_dir,
+# SIZE: demo (default; with your data a small model, for a CPU), 0.6b (default with --model_dir,
 # --model_file, --train_manifest, --from_scratch or --init_from), 110m, nemotron. A model from
 # scratch has this size. A model from --model_dir or --model_file has its own size, and SIZE only
-# picks the row of the table: 110m by itself for files of less than 1,000 MB, such as parakeet-
-# tdt_ctc-110m.
+# picks the row of the table: 110m by itself for files of less than 1,000 MB, such as
+# parakeet-tdt_ctc-110m.
 # DATA: auto (default: by the hours of speech in --train_manifest), small_data (under 2 h),
 # medium_data (under 20 h), large_data.
 # An update is 120 utterances in every tier, 48 with medium_data, 16 with small_data, 8 in the demo.

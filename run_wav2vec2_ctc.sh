@@ -5,7 +5,7 @@
 #   GPUS=2 ./run_wav2vec2_ctc.sh ...    trains on two GPUs, with the same update; also 4 and 8
 #   NODES, NODE, HEAD and --sharded: docs/several_gpus.md
 # TIER: auto (default), 4gb, 6gb, 8gb, 12gb, t4, 16gb, 24gb, a100, cpu.
-# SIZE: demo (default; with data, a small model of them for a CPU), 300m (default with --model_dir,
+# SIZE: demo (default; with your data a small model, for a CPU), 300m (default with --model_dir,
 # --model_file, --train_manifest, --from_scratch or --init_from), 1b. A model from --model_dir or
 # --model_file has its own size, and SIZE only picks the row of the table: say 1b for omniASR-
 # CTC-1B, XLS-R 1b and MMS-1b.

@@ -5,7 +5,7 @@
 #   GPUS=2 ./run_whisper_vietnamese.sh ...    trains on two GPUs, with the same update
 #   NODES, NODE, HEAD and --sharded: docs/several_gpus.md
 # TIER: auto (default), 4gb, 6gb, 8gb, 12gb, t4, 16gb, 24gb, a100, cpu.
-# SIZE: demo (default; with data, a small model of them for a CPU), base (default with --model_dir,
+# SIZE: demo (default; with your data a small model, for a CPU), base (default with --model_dir,
 # --model_file or --train_manifest), tiny, small, medium, large, turbo. A model from scratch has
 # this size. A model from --model_dir or --model_file has its own size, and SIZE only picks the row
 # of the table.

@@ -6,7 +6,7 @@
 #   GPUS=2 ./run_xtts_amharic.sh ...    trains on two GPUs, with the same update; also 4 and 8
 #   NODES, NODE, HEAD and --sharded: docs/several_gpus.md
 # TIER: auto (default), 4gb, 6gb, 8gb, 12gb, t4, 16gb, 24gb, a100, cpu. An A100 with 40 GB takes 24gb.
-# SIZE: demo (default; with data, a small model of them for a CPU), full (default with --model_dir,
+# SIZE: demo (default; with your data a small model, for a CPU), full (default with --model_dir,
 # --train_manifest, --train_csv, --from_scratch or --init_from). With --from_scratch, or without
 # data, full has random weights.
 # DATA: auto (default: by the hours of speech in --train_csv or --train_manifest), small_data (under
