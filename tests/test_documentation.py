@@ -320,10 +320,17 @@ def test_the_messages_in_the_table_of_errors_exist():
 
 def run_notebook(path: Path, shell: Callable[[str], list[str]], settings: dict[str, str]) -> None:
     """Runs the code cells one after the other, as IPython does. `shell` is called with each line
-    after "!" or "%", in which $NAME is the value of a variable, and returns what it prints.
-    `settings`: values in place of those that the notebook has."""
+    after "!" or "%", in which $NAME is the value of a variable, and returns what it prints; False
+    if it fails. `settings`: values in place of those that the notebook has."""
     values: dict = {}
-    values["shell"] = lambda line: shell(string.Template(line).safe_substitute(values))
+
+    def answer(line: str) -> list[str] | bool:
+        printed = shell(string.Template(line).safe_substitute(values))
+        values["_exit_code"] = int(printed is False)
+        return printed
+
+    values["shell"] = answer
+    settings = {"REPOSITORY": "https://example.org/a/b", **settings}
     for cell in json.loads(read(path))["cells"]:
         if cell["cell_type"] != "code":
             continue
@@ -368,17 +375,40 @@ def test_the_commands_of_notebooks_are_accepted(notebook, colab, tmp_path):
         lines.append(line)
         return ["installing", "python"]
 
-    run_notebook(notebook, shell, {"TABLE": "mine/*.eaf", "RECORDING": "a.wav"})
-    assert sum("--train_manifest 'mine/*.eaf'" in line for line in lines) == 2
-    weights = [line.removeprefix(f"curl -LO {PUBLISHED}") for line in lines if "curl" in line]
+    mine = {"TABLE": "my tapes/*.eaf", "RECORDING": "a b.wav", "TEST": "c d.json", "RUN": "my run"}
+    run_notebook(notebook, shell, mine)
+    assert sum("--train_manifest 'my tapes/*.eaf'" in line for line in lines) == 2
+    weights = [line.removeprefix(f"curl -fLO {PUBLISHED}") for line in lines if "curl" in line]
     assert weights == ["omniASR-CTC-300M.pt", *TOKENIZERS.values()][:2]
     run_notebook(notebook, shell, {})
     used = [line for line in lines if SCRIPT.match(line) or line.startswith("python recipes/")]
-    assert len(used) == 4 + 2
+    assert len(used) == 5 + 2
     for line in used:
         accept(line, tmp_path)
     others = ("curl ", "git ", "[ -d ", "cd ", "bash common/env.sh ", "python -m pip ")
     assert all(line in used or line.startswith(others) for line in lines)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name_of)
+def test_a_notebook_stops_where_a_command_fails(notebook, colab):
+    lines: list[str] = []
+
+    def shell(line: str) -> list[str] | bool:
+        lines.append(line)
+        return failing not in line and ["python"]
+
+    for failing in ("git", "ensure", "300M.pt", "tokenizer", "--check", "run_", "pip", "--export"):
+        with pytest.raises(SystemExit, match="The reason is above"):
+            run_notebook(notebook, shell, {"TABLE": "a.csv"})
+        assert failing in lines[-1]
+    for failing, setting in (("--transcribe", "RECORDING"), ("--evaluate", "TEST")):
+        with pytest.raises(SystemExit, match="The reason is above"):
+            run_notebook(notebook, shell, {setting: "a.wav"})
+        assert failing in lines[-1]
+    lines.clear()
+    with pytest.raises(SystemExit, match="Put the address of this project into REPOSITORY"):
+        run_notebook(notebook, shell, {"REPOSITORY": "https://github.com/OWNER/NAME"})
+    assert not lines
 
 
 @pytest.mark.slow
