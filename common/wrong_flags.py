@@ -35,6 +35,10 @@ OTHER_NAMES = {
     "--average_checkpoints": "the weights of the best evaluation are kept, and no average",
     "--config": "there are no configuration files; every setting is a flag",
     "--print": "it belongs to the run_*.sh script",
+    "--model_dir": "the recipe's page says which released model it begins from, if any",
+    "--model_file": "the recipe's page says which released model it begins from, if any",
+    "--transcribe": "a voice writes no texts: take a recogniser",
+    "--synthesize": "a recogniser does not speak: take a voice",
 }
 EXPLICIT = re.compile(
     r"argument (--\w+)[^:]*: (?:ignored explicit argument|invalid choice:) '(\w+)'"

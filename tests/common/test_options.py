@@ -293,6 +293,8 @@ def test_an_unknown_flag_is_refused_with_the_nearest(parser, capsys, command, hi
         ("--report_to none", "metrics are in OUTPUT_DIR/logs/metrics.jsonl"),
         ("--config config.yaml", "there are no configuration files; every setting is a flag"),
         ("--print", "it belongs to the run_*.sh script"),
+        ("--model_dir whisper", "the recipe's page says which released model it begins from"),
+        ("--synthesize hello", "a recogniser does not speak"),
         ("--tf32=True", "on/off flags take no value"),
     ],
 )
