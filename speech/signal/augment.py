@@ -123,6 +123,13 @@ def read_noises(folder: str | None) -> Noises | None:
 
 
 @functools.lru_cache(maxsize=2)
+def chosen(seed: int, epoch: int, count: int, share: float) -> np.ndarray:
+    """(count,) which of the utterances of an epoch are augmented: a share of them. What is chosen
+    for a share is chosen for a larger one, too."""
+    return np.random.default_rng([seed, epoch, 0, 4]).random(count, np.float32) < share
+
+
+@functools.lru_cache(maxsize=2)
 def _ends(seed: int, epoch: int, count: int) -> np.ndarray:
     """(count, 2) seconds of silence before and after each utterance of an epoch."""
     return silences(np.random.default_rng([seed, epoch, 0, 2]).random((count, 2), np.float32))
