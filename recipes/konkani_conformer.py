@@ -878,7 +878,7 @@ def make_task(args, run: Run, info: ModelInfo, run_info: splits.RunInfo, tokeniz
         metric="cer",
         higher_is_better=False,
         fit=None,
-        augmented_share=recogniser.augmented_share(args),
+        augmented_share=recogniser.augmented_share(vars(args)),
         not_begun=recogniser.not_begun,
         vocabulary=vocabulary(info.characters, run.initial),
         checkpointed=CHECKPOINTED,

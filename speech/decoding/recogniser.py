@@ -198,11 +198,11 @@ def resolve(
 # --- the beginning of a training from scratch -----------------------------------------------------
 
 
-def augmented_share(args) -> Callable[[float], float] | None:
+def augmented_share(flags: dict) -> Callable[[float], float] | None:
     """`Task.augmented_share` of a model that cannot write yet: what it writes right beyond half of
     the characters, twice, in whole tenths. So nothing is augmented until a CER of 45 %, half at
     25 %. None if the flags augment nothing."""
-    if not any(getattr(args, name) for name in AUGMENTATIONS):
+    if not any(flags[name] for name in AUGMENTATIONS):
         return None
     return lambda cer: max(0, math.floor(10 - 20 * cer)) / 10
 
