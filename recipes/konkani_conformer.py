@@ -866,7 +866,9 @@ def vocabulary(
     return checkpoint.Vocabulary(names, tokens, saved)
 
 
-def make_task(args, run: Run, info: ModelInfo, run_info: splits.RunInfo, tokenizer) -> Task:
+def make_task(
+    how: recogniser.Options, run: Run, info: ModelInfo, run_info: splits.RunInfo, tokenizer
+) -> Task:
     """The task, all that the loop knows of this recipe."""
     return Task(
         RECIPE,
@@ -878,7 +880,7 @@ def make_task(args, run: Run, info: ModelInfo, run_info: splits.RunInfo, tokeniz
         metric="cer",
         higher_is_better=False,
         fit=None,
-        augmented_share=recogniser.augmented_share(vars(args)),
+        augmented_share=how.augmented_share,
         not_begun=recogniser.not_begun,
         vocabulary=vocabulary(info.characters, run.initial),
         checkpointed=CHECKPOINTED,
@@ -913,7 +915,7 @@ def main(args) -> None:
     global_batches = GlobalBatches(args, sets.pop("train"), collate, run.setup)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
     run_info = splits.run_info(splits.resolve(args), corpora)
-    task = make_task(args, run, model_info, run_info, tokenizer)
+    task = make_task(how, run, model_info, run_info, tokenizer)
     train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, how, tokenizer, model, evaluation)
     weights = finish(args, run, model, task, report)

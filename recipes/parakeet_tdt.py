@@ -575,7 +575,7 @@ def make_task(
         evaluate_first=info.pretrained,
         adamw=optim.Settings(decay_embeddings=False),
         fine_tunes=info.pretrained,
-        augmented_share=None if info.pretrained else recogniser.augmented_share(vars(args)),
+        augmented_share=None if info.pretrained else asked.how.augmented_share,
         not_begun=None if info.pretrained else recogniser.not_begun,
         new_rows=new_rows(info, model),
         vocabulary=rows_by_piece(info, run.initial),

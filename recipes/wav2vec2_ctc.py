@@ -538,7 +538,7 @@ def make_task(
         # A new head learns alone during the warm-up: its first gradients would spoil the encoder.
         adamw=optim.Settings(first=vocabulary.ROWS if info.has_new_head else ()),
         fine_tunes=info.pretrained,
-        augmented_share=recogniser.augmented_share(vars(args)) if starts_silent else None,
+        augmented_share=asked.how.augmented_share if starts_silent else None,
         not_begun=recogniser.not_begun,
         new_rows=new_rows,
         vocabulary=rows_by_piece(info, run.initial),

@@ -501,7 +501,7 @@ def make_task(
         run_info,
         metric="cer",
         higher_is_better=False,
-        augmented_share=None if info.pretrained else recogniser.augmented_share(vars(args)),
+        augmented_share=None if info.pretrained else asked.how.augmented_share,
         not_begun=None if info.pretrained else recogniser.not_begun,
         reports=(*recogniser.REPORTS, "evaluation.json"),
         further=watched,

@@ -62,7 +62,8 @@ class Options:
     (None if the recipe has one method only); a further way to compare texts; the files and folders
     to transcribe, the file that the transcripts are written to (None: they are printed), the
     longest piece of a recording in seconds (None: what the model reads), and whether they are
-    printed with times; where results are written, and the seed that chooses examples."""
+    printed with times; where results are written, the seed that chooses examples, and
+    `Task.augmented_share` of a model that cannot write yet, None if the flags augment nothing."""
 
     method: str | None = None
     beam_size: int | None = None
@@ -74,6 +75,7 @@ class Options:
     batch_size: int = 8
     log_dir: Path = Path("logs")
     seed: int = 0
+    augmented_share: Callable[[float], float] | None = None
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -192,19 +194,18 @@ def resolve(
         batch_size=args.eval_batch_size,
         log_dir=args.log_dir,
         seed=args.seed,
+        augmented_share=augmented_share if any(map(vars(args).get, AUGMENTATIONS)) else None,
     )
 
 
 # --- the beginning of a training from scratch -----------------------------------------------------
 
 
-def augmented_share(flags: dict) -> Callable[[float], float] | None:
+def augmented_share(cer: float) -> float:
     """`Task.augmented_share` of a model that cannot write yet: what it writes right beyond half of
     the characters, twice, in whole tenths. So nothing is augmented until a CER of 45 %, half at
-    25 %. None if the flags augment nothing."""
-    if not any(flags[name] for name in AUGMENTATIONS):
-        return None
-    return lambda cer: max(0, math.floor(10 - 20 * cer)) / 10
+    25 %."""
+    return max(0, math.floor(10 - 20 * cer)) / 10
 
 
 def not_begun(cer: float) -> str | None:
