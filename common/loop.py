@@ -141,8 +141,8 @@ def batches_from_here(training: Training) -> Iterator[GlobalBatch]:
 
 def augments_more(training: Training) -> bool:
     """Whether an epoch begins in which more utterances are augmented than before, by
-    `Task.augmented_share`. From the first update on, augmentation can keep a model from scratch
-    from learning anything."""
+    `Task.augmented_share`. With augmentation from the first update on, a model from scratch may
+    never begin to learn."""
     progress = training.progress
     is_within = progress.global_batch or progress.done
     if not training.task.augmented_share or progress.best is None or is_within:
@@ -151,9 +151,10 @@ def augments_more(training: Training) -> bool:
     if not share > progress.augmented_share:
         return False
     progress.augmented_share = share
-    training.global_batches.data.augmented_share = share
+    training.global_batches.augment(share)
     training.report.say(
-        f"augmentation: {share:.0%} of the utterances from epoch {progress.epoch + 1} on"
+        f"from epoch {progress.epoch + 1} on lengths are mixed, the share of augmentation is"
+        f" {share:.0%}"
     )
     return True
 

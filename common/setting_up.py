@@ -91,7 +91,7 @@ def begin_training(
         loss_scale.load_state_dict(saved["scaler"])
     if task.augmented_share and not saved:
         progress.augmented_share = 0.0
-    global_batches.data.augmented_share = progress.augmented_share
+    global_batches.augment(progress.augmented_share)
     place_in_data(progress, global_batches)
     if ranks.size > 1 and (saved or run.restarted):
         from common.parts import processes

@@ -63,7 +63,8 @@ class Options:
     to transcribe, the file that the transcripts are written to (None: they are printed), the
     longest piece of a recording in seconds (None: what the model reads), and whether they are
     printed with times; where results are written, the seed that chooses examples, and
-    `Task.augmented_share` of a model that cannot write yet, None if the flags augment nothing."""
+    `Task.augmented_share` of a model that cannot write yet, None in a demo and in a recipe that
+    does not augment by default."""
 
     method: str | None = None
     beam_size: int | None = None
@@ -194,7 +195,7 @@ def resolve(
         batch_size=args.eval_batch_size,
         log_dir=args.log_dir,
         seed=args.seed,
-        augmented_share=augmented_share if any(map(vars(args).get, AUGMENTATIONS)) else None,
+        augmented_share=augmented_share if augment else None,
     )
 
 
