@@ -249,6 +249,9 @@ class Utterances:
             if ctc_fits(len(changed), tokens, self.config):
                 waveform = changed
         if self.augmentation and augmented:
+            if self.augmentation.is_pause(index, epoch):
+                waveform = self.augmentation.pause(waveform, index, epoch)
+                tokens = []
             waveform = self.augmentation.apply(waveform, index, epoch)
         # One past the text's tokens: the decoder's start and end, and CTC's blank.
         eos = self.tokenizer.size

@@ -262,6 +262,9 @@ class Utterances:
                 if ctc_fits(len(changed), tokens, self.config):
                     waveform = changed
             if self.augmentation and augmented:
+                if self.augmentation.is_pause(index, epoch):
+                    waveform = self.augmentation.pause(waveform, index, epoch)
+                    tokens = []
                 waveform = self.augmentation.apply(waveform, index, epoch)
         item = {
             "audio": waveform,

@@ -18,6 +18,7 @@ from speech.signal.audio import SAMPLE_RATE, audio_files, read_audio
 # Seconds of silence at an end, by a number from [0, 1): none at six ends of ten, much at one.
 SILENCE = ((0.0, 0.6, 0.9, 1.0), (0.0, 0.0, 0.6, 3.0))
 QUIET = 1024  # samples, 64 ms: the quietest of a recording are what its silence sounds like
+PAUSES = 0.03  # share of training utterances of which only the silence is left
 NOISY = 0.5  # share of training utterances with noise
 SNR = (10.0, 40.0)  # dB
 GAIN = (-12.0, 6.0)  # dB, less if the peak would be above 1
@@ -168,6 +169,15 @@ class Augmentation:
     def lengths(self, seconds: np.ndarray, epoch: int) -> np.ndarray:
         """(N,) seconds of the whole set's utterances with silence."""
         return seconds + self.ends(seconds, epoch).sum(-1)
+
+    def is_pause(self, index: int, epoch: int) -> bool:
+        """Whether utterance `index` is a pause without a word in an epoch."""
+        return np.random.default_rng([self.seed, epoch, index, 5]).random() < PAUSES
+
+    def pause(self, waveform: torch.Tensor, index: int, epoch: int) -> torch.Tensor:
+        """(T,) that sounds like the quietest part of utterance `index` (T,)."""
+        random = np.random.default_rng([self.seed, epoch, index, 6])
+        return torch.from_numpy(room_tone(random, waveform.numpy(), len(waveform)))
 
     def apply(self, waveform: torch.Tensor, index: int, epoch: int) -> torch.Tensor:
         """Utterance `index` (T,) as it is in an epoch."""

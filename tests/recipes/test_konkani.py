@@ -470,11 +470,26 @@ def test_only_the_share_that_the_loop_asks_for_is_augmented(utterances):
         assert 0.3 < same.mean() < 0.8 or (not share and same.all())
 
 
+def test_a_few_utterances_are_pauses_without_a_word(utterances):
+    data = utterances("--no_speed_perturbation")
+    items = [data.item(index, epoch) for epoch in range(3) for index in range(40)]
+    silent = [item for item in items if not len(item["tokens"])]
+    assert 0 < len(silent) < 15 and all(
+        item["labels"].tolist() == [TOKENIZER.size] for item in silent
+    )
+    batch = next(batches.to_device([recipe.collate(silent[:2])], torch.device("cpu")))
+    torch.manual_seed(0)
+    terms = recipe.compute_loss(recipe.Conformer(CONFIG), batch)
+    assert all(term.isfinite() and term > 0 for term in terms.values())
+
+
 def test_silence_noise_and_level_change_the_waveform_and_nothing_else(utterances):
     plain, data = utterances("--no_wave_augment"), utterances()
     for index in range(10):
         item, before = data.item(index, 1), plain.item(index, 1)
         assert not torch.equal(item["audio"], before["audio"])
+        if data.augmentation.is_pause(index, 1):
+            continue
         for key in ("tokens", "labels", "time_masks", "frequency_masks"):
             assert torch.equal(item[key], before[key])
         assert item["text"] == before["text"]
