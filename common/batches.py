@@ -46,11 +46,16 @@ MANY_FILES = 65_536  # limit of open files, if the system allows so many
 
 
 def plan_epoch(
-    seconds: np.ndarray, global_batch_size: int, seed: int, epoch: int, done: Iterable = ()
+    seconds: np.ndarray,
+    global_batch_size: int,
+    seed: int,
+    epoch: int,
+    done: Iterable = (),
+    shortest_first: bool = False,
 ) -> list[np.ndarray]:
-    """The global batches of an epoch, in random order: arrays of `global_batch_size` indices of
-    utterances of similar length (the last one cut may be smaller). A pure function of its
-    arguments. In the first epoch the global batch with the longest utterance comes first, so that a
+    """The global batches of an epoch, in random order or the shortest first: arrays of
+    `global_batch_size` indices of utterances of similar length (the last one cut may be smaller). A
+    pure function of its arguments. In the first epoch the global batch with the longest utterance comes first, so that a
     run that does not fit into memory fails at once. `done` lists [global batch size, global batches
     done] of earlier runs of the same epoch with other global batch sizes; their utterances are left
     out.
@@ -58,25 +63,33 @@ def plan_epoch(
     `seconds`: (N,) lengths of the utterances in this epoch."""
     remaining = np.arange(len(seconds))
     for part, (size, count) in enumerate([*done, (global_batch_size, None)]):
-        plan = cut_epoch(remaining, seconds, size, (seed, epoch, part))
+        plan = cut_epoch(remaining, seconds, size, (seed, epoch, part), shortest_first)
         if count is None:
             return plan
         remaining = np.sort(np.concatenate([remaining[:0], *plan[count:]]))
 
 
 def cut_epoch(
-    indices: np.ndarray, seconds: np.ndarray, size: int, key: tuple[int, int, int]
+    indices: np.ndarray,
+    seconds: np.ndarray,
+    size: int,
+    key: tuple[int, int, int],
+    shortest_first: bool = False,
 ) -> list[np.ndarray]:
     """Cuts utterances into global batches: shuffles them, sorts pools of them by length, cuts the
-    pools and shuffles what was cut. `key`: seed, epoch, and how many cuts of it came before."""
+    pools and shuffles what was cut; or sorts and cuts all of them. `key`: seed, epoch, and how many
+    cuts of it came before."""
     random = np.random.default_rng(key)
     shuffled = random.permutation(indices)
+    pool_size = len(shuffled) if shortest_first else POOL_BATCHES * size
     global_batches = []
-    for first in range(0, len(shuffled), POOL_BATCHES * size):
-        pool = shuffled[first : first + POOL_BATCHES * size]
+    for first in range(0, len(shuffled), max(1, pool_size)):
+        pool = shuffled[first : first + pool_size]
         pool = pool[np.argsort(seconds[pool], kind="stable")]
         global_batches += np.split(pool, range(size, len(pool), size))
     order = random.permutation(len(global_batches))
+    if shortest_first:
+        order.sort()
     _, epoch, part = key
     if epoch == 0 and part == 0 and len(order):
         longest = np.array([seconds[global_batches[number]].max() for number in order]).argmax()
@@ -251,9 +264,17 @@ class GlobalBatches:
         self.batch_size = args.batch_size
         self.max_seconds = args.max_batch_seconds
         self.seed = args.seed
+        self.shortest_first = False
         micro_batches = args.gradient_accumulation_steps * setup.ranks.size
         self.global_batch_size = args.batch_size * micro_batches
         self.dataset = _GlobalBatchDataset(self.whole(), collate, args.skip_bad_audio)
+
+    def augment(self, share: float) -> None:
+        """From the next `iterate` on, augments this share of the training set. A model for which
+        nothing is augmented cannot write yet: it gets the shortest utterances first, in which there
+        are few ways to align a text (Amodei et al. 2016, "Deep Speech 2", section 3.3)."""
+        self.data.augmented_share = share
+        self.shortest_first = share == 0
 
     @property
     def per_epoch(self) -> int:
@@ -270,7 +291,8 @@ class GlobalBatches:
 
     def plan(self, epoch: int, seconds: np.ndarray, done: list) -> list[np.ndarray]:
         """The global batches of an epoch: see `plan_epoch`."""
-        return plan_epoch(seconds, self.global_batch_size, self.seed, epoch, done)
+        size = self.global_batch_size
+        return plan_epoch(seconds, size, self.seed, epoch, done, self.shortest_first)
 
     def count(self, first: int, last: int) -> int:
         """The global batches in the epochs from `first` to before `last`."""
@@ -308,6 +330,7 @@ class GlobalBatches:
         """Changes with what decides in which global batch of an epoch an utterance is: the seed and
         the utterances' lengths."""
         content = repr(self.seed).encode() + self.dataset.data.seconds(epoch).tobytes()
+        content += b"shortest first" * self.shortest_first
         return hashlib.sha1(content).hexdigest()[:16]
 
     def fingerprint(self) -> str:

@@ -86,6 +86,8 @@ def evaluate_now(training: Training) -> None:
     improved = note_evaluation(task, progress, values)
     if improved:
         keep_best(training, values)
+    if advice := advice_to_begin(training, values):
+        lines.append(advice)
     report = training.report
     texts = [f"{name} {shown(name, value)}" for name, value in values.items()]
     if improved:
@@ -96,6 +98,16 @@ def evaluate_now(training: Training) -> None:
     report.write(step, **results)
     report.draw(task.metric)
     training.since += time.monotonic() - started  # evaluation does not count as training time
+
+
+def advice_to_begin(training: Training, values: dict[str, float]) -> str | None:
+    """`Task.not_begun`, at the first evaluation after a fifth of the updates."""
+    task = training.task
+    fifth = training.length.total / 5
+    is_first = all(step < fifth for step, _ in training.progress.evaluations[:-1])
+    if task.not_begun and training.progress.step >= fifth and is_first:
+        return task.not_begun(values.get(task.metric, math.nan))
+    return None
 
 
 def note_evaluation(task: Task, progress: Progress, values: dict[str, float]) -> bool:

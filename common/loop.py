@@ -15,13 +15,13 @@ and `saving.py` what comes between updates."""
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from common import checkpoint, checks, memory, records
-from common.batches import EvalBatches, GlobalBatches
+from common.batches import EvalBatches, GlobalBatch, GlobalBatches
 from common.errors import Failure, RunError
 from common.evaluation import evaluate_now, try_evaluation
 from common.progress import Progress
@@ -85,7 +85,7 @@ def train_global_batches(training: Training) -> Progress:
     until the run is finished. Returns the progress."""
     progress = training.progress
     ranks = training.setup.ranks
-    source = training.global_batches.iterate(progress.epoch, progress.global_batch, progress.done)
+    source = batches_from_here(training)
     while True:
         if progress.step == 0 and training.length.has_ended(progress):
             raise no_update(progress)
@@ -105,6 +105,9 @@ def train_global_batches(training: Training) -> Progress:
                 for line in training.task.further.table(training.task, progress):
                     training.report.say(line)
             return progress
+        if augments_more(training):
+            source.close()  # its workers have prepared utterances with the old share
+            source = batches_from_here(training)
         error = training.report.problem
         started = time.monotonic()
         try:
@@ -128,6 +131,32 @@ def train_global_batches(training: Training) -> Progress:
             save(training)  # the weights are those from before the global batch
             raise
         ranks.note_update(time.monotonic() - started)
+
+
+def batches_from_here(training: Training) -> Iterator[GlobalBatch]:
+    """The global batches from the run's position in the data."""
+    progress = training.progress
+    return training.global_batches.iterate(progress.epoch, progress.global_batch, progress.done)
+
+
+def augments_more(training: Training) -> bool:
+    """Whether an epoch begins in which more utterances are augmented than before, by
+    `Task.augmented_share`. With augmentation from the first update on, a model from scratch may
+    never begin to learn."""
+    progress = training.progress
+    is_within = progress.global_batch or progress.done
+    if not training.task.augmented_share or progress.best is None or is_within:
+        return False
+    share = training.task.augmented_share(progress.best)
+    if not share > progress.augmented_share:
+        return False
+    progress.augmented_share = share
+    training.global_batches.augment(share)
+    training.report.say(
+        f"from epoch {progress.epoch + 1} on lengths are mixed, the share of augmentation is"
+        f" {share:.0%}"
+    )
+    return True
 
 
 def no_update(progress: Progress) -> RunError:

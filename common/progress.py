@@ -11,6 +11,7 @@ class Progress:
     which lists [size, count] of the global batches of other sizes that an earlier run has made of
     this epoch. `data` and `order` identify the data and their order, `origin` is the update and the
     epoch at which the run got these data. `evaluations` lists [update, value of the metric].
+    `augmented_share` is that of the present epoch (`Task.augmented_share`).
     `limits` are the sizes of micro-batches that fit, by length bucket. `stop`: a set that is
     evaluated besides ends the run. `base` is the path of the released weights at the root of this
     run. `parts` has what parts of `common/parts` keep, by their names."""
@@ -34,6 +35,7 @@ class Progress:
     bad_batches: int = 0
     bad_in_a_row: int = 0
     skipped_files: int = 0
+    augmented_share: float = 1.0
     limits: dict = field(default_factory=dict)
     schedule: dict | None = None
     base: str | None = None

@@ -51,6 +51,11 @@ class Task:
     `evaluate_first`     a new run evaluates the model before its first update
     `fine_tunes`         the model began from released weights: the length of the run, its
                          evaluations and its patience follow the hours of speech
+    `augmented_share`    the share of the training set that is augmented (`data.augmented_share`)
+                         from the next epoch on, by the best value of the metric; it never falls.
+                         Without it all are, from the first update on
+    `not_begun`          a sentence of advice if this value of the metric, after a fifth of the
+                         updates, says that the model has not begun to learn; else None
     `vocabulary`         the tokens of the model and of --init_from; without it, tensors with a row
                          for each token are copied by number
     `reports`            files and folders that the recipe writes, by their names in the log folder
@@ -75,6 +80,8 @@ class Task:
     adamw: optim.Settings = field(default_factory=optim.Settings)
     evaluate_first: bool = False
     fine_tunes: bool = False
+    augmented_share: Callable[[float], float] | None = None
+    not_begun: Callable[[float], str | None] | None = None
     vocabulary: checkpoint.Vocabulary | None = None
     reports: tuple[str, ...] = ()
     new_rows: Any = None

@@ -57,9 +57,8 @@ from speech.data import demo, splits
 from speech.data.columns import Corpus
 from speech.decoding import recogniser
 from speech.decoding.search import joint_beam, rescored_beam
-from speech.signal import nemo_features
+from speech.signal import augment, nemo_features
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
-from speech.signal.augment import Augmentation, read_noises
 from speech.signal.features import random_masks, spec_augment, valid_mask
 from speech.writing import metrics, text, unknown
 
@@ -192,8 +191,11 @@ def ctc_fits(samples: int, tokens: list[int], config: dict) -> bool:
 
 
 class Utterances:
-    """A set of utterances as the model takes them. Only the training set is augmented, and
-    augmentation depends on (seed, epoch, index) alone."""
+    """A set of utterances as the model takes them. Only the training set is augmented: a share of
+    it, which the loop lets grow. Augmentation depends on this share and (seed, epoch, index)
+    alone."""
+
+    augmented_share = 1.0
 
     def __init__(self, args, corpus: Corpus, tokenizer, config: dict, training: bool):
         self.corpus = corpus
@@ -205,8 +207,8 @@ class Utterances:
         self.augmentation = None
         if training and args.wave_augment:
             longest = args.max_duration / min(recogniser.SPEEDS)
-            noises = read_noises(args.noise_dir)
-            self.augmentation = Augmentation(args.seed, len(corpus), longest, noises)
+            noises = augment.read_noises(args.noise_dir)
+            self.augmentation = augment.Augmentation(args.seed, len(corpus), longest, noises)
 
     def __len__(self) -> int:
         return len(self.corpus)
@@ -217,27 +219,39 @@ class Utterances:
     def text_length(self, index: int) -> int:
         return len(self.corpus.texts[index])
 
+    def augmented(self, epoch: int) -> np.ndarray:
+        """(N,) which utterances are augmented in an epoch."""
+        return augment.chosen(self.seed, epoch, len(self), self.augmented_share)
+
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch."""
         seconds = self.corpus.seconds
         if self.changes_speed:
             seconds = seconds / self.speeds(epoch)
-        return self.augmentation.lengths(seconds, epoch) if self.augmentation else seconds
+        if self.augmentation:
+            longer = self.augmentation.lengths(seconds, epoch)
+            seconds = np.where(self.augmented(epoch), longer, seconds)
+        return seconds
 
     def speeds(self, epoch: int) -> np.ndarray:
-        return speed_factors(self.seed, epoch, len(self.corpus), recogniser.SPEEDS)
+        factors = speed_factors(self.seed, epoch, len(self), recogniser.SPEEDS)
+        return np.where(self.augmented(epoch), factors, np.float32(1))
 
     def item(self, index: int, epoch: int) -> dict:
         """One utterance: waveform (T,), tokens (U,), labels (U + 1,), and masks of SpecAugment."""
         waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
         transcript = self.corpus.texts[index]
         tokens = self.tokenizer.encode(transcript)
+        augmented = bool(self.augmented(epoch)[index])
         if self.changes_speed:
             changed = change_speed(waveform, float(self.speeds(epoch)[index]))
             # A dense utterance stays as it is if it would become too short for its text.
             if ctc_fits(len(changed), tokens, self.config):
                 waveform = changed
-        if self.augmentation:
+        if self.augmentation and augmented:
+            if self.augmentation.is_pause(index, epoch):
+                waveform = self.augmentation.pause(waveform, index, epoch)
+                tokens = []
             waveform = self.augmentation.apply(waveform, index, epoch)
         # One past the text's tokens: the decoder's start and end, and CTC's blank.
         eos = self.tokenizer.size
@@ -251,8 +265,9 @@ class Utterances:
         }
         if self.masks:
             random = np.random.default_rng([self.seed, epoch, index])
-            item["frequency_masks"] = random_masks(random, FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH)
-            item["time_masks"] = random_masks(random, TIME_MASKS, TIME_MASK_WIDTH)
+            masks = random_masks(random, FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH)
+            item["frequency_masks"] = augmented * masks
+            item["time_masks"] = augmented * random_masks(random, TIME_MASKS, TIME_MASK_WIDTH)
         return item
 
 
@@ -854,7 +869,9 @@ def vocabulary(
     return checkpoint.Vocabulary(names, tokens, saved)
 
 
-def make_task(run: Run, info: ModelInfo, run_info: splits.RunInfo, tokenizer) -> Task:
+def make_task(
+    how: recogniser.Options, run: Run, info: ModelInfo, run_info: splits.RunInfo, tokenizer
+) -> Task:
     """The task, all that the loop knows of this recipe."""
     return Task(
         RECIPE,
@@ -866,6 +883,8 @@ def make_task(run: Run, info: ModelInfo, run_info: splits.RunInfo, tokenizer) ->
         metric="cer",
         higher_is_better=False,
         fit=None,
+        augmented_share=how.augmented_share,
+        not_begun=recogniser.not_begun,
         vocabulary=vocabulary(info.characters, run.initial),
         checkpointed=CHECKPOINTED,
         compiled=COMPILED,
@@ -899,7 +918,7 @@ def main(args) -> None:
     global_batches = GlobalBatches(args, sets.pop("train"), collate, run.setup)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
     run_info = splits.run_info(splits.resolve(args), corpora)
-    task = make_task(run, model_info, run_info, tokenizer)
+    task = make_task(how, run, model_info, run_info, tokenizer)
     train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, how, tokenizer, model, evaluation)
     weights = finish(args, run, model, task, report)

@@ -69,8 +69,8 @@ from speech.data.columns import Corpus
 from speech.data.splits import RunInfo
 from speech.decoding import recogniser, timed, windows
 from speech.decoding.long import PARTS, by_length
+from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
-from speech.signal.augment import Augmentation, read_noises
 from speech.signal.features import random_masks
 from speech.writing import metrics, text, unknown
 
@@ -168,8 +168,11 @@ def sample_texts(corpus: Corpus, seed: int) -> list[str]:
 
 
 class Utterances:
-    """A set of utterances as the model takes them. Only the training set is augmented, and
-    augmentation depends on (seed, epoch, index) alone."""
+    """A set of utterances as the model takes them. Only the training set is augmented: from scratch
+    a share of it, which the loop lets grow. Augmentation depends on this share and (seed, epoch,
+    index) alone."""
+
+    augmented_share = 1.0
 
     def __init__(
         self,
@@ -193,11 +196,10 @@ class Utterances:
         if training and "streaming" in info.config:
             self.lookaheads = info.config["streaming"]["lookaheads"]
         self.augmentation = None
-        by_default = args.wave_augment is None and info.pretrained
-        if training and (args.wave_augment or by_default):
+        if training and args.wave_augment:
             longest = args.max_duration / min(recogniser.SPEEDS)
-            noises = read_noises(args.noise_dir)
-            self.augmentation = Augmentation(args.seed, len(corpus), longest, noises)
+            noises = augment.read_noises(args.noise_dir)
+            self.augmentation = augment.Augmentation(args.seed, len(corpus), longest, noises)
 
     def __len__(self) -> int:
         return len(self.corpus)
@@ -208,15 +210,23 @@ class Utterances:
     def text_length(self, index: int) -> int:
         return len(self.corpus.texts[index])
 
+    def augmented(self, epoch: int) -> np.ndarray:
+        """(N,) which utterances are augmented in an epoch."""
+        return augment.chosen(self.args.seed, epoch, len(self), self.augmented_share)
+
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch."""
         seconds = self.corpus.seconds
         if self.training and self.args.speed_perturbation:
             seconds = seconds / self.speeds(epoch)
-        return self.augmentation.lengths(seconds, epoch) if self.augmentation else seconds
+        if self.augmentation:
+            longer = self.augmentation.lengths(seconds, epoch)
+            seconds = np.where(self.augmented(epoch), longer, seconds)
+        return seconds
 
     def speeds(self, epoch: int) -> np.ndarray:
-        return speed_factors(self.args.seed, epoch, len(self), recogniser.SPEEDS)
+        factors = speed_factors(self.args.seed, epoch, len(self), recogniser.SPEEDS)
+        return np.where(self.augmented(epoch), factors, np.float32(1))
 
     def item(self, index: int, epoch: int) -> dict:
         """One utterance: waveform (T,), tokens (U,), whether it has the plain RNN-T loss, factors
@@ -229,10 +239,11 @@ class Utterances:
             tokens += self.prompts.tag(index)
         waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
         random = np.random.default_rng([args.seed, epoch, index])
+        augmented = bool(self.augmented(epoch)[index])
         if self.training:
             if args.speed_perturbation:
                 waveform = change_speed(waveform, float(self.speeds(epoch)[index]))
-            if self.augmentation:
+            if self.augmentation and augmented:
                 waveform = self.augmentation.apply(waveform, index, epoch)
             noise = random.standard_normal(len(waveform), dtype=np.float32)
             waveform = waveform + DITHER * torch.from_numpy(noise)
@@ -251,8 +262,8 @@ class Utterances:
             item["counts"][term] = len(tokens) if reduction == "mean_volume" else 1
         if self.training and args.spec_augment:
             width = self.frequency_mask_width
-            item["frequency_masks"] = random_masks(random, FREQUENCY_MASKS, width)
-            item["time_masks"] = random_masks(random, TIME_MASKS, TIME_MASK_WIDTH)
+            item["frequency_masks"] = augmented * random_masks(random, FREQUENCY_MASKS, width)
+            item["time_masks"] = augmented * random_masks(random, TIME_MASKS, TIME_MASK_WIDTH)
         if self.prompts:
             item["prompt"] = self.prompts.slot(index, random if self.training else None)
         if self.lookaheads:
@@ -564,6 +575,8 @@ def make_task(
         evaluate_first=info.pretrained,
         adamw=optim.Settings(decay_embeddings=False),
         fine_tunes=info.pretrained,
+        augmented_share=None if info.pretrained else asked.how.augmented_share,
+        not_begun=None if info.pretrained else recogniser.not_begun,
         new_rows=new_rows(info, model),
         vocabulary=rows_by_piece(info, run.initial),
         plans=ForPlans(

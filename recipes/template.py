@@ -313,6 +313,7 @@ def main(args) -> None:
         metric="cer",
         higher_is_better=False,
         fit=fit,
+        not_begun=recogniser.not_begun,
         checkpointed=(Layer,),
         compiled=(Layer,),
         reports=recogniser.REPORTS,

@@ -70,8 +70,8 @@ from speech.data.columns import Corpus, Strings
 from speech.data.splits import RunInfo
 from speech.decoding import recogniser, timed, windows
 from speech.decoding.long import PARTS, by_length
+from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
-from speech.signal.augment import Augmentation, read_noises
 from speech.signal.features import span_mask
 from speech.writing import metrics, unknown
 
@@ -193,8 +193,11 @@ def drop_untrainable(args, corpus: Corpus, info: ModelInfo) -> Corpus:
 
 
 class Utterances:
-    """A set of utterances as the model takes them. Only the training set is augmented, and
-    augmentation, masks and skipped layers depend on (seed, epoch, index) alone."""
+    """A set of utterances as the model takes them. Only the training set is augmented: all of it, or
+    with a new head a share, which the loop lets grow. Augmentation, masks and skipped layers depend
+    on this share and (seed, epoch, index) alone."""
+
+    augmented_share = 1.0
 
     def __init__(
         self,
@@ -212,11 +215,10 @@ class Utterances:
         self.masks = start.mask_shares(args, info)
         self.layer_drop = start.layer_drop(args, info)
         self.augmentation = None
-        by_default = args.wave_augment is None and info.pretrained
-        if training and (args.wave_augment or by_default):
+        if training and args.wave_augment:
             longest = args.max_duration / min(recogniser.SPEEDS)
-            noises = read_noises(args.noise_dir)
-            self.augmentation = Augmentation(args.seed, len(corpus), longest, noises)
+            noises = augment.read_noises(args.noise_dir)
+            self.augmentation = augment.Augmentation(args.seed, len(corpus), longest, noises)
 
     def __len__(self) -> int:
         return len(self.corpus)
@@ -227,15 +229,23 @@ class Utterances:
     def text_length(self, index: int) -> int:
         return len(self.corpus.texts[index])
 
+    def augmented(self, epoch: int) -> np.ndarray:
+        """(N,) which utterances are augmented in an epoch."""
+        return augment.chosen(self.args.seed, epoch, len(self), self.augmented_share)
+
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch."""
         seconds = self.corpus.seconds
         if self.training and self.args.speed_perturbation:
             seconds = seconds / self.speeds(epoch)
-        return self.augmentation.lengths(seconds, epoch) if self.augmentation else seconds
+        if self.augmentation:
+            longer = self.augmentation.lengths(seconds, epoch)
+            seconds = np.where(self.augmented(epoch), longer, seconds)
+        return seconds
 
     def speeds(self, epoch: int) -> np.ndarray:
-        return speed_factors(self.args.seed, epoch, len(self), recogniser.SPEEDS)
+        factors = speed_factors(self.args.seed, epoch, len(self), recogniser.SPEEDS)
+        return np.where(self.augmented(epoch), factors, np.float32(1))
 
     def item(self, index: int, epoch: int) -> dict:
         """One utterance: waveform (T,), tokens (U,); in training also masks over its frames (T',)
@@ -244,13 +254,17 @@ class Utterances:
         transcript = self.corpus.texts[index]
         tokens = self.tokenizer.encode(transcript)
         waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
+        augmented = bool(self.augmented(epoch)[index])
         if self.training:
             if args.speed_perturbation:
                 changed = change_speed(waveform, float(self.speeds(epoch)[index]))
                 # A dense utterance stays as it is if it would become too short for its text.
                 if ctc_fits(len(changed), tokens, self.config):
                     waveform = changed
-            if self.augmentation:
+            if self.augmentation and augmented:
+                if self.augmentation.is_pause(index, epoch):
+                    waveform = self.augmentation.pause(waveform, index, epoch)
+                    tokens = []
                 waveform = self.augmentation.apply(waveform, index, epoch)
         item = {
             "audio": waveform,
@@ -263,10 +277,9 @@ class Utterances:
         if self.training and args.spec_augment:
             time, channels = self.masks
             count = frames(len(waveform), self.config)
-            item["time_masks"] = span_mask(random, count, time, TIME_SPAN)
-            item["channel_masks"] = span_mask(
-                random, self.config["hidden_size"], channels, CHANNEL_SPAN
-            )
+            width = self.config["hidden_size"]
+            item["time_masks"] = augmented * span_mask(random, count, time, TIME_SPAN)
+            item["channel_masks"] = augmented * span_mask(random, width, channels, CHANNEL_SPAN)
         if self.training and self.layer_drop:
             draws = random.random(self.config["num_hidden_layers"])
             item["layers"] = (draws >= self.layer_drop).tolist()
@@ -505,6 +518,7 @@ def make_task(
         f"model: {millions:.1f} M parameters, {info.config['vocabulary']:,} characters; learning"
         f" rate {args.learning_rate or lora.rate(model, rate):g}"
     )
+    starts_silent = info.has_new_head or not info.pretrained
     new_rows = None
     if info.new_pieces and not info.has_new_head:
         rows = dict.fromkeys(vocabulary.ROWS, info.new_pieces)
@@ -527,6 +541,8 @@ def make_task(
         # A new head learns alone during the warm-up: its first gradients would spoil the encoder.
         adamw=optim.Settings(first=vocabulary.ROWS if info.has_new_head else ()),
         fine_tunes=info.pretrained,
+        augmented_share=asked.how.augmented_share if starts_silent else None,
+        not_begun=recogniser.not_begun,
         new_rows=new_rows,
         vocabulary=rows_by_piece(info, run.initial),
         plans=ForPlans(

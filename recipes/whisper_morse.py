@@ -71,8 +71,8 @@ from speech.morse import clips, scores
 from speech.morse.alphabet import SYMBOLS
 from speech.morse.scores import for_scoring
 from speech.morse.synthesis import Choice, Synthetic
+from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, speed_factors
-from speech.signal.augment import Augmentation, read_noises
 from speech.signal.features import random_masks
 from speech.writing import metrics
 
@@ -149,8 +149,11 @@ def read_data(args, source: clips.Options, before: RunInfo | None = None) -> dic
 
 
 class Utterances:
-    """A set of utterances as the model takes them. Only the training set is augmented and padded,
-    and both depend on (seed, epoch, index) alone."""
+    """A set of utterances as the model takes them. Only the training set is augmented and padded:
+    from scratch a share of it is augmented, which the loop lets grow. Both depend on this share and
+    (seed, epoch, index) alone."""
+
+    augmented_share = 1.0
 
     def __init__(self, args, corpus: clips.Clips, tokenizer, info: ModelInfo, training: bool):
         self.args = args
@@ -166,8 +169,8 @@ class Utterances:
         self.padding = Padding(args.seed, len(corpus), self.longest, *padding)
         self.augmentation = None
         if training and args.wave_augment:
-            noises = read_noises(args.noise_dir)
-            self.augmentation = Augmentation(args.seed, len(corpus), self.longest, noises)
+            noises = augment.read_noises(args.noise_dir)
+            self.augmentation = augment.Augmentation(args.seed, len(corpus), self.longest, noises)
 
     def __len__(self) -> int:
         return len(self.corpus)
@@ -181,8 +184,13 @@ class Utterances:
     def text_length(self, index: int) -> int:
         return self.corpus.text_length(index)
 
+    def augmented(self, epoch: int) -> np.ndarray:
+        """(N,) which utterances are augmented in an epoch."""
+        return augment.chosen(self.args.seed, epoch, len(self), self.augmented_share)
+
     def speeds(self, epoch: int) -> np.ndarray:
-        return speed_factors(self.args.seed, epoch, len(self), SPEEDS)
+        factors = speed_factors(self.args.seed, epoch, len(self), SPEEDS)
+        return np.where(self.augmented(epoch), factors, np.float32(1))
 
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch."""
@@ -195,7 +203,8 @@ class Utterances:
         """(N,) lengths of what takes `seconds` (N,): with silence at the ends, and the longest
         input's if it is padded."""
         if self.augmentation:
-            seconds = self.augmentation.lengths(seconds, epoch)
+            longer = self.augmentation.lengths(seconds, epoch)
+            seconds = np.where(self.augmented(epoch), longer, seconds)
         return self.padding.lengths(seconds, epoch) if self.training else seconds
 
     def item(self, index: int, epoch: int) -> dict:
@@ -226,7 +235,8 @@ class Utterances:
         """An example that the model learns from: waveform (T,), decoder input and labels (U,),
         CTC's targets (S,), masks of SpecAugment."""
         waveform = waveform[: round(self.longest * SAMPLE_RATE)]
-        if self.augmentation:
+        augmented = bool(self.augmented(epoch)[index])
+        if self.augmentation and augmented:
             waveform = self.augmentation.apply(waveform, index, epoch)
         room = self.most_tokens - len(prompt)
         if self.training and len(tokens) > room:
@@ -251,8 +261,9 @@ class Utterances:
             item |= self.padding.pad(waveform, index, epoch)
         if self.training and self.args.spec_augment:
             random = np.random.default_rng([self.args.seed, epoch, index])
-            item["frequency_masks"] = random_masks(random, FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH)
-            item["time_masks"] = random_masks(random, TIME_MASKS, TIME_MASK_WIDTH)
+            masks = random_masks(random, FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH)
+            item["frequency_masks"] = augmented * masks
+            item["time_masks"] = augmented * random_masks(random, TIME_MASKS, TIME_MASK_WIDTH)
         return item
 
     def alignment(self, tokens: list[int], spans: np.ndarray, samples: int) -> torch.Tensor:
@@ -490,6 +501,8 @@ def make_task(
         run_info,
         metric="cer",
         higher_is_better=False,
+        augmented_share=None if info.pretrained else asked.how.augmented_share,
+        not_begun=None if info.pretrained else recogniser.not_begun,
         reports=(*recogniser.REPORTS, "evaluation.json"),
         further=watched,
         plans=ForPlans(

@@ -68,8 +68,8 @@ from speech.data import demo, replay, splits, watching
 from speech.data.columns import Corpus
 from speech.decoding import recogniser
 from speech.decoding.recogniser import SPEEDS, decode_set, decode_texts
+from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
-from speech.signal.augment import Augmentation, read_noises
 from speech.signal.features import random_masks
 from speech.writing import metrics, text
 from speech.writing.text import (
@@ -207,8 +207,11 @@ def encode(tokenizer: WhisperTokenizer, times: bool, transcript: str) -> list[in
 
 
 class Utterances:
-    """A set of utterances as the model takes them. Only the training set is augmented and padded,
-    and both depend on (seed, epoch, index) alone."""
+    """A set of utterances as the model takes them. Only the training set is augmented and padded:
+    from scratch a share of it is augmented, which the loop lets grow. Both depend on this share and
+    (seed, epoch, index) alone."""
+
+    augmented_share = 1.0
 
     def __init__(self, args, corpus: Corpus, tokenizer, info: ModelInfo, training: bool):
         self.args = args
@@ -221,10 +224,9 @@ class Utterances:
         padding = (args.pad_share, args.pad_to_30s)
         self.padding = Padding(args.seed, len(corpus), self.longest, *padding)
         self.augmentation = None
-        by_default = args.wave_augment is None and info.pretrained
-        if training and (args.wave_augment or by_default):
-            noises = read_noises(args.noise_dir)
-            self.augmentation = Augmentation(args.seed, len(corpus), self.longest, noises)
+        if training and args.wave_augment:
+            noises = augment.read_noises(args.noise_dir)
+            self.augmentation = augment.Augmentation(args.seed, len(corpus), self.longest, noises)
 
     def __len__(self) -> int:
         return len(self.corpus)
@@ -238,8 +240,13 @@ class Utterances:
     def text_length(self, index: int) -> int:
         return len(self.corpus.texts[index])
 
+    def augmented(self, epoch: int) -> np.ndarray:
+        """(N,) which utterances are augmented in an epoch."""
+        return augment.chosen(self.args.seed, epoch, len(self), self.augmented_share)
+
     def speeds(self, epoch: int) -> np.ndarray:
-        return speed_factors(self.args.seed, epoch, len(self), SPEEDS)
+        factors = speed_factors(self.args.seed, epoch, len(self), SPEEDS)
+        return np.where(self.augmented(epoch), factors, np.float32(1))
 
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch."""
@@ -252,7 +259,8 @@ class Utterances:
         """(N,) lengths of what takes `seconds` (N,): with silence at the ends, and the longest
         input's if it is padded."""
         if self.augmentation:
-            seconds = self.augmentation.lengths(seconds, epoch)
+            longer = self.augmentation.lengths(seconds, epoch)
+            seconds = np.where(self.augmented(epoch), longer, seconds)
         return self.padding.lengths(seconds, epoch) if self.training else seconds
 
     def item(self, index: int, epoch: int) -> dict:
@@ -284,7 +292,8 @@ class Utterances:
         """An example that the model learns from: waveform (T,), decoder input and labels (U,),
         CTC's targets (S,), masks of SpecAugment."""
         waveform = waveform[: round(self.longest * SAMPLE_RATE)]
-        if self.augmentation:
+        augmented = bool(self.augmented(epoch)[index])
+        if self.augmentation and augmented:
             waveform = self.augmentation.apply(waveform, index, epoch)
         room = self.most_tokens - len(prompt)
         if self.training and len(tokens) > room:
@@ -309,8 +318,9 @@ class Utterances:
             item |= self.padding.pad(waveform, index, epoch)
         if self.training and self.args.spec_augment:
             random = np.random.default_rng([self.args.seed, epoch, index])
-            item["frequency_masks"] = random_masks(random, FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH)
-            item["time_masks"] = random_masks(random, TIME_MASKS, TIME_MASK_WIDTH)
+            masks = random_masks(random, FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH)
+            item["frequency_masks"] = augmented * masks
+            item["time_masks"] = augmented * random_masks(random, TIME_MASKS, TIME_MASK_WIDTH)
         return item
 
 
@@ -592,6 +602,8 @@ def make_task(
         run_info,
         metric="cer",
         higher_is_better=False,
+        augmented_share=None if info.pretrained else asked.how.augmented_share,
+        not_begun=None if info.pretrained else recogniser.not_begun,
         reports=recogniser.REPORTS,
         further=watched,
         plans=ForPlans(

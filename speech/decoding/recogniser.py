@@ -2,6 +2,7 @@
 transcribing files."""
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ LONG = "transcripts_long.jsonl"  # of whole recordings
 REPORTS = ("transcripts.jsonl", LONG, "results.json")  # files in the log folder
 EXAMPLES = 5  # transcripts printed at the end
 MOST_BEAMS = 500  # hypotheses
+AUGMENTATIONS = ("spec_augment", "speed_perturbation", "wave_augment")
+NOT_BEGUN = 0.7  # CER above which a model has not begun to write
 SPEEDS = (0.9, 1.0, 1.1)  # of --speed_perturbation (Ko et al. 2015)
 MOST_MARKS = 0.02  # share of marks among letters above which Whisper's normaliser breaks words
 NORMALISERS = {"whisper": as_whisper}  # choices of --normaliser
@@ -59,7 +62,9 @@ class Options:
     (None if the recipe has one method only); a further way to compare texts; the files and folders
     to transcribe, the file that the transcripts are written to (None: they are printed), the
     longest piece of a recording in seconds (None: what the model reads), and whether they are
-    printed with times; where results are written, and the seed that chooses examples."""
+    printed with times; where results are written, the seed that chooses examples, and
+    `Task.augmented_share` of a model that cannot write yet, None in a demo and in a recipe that
+    does not augment by default."""
 
     method: str | None = None
     beam_size: int | None = None
@@ -71,6 +76,7 @@ class Options:
     batch_size: int = 8
     log_dir: Path = Path("logs")
     seed: int = 0
+    augmented_share: Callable[[float], float] | None = None
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -85,8 +91,7 @@ def add_augmentation(parser) -> None:
         ("speed_perturbation", options.OnOff, None, None,
          "play at 0.9, 1.0 or 1.1 times the speed (on; off for the demo)"),
         ("wave_augment", options.OnOff, None, None,
-         "add silence at the ends and noise, and change the level (on for released weights; off"
-         " from scratch and for the demo)"),
+         "add silence at the ends and noise, and change the level (on; off for the demo)"),
         ("noise_dir", options.path, None, "DIR",
          "turns --wave_augment on, with the noise in these audio files"),
     )  # fmt: skip
@@ -156,19 +161,16 @@ def resolve(
 ) -> Options:
     """Fills in the defaults of these flags and returns what they ask for, also after
     `add_augmentation` or `add_decoding` alone. Augmentation is on, unless the recipe does not
-    augment by default (`augments`), and except in a demo, whose voices hardly vary; --wave_augment
-    also needs released weights. A plan without data is of training with augmentation. `beam_size`
+    augment by default (`augments`), and except in a demo, whose voices hardly vary. A plan without data is of training with augmentation. `beam_size`
     is the default. `has_times`: whether the transcripts have segments with times. Raises
     `UsageError`, and `DataError` for a file in --noise_dir."""
     augment = augments and (not is_demo or options.plans(args))
     if getattr(args, "noise_dir", None):
         args.wave_augment = True
         read_noises(args.noise_dir)  # what is wrong with it is reported now
-    for name in ("spec_augment", "speed_perturbation"):
+    for name in AUGMENTATIONS:
         if getattr(args, name, False) is None:
             setattr(args, name, augment)
-    if getattr(args, "wave_augment", False) is None and not augment:
-        args.wave_augment = False  # None: if the weights are released ones
     if beam_size and args.beam_size is None:
         args.beam_size = beam_size
     output = getattr(args, "output", None)
@@ -193,6 +195,30 @@ def resolve(
         batch_size=args.eval_batch_size,
         log_dir=args.log_dir,
         seed=args.seed,
+        augmented_share=augmented_share if augment else None,
+    )
+
+
+# --- the beginning of a training from scratch -----------------------------------------------------
+
+
+def augmented_share(cer: float) -> float:
+    """`Task.augmented_share` of a model that cannot write yet: what it writes right beyond half of
+    the characters, twice, in whole tenths. So nothing is augmented until a CER of 45 %, half at
+    25 %."""
+    return max(0, math.floor(10 - 20 * cer)) / 10
+
+
+def not_begun(cer: float) -> str | None:
+    """`Task.not_begun`. A model that has only learned which characters are frequent has a CER of
+    about 80 %."""
+    if not cer > NOT_BEGUN:
+        return None
+    return (
+        f"the model has not begun to write: {100 * cer:.0f} of 100 characters are wrong. If that"
+        " stays so, see with --check_data whether the texts belong to their audio, and try another"
+        " --learning_rate or more updates (--max_steps); with less than ten hours of speech,"
+        " fine-tune a released model (docs/your_language.md)"
     )
 
 

@@ -15,10 +15,10 @@ from speech.data.columns import printable
 from speech.data.headers import THREADS, file_fault
 from speech.signal.audio import SAMPLE_RATE, audio_files, read_audio
 
-LONGEST_SILENCE = 0.6  # seconds at an end
-# Share of the ends that get none. With 0.25 a small model from scratch did not learn where words
-# are in 600 updates (74 % CER): blank is right too often.
-NO_SILENCE = 0.6
+# Seconds of silence at an end, by a number from [0, 1): none at six ends of ten, much at one.
+SILENCE = ((0.0, 0.6, 0.9, 1.0), (0.0, 0.0, 0.6, 3.0))
+QUIET = 1024  # samples, 64 ms: the quietest of a recording are what its silence sounds like
+PAUSES = 0.03  # share of training utterances of which only the silence is left
 NOISY = 0.5  # share of training utterances with noise
 SNR = (10.0, 40.0)  # dB
 GAIN = (-12.0, 6.0)  # dB, less if the peak would be above 1
@@ -28,9 +28,22 @@ GAIN = (-12.0, 6.0)  # dB, less if the peak would be above 1
 
 
 def silences(uniform: np.ndarray) -> np.ndarray:
-    """Numbers from [0, 1), of any shape, to seconds of silence: none for a share of them, the
-    others evenly up to LONGEST_SILENCE."""
-    return LONGEST_SILENCE * np.clip((uniform - NO_SILENCE) / (1 - NO_SILENCE), 0, None)
+    """Numbers from [0, 1), of any shape, to seconds of silence by SILENCE."""
+    return np.interp(uniform, *SILENCE)
+
+
+def room_tone(random: np.random.Generator, recording: np.ndarray, samples: int) -> np.ndarray:
+    """(samples,) float32 noise with the level and the spectrum of the quietest part of a recording
+    (T,): white noise that is filtered by that part. Zeros if the recording is shorter than it."""
+    count = len(recording) // QUIET
+    if not (count and samples):
+        return np.zeros(samples, np.float32)
+    parts = recording[: count * QUIET].reshape(count, QUIET)
+    quietest = parts[np.square(parts).sum(axis=1).argmin()]
+    size = 1 << (samples + QUIET).bit_length()  # for which an FFT is fast
+    white = np.fft.rfft(random.standard_normal(size, dtype=np.float32))
+    tone = np.fft.irfft(white * np.fft.rfft(quietest, size), size)
+    return (tone[:samples] / np.sqrt(QUIET)).astype(np.float32)
 
 
 def drawn_noise(random: np.random.Generator, samples: int) -> np.ndarray:
@@ -123,6 +136,13 @@ def read_noises(folder: str | None) -> Noises | None:
 
 
 @functools.lru_cache(maxsize=2)
+def chosen(seed: int, epoch: int, count: int, share: float) -> np.ndarray:
+    """(count,) which of the utterances of an epoch are augmented: a share of them. What is chosen
+    for a share is chosen for a larger one, too."""
+    return np.random.default_rng([seed, epoch, 0, 4]).random(count, np.float32) < share
+
+
+@functools.lru_cache(maxsize=2)
 def _ends(seed: int, epoch: int, count: int) -> np.ndarray:
     """(count, 2) seconds of silence before and after each utterance of an epoch."""
     return silences(np.random.default_rng([seed, epoch, 0, 2]).random((count, 2), np.float32))
@@ -131,7 +151,8 @@ def _ends(seed: int, epoch: int, count: int) -> np.ndarray:
 @dataclass(frozen=True)
 class Augmentation:
     """--wave_augment: silence at the ends, noise and gain for a training set of `count` utterances.
-    With silence an utterance has at most `longest` seconds; without `noises` from files noise is
+    The silence sounds like the quietest part of the utterance, because features are often scaled by
+    what else is in it: a model that has only met speech writes words into a pause. With silence an utterance has at most `longest` seconds; without `noises` from files noise is
     drawn."""
 
     seed: int
@@ -149,12 +170,23 @@ class Augmentation:
         """(N,) seconds of the whole set's utterances with silence."""
         return seconds + self.ends(seconds, epoch).sum(-1)
 
+    def is_pause(self, index: int, epoch: int) -> bool:
+        """Whether utterance `index` is a pause without a word in an epoch."""
+        return np.random.default_rng([self.seed, epoch, index, 5]).random() < PAUSES
+
+    def pause(self, waveform: torch.Tensor, index: int, epoch: int) -> torch.Tensor:
+        """(T,) that sounds like the quietest part of utterance `index` (T,)."""
+        random = np.random.default_rng([self.seed, epoch, index, 6])
+        return torch.from_numpy(room_tone(random, waveform.numpy(), len(waveform)))
+
     def apply(self, waveform: torch.Tensor, index: int, epoch: int) -> torch.Tensor:
         """Utterance `index` (T,) as it is in an epoch."""
         speech = waveform.numpy()
         random = np.random.default_rng([self.seed, epoch, index, 1])
         ends = self.ends(len(speech) / SAMPLE_RATE, epoch, index)
-        whole = np.pad(speech, (ends * SAMPLE_RATE).astype(int))
+        before, after = (ends * SAMPLE_RATE).astype(int).tolist()
+        tone = room_tone(random, speech, before + after)
+        whole = np.concatenate([tone[:before], speech, tone[before:]])
         gain = random.uniform(*GAIN)
         snr_db = random.uniform(*SNR)
         if random.random() < NOISY:

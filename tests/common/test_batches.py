@@ -40,19 +40,28 @@ def lengths(count: int, seed: int) -> np.ndarray:
 seeds = st.integers(0, 10**6)
 
 
-@given(count=st.integers(1, 400), size=st.integers(1, 40), seed=seeds, epoch=st.integers(0, 100))
-def test_every_utterance_once_an_epoch(count, size, seed, epoch):
+@given(
+    count=st.integers(1, 400),
+    size=st.integers(1, 40),
+    seed=seeds,
+    epoch=st.integers(0, 100),
+    shortest_first=st.booleans(),
+)
+def test_every_utterance_once_an_epoch(count, size, seed, epoch, shortest_first):
     seconds = lengths(count, seed)
-    plan = batches.plan_epoch(seconds, size, seed, epoch)
+    plan = batches.plan_epoch(seconds, size, seed, epoch, (), shortest_first)
     assert sorted(np.concatenate(plan).tolist()) == list(range(count))
     assert len(plan) == math.ceil(count / size)
     assert sorted(map(len, plan))[1:] == [size] * (
         len(plan) - 1
     )  # at most one is smaller, none is empty
-    again = batches.plan_epoch(seconds.copy(), size, seed, epoch)
+    again = batches.plan_epoch(seconds.copy(), size, seed, epoch, (), shortest_first)
     assert all(np.array_equal(a, b) for a, b in zip(plan, again, strict=True))
     if epoch == 0:
         assert seconds.argmax() in plan[0]
+    if shortest_first:  # behind the longest ones, which come first in the first epoch
+        ordered = seconds[np.concatenate(plan[1:] if epoch == 0 else plan)] if plan[1:] else []
+        assert (np.diff(ordered) >= 0).all()
 
 
 parts = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 8)), max_size=4)

@@ -29,6 +29,7 @@ from common.parts import offload
 from common.ranks import Ranks
 from common.saving import made_by
 from common.update import cut_to_fit, length_bucket
+from speech.signal import augment
 from tests import small
 
 DRAW = report.Report.draw  # before conftest.py replaces it
@@ -1052,6 +1053,74 @@ def test_the_first_evaluation_is_made_once_unless_nothing_was_saved(tmp_path):
         small.make_args(tmp_path, *flags), evaluate=scripted(4.0), evaluate_first=True
     )
     assert progress.evaluations == [[0, 3.0], [2, 4.0]] and progress.best_step == 0
+
+
+class Augmented(small.Waveforms):
+    """Waveforms of which a share becomes shorter and louder in training."""
+
+    augmented_share = 1.0
+
+    def augmented(self, epoch: int) -> np.ndarray:
+        return augment.chosen(0, epoch, len(self), self.augmented_share)
+
+    def seconds(self, epoch: int) -> np.ndarray:
+        return super().seconds(epoch) - 0.05 * self.augmented(epoch)
+
+    def item(self, index: int, epoch: int) -> dict:
+        item = dict(self[index])
+        if self.augmented(epoch)[index]:
+            item["audio"] = 2 * item["audio"][: -small.SAMPLE_RATE // 20]
+        return item
+
+
+def growing(*shares: float) -> dict:
+    """Fields of a task whose evaluations come to these shares one after the other."""
+    return {
+        "evaluate": scripted(*(1 - share for share in shares)),
+        "augmented_share": lambda x: 1 - x,
+    }
+
+
+def test_augmentation_grows_when_an_epoch_begins_and_never_falls(tmp_path, monkeypatch):
+    flags = (*cut(2, 2), "--num_epochs", "4", "--eval_every", "3")  # an epoch has 4 updates
+    shares = []
+    data = Augmented()
+
+    def seen(model, batch):
+        shares.append(data.augmented_share)
+        return small.compute_loss(model, batch)
+
+    fields = growing(0.0, 0.5, 0.25, 0.75, 1.0, 1.0)
+    small.run(small.make_args(tmp_path, *flags, *cut(4, 1)), data=data, compute_loss=seen, **fields)
+    # Evaluated after 3, 6, 9, 12, 15 updates. The best of 6 and 9 counts from the 9th on.
+    assert shares == [0.0] * 8 + [0.5] * 4 + [0.75] * 4
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_whose_augmentation_grows_resumes_to_the_same_bits(tmp_path, workers):
+    flags = (*cut(2, 2), "--num_epochs", "3", "--eval_every", "2", "--dropout", "0.2")
+    flags += ("--dataloader_num_workers", str(workers), "--save_every", "1", "--keep_last", "20")
+    shares = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+    reference, progress = small.run(
+        small.make_args(tmp_path / "a", *flags), data=Augmented(), **growing(*shares)
+    )
+    assert progress.augmented_share == 0.6
+    for step in (3, 4, 5, 8) if workers == 0 else (4,):
+        path = tmp_path / f"a/checkpoints/checkpoint_step_{step:08}.pt"
+        args = small.make_args(tmp_path / f"from_{step}", *flags, "--resume", str(path))
+        again = network(0.2, seed=9)
+        # In another folder, which has no best weights, it evaluates the saved ones again.
+        small.run(args, again, Augmented(), **growing(*shares[(step + 1) // 2 - 1 :]))
+        assert torch.equal(small.weights(again), small.weights(reference)), step
+
+
+def test_a_model_that_has_not_begun_says_so_once_after_a_fifth(tmp_path, capsys):
+    flags = (*cut(2, 2), "--num_epochs", "3", "--eval_every", "1")
+    advice = lambda value: f"advice at {value}" if value > 0.7 else None  # noqa: E731
+    values = [0.9 - 0.01 * step for step in range(12)]
+    small.run(small.make_args(tmp_path, *flags), evaluate=scripted(*values), not_begun=advice)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "advice" in line]
+    assert lines == ["advice at 0.88"]  # of 12 updates, the third
 
 
 def mapped(folder: Path) -> list[bytes]:

@@ -428,14 +428,14 @@ def utterances(tmp_path, wav, json_lines):
 
 
 def test_augmentation_depends_on_seed_epoch_and_utterance_alone(utterances):
-    for flags in ((), ("--wave_augment",)):
+    for flags in (("--no_wave_augment",), ()):
         data = utterances(*flags)
         sent = pickle.loads(pickle.dumps(data))  # as it travels to a data worker
         for other in (utterances(*flags), sent):
             first, again = data.item(3, 1), other.item(3, 1)
             for key in ("audio", "time_masks", "frequency_masks"):
                 assert torch.equal(first[key], again[key])
-    data = utterances()
+    data = utterances("--no_wave_augment")
     first = data.item(3, 1)
     assert not torch.equal(first["time_masks"], data.item(3, 2)["time_masks"])
     assert not torch.equal(first["time_masks"], data.item(4, 1)["time_masks"])
@@ -455,11 +455,41 @@ def test_an_evaluation_set_and_a_set_without_augmentation_are_read_as_they_are(u
         assert (data.seconds(1) == 1.0).all() and len(data) == 40
 
 
+def test_only_the_share_that_the_loop_asks_for_is_augmented(utterances):
+    plain, data = utterances(training=False), utterances()
+    for share in (0.0, 0.5):
+        data.augmented_share = share
+        same = data.seconds(1) == 1.0
+        for index in range(40):
+            item = data.item(index, 1)
+            is_plain = torch.equal(item["audio"], plain.item(index, 1)["audio"])
+            assert is_plain == (not item["time_masks"].any()) == (not data.augmented(1)[index])
+            assert len(item["audio"]) / SAMPLE_RATE == pytest.approx(
+                data.seconds(1)[index], abs=1e-3
+            )
+        assert 0.3 < same.mean() < 0.8 or (not share and same.all())
+
+
+def test_a_few_utterances_are_pauses_without_a_word(utterances):
+    data = utterances("--no_speed_perturbation")
+    items = [data.item(index, epoch) for epoch in range(3) for index in range(40)]
+    silent = [item for item in items if not len(item["tokens"])]
+    assert 0 < len(silent) < 15 and all(
+        item["labels"].tolist() == [TOKENIZER.size] for item in silent
+    )
+    batch = next(batches.to_device([recipe.collate(silent[:2])], torch.device("cpu")))
+    torch.manual_seed(0)
+    terms = recipe.compute_loss(recipe.Conformer(CONFIG), batch)
+    assert all(term.isfinite() and term > 0 for term in terms.values())
+
+
 def test_silence_noise_and_level_change_the_waveform_and_nothing_else(utterances):
-    plain, data = utterances(), utterances("--wave_augment")
+    plain, data = utterances("--no_wave_augment"), utterances()
     for index in range(10):
         item, before = data.item(index, 1), plain.item(index, 1)
         assert not torch.equal(item["audio"], before["audio"])
+        if data.augmentation.is_pause(index, 1):
+            continue
         for key in ("tokens", "labels", "time_masks", "frequency_masks"):
             assert torch.equal(item[key], before[key])
         assert item["text"] == before["text"]
