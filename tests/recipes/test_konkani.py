@@ -343,7 +343,7 @@ def test_ctc_greedy_merges_repeats_and_drops_blanks():
 
 @torch.no_grad()
 @pytest.mark.parametrize("seed", range(3))
-def test_rescoring_picks_what_the_training_loss_likes_best(seed):
+def test_rescoring_picks_what_the_weighted_terms_like_best(seed):
     model = awake(make_model(seed=seed).eval(), seed)
     model.label_smoothing = 0.0
     item = make_items(1, seed=seed)[0]
@@ -355,7 +355,7 @@ def test_rescoring_picks_what_the_training_loss_likes_best(seed):
         labels = torch.tensor([*tokens, model.eos])
         changed = {**item, "tokens": torch.tensor(tokens, dtype=torch.long), "labels": labels}
         terms = {**recipe.compute_loss(model, moved([changed])), "ctc": -ctc}
-        return sum(recipe.LOSS_WEIGHTS[name] * float(value) for name, value in terms.items())
+        return sum(recipe.SEARCH_WEIGHTS[name] * float(value) for name, value in terms.items())
 
     expected, _ = min(hypotheses, key=loss)
     assert recipe.decode(model, encoded, lengths, "rescore", 6) == [list(expected)]
