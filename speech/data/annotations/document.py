@@ -66,9 +66,9 @@ def opened(path: Path) -> BinaryIO:
         raise UsageError(f"manifest {path}: {error.strerror}") from None
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, advice: str = "save it as UTF-8") -> str:
     """The text of a file in UTF-8, or in UTF-16 with a byte-order mark; line ends become "\\n".
-    Raises `UsageError` and `DataError`."""
+    Raises `UsageError`, and `DataError` with the `advice` for other encodings."""
     with opened(path) as file:
         content = file.read()
     encoding = "utf-16" if content[:2] in BYTE_ORDERS else "utf-8-sig"
@@ -77,5 +77,5 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         name = encoding.removesuffix("-sig").upper()
-        raise DataError(f"{path}:{line}: it is not {name}; save it as UTF-8") from None
+        raise DataError(f"{path}:{line}: it is not {name}; {advice}") from None
     return text.replace("\r\n", "\n").replace("\r", "\n")
