@@ -46,11 +46,13 @@ class Tier:
 
 @dataclass
 class Document:
-    """A file of annotations. `faults`: (reason, place) of each line that cannot be read."""
+    """A file of annotations. `faults`: (reason, place) of each line that cannot be read, `notes`: of
+    what is read in another way than it is written."""
 
     tiers: list[Tier]
     media: list[Media] = field(default_factory=list)
     faults: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[tuple[str, str]] = field(default_factory=list)
 
 
 def opened(path: Path) -> BinaryIO:

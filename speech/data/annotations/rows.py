@@ -115,6 +115,8 @@ def annotated_rows(
             continue
         for reason, place in document.faults:
             rejected.add(reason, place)
+        for reason, place in document.notes:
+            rejected.note(reason, place)
         annotations = in_time(path, with_text(chosen, taken), origin, rejected)
         note_overlaps(audio, annotations, rejected)
         for each in annotations:
