@@ -138,7 +138,7 @@ def _refuse_shared(tensors: Iterable, path: Path) -> None:
     for tensor in filter(checkpoint.is_dense, tensors):
         data = tensor.untyped_storage()
         sizes[data.data_ptr()] = data.nbytes()
-        used[data.data_ptr()] += tensor.numel() * tensor.itemsize
+        used[data.data_ptr()] += min(tensor.numel() * tensor.itemsize, data.nbytes())
     if any(used[place] > 2 * size for place, size in sizes.items()):
         raise UsageError(f"{path} is damaged: its tensors share their data")
 
@@ -149,6 +149,7 @@ def floats(weights, path: Path, counters: str = "") -> dict[str, torch.Tensor]:
     for anything but dense, finite tensors by name."""
     if not isinstance(weights, dict):
         raise UsageError(f"{path} holds a {type(weights).__name__}, not weights by name")
+    _refuse_shared(weights.values(), path)
     for name, tensor in weights.items():
         is_counter = bool(counters) and str(name).endswith(counters)
         if not _is_plain(tensor, (torch.int64,) if is_counter else FLOATS):
@@ -157,7 +158,6 @@ def floats(weights, path: Path, counters: str = "") -> dict[str, torch.Tensor]:
                 kind = "an int64 tensor"
             raise UsageError(f"{path}: {str(name)[:60]!r} is not {kind}")
         weights[name] = tensor.detach()  # some files hold parameters
-    _refuse_shared(weights.values(), path)
     checkpoint.check_tensors(weights, path)
     copies = {}
     for name in list(weights):
