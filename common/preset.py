@@ -225,8 +225,10 @@ def added_flags(adds: str, facts: set[str], size: str) -> list[str]:
 
 
 def read_user(script: Script, words: list[str]) -> User:
-    """The user's words by their meaning. Data words may stand beside tier and size."""
-    words = words.copy()
+    """The user's words by their meaning. Data words may stand beside tier and size, and --print
+    anywhere."""
+    is_printed = "--print" in words
+    words = [word for word in words if word != "--print"]
     picked = []
     data = ""
     while words and not words[0].startswith("-"):
@@ -237,6 +239,15 @@ def read_user(script: Script, words: list[str]) -> User:
             fail(f"the word '{word}' is too much: first come TIER and SIZE, then flags")
         else:
             picked.append(word)
+    tiers = {"auto", *names(read_rows(script.rows), 0), *MEMORY}
+    flag = ""
+    for before, word in itertools.pairwise(words):
+        flag = before if before.startswith("-") else flag
+        if word in tiers and before != flag and flag.partition("=")[0] != "--dry_run":
+            fail(
+                f"the word '{word}' is behind {flag} {before}: TIER and SIZE come before the flags"
+            )
+    words += ["--print"] * is_printed
     picked = picked or ["auto"]
     return User(picked[0], "".join(picked[1:]), data, words)
 
