@@ -142,7 +142,9 @@ class Machines:
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr)
+    """Prints a line on stderr, with control characters as escapes: a terminal would obey them."""
+    shown = re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
+    print(shown, file=sys.stderr)
 
 
 def fail(message: str, status: int = 2) -> NoReturn:

@@ -165,6 +165,7 @@ def test_wrong_words_are_usage_errors(script):
     sizes = ", ".join(SIZES[script])
     assert error_of(script, "8gb", "huge") == f"error: no size 'huge': it is one of {sizes}"
     assert "the word 'c' is too much" in error_of(script, "a", "b", "c")
+    assert "no tier '\\x1b[31m': it is" in error_of(script, "\x1b[31m")
     for words in ("--max_steps 3", "--train_manifest m.json", "--transcribe=a.wav b.wav"):
         said = error_of(script, *words.split(), "8gb")
         assert said.endswith(
