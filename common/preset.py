@@ -142,7 +142,9 @@ class Machines:
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr)
+    """Prints a line on stderr, with control characters as escapes: a terminal would obey them."""
+    shown = re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
+    print(shown, file=sys.stderr)
 
 
 def fail(message: str, status: int = 2) -> NoReturn:
@@ -225,8 +227,10 @@ def added_flags(adds: str, facts: set[str], size: str) -> list[str]:
 
 
 def read_user(script: Script, words: list[str]) -> User:
-    """The user's words by their meaning. Data words may stand beside tier and size."""
-    words = words.copy()
+    """The user's words by their meaning. Data words may stand beside tier and size, and --print
+    anywhere."""
+    is_printed = "--print" in words
+    words = [word for word in words if word != "--print"]
     picked = []
     data = ""
     while words and not words[0].startswith("-"):
@@ -237,6 +241,15 @@ def read_user(script: Script, words: list[str]) -> User:
             fail(f"the word '{word}' is too much: first come TIER and SIZE, then flags")
         else:
             picked.append(word)
+    tiers = {"auto", *names(read_rows(script.rows), 0), *MEMORY}
+    flag = ""
+    for before, word in itertools.pairwise(words):
+        flag = before if before.startswith("-") else flag
+        if word in tiers and before != flag and flag.partition("=")[0] != "--dry_run":
+            fail(
+                f"the word '{word}' is behind {flag} {before}: TIER and SIZE come before the flags"
+            )
+    words += ["--print"] * is_printed
     picked = picked or ["auto"]
     return User(picked[0].lower(), "".join(picked[1:]).lower(), data, words)
 

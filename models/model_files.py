@@ -3,6 +3,7 @@ written."""
 
 import errno
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -129,11 +130,16 @@ def read_pickle(file: Path):
     return checkpoint.load(file)
 
 
-def refuse_shared(values: Iterable, path: Path) -> None:
-    """Raises `UsageError` if the tensors among the values are larger than their file, so that their
-    copies could be without limit."""
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if sum(tensor.numel() * tensor.itemsize for tensor in tensors) > path.stat().st_size:
+def _refuse_shared(tensors: Iterable, path: Path) -> None:
+    """Raises `UsageError` if names share data, so that their copies could be without limit: a
+    matrix may have two names, as Whisper's embedding has."""
+    used: Counter[int] = Counter()
+    sizes = {}
+    for tensor in filter(checkpoint.is_dense, tensors):
+        data = tensor.untyped_storage()
+        sizes[data.data_ptr()] = data.nbytes()
+        used[data.data_ptr()] += min(tensor.numel() * tensor.itemsize, data.nbytes())
+    if any(used[place] > 2 * size for place, size in sizes.items()):
         raise UsageError(f"{path} is damaged: its tensors share their data")
 
 
@@ -143,6 +149,7 @@ def floats(weights, path: Path, counters: str = "") -> dict[str, torch.Tensor]:
     for anything but dense, finite tensors by name."""
     if not isinstance(weights, dict):
         raise UsageError(f"{path} holds a {type(weights).__name__}, not weights by name")
+    _refuse_shared(weights.values(), path)
     for name, tensor in weights.items():
         is_counter = bool(counters) and str(name).endswith(counters)
         if not _is_plain(tensor, (torch.int64,) if is_counter else FLOATS):

@@ -11,7 +11,7 @@ from common.files import TEXT_BYTES, write_text
 from speech.data.columns import Rejections
 from speech.data.finding import find_audio
 from speech.data.manifest import TEXT_KEYS, Fields, parse, row_fields
-from webui.places import CORRECTED, Places
+from webui.places import CORRECTED, DRAFT, Places
 
 # A row with timed pieces, as a schema of `records.mismatch`.
 PIECES = {"pieces": [{"start": (float, int), "end": (float, int), "text": str}]}
@@ -46,12 +46,20 @@ def texts_of(table: Path) -> list[Text]:
 
 def begun(table: Path) -> Path:
     """The table to correct: the corrected one beside it if somebody has begun."""
-    beside = table.with_name(CORRECTED)
+    beside = corrected(table)
     return beside if beside.is_file() and not beside.is_symlink() else table
 
 
+def corrected(table: Path) -> Path:
+    """The file beside a table that has its corrected texts: CORRECTED for a draft, t.csv.CORRECTED
+    for any other. A corrected table is its own."""
+    if table.name == CORRECTED or table.name.endswith(f".{CORRECTED}"):
+        return table
+    return table.with_name(CORRECTED if table.name == DRAFT else f"{table.name}.{CORRECTED}")
+
+
 def correct(places: Places, table: Path, changes: list[tuple[Text, str]]) -> Path:
-    """Writes the table with other texts, as CORRECTED beside it; the table stays as it is. Returns
+    """Writes the table with other texts as `corrected` beside it; the table stays as it is. Returns
     this file. Raises `UsageError` for a table that is only read or has changed meanwhile, and
     `RunError`."""
     if not table.is_relative_to(places.runs):
@@ -71,7 +79,7 @@ def correct(places: Places, table: Path, changes: list[tuple[Text, str]]) -> Pat
         else:
             row["pieces"][before.piece]["text"] = text
             row["text"] = " ".join(piece["text"] for piece in row["pieces"] if piece["text"])
-    target = table.with_name(CORRECTED)
+    target = corrected(table)
     try:
         write_text(target, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     except OSError as error:

@@ -23,7 +23,7 @@ from webui.uploads import NOT_USED, START, TABLE_SUFFIXES
 UPLOADS_BYTES = 10 << 30  # of all uploads
 UPLOADS = "uploads"  # the folder in `Places.runs`
 DRAFT = "draft.jsonl"  # in a run's folder: what it has transcribed
-CORRECTED = "corrected.jsonl"  # beside a table: the same with texts that were corrected
+CORRECTED = "corrected.jsonl"  # beside a draft: the same with texts that were corrected
 DEPTH = 6  # of folders that are searched
 ENTRIES = 100_000  # that a search looks at
 CHOICES = 1_000  # that a list offers

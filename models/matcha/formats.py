@@ -45,7 +45,6 @@ def read_tensors(path: str) -> dict[str, torch.Tensor]:
     weights = content.get("state_dict") if isinstance(content, dict) else None
     if not isinstance(weights, dict):
         raise UsageError(f"{path} holds no state_dict: it is not a checkpoint of Matcha-TTS")
-    model_files.refuse_shared(weights.values(), file)
     return model_files.floats(weights, file)
 
 
@@ -60,6 +59,9 @@ def read_model(path: str) -> tuple[dict, dict[str, torch.Tensor]]:
             break
     expected = checkpoint.shapes_of(lambda: Matcha(config))
     model_files.check_shapes(weights, expected, path, "Matcha-TTS")
+    deviation = weights["mel_std"]
+    if not deviation.is_meta and not deviation > 0:
+        raise UsageError(f"{path} is damaged: mel_std is {deviation:g}, and must be above 0")
     return config, weights
 
 

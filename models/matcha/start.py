@@ -19,6 +19,7 @@ from models.matcha import formats, onnx
 from models.matcha.decoding import Voice
 from models.matcha.model import CONFIG, SIZES, Matcha, is_possible
 from models.matcha.tokenizer import MARKS, fault, read, symbols_of
+from speech.data import splits
 from speech.data.columns import Corpus, Strings, printable
 from speech.data.splits import RunInfo
 from speech.decoding import judge
@@ -35,6 +36,7 @@ EXCLUDES = (
     ("model_file", "model_size", "a released model has its own shape; leave one of them out"),
     ("model_file", "init_from", "both say where the model starts; give one of them"),
     ("synthesize", "export", "give one of them"),
+    *splits.unused_by("synthesize"),
     ("evaluate", "export", "give one of them"),
     *(
         (flag, options.COMMAND, options.TRAINS)

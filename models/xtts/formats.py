@@ -319,7 +319,6 @@ def _read_groups(
             raise UsageError(f"{path}: {str(old)[:60]!r} is not part of XTTS-v2")
         if group in groups:
             kept[name] = tensor
-    model_files.refuse_shared(kept.values(), path)
     by_group = {group: {} for group in groups}
     for name, tensor in model_files.floats(kept, path, COUNTER).items():
         group, _, inner = name.partition(".")

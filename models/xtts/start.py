@@ -42,6 +42,7 @@ from models.xtts.model import (
 )
 from models.xtts.speaking import Synthesiser
 from models.xtts.tokenizer import LANGUAGE, Vocabulary, new_vocabulary
+from speech.data import splits
 from speech.data.columns import Corpus
 from speech.data.splits import RunInfo
 from speech.decoding import judge
@@ -100,6 +101,7 @@ TRAINING = ("condition", "freeze_layers", "dropout", "sdpa")  # flags for traini
 EXCLUDES = (
     ("custom_model", "from_scratch", "the first is an already tuned model; leave one of them out"),
     ("synthesize", "export", "give one of them"),
+    *splits.unused_by("synthesize"),
     ("evaluate", "export", "give one of them"),
     ("show_text", "export", "give one of them"),
     *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),

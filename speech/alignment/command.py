@@ -22,6 +22,7 @@ from speech.alignment import cutting, emissions, flat, matching, page
 from speech.alignment.cutting import Cuts
 from speech.alignment.letters import Vocabulary
 from speech.alignment.sentences import read_book
+from speech.data import splits
 from speech.decoding import transcripts
 from speech.signal.audio import audio_files
 
@@ -35,6 +36,7 @@ EXCLUDES = (
     ("normaliser", "align", OTHER),
     ("decoding", "align", "the path of CTC is used; leave the first out"),
     ("align", "export", "give one of them"),
+    *splits.unused_by("align"),
     *(("flat_start", weights, NO_WEIGHTS) for weights in ("resume", "model_file", "model_dir")),
 )
 NEEDS = (

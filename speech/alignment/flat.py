@@ -39,6 +39,7 @@ ROUNDS = 4  # with the rate, the spread and the pauses of the round before
 NEIGHBOURS = 3  # on both sides, of the matches by which one is judged
 LEAST = -0.15  # confidence of what is kept; where the text is in disorder, most has less
 SLOWEST = 0.4  # seconds of a letter, or the text is that of a small part of the recording
+FASTEST = 0.03  # seconds of a letter, or the recording is a small part of the text: 0.05 is hasty
 UNMATCHED = 1.0  # what a neighbour that is not read, or not in the text, is counted as
 
 
@@ -71,7 +72,7 @@ def align(pieces: list[Piece], energy: np.ndarray) -> Cuts:
     """The utterances of a recording whose energy is given in dB for every ENERGY_FRAME: the half
     with the highest confidence, or less. It is minus the mean difference of their letters' seconds,
     and of those around them, from the usual: 0 is perfect, -0.1 is 10 %. Raises `DataError` if the
-    text is far too short."""
+    text is far too short or too long."""
     found = stretches(energy)
     letters = np.array([sum(map(is_letter, piece.text)) for piece in pieces])
     matches, reading = match(found, letters)
@@ -79,6 +80,11 @@ def align(pieces: list[Piece], energy: np.ndarray) -> Cuts:
         raise DataError(
             f"the text is too short: each of its letters would take {reading.rate:.1f} s; give the"
             " whole text, or cut the recording"
+        )
+    if len(found) and reading.rate < FASTEST:
+        raise DataError(
+            f"the text is too long: each of its letters would take {reading.rate:.4f} s; give the"
+            " text of this recording alone, or the whole recording"
         )
     confidences = judge(matches, found, letters, reading.rate)
     read = [number for number, each in enumerate(matches) if each.is_read]

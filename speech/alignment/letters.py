@@ -1,7 +1,7 @@
 """What a recogniser's tokens spell, and a text in its tokens."""
 
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,10 +32,12 @@ def of_pieces(pieces: list[str], space: str, blank: int, unknown: int, encode) -
     """The vocabulary of a model whose `pieces` have several characters, with `space` for a space.
     `encode(text)` returns numbers of pieces, `unknown` for what they cannot write. The blank comes
     after them."""
+    bare = [piece.replace(space, "") for piece in pieces]
+    letters = {piece for piece in bare if len(piece) == 1}
 
     def with_holes(text: str) -> list[int]:
         numbers: list[int] = []
-        for number in encode(text):
+        for number in encode("".join(in_known_case(c, letters) or c for c in text)):
             if number != unknown:
                 numbers.append(number)
             elif numbers[-1:] != [HOLE]:
@@ -53,13 +55,17 @@ def encode(text: str, index: dict[str, int]) -> list[int]:
     out."""
     tokens: list[int] = []
     for character in text:
-        forms = (character, character.lower(), character.upper())
-        found = next((index[form] for form in forms if form in index), None)
-        if found is not None:
-            tokens.append(found)
+        if known := in_known_case(character, index):
+            tokens.append(index[known])
         elif is_letter(character) and tokens[-1:] != [HOLE]:
             tokens.append(HOLE)
     return tokens
+
+
+def in_known_case(character: str, known: Container[str]) -> str:
+    """A character as it is known: itself or in the other case; "" if it is not known."""
+    forms = (character, character.lower(), character.upper())
+    return next((form for form in forms if form in known), "")
 
 
 def is_letter(character: str) -> bool:

@@ -15,11 +15,17 @@ header { background: #fff; border-bottom: 1px solid #999; padding: .5rem; }
 header { position: sticky; top: 0; }
 .row { align-items: center; display: flex; flex-wrap: wrap; gap: .5rem; padding: .4rem; }
 .row textarea { flex: 1 1 20rem; font: inherit; min-width: 0; }
-.row small { color: #555; width: 11rem; }
+.row small { color: #555; overflow-wrap: anywhere; width: 11rem; }
 .accepted { background: #e2f4e2; }
 .mended { background: #e2ecf8; }
 .rejected { background: #f4e2e2; }
 button { font: inherit; padding: .2rem .6rem; }
+@media (max-width: 40rem) {
+  body { margin: 0; }
+  .row textarea { flex-basis: 100%; min-height: 4.5rem; }
+  .row small { flex: 1; width: auto; }
+  button { min-height: 2.75rem; min-width: 4rem; }
+}
 """
 
 # Texts come in as values of text areas and as textContent, so they cannot become HTML.
@@ -127,6 +133,7 @@ def review(utterances: list[dict], name: str) -> str:
     )
     return f"""{BEGINS.decode()}
 <html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <title>{html.escape(name)}</title><style>{STYLE}</style></head><body>
 <header><button id="save">Save the corrected manifest</button> <span id="count"></span><br>

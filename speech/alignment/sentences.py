@@ -86,13 +86,16 @@ def _parts(sentence: str) -> list[Piece]:
 
 def _joined(parts: list[str]) -> list[str]:
     """Parts of SHORT characters or more."""
-    joined = [parts[0]]
+    groups = [[parts[0]]]
+    size = len(parts[0])  # of the last group
     for part in parts[1:]:
-        if min(len(joined[-1]), len(part)) < SHORT:
-            joined[-1] = join([joined[-1], part])
+        if min(size, len(part)) < SHORT:
+            size += len(_space_after(groups[-1][-1])) + len(part)
+            groups[-1].append(part)
         else:
-            joined.append(part)
-    return joined
+            size = len(part)
+            groups.append([part])
+    return [join(group) for group in groups]
 
 
 def _between_words(part: str) -> list[str]:
@@ -107,8 +110,8 @@ def _between_words(part: str) -> list[str]:
 
 def join(texts: list[str]) -> str:
     """Pieces that follow each other as one text, with spaces where the script has them."""
-    joined = texts[0]
-    for text in texts[1:]:
-        space = "" if in_unspaced(joined[-1]) or joined[-1] >= "\uff00" else " "
-        joined += space + text
-    return joined
+    return "".join(text + _space_after(text) for text in texts[:-1]) + texts[-1]
+
+
+def _space_after(text: str) -> str:
+    return "" if in_unspaced(text[-1]) or text[-1] >= "\uff00" else " "

@@ -57,6 +57,12 @@ NEEDS = (
 )
 
 
+def unused_by(command: str) -> tuple[tuple[str, str, str], ...]:
+    """Rows for `common.options`: flags that exclude a command that reads no manifest."""
+    reason = "the second reads no manifest; leave the first out"
+    return tuple((f"{split}_manifest", command, reason) for split in ("train", "val", "test"))
+
+
 @dataclass(frozen=True)
 class DataOptions:
     """The request of the data flags: the manifests to read, {split: path}, and how to check them.

@@ -15,6 +15,7 @@ from common import batches, files, memory, options
 from common.device import Setup
 from common.errors import DataError, UsageError, cannot_write
 from common.layers import finite_layers
+from speech.data import splits
 from speech.data.columns import Codes
 from speech.decoding import transcripts
 from speech.decoding.long import BY_SILENCES, Cutting, Piece, by_length, unless_silent
@@ -48,6 +49,7 @@ REGULARISATION = (
 EXCLUDES = (
     *((flag, options.COMMAND, options.TRAINS) for flag in REGULARISATION),
     ("noise_dir", "wave_augment False", "with the second no noise is added; leave one of them out"),
+    *splits.unused_by("transcribe"),
     ("normaliser", "transcribe", "files to transcribe have no reference; leave the first out"),
 )
 NEEDS = (

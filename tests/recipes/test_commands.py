@@ -190,6 +190,16 @@ def test_flags_that_exclude_each_other(recipe, tables):
 
 
 @RECIPES
+def test_a_command_that_reads_no_manifest_takes_none(recipe, tables):
+    parser = make_parser(recipe)
+    excludes, _ = tables(recipe)
+    rows = {(flag, other) for flag, other, _ in excludes}
+    for command in {"transcribe", "align", "synthesize"} & parser.commands.keys():
+        for flag in ("train_manifest", "val_manifest", "test_manifest"):
+            assert (flag, command) in rows
+
+
+@RECIPES
 def test_flags_that_need_another(recipe, tables):
     parser = make_parser(recipe)
     _, needs = tables(recipe)

@@ -165,6 +165,18 @@ def test_wrong_words_are_usage_errors(script):
     sizes = ", ".join(SIZES[script])
     assert error_of(script, "8gb", "huge") == f"error: no size 'huge': it is one of {sizes}"
     assert "the word 'c' is too much" in error_of(script, "a", "b", "c")
+    assert "no tier '\\x1b[31m': it is" in error_of(script, "\x1b[31m")
+    for words in ("--max_steps 3", "--train_manifest m.json", "--transcribe=a.wav b.wav"):
+        said = error_of(script, *words.split(), "8gb")
+        assert said.endswith(
+            f"the word '8gb' is behind {words}: TIER and SIZE come before the flags"
+        )
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_print_may_stand_before_the_tier(script):
+    for words in (["8gb"], ["8gb", SIZES[script][-1]], ["8gb", "--max_steps", "3"]):
+        assert answer(script, "--print", *words) == answer(script, *words, "--print")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -113,6 +113,22 @@ def test_pages_of_texts(here, json_lines, wav):
         ahead(drafts.Shown(), *texts)
 
 
+def test_tables_of_one_folder_have_their_own_corrections(here, draft, wav):
+    folder = here.runs / "one"
+    for name in "ab":
+        wav(folder / f"{name}.wav", 3)
+        (folder / f"{name}.srt").write_text(f"1\n00:00:00,000 --> 00:00:01,000\n{name}\n")
+    (folder / "a.csv").write_text("audio_file,text\na.wav,csv\n")
+    tables = [draft, folder / "a.srt", folder / "b.srt", folder / "a.csv"]
+    for table in tables:
+        assert corrections.begun(table) == table
+        (text, *_) = corrections.texts_of(table)
+        target = corrections.correct(here, table, [(text, f"mended {table.name}")])
+        assert corrections.begun(target) == target
+    for table in tables:
+        assert corrections.texts_of(corrections.begun(table))[0].text == f"mended {table.name}"
+
+
 def test_a_table_with_parts_of_files(here, draft, wav):
     wav(here.runs / "one" / "0.wav", 3)
     (here.runs / "one" / "t.csv").write_text(

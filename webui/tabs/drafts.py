@@ -23,8 +23,8 @@ from webui.trials import Model
 PIECE_SECONDS = "15"  # of a draft: long recordings are cut, at silences
 NAME = "draft"
 CORRECTING = (
-    "Listen, and write what is said. Saved texts are in a new file beside the table,"
-    f" {CORRECTED}, which is then the chosen table; the table itself stays as it is."
+    "Listen, and write what is said. Saved texts are in a new file beside the table, whose name ends"
+    f" in {CORRECTED}. It is then the chosen table; the table itself stays as it is."
 )
 SLOTS = 8  # texts that are shown at once
 ABOUT = (

@@ -46,11 +46,13 @@ class Tier:
 
 @dataclass
 class Document:
-    """A file of annotations. `faults`: (reason, place) of each line that cannot be read."""
+    """A file of annotations. `faults`: (reason, place) of each line that cannot be read, `notes`: of
+    what is read in another way than it is written."""
 
     tiers: list[Tier]
     media: list[Media] = field(default_factory=list)
     faults: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[tuple[str, str]] = field(default_factory=list)
 
 
 def opened(path: Path) -> BinaryIO:
@@ -66,9 +68,9 @@ def opened(path: Path) -> BinaryIO:
         raise UsageError(f"manifest {path}: {error.strerror}") from None
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, advice: str = "save it as UTF-8") -> str:
     """The text of a file in UTF-8, or in UTF-16 with a byte-order mark; line ends become "\\n".
-    Raises `UsageError` and `DataError`."""
+    Raises `UsageError`, and `DataError` with the `advice` for other encodings."""
     with opened(path) as file:
         content = file.read()
     encoding = "utf-16" if content[:2] in BYTE_ORDERS else "utf-8-sig"
@@ -77,5 +79,5 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         name = encoding.removesuffix("-sig").upper()
-        raise DataError(f"{path}:{line}: it is not {name}; save it as UTF-8") from None
+        raise DataError(f"{path}:{line}: it is not {name}; {advice}") from None
     return text.replace("\r\n", "\n").replace("\r", "\n")

@@ -4,6 +4,7 @@ depend on."""
 import itertools
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +24,10 @@ from speech.data.annotations.document import (
 TIER_KEYS = ("TIER_ID", "PARTICIPANT", "PARENT_REF", "LINGUISTIC_TYPE_REF")  # as in `Tier`
 LEVELS = 50  # of tiers that depend on each other, at most
 LONGEST_TEXT = 1 << 20  # characters of an annotation, more than anyone says
+CHUNK = 1 << 20  # bytes: expat begins an element anew with every chunk of it
+LONGEST_ELEMENT = 1 << 24  # bytes of its name and attributes, or of a comment
+Key = tuple[int, str]  # an annotation: the number of its tier, and its name there
+NO_KEY = -1, ""
 
 
 class Timed(NamedTuple):
@@ -35,11 +40,11 @@ class Timed(NamedTuple):
 
 
 class Dependent(NamedTuple):
-    """An annotation with the times of its `parent`. It follows `previous`, "" for the first one of
-    a parent."""
+    """An annotation with the times of its `parent`: a name in the file, then its key, NO_KEY if it
+    is not clear. It follows `previous`, "" for the first one of a parent."""
 
     name: str
-    parent: str
+    parent: str | Key
     previous: str
     text: str
 
@@ -79,10 +84,16 @@ class Reader:
         """Reads the file. Raises `DataError` and `UsageError`."""
         try:
             with opened(self.path) as file:
-                self.parser.ParseFile(file)
+                while chunk := file.read(CHUNK):
+                    self.parser.Parse(chunk, False)
+                    if file.tell() - self.parser.CurrentByteIndex > LONGEST_ELEMENT:
+                        self.fail(f"an element has more than {LONGEST_ELEMENT >> 20} MiB")
+                self.parser.Parse(b"", True)
         except expat.ExpatError as error:
             reason = expat.errors.messages[error.code]
             raise DataError(f"{self.path}:{error.lineno}: it is not sound XML: {reason}") from None
+        except (LookupError, ValueError):  # of Python, which expat asks for an encoding's letters
+            self.fail("its encoding is not known; save it as UTF-8")
 
     def fail(self, reason: str) -> None:
         raise DataError(f"{self.path}:{self.parser.CurrentLineNumber}: {reason}")
@@ -107,8 +118,10 @@ class Reader:
                 )
             )
         elif element == "TIME_SLOT":
+            name = attributes.get("TIME_SLOT_ID", "")
             value = self.seconds(attributes.get("TIME_VALUE", "nan"))
-            self.slots[attributes.get("TIME_SLOT_ID", "")] = value
+            if self.slots.setdefault(name, value) != value and not math.isnan(value):
+                self.fail(f"time slot {name[:60]} has two times")
         elif element == "TIER":
             self.tiers.append(Raw(Tier(*(attributes.get(key, "") for key in TIER_KEYS))))
         elif element in ("ALIGNABLE_ANNOTATION", "REF_ANNOTATION"):
@@ -154,21 +167,22 @@ def read(path: Path) -> Document:
     damaged or not ELAN's."""
     reader = Reader(path)
     reader.read()
-    times: dict[str, tuple[float, float]] = {}  # of annotations, by their names
-    for raw in reader.tiers:
+    times: dict[Key, tuple[float, float]] = {}
+    for number, raw in enumerate(reader.tiers):
         places = slot_times(raw.timed, reader.slots)
         for each in raw.timed:
             start, end = places.get(each.first, math.nan), places.get(each.last, math.nan)
-            times[each.name] = start, end
+            times[number, each.name] = start, end
             raw.tier.annotations.append(Annotation(start, end, each.text))
-    links = {each.name: each for raw in reader.tiers for each in raw.dependent}
-    for raw in reader.tiers:
-        for parent, text in joined(path, raw.dependent, links).items():
+    dependent = linked(reader.tiers)
+    links = {(number, each.name): each for number, tier in enumerate(dependent) for each in tier}
+    for raw, annotations in zip(reader.tiers, dependent, strict=True):
+        for parent, text in joined(annotations, links):
             start, end = times.get(parent, (math.nan, math.nan))
             raw.tier.annotations.append(Annotation(start, end, text))
     tiers = {raw.tier.name: raw.tier for raw in reader.tiers}
-    for tier in tiers.values():
-        tier.participant = participant(tier, tiers)
+    for raw in reader.tiers:
+        raw.tier.participant = participant(raw.tier, tiers)
     media = [
         Media(local_path(url), local_path(relative, relative=True), origin)
         for url, relative, origin in reader.media
@@ -201,26 +215,49 @@ def slot_times(annotations: list[Timed], slots: dict[str, float]) -> dict[str, f
     return dict(zip(names, values.tolist(), strict=True))
 
 
-def joined(path: Path, annotations: list[Dependent], links: dict[str, Dependent]) -> dict[str, str]:
-    """{name of an annotation with times: text} of a tier without times of its own. All texts that
+def linked(tiers: list[Raw]) -> list[list[Dependent]]:
+    """The dependent annotations of each tier with the keys of their parents. Some programs count
+    names anew in each tier: the parent is in the tier above, or it is the only one of its name."""
+    numbers = {raw.tier.name: number for number, raw in enumerate(tiers)}
+    counts = Counter(
+        (number, each.name)
+        for number, raw in enumerate(tiers)
+        for each in (*raw.timed, *raw.dependent)
+    )
+    only: dict[str, Key] = {}
+    for key in counts:
+        only[key[1]] = NO_KEY if key[1] in only else key
+    result = []
+    for raw in tiers:
+        above = numbers.get(raw.tier.parent, -1)
+        result.append([])
+        for each in raw.dependent:
+            key = above, each.parent
+            if key not in counts:
+                key = only.get(each.parent, NO_KEY)
+            result[-1].append(each._replace(parent=key if counts[key] == 1 else NO_KEY))
+    return result
+
+
+def joined(annotations: list[Dependent], links: dict[Key, Dependent]) -> list[tuple[Key, str]]:
+    """(key of an annotation with times, text) of a tier without times of its own. All texts that
     depend on one are joined in their order: nobody has said when each of them begins. `links`: the
-    dependent annotations of all tiers, by their names."""
-    result: dict[str, str] = {}
-    texts = {each.name: each for each in annotations}
+    dependent annotations of all tiers. A text has NO_KEY if they depend on each other in a
+    circle."""
+    result: list[tuple[Key, str]] = []
     for _ in range(LEVELS):
-        if not texts:
-            return result
-        children: dict[str, list[Dependent]] = {}
-        for each in texts.values():
+        children: dict[Key, list[Dependent]] = {}
+        for each in annotations:
             children.setdefault(each.parent, []).append(each)
-        texts = {}
+        result += ((NO_KEY, each.text) for each in children.pop(NO_KEY, []))
+        annotations = []
         for parent, group in children.items():
             text = " ".join(filter(None, (each.text for each in in_order(group))))
             if parent in links:
-                texts[parent] = links[parent]._replace(text=text)
+                annotations.append(links[parent]._replace(text=text))
             else:
-                result[parent] = text
-    raise DataError(f"{path}: annotations depend on each other in a circle")
+                result.append((parent, text))
+    return result + [(NO_KEY, each.text) for each in annotations]
 
 
 def in_order(group: list[Dependent]) -> list[Dependent]:

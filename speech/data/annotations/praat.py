@@ -5,12 +5,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.errors import DataError
-from speech.data.annotations.document import Annotation, Document, Tier, read_text
+from speech.data.annotations.document import (
+    Annotation,
+    Document,
+    Tier,
+    opened,
+    read_text,
+)
 
 # Praat reads free-standing numbers and quoted texts, in which a quote is doubled; everything else,
 # such as `intervals [3]:` and `xmin =`, explains them to people. A quote alone is not closed.
 TOKEN = re.compile(r'"([^"]*(?:""[^"]*)*)"|(")|!.*|[^\s"]+')
-NUMBER = re.compile(r"[+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?", re.ASCII)
+BINARY = b"ooBinaryFile"
+DECIMAL = r"[+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?"
+NUMBER = re.compile(rf"({DECIMAL})(?:/({DECIMAL}))?(%)?", re.ASCII)  # also 3/4 and 75%
+SAVE_AS_TEXT = "save it in Praat as a text file or a short text file"
+SAVE_AS_UTF_8 = f"{SAVE_AS_TEXT}, with UTF-8 in its text writing preferences"
 
 
 class Values:
@@ -29,9 +39,15 @@ class Values:
                 yield token[1].replace('""', '"')
             elif token[2]:
                 self.fail("a quote is not closed")
-            elif NUMBER.fullmatch(token[0]):
-                yield float(token[0])
+            elif found := NUMBER.fullmatch(token[0]):
+                yield self._number(*found.groups())
         self.position = len(self.content)
+
+    def _number(self, above: str, below: str | None, percent: str | None) -> float:
+        divisor = float(below or 1) * (100 if percent else 1)
+        if not divisor:
+            self.fail(f"{above}/{below} is no number")
+        return float(above) / divisor
 
     def fail(self, reason: str) -> None:
         line = self.content.count("\n", 0, self.position) + 1
@@ -56,15 +72,22 @@ class Values:
 
 def read(path: Path) -> Document:
     """The tiers of a .TextGrid. Raises `UsageError`, and `DataError` that names the line."""
-    values = Values(path, read_text(path))
+    with opened(path) as file:
+        if file.read(len(BINARY)) == BINARY:
+            raise DataError(f"{path}: it is a binary TextGrid; {SAVE_AS_TEXT}")
+    values = Values(path, read_text(path, SAVE_AS_UTF_8))
     if not str(next(values.values, "")).startswith("ooTextFile"):
-        values.fail("it is not a TextGrid; save it in Praat as a text file or a short text file")
+        values.fail(f"it is not a TextGrid; {SAVE_AS_TEXT}")
     kind = values.text("the object class")
     if not kind.startswith("TextGrid"):
         values.fail(f"it is a {kind[:60]} and not a TextGrid")
     values.number("the start")
     values.number("the end")
-    return Document([read_tier(values) for _ in range(count(values, "the number of tiers"))])
+    tiers = [read_tier(values) for _ in range(count(values, "the number of tiers"))]
+    more = next(values.values, None)
+    if more is not None:
+        values.fail(f"there is more than the sizes before it say: {str(more)[:60]}")
+    return Document(tiers)
 
 
 def read_tier(values: Values) -> Tier:

@@ -1,6 +1,8 @@
 """Files of annotations as rows of a manifest: which files a name stands for, which of their tiers
 are taken, and what is left out."""
 
+import codecs
+import contextlib
 import glob
 import math
 import os
@@ -10,7 +12,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from common.errors import DataError, UsageError
+from common.errors import DataError, UsageError, first_line
 from speech.data.annotations import elan, lines, praat
 from speech.data.annotations.document import Annotation, Tier
 from speech.data.columns import Rejections, printable
@@ -25,9 +27,22 @@ READERS = {
 }
 WITH_TIERS = (".eaf", ".textgrid")
 NAMES = ".eaf, .TextGrid, .srt, .vtt, or Audacity's labels in .txt"
+# Of other programs, by suffix: which of them has the way to ELAN.
+ELAN = "open it in ELAN (File, Import)"
+OTHERS = {
+    ".cha": ("a CHAT transcript", ELAN),
+    ".trs": ("Transcriber's", ELAN),
+    ".flextext": ("FLEx's", ELAN),
+    ".exb": ("EXMARaLDA's", "open it in EXMARaLDA's Partitur-Editor (File, Export, ELAN)"),
+}
+TOOLBOX = b"\\_sh "  # how its files begin, whatever their names
 OVERLAP = 0.1  # seconds: with less, nobody hears two voices
-LISTED = 20  # tiers in a message
-SAMPLE = 30  # characters of a text there
+LISTED = 20  # tiers that were taken
+SAMPLE = 30  # characters of a text in a message
+
+
+class UnclearTier(UsageError):
+    """It is not clear which tier of a file has the texts."""
 
 
 @dataclass
@@ -66,10 +81,13 @@ def files_of(path: Path) -> list[Path]:
             f" pattern in quotes such as '{name}/*.eaf'"
         )
     if os.path.exists(name) or not glob.has_magic(name):
+        refuse_others(path)
         return [path] if is_annotations(path) else []
     found = [Path(each) for each in sorted(glob.glob(name, recursive=True))]
     if not found:
         raise UsageError(f"manifest {name}: no file has such a name")
+    for each in found:
+        refuse_others(each)
     other = next((each for each in found if not is_annotations(each)), None)
     if other:
         raise UsageError(
@@ -77,6 +95,17 @@ def files_of(path: Path) -> list[Path]:
             " none"
         )
     return found
+
+
+def refuse_others(path: Path) -> None:
+    """Raises `UsageError` for a file of annotations that ELAN reads, and this project does not."""
+    program, way = OTHERS.get(path.suffix.lower(), ("", ""))
+    if not program and os.path.isfile(path):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            if file.read(64).removeprefix(codecs.BOM_UTF8).startswith(TOOLBOX):
+                program, way = "Toolbox's", ELAN
+    if program:
+        raise UsageError(f"manifest {path}: this file is {program}; {way} and save it as .eaf")
 
 
 def is_annotations(path: Path, suffix: str = "") -> bool:
@@ -99,7 +128,7 @@ def annotated_rows(
     file has several.
 
     Of several files, one that cannot be used is added to `rejected`. Raises `DataError` and
-    `UsageError` for a single one, and `UsageError` if it is not clear which tier to take."""
+    `UsageError` for a single one, and `UnclearTier` if it is not clear which tier to take."""
     taken = Taken(set(tiers))
     number = 0
     for path in files:
@@ -108,13 +137,14 @@ def annotated_rows(
             chosen = choose(path, document.tiers, tiers)
             audio, origin = audio_of(path, document.media, audio_root)
         except (DataError, UsageError) as failure:
-            is_unclear = isinstance(failure, UsageError) and not tiers
-            if len(files) == 1 or is_unclear:
+            if len(files) == 1 or isinstance(failure, UnclearTier):
                 raise
-            rejected.add("file of annotations cannot be used", str(failure))
+            rejected.add("file of annotations cannot be used", first_line(failure))
             continue
         for reason, place in document.faults:
             rejected.add(reason, place)
+        for reason, place in document.notes:
+            rejected.note(reason, place)
         annotations = in_time(path, with_text(chosen, taken), origin, rejected)
         note_overlaps(audio, annotations, rejected)
         for each in annotations:
@@ -125,27 +155,44 @@ def annotated_rows(
 
 def choose(path: Path, tiers: list[Tier], wanted: Sequence[str]) -> list[Tier]:
     """The tiers to take: those that are `wanted`, or else the only one with texts, or the only one
-    with texts that depends on no other. Raises `UsageError` that lists them, and `DataError` if
-    none has a text."""
+    with texts that depends on no other. Raises `UnclearTier` if that may be a wrong one, and
+    `DataError` if none of the wanted ones is there or has a text, with a table of all."""
     are_named = any(tier.name for tier in tiers)
-    listed = f"{path} has {list_tiers(tiers)}" if are_named else str(path)
+    table = f"\n{table_of(tiers)}" if are_named else ""
     possible = tiers
     if wanted and are_named:
         possible = [tier for tier in tiers if is_wanted(tier, wanted)]
         if not possible:
-            names = ", ".join(wanted)
-            raise UsageError(f"--tier {printable(names)}: there is none such: {listed}")
-    written = [tier for tier in possible if any(each.text for each in tier.annotations)]
+            names = printable(", ".join(wanted))
+            raise UsageError(f"--tier {names}: there is none such in {path}{table}")
+    written = [tier for tier in possible if has_texts(tier)]
     if not written:
-        raise DataError(f"there are no texts with a duration: {listed}")
+        raise DataError(f"{path}: there are no texts with a duration{table}")
     if wanted or not are_named:
         return possible
-    if len(written) == 1:
-        return written
     upper = [tier for tier in written if not tier.parent]
+    if len(written) == 1:
+        upper = written
     if len(upper) == 1 and is_prose(upper[0]):
         return upper
-    raise UsageError(f"which tier has the texts? Add --tier NAME: {listed}")
+    question = "which tier has the texts? Add --tier NAME"
+    if len(written) == 1:
+        name = printable(written[0].name)
+        question = f"are these texts or their numbers? Add --tier '{name}' if they are texts"
+    elif kind := kind_of_several(written):
+        question += f"; a type takes the tiers of all speakers: --tier {printable(kind)}"
+    raise UnclearTier(f"{path}: {question}{table}")
+
+
+def has_texts(tier: Tier) -> bool:
+    return any(each.text for each in tier.annotations)
+
+
+def kind_of_several(tiers: list[Tier]) -> str:
+    """The type that most of the tiers with words have, "" if no two have one, or all have it."""
+    kinds = Counter(tier.kind for tier in tiers if tier.kind and is_prose(tier))
+    kind, count = next(iter(kinds.most_common(1)), ("", 0))
+    return kind if 1 < count < len(tiers) else ""
 
 
 def is_wanted(tier: Tier, wanted: Sequence[str]) -> bool:
@@ -161,29 +208,26 @@ def is_prose(tier: Tier) -> bool:
     return 2 * sum(prose) > len(texts)
 
 
-def list_tiers(tiers: list[Tier]) -> str:
-    """The tiers for people: how many annotations each has, how many of them have a text, and who
-    speaks."""
-    shown = []
-    for tier in tiers[:LISTED]:
+def table_of(tiers: list[Tier]) -> str:
+    """A line for each tier, those with texts first and then by their types: its name, its type in
+    ELAN, who speaks, how many texts it has, and one of them."""
+    rows = []
+    for tier in sorted(tiers, key=lambda tier: (not has_texts(tier), tier.kind)):
         texts = [each.text for each in tier.annotations if each.text]
-        words = [f"annotations: {len(tier.annotations)}"]
-        if tier.annotations:
-            words.append(f"with text: {round(100 * len(texts) / len(tier.annotations))} %")
-        if tier.points:
-            words = [f"points without duration: {tier.points}"]
-        if tier.participant:
-            words.append(f"participant {tier.participant}")
-        if tier.kind:
-            words.append(f"type {tier.kind}")
-        if tier.parent:
-            words.append(f"depends on {tier.parent}")
-        if texts:
-            words.append(f"such as {texts[0][:SAMPLE]!r}")
-        shown.append(f"{tier.name!r} ({', '.join(words)})")
-    if len(tiers) > LISTED:
-        shown.append(f"{len(tiers) - LISTED} more")
-    return printable(", ".join(shown) or "no tiers")
+        count = f"{tier.points} points" if tier.points else str(len(texts))
+        example = (
+            f"{texts[0][:SAMPLE]}..." if texts and len(texts[0]) > SAMPLE else "".join(texts[:1])
+        )
+        rows.append([tier.name, tier.kind, tier.participant, count, example])
+    rows = [[printable(cell) for cell in row] for row in rows]
+    rows.insert(0, ["tier", "type", "speaker", "texts", "such as"])
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in zip(*columns, strict=True)
+    )
+    return "\n".join(f"  {line.rstrip()}" for line in lines)
 
 
 def with_text(tiers: list[Tier], taken: Taken) -> list[Annotation]:
@@ -218,7 +262,7 @@ def in_time(
             continue
         rejected.add(
             "annotation has no times, or ends before it begins, or begins before its audio",
-            f"{path}: {each.start:.2f} to {each.end:.2f} s: {each.text[:SAMPLE]}",
+            f"{path}: {round(each.start, 6)} to {round(each.end, 6)} s: {each.text[:SAMPLE]}",
         )
     return sorted(usable)
 

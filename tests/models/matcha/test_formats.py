@@ -80,6 +80,12 @@ def test_what_is_not_such_a_checkpoint_is_refused(tmp_path):
     torch.save(content, tmp_path / "number.ckpt")
     with pytest.raises(UsageError, match=r"spk_emb\.weight"):
         formats.read_model(str(tmp_path / "number.ckpt"))
+    for value in (0.0, -1.0):
+        content = released()
+        content["state_dict"]["mel_std"] = torch.tensor(value)
+        torch.save(content, tmp_path / "even.ckpt")
+        with pytest.raises(UsageError, match=rf"even\.ckpt .* mel_std is {value:g}, and"):
+            formats.read_model(str(tmp_path / "even.ckpt"))
     with zipfile.ZipFile(tmp_path / "zip.ckpt", "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps(io.BytesIO(b"no weights")))
     with pytest.raises(UsageError):

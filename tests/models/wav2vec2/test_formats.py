@@ -539,12 +539,20 @@ def hostile(folder: Path) -> None:
     torch.save({"lm_head.weight": Hostile()}, folder / "pytorch_model.bin")
 
 
+def shared(folder: Path) -> None:
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = [f"wav2vec2.encoder.layers.{number}.x" for number in range(3)]
+    torch.save(state | dict.fromkeys(names, state[HEAD]), folder / "pytorch_model.bin")
+
+
 def cut_short(folder: Path) -> None:
     raw = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(raw[:-100])
 
 
 HEAD = "lm_head.weight"
+ROW = torch.zeros(64)
 REFUSED = {
     "another network": (settings_with(model_type="wav2vec2-bert"), "of type 'wav2vec2-bert'"),
     "an adapter after the encoder": (settings_with(add_adapter=True), "add_adapter is 'True'"),
@@ -569,6 +577,7 @@ REFUSED = {
     "cut short": (cut_short, "cut short"),
     "a pointer": (bytes_of("model.safetensors", b"version https://git-lfs.x"), "git lfs pull"),
     "code": (hostile, "could run code"),
+    "many names of one tensor": (shared, "its tensors share their data"),
 }
 
 
@@ -604,6 +613,11 @@ def test_a_damaged_folder_is_refused_in_one_line(name, sound, tmp_path, monkeypa
         ({"encoder_frontend.model_dim_proj.weight": torch.tensor(1.0)}, "0 layers of width 0"),
         ({"encoder_frontend.model_dim_proj.weight": torch.tensor(math.nan)}, "not finite"),
         ({"encoder_frontend.model_dim_proj.weight": "text"}, "not a floating-point tensor"),
+        (
+            {"encoder_frontend.model_dim_proj.weight": ROW}
+            | {f"encoder.layers.{number}.bias": ROW for number in range(3)},
+            "its tensors share their data",
+        ),
     ],
 )
 def test_a_damaged_file_is_refused_in_one_line(content, reason, tmp_path, monkeypatch):

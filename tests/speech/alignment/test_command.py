@@ -13,7 +13,7 @@ from common import options
 from common.device import Setup
 from common.errors import DataError, Stopped, UsageError
 from speech.alignment import command
-from speech.alignment.letters import of_characters
+from speech.alignment.letters import HOLE, of_characters, of_pieces
 from speech.data.loading import Checks, load_corpus
 from speech.signal.audio import SAMPLE_RATE
 from speech.writing.text import normalise
@@ -277,3 +277,15 @@ def test_requests_that_are_refused(folder, words, message):
 
 def test_without_the_flag_nothing_is_asked_for():
     assert request() is None
+
+
+@pytest.mark.parametrize("pieces", ["▁ab a b ▁ <unk>", "▁AB A B ▁ <UNK>"])
+def test_pieces_write_a_text_in_the_other_case(pieces):
+    pieces = pieces.split()
+
+    def encode(text: str) -> list[int]:
+        return [pieces.index(c) if c in pieces else 4 for c in text.replace(" ", "▁")]
+
+    vocabulary = of_pieces(pieces, "▁", 5, 4, encode)
+    expected = [1, 2, 3, 1, HOLE]
+    assert vocabulary.encode("ab ak") == vocabulary.encode("AB AK") == expected

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from common.errors import DataError
 from speech.alignment import flat
 from speech.alignment.emissions import ENERGY_FRAME
 from speech.alignment.flat import Reading
@@ -142,6 +143,13 @@ def test_stretches_of_sound():
     wanted = [(first + start, first + end) for first in range(0, 180, 5) for start, end in PLACES]
     wanted = [place for place in wanted if not 60 < place[0] < 120]
     np.testing.assert_allclose(found, wanted, atol=0.04)
+
+
+@pytest.mark.parametrize("more", [[], [Piece("a" * 100_000, True)]])
+def test_a_text_that_is_far_too_long_is_refused(more):
+    pieces, energy, _ = reading_of(np.random.default_rng(3), 40, 0.0)
+    with pytest.raises(DataError, match=r"the text is too long: .* would take 0\.0"):
+        flat.align(more or pieces * 20, energy)
 
 
 @pytest.mark.parametrize("energy", [np.full(500, -70.0), np.full(3, -20.0)])

@@ -141,6 +141,69 @@ def test_a_long_chain_is_followed(tmp_path):
     assert found[0].text == " ".join(map(str, range(count)))
 
 
+def shown(tiers):
+    """(start, text) of the annotations of each tier, "?" for a time that is not known."""
+    return [
+        [("?" if each.start != each.start else each.start, each.text) for each in tier.annotations]
+        for tier in tiers
+    ]
+
+
+def tier(name, annotations, parent=""):
+    above = f' PARENT_REF="{parent}"' if parent else ""
+    return f'<TIER TIER_ID="{name}"{above}>{annotations}</TIER>'
+
+
+ONE, TWO = aligned("a1", "ts1", "ts4", "one"), aligned("a2", "ts4", "ts4", "two")
+SAME_NAMES = {
+    "as its parent": (
+        [("u", ONE + TWO), ("w", dependent("a1", "a1", "x") + dependent("a2", "a2", "y"), "u")],
+        [[(1, "one"), (4, "two")], [(1, "x"), (4, "y")]],
+    ),
+    "as its parent, whose own has times": (
+        [
+            ("u", ONE + TWO),
+            ("w", dependent("a1", "a2", "x"), "u"),
+            ("m", dependent("a1", "a1", "y"), "w"),
+        ],
+        [[(1, "one"), (4, "two")], [(4, "x")], [(4, "y")]],
+    ),
+    "in two tiers": (
+        [("u", ONE), ("v", TWO.replace("a2", "a1")), ("w", dependent("b", "a1", "x"), "v")],
+        [[(1, "one")], [(4, "two")], [(4, "x")]],
+    ),
+    "in one tier": (
+        [("u", ONE + TWO.replace("a2", "a1")), ("w", dependent("b", "a1", "x"), "u")],
+        [[(1, "one"), (4, "two")], [("?", "x")]],
+    ),
+    "of two that depend on others": (
+        [("u", ONE + TWO), ("w", dependent("b", "a1", "x") + dependent("b", "a2", "y"), "u")],
+        [[(1, "one"), (4, "two")], [(1, "x"), (4, "y")]],
+    ),
+    "in a circle": (
+        [("u", ONE), ("w", dependent("b", "c", "x") + dependent("c", "b", "y"), "u")],
+        [[(1, "one")], [("?", "x"), ("?", "y")]],
+    ),
+    "as its own parent, which is nowhere": (
+        [("u", ONE), ("w", dependent("b", "b", "x"), "u")],
+        [[(1, "one")], [("?", "x")]],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME_NAMES)
+def test_no_text_is_lost_if_annotations_have_one_name(tmp_path, name):
+    """Converters count names anew in each tier, or name an annotation as its parent."""
+    tiers, expected = SAME_NAMES[name]
+    found = read(tmp_path, document(ORDER + "".join(tier(*each) for each in tiers)))
+    assert [sorted(each, key=str) for each in shown(found.tiers)] == expected
+
+
+def test_a_long_attribute_takes_no_time(tmp_path, no_hang):
+    long = f'<TIER TIER_ID="{"x" * (8 << 20)}"><!--{"y" * (8 << 20)}--></TIER>'
+    assert len(read(tmp_path, document(long)).tiers[0].name) == 8 << 20
+
+
 @pytest.mark.parametrize(
     "url, relative, path, beside",
     [
@@ -179,11 +242,18 @@ HOSTILE = {
     ),
     "frames": (document("", '<HEADER TIME_UNITS="PAL-frames"/>'), ":3: its times are in PAL-frame"),
     "no tier": (document(aligned("a", "b", "c", "x")), ":4: an annotation is outside of the tiers"),
-    "a circle": (
-        document(
-            f'<TIER TIER_ID="t">{dependent("a", "b", "x")}{dependent("b", "a", "y")}</TIER>'
-        ),
-        "depend on each other in a circle",
+    "an unknown encoding": (
+        document("").replace("UTF-8", "no-such"), ":1: its encoding is not known; save it as UTF-8",
+    ),
+    "an encoding of two bytes": (
+        document("").replace("UTF-8", "shift_jis"), ":1: its encoding is not known",
+    ),
+    "a comment without end": (
+        document(f"<!--{'x' * (17 << 20)}-->"), ":4: an element has more than 16 MiB",
+    ),
+    "a time slot twice": (
+        document(ORDER + '<TIME_SLOT TIME_SLOT_ID="ts1" TIME_VALUE="7"/>'),
+        ":8: time slot ts1 has two times",
     ),
     "a text without end": (
         document(f'<TIER TIER_ID="t">{aligned("a", "b", "c", "x" * (1 << 20) + "y")}</TIER>'),

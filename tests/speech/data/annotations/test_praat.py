@@ -133,6 +133,13 @@ DAMAGED = {
     "another kind of tier": (f'{HEAD}1\n"Pitch"\n', ":7: 'Pitch' is not a kind of tier"),
     "quotes without end": (HEAD + '"' * 100_001, ":6: the number of tiers is missing"),
     "nothing": ("", "it is empty"),
+    "fewer than there are": (
+        f'{HEAD}1\n{TIER}1\n0\n1\n"a"\n1\n2\n"b"', ":15: there is more than the sizes before it",
+    ),
+    "fewer tiers than there are": (
+        f"{HEAD}1\n{TIER}0\n{TIER}0\n", ":12: there is more than the sizes before it say: Interval",
+    ),
+    "a fraction of nothing": (f"{HEAD}1\n{TIER}1\n1/0\n", ":12: 1/0 is no number"),
 }  # fmt: skip
 
 
@@ -146,11 +153,23 @@ def test_damaged_files_are_refused_with_their_line(tmp_path, name, no_hang):
     assert message in str(caught.value) and "a.TextGrid" in str(caught.value)
 
 
+def test_fractions_and_percentages_are_numbers(tmp_path):
+    path = tmp_path / "a.TextGrid"
+    path.write_text(f'{HEAD}1\n{TIER}2\n0\n3/4\n"a"\n75%\n3e0/2\n"b"\n')
+    assert praat.read(path).tiers[0].annotations == [(0, 0.75, "a", ""), (0.75, 1.5, "b", "")]
+
+
 @pytest.mark.parametrize(
-    "content", [b'"ooTextFile"\n\xe4', b"\xff\xfeabc", b"ooBinaryFile\x08\xff"]
+    "content, problem",
+    [
+        ('"ooTextFile"\n"ä"'.encode("latin-1"), ":2: it is not UTF-8"),
+        (b"\xff\xfeabc", ":1: it is not UTF-16"),
+        (b"ooBinaryFile\x08TextGrid\xff", ": it is a binary TextGrid"),
+    ],
 )
-def test_bytes_of_other_encodings_are_refused(tmp_path, content):
+def test_other_encodings_are_refused_with_what_to_do_in_praat(tmp_path, content, problem):
     path = tmp_path / "a.TextGrid"
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"a.TextGrid:\d: it is not UTF-"):
+    with pytest.raises(DataError) as caught:
         praat.read(path)
+    assert f"a.TextGrid{problem}; save it in Praat as a text file" in str(caught.value)

@@ -144,24 +144,71 @@ def test_a_name_with_brackets_is_a_name(tmp_path, wav):
     assert texts(path, "A [main]") == ["one", "two"]
 
 
-def test_without_a_choice_the_tiers_are_listed(tmp_path, wav):
+def typed(path, count, write=elan):
+    """A file of `count` speakers with tiers of numbers, of texts and of nothing."""
+    tiers = {}
+    for who in range(count):
+        tiers |= {f"note@{who}": [], f"ref@{who}": TIERS["ref@A"]}
+        tiers[f"tx@{who}"] = (f"ref@{who}", {"A.001": "a \\ \x9b b", "A.002": "w" * 40})
+    people = {f"ref@{who}": f"Speaker {who}" for who in range(count)}
+    return write(path, tiers, **people)
+
+
+def test_without_a_choice_all_tiers_are_listed_those_with_texts_first(tmp_path, wav):
     wav(tmp_path / "a.wav", 5.0)
-    path = elan(tmp_path / "a.eaf", TIERS, **{"tx@B": "Berta"})
-    for tiers in ((), ("tx@C",)):
+    path = typed(tmp_path / "a.eaf", 40)
+    for tiers in ((), ("no such",)):
         with pytest.raises(UsageError) as caught:
             texts(path, *tiers)
+        first, head, *table = str(caught.value).split("\n")
+        if tiers:
+            assert first == f"--tier no such: there is none such in {path}"
+        else:
+            assert first == (
+                f"{path}: which tier has the texts? Add --tier NAME; a type takes the tiers of all"
+                " speakers: --tier dependent"
+            )
+        assert head.split() == ["tier", "type", "speaker", "texts", "such", "as"]
+        assert len(table) == 120
+        assert table[0].split() == ["ref@0", "default-lt", "Speaker", "0", "2", "A.001"]
+        assert table[40].split()[:6] == ["tx@0", "dependent", "Speaker", "0", "2", "a"]
+        assert table[40].endswith("a \\ \\x9b b")  # not doubled, and nothing that a terminal obeys
+        assert table[80].split() == ["note@0", "default-lt", "0"]
+
+
+def test_a_type_of_all_tiers_or_of_one_speaker_is_not_advised(tmp_path, wav):
+    wav(tmp_path / "a.wav", 5.0)
+    for tiers in (TIERS, {"one": TALK, "two": TALK}):
+        with pytest.raises(UsageError, match=r"Add --tier NAME\n"):
+            texts(elan(tmp_path / "a.eaf", tiers))
+
+
+def test_a_lone_tier_of_numbers_is_not_taken_without_asking(tmp_path, wav):
+    wav(tmp_path / "a.wav", 5.0)
+    path = elan(tmp_path / "a.eaf", {"ref": TIERS["ref@A"], "tx": []})
+    with pytest.raises(UsageError, match=r"are these texts or their numbers\? Add --tier 'ref' if"):
+        texts(path)
+    assert texts(path, "ref") == ["A.001", "A.002"]
+
+
+@pytest.mark.parametrize(
+    "name, content, way",
+    [
+        ("a.cha", "@UTF8\n@Begin\n", "a CHAT transcript; open it in ELAN"),
+        ("a.TRS", "<Trans/>", "Transcriber's; open it in ELAN"),
+        ("a.flextext", "<document/>", "FLEx's; open it in ELAN"),
+        ("a.exb", "<basic-transcription/>", "EXMARaLDA's; open it in EXMARaLDA"),
+        ("a.txt", "\ufeff\\_sh v3.0  400  Text\n\\ref 1\n", "Toolbox's; open it in ELAN"),
+    ],
+)
+def test_files_of_other_programs_are_refused_with_the_way(tmp_path, name, content, way):
+    (tmp_path / name).write_text(content)
+    for path in (tmp_path / name, tmp_path / f"*{name[1:]}"):
+        with pytest.raises(UsageError) as caught:
+            load(path)
         message = str(caught.value)
-        assert "--tier" in message and "\n" not in message
-        assert (
-            "'ref@A' (annotations: 2, with text: 100 %, type default-lt, such as 'A.001')"
-            in message
-        )
-        assert (
-            "'tx@A' (annotations: 2, with text: 100 %, type dependent, depends on ref@A, such as 'one')"
-            in message
-        )
-        assert "'tx@B' (annotations: 1, with text: 100 %, participant Berta" in message
-        assert "'notes' (annotations: 1, with text: 0 %, type default-lt)" in message
+        assert f"{name}: this file is {way}" in message and "ELAN" in message
+        assert message.endswith("and save it as .eaf")
 
 
 def test_the_only_tier_that_depends_on_no_other_is_taken_if_it_has_words(tmp_path, wav):
@@ -184,9 +231,7 @@ def test_points_are_counted_and_left_out(tmp_path, wav):
     corpus, rejected = load(path, tiers=("words", "bells"))
     assert len(corpus) == 1
     assert "points without duration, left out: 2" in rejected.source
-    with pytest.raises(
-        DataError, match=r"no texts with a duration.*'bells' .points without duration: 2"
-    ):
+    with pytest.raises(DataError, match=r"no texts with a duration(.|\n)*  bells  2 points"):
         load(path, tiers=("bells",))
 
 
@@ -234,15 +279,18 @@ def test_a_pattern_goes_through_all_that_follows(interviews):
 def test_a_bad_file_among_several_is_counted(interviews):
     (interviews / "c.eaf").write_text("<ANNOTATION_DOCUMENT>")
     elan(interviews / "no audio.eaf", {"tx@c": TALK})
+    (interviews / "d.eaf").symlink_to("d.eaf")
     corpus, rejected = load(interviews / "*.eaf")
     assert len(corpus) == 4
-    assert rejected.counts == {"file of annotations cannot be used": 2}
+    assert rejected.counts == {"file of annotations cannot be used": 3}
     shown = "\n".join(rejected.examples["file of annotations cannot be used"])
     assert "c.eaf:1: it is not sound XML" in shown
     assert "no audio.eaf: its audio is missing: put no audio.wav (.mp3, .flac ...) into" in shown
     corpus, rejected = load(interviews / "*.eaf", tiers=("tx@b",))
     assert [row[0] for row in rows(corpus)] == ["b.wav", "b.wav"]
-    assert rejected.total == 3
+    assert rejected.total == 4
+    (shown,) = rejected.examples.values()
+    assert shown[0] == f"--tier tx@b: there is none such in {interviews}/a.eaf"
 
 
 def test_a_signal_is_no_bad_file(interviews, monkeypatch):
@@ -340,9 +388,11 @@ def test_overlaps_are_noted_and_used(tmp_path, wav):
 def test_times_that_cannot_be_are_rejected(tmp_path, wav):
     wav(tmp_path / "a.wav", 5.0)
     path = tmp_path / "a.txt"
-    path.write_text("0\t1\tone\n-1\t1\tbefore\n3\t2\tback\n1\t2e999\tfar\n")
+    path.write_text("0\t1\tone\n-1\t1\tbefore\n2.004\t2.0021\tback\n1\t2e999\tfar\n")
     corpus, rejected = load(path)
     assert len(corpus) == 1 and rejected.total == 3
+    (examples,) = rejected.examples.values()
+    assert f"{path}: 2.004 to 2.0021 s: back" in examples
 
 
 def test_annotations_that_are_too_long_are_handled_like_others(tmp_path, wav):
