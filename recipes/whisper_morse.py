@@ -112,7 +112,7 @@ class RunInfo:
 
 
 def add_arguments(parser) -> None:
-    start.add_arguments(parser, SIZES, language="en")
+    start.add_arguments(parser, SIZES, "en", usual="en")
     splits.add_arguments(parser)
     replay.add_arguments(parser)
     watching.add_arguments(parser)

@@ -52,6 +52,7 @@ from models.whisper.start import (
     BEAM_SIZE,
     ModelInfo,
     Options,
+    check_languages,
     check_limits,
     first_model,
     for_task,
@@ -60,6 +61,7 @@ from models.whisper.start import (
     long_recordings,
     make_search,
     read_released,
+    say_language,
     usual_adapters,
     with_longest,
 )
@@ -72,6 +74,7 @@ from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.signal.features import random_masks
 from speech.writing import metrics, text
+from speech.writing.languages import described
 from speech.writing.text import (
     in_lower_case as for_scoring,  # as PhoWhisper's error rates are computed
 )
@@ -82,6 +85,7 @@ FREQUENCY_MASK_WIDTH = 10 / 80  # share of the bands
 TIME_MASKS = 2
 TIME_MASK_WIDTH = 0.05  # share of the utterance
 DEMO_SIZES = {"train": 6000, "val": 100, "test": 200}  # utterances
+DEMO_LANGUAGE = "vi"
 DEMO_STEPS = 1800
 USUAL_TOKENS = 500
 DEMO_TOKENS = 320  # with whole syllables as tokens the demo's CER was 62 % instead of 26 %
@@ -121,7 +125,8 @@ class RunInfo:
 
 
 def add_arguments(parser) -> None:
-    start.add_arguments(parser, SIZES, language="vi")
+    usual = "with your data it has to be given; vi for the demo"
+    start.add_arguments(parser, SIZES, None, usual)
     splits.add_arguments(parser)
     replay.add_arguments(parser)
     watching.add_arguments(parser)
@@ -149,7 +154,7 @@ def resolve(args) -> Options:
     how = recogniser.resolve(args, is_demo, BEAM_SIZE, has_times=args.timestamps)
     if args.vocab_size is None:
         args.vocab_size = DEMO_TOKENS if is_demo else USUAL_TOKENS
-    asked = start.resolve(args, SIZES, is_demo, how)
+    asked = start.resolve(args, SIZES, is_demo, how, demo_language=DEMO_LANGUAGE)
     if args.compare_to:
         comparing.check(asked, RECIPE, args.compare_to, with_times=bool(args.long))
     return asked
@@ -196,7 +201,12 @@ def check_data(args, asked: Options) -> None:
     if asked.origin.path:
         with torch.device("meta"):
             info, _ = read_released(asked, asked.origin.path)
+        tokenizer, _ = make_search(asked, info)
+        say_language(tokenizer)
         corpora, _ = read_for(args, info, False, read)
+        check_languages(corpora, tokenizer)
+    elif asked.language:
+        print(f"language of the texts: {described(asked.language)}")
     splits.report_checked(corpora or read(False))
 
 
@@ -448,7 +458,7 @@ def report_results(
             print(warning)
             recogniser.add_warning(asked.how, warning)
     if args.compare_to:
-        baseline, search = comparing.baseline(asked, RECIPE, args.compare_to, model)
+        baseline, search = comparing.baseline(asked, RECIPE, args.compare_to, model, info)
         texts_of = functools.partial(final_texts, baseline, *search)
         theirs = decode_texts(baseline, texts_of, eval_batches)
         recogniser.print_improvement(theirs, rows, args.compare_to, asked.how, for_scoring)
@@ -457,13 +467,15 @@ def report_results(
 def report_long(args, asked: Options, info: ModelInfo, model: Whisper) -> None:
     """Prints error rates of the whole recordings of --long; with --compare_to also a baseline's,
     for which the model is moved to the host."""
-    corpus = splits.load_splits(splits.resolve(args), text.normalise)["long"]
+    corpora = splits.load_splits(splits.resolve(args), text.normalise)
+    check_languages(corpora, make_search(asked, info)[0])
+    corpus = corpora["long"]
     rows = timed.decode_corpus(model, *make_search(asked, info), corpus, "--long")
     title = f"{len(rows)} whole recordings, the given weights, decoding with times"
     print(f"\n{title}: {args.decoding}")
     before = None
     if path := args.compare_to:
-        baseline, search = comparing.baseline(asked, RECIPE, path, model)
+        baseline, search = comparing.baseline(asked, RECIPE, path, model, info)
         before = timed.decode_corpus(baseline, *search, corpus, f"--compare_to {path}")
     comparing.print_recordings(rows, before, path, asked.how, for_scoring)
 
@@ -535,6 +547,7 @@ def make_sets(
     trained on."""
     check_limits(asked, info.config)
     tokenizer, _ = make_search(asked, info)
+    check_languages(corpora, tokenizer)
     most_tokens = args.max_target_tokens or info.config["max_target_positions"]
 
     def tokens_of(text: str) -> int:
@@ -632,7 +645,9 @@ def main(args) -> None:
     read = functools.cache(functools.partial(read_data, args, before))
 
     def new_tokenizer() -> WhisperTokenizer:
-        return train_bpe(replay.texts(read(False)), args.vocab_size, args.language)
+        corpora = read(False)
+        spoken = replay.languages(corpora)
+        return train_bpe(replay.texts(corpora), args.vocab_size, asked.language, spoken)
 
     info, model = first_model(asked, run, new_tokenizer)
     corpora, share = read_for(args, info, before is not None, read)
