@@ -413,5 +413,9 @@ def conflicts(origin: Origin, info: Any, sized: Iterable[str]) -> list[str]:
     if origin.path and not info.pretrained:
         found.append(f"{origin.flag} {origin.path} (the checkpoint's model began from scratch)")
     if origin.from_scratch and info.pretrained:
-        found.append("--from_scratch (the checkpoint's model began from released weights)")
+        ways = "--model_dir or --model_file" if origin.forms.file else "--model_dir"
+        found.append(
+            f"--from_scratch, which a script adds without {ways} (the checkpoint's model began from"
+            " released weights: give them again to continue)"
+        )
     return found

@@ -57,7 +57,6 @@ from models.whisper.start import (
     first_model,
     for_task,
     input_seconds,
-    learning_rate,
     long_recordings,
     make_search,
     read_released,
@@ -189,9 +188,8 @@ def read_for(
 ) -> tuple[dict[str, Corpus], float]:
     """The corpora that a training of this model has, and its --timestamp_share. `read`: `read_data`
     by `times`."""
-    rates = args.learning_rate, learning_rate(info)
     given = args.timestamp_share
-    return packs.read_for(given, info, resumes, rates, read, joins=args.use_chunking)
+    return packs.read_for(given, info, resumes, read, joins=args.use_chunking)
 
 
 def check_data(args, asked: Options) -> None:
@@ -494,6 +492,8 @@ def transcribe(args, asked: Options) -> None:
     tokenizer, search = make_search(asked, info)
     if args.timestamps:
         search = timed.make_search(tokenizer, search, "--timestamps")
+        if before and info.pretrained and not info.times:
+            print(kept_times.UNTRAINED, file=sys.stderr)
         decode = functools.partial(timed.transcripts, model, tokenizer, search)
         recogniser.transcribe_files(asked.how, decode, setup, longest=None, parts=("segments",))
         return
@@ -507,7 +507,6 @@ def evaluate_only(args, asked: Options) -> None:
     """--evaluate on the test set or on --long, --export, or both, without training."""
     setup = device.setup(args)
     model, info, before = trained(asked, setup)
-    results = None
     if args.evaluate:
         check_folder(args.log_dir)
     if args.long:
@@ -522,8 +521,9 @@ def evaluate_only(args, asked: Options) -> None:
         evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
         with setup.autocast():
             report_results(args, asked, info, model, evaluation, times_before, "the given weights")
-        results = recogniser.read_results(args.log_dir)
     weights = released.weights_file(asked.origin)
+    is_new = bool(args.evaluate and not args.long)
+    results = recogniser.results_of(args.log_dir, weights, is_new)
     export(asked, info, model, weights, before and before.data, results)
 
 
@@ -671,7 +671,8 @@ def main(args) -> None:
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
         recogniser.add_watched(asked.how, task.further, progress)
-        export(asked, info, model, weights, run_info.data, recogniser.read_results(args.log_dir))
+        results = recogniser.results_of(args.log_dir, weights, are_new=True)
+        export(asked, info, model, weights, run_info.data, results)
 
 
 if __name__ == "__main__":

@@ -269,7 +269,9 @@ class WhisperTokenizer:
         borrower = spoken or name
         related = RELATED.get(languages.code_of(borrower), ())
         near = [code for code in related if code in self.languages]
-        advice = "a relative, or of a language that is written alike: docs/your_language.md lists all"
+        advice = (
+            "a relative, or of a language that is written alike: docs/your_language.md lists all"
+        )
         if near:
             advice = f"a related language ({' '.join(near)})"
         raise UsageError(
