@@ -1,13 +1,13 @@
 """Vietnamese speech recognition: Whisper fine-tuned on 8 GB, or trained from scratch.
 
     python recipes/whisper_vietnamese.py                      # no data needed: makes a demo corpus of synthetic speech
-    python recipes/whisper_vietnamese.py --model_dir whisper-base --train_manifest train.json --val_manifest val.json --resume auto
+    python recipes/whisper_vietnamese.py --language vi --model_dir whisper-base --train_manifest train.json --val_manifest val.json --resume auto
     python recipes/whisper_vietnamese.py --transcribe recording.wav folder/ --resume checkpoints/best.safetensors
 
 Data: JSON Lines {"audio_filepath": "a.wav", "text": "hôm nay trời đẹp"}, CSV/TSV with a header, or
 LJSpeech's metadata.csv; any sample rate; utterances of up to 30 s, longer ones with --use_chunking
 if the manifest has segment times. The text is trained on as it is written, in NFC: case, tones,
-punctuation and numbers stay. Any other language: --language.
+punctuation and numbers stay. --language names its language.
 
 --model_dir takes a Hugging Face folder, --model_file OpenAI's .pt with its tokenizer beside it;
 --from_scratch --model_size base trains a model with a vocabulary made from the text. --export DIR

@@ -317,6 +317,7 @@ def family(asked: Options) -> released.Family:
         export=functools.partial(export, asked.origin.export),
         adapter_card=lambda info: ADAPTER_CARD,
         prefix=lambda info: "model.",
+        base=lambda path: formats.read_model(path)[0],
     )
 
 

@@ -308,6 +308,7 @@ def family(asked: Options) -> released.Family:
         check=check_info,
         conflicts=functools.partial(conflicts, asked),
         layers=adapted_layers,
+        base=lambda path: read(replace(asked, language=texts.CARRIER), path)[1],
     )
 
 
