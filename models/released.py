@@ -417,7 +417,7 @@ def conflicts(origin: Origin, info: Any, sized: Iterable[str]) -> list[str]:
     if origin.from_scratch and info.pretrained:
         ways = "--model_dir or --model_file" if origin.forms.file else "--model_dir"
         found.append(
-            f"--from_scratch, which a script adds without {ways} (the checkpoint's model began from"
-            " released weights: give them again to continue)"
+            "--from_scratch (the checkpoint's model began from released weights; a script adds this"
+            f" flag if there is no {ways}: give the one of the first command)"
         )
     return found

@@ -65,7 +65,7 @@ def check(asked: Options, recipe: str, path: str, with_times: bool) -> None:
     """Raises `UsageError` if the model at `path` cannot be read, or has no times where they are
     needed: before the training, not after it."""
     with torch.device("meta"):
-        info, _ = read(asked, recipe, path, told="en")  # a checkpoint may know the language
+        info, _ = read(asked, recipe, path, told="")  # a checkpoint may tell the language
     if with_times:
         timed.make_search(*make_search(asked, info), f"--compare_to {path}")
 
@@ -83,7 +83,10 @@ def read(
     released.require_source(path, "--compare_to", FORMS)
     if not asked.origin.path:  # then --tokenizer_file is not a released model's
         asked = dataclasses.replace(asked, tokenizer_file=None)
-    return read_released(dataclasses.replace(asked, language=asked.language or told), path)
+    return read_released(
+        dataclasses.replace(asked, language=told if asked.language is None else asked.language),
+        path,
+    )
 
 
 def baseline(

@@ -252,14 +252,14 @@ class WhisperTokenizer:
 
     def _checked(self, told: str | None) -> tuple[str, str]:
         """The language of the texts, and the code of its token, of `told`: a language, or
-        "mdw=ln" for one that borrows a token."""
+        "mdw=ln" for one that borrows a token. "" is any language."""
         if not self.multilingual:
             if told not in (None, "en"):
                 raise UsageError(
                     f"language {told}: this is an English-only model; take a multilingual one"
                 )
             return "en", "en"
-        if told is None and len(self.languages) == 1:
+        if told == "" or (told is None and len(self.languages) == 1):
             told = self.languages[0]
         if told is None:
             raise UsageError(languages.ASK)
@@ -455,7 +455,7 @@ def language_code(text: str) -> str:
     vi, Lingala, kok, zh-tw, mdw=ln. Codes are in lower case, as transformers looks them up."""
     parts = [languages.exact(part) for part in text.split("=")]
     for part in parts:
-        is_code = re.fullmatch(r"[a-z0-9]+([ -][a-z0-9]+)*", part) and 2 <= len(part) <= 20
+        is_code = re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", part) and 2 <= len(part) <= 20
         reserved = (*special_tokens(0, (), timestamps=False), *NO_SPEECH)
         if not is_code or f"<|{part}|>" in reserved or len(parts) > 2:
             raise argparse.ArgumentTypeError(

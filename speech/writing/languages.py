@@ -36,9 +36,10 @@ tr tur Turkish; tt tat Tatar; uk ukr Ukrainian; ur urd Urdu; uz uzb uzn Uzbek;
 vi vie Vietnamese; yi yid ydd ji Yiddish; yo yor Yoruba; yue zh-hk zh-yue Cantonese;
 zh zho chi cmn Chinese, Mandarin
 """  # fmt: skip
+PLANS = {"dry_run", "verify_gpu"}  # commands that read texts as a training does
 ASK = (
     "the language of the texts is not given: add --language with a code or a name, such as sw or"
-    " Swahili"
+    " Swahili, or to every row of the table in a column named language"
 )
 
 
@@ -99,7 +100,7 @@ def resolve(args, demo: str | None, may_tell: bool = False) -> str | None:
     `UsageError` if nothing tells."""
     if args.language is not None:
         return args.language
-    used = {name for name in args.commands if options.is_on(vars(args), name)}
+    used = {name for name in args.commands if options.is_on(vars(args), name)} - PLANS
     if not args.train_manifest:
         return None if used else demo
     is_saved = args.resume and (args.resume != "auto" or list_checkpoints(args.checkpoint_dir))

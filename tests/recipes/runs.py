@@ -33,7 +33,7 @@ NO_PLOT = "from common import report; report.Report.draw = lambda self, metric: 
 SHORT = "--max_steps 2 --batch_size 2 --gradient_accumulation_steps 1".split()
 LANGUAGES = {"whisper_vietnamese": "vi", "matcha_voice": "am", "xtts_amharic": "am"}
 OWN = {"--train_manifest", "--train_csv", "--model_dir"}
-TELLS = {"--language", "--resume", "--init_from", "--adapter", "--use_amharic_g2p"}
+TELLS = {"--language", "--init_from", "--adapter", "--use_amharic_g2p"}
 MAX_NEW_TOKENS = 32  # instead of 224: an untrained model never ends a text
 
 
@@ -43,6 +43,7 @@ def in_language(recipe, flags: Iterable) -> list[str]:
     words = list(map(str, flags))
     language = LANGUAGES.get(Path(recipe.__file__).stem)
     tells = any(word.split("=")[0] in TELLS for word in words)
+    tells |= "--resume" in words and words[words.index("--resume") + 1] != "auto"
     if language is None or tells or not {*words} & OWN:
         return words
     return [*words, "--language", language]
