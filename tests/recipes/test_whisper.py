@@ -770,7 +770,7 @@ def test_old_clips_and_watched_ones(spoken, tmp_path, monkeypatch):
     runs.check_replay(morse, tmp_path, test, val, *flags)
 
 
-def test_a_run_without_times_is_resumed_without_them(with_times, recorded, tmp_path):
+def test_a_run_without_times_is_resumed_without_them(with_times, recorded, silence, tmp_path):
     flags = [*recorded, *SHORT, "--model_dir", with_times / "listed", "--output_dir", tmp_path]
     out = ran(vietnamese, *flags, "--timestamp_share", 0, "--max_steps", 1)
     assert (
@@ -778,6 +778,9 @@ def test_a_run_without_times_is_resumed_without_them(with_times, recorded, tmp_p
     )
     out += ran(vietnamese, *flags, "--resume", "auto", "--max_steps", 2)
     assert "windows of them" not in out and not newest(tmp_path, vietnamese).model_info["times"]
+    best = tmp_path / "checkpoints" / "best.safetensors"
+    _, _, err = runs.run(vietnamese, "--transcribe", silence, "--timestamps", "--resume", best)
+    assert "trained without times (--timestamp_share 0)" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
