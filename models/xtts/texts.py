@@ -228,7 +228,8 @@ def most_text(config: dict) -> int:
 def read_corpora(reader: "FrontEnd | Texts", corpora: dict[str, Corpus]) -> None:
     """Puts what the model reads of each text into the corpora. This is slow, so it is done once.
     Says in which language rows are read that name none, and warns of letters that are left out."""
-    print(f"language of the texts: {languages.described(reader.language)}")
+    if corpora:
+        print(f"language of the texts: {languages.described(reader.language)}")
     for name, corpus in corpora.items():
         pairs = list(zip(corpus.texts, corpus.languages, strict=True))
         corpus.read = Strings(reader.read(*pair) for pair in pairs)

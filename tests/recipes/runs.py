@@ -32,8 +32,8 @@ TINY = "--d_model 16 --encoder_layers 1 --decoder_layers 1 --attention_heads 2".
 NO_PLOT = "from common import report; report.Report.draw = lambda self, metric: None"
 SHORT = "--max_steps 2 --batch_size 2 --gradient_accumulation_steps 1".split()
 LANGUAGES = {"whisper_vietnamese": "vi", "matcha_voice": "am", "xtts_amharic": "am"}
-OWN = {"--train_manifest", "--train_csv", "--model_dir"}
-TELLS = {"--language", "--init_from", "--adapter", "--use_amharic_g2p"}
+OWN = {"--train_manifest", "--train_csv", "--model_dir", "--show_text"}
+TELLS = {"--language", "--adapter", "--use_amharic_g2p"}
 MAX_NEW_TOKENS = 32  # instead of 224: an untrained model never ends a text
 
 
