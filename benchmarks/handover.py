@@ -414,6 +414,8 @@ def made(args, name: str, folder: Path, runs: dict[str, Path]) -> list:
     if model.begin and name not in runs:
         model.begin(folder / "start", runs)
         words = ["--model_dir", folder / "start"]
+        if model.recipe == "whisper_vietnamese":
+            words += ["--language", "vi"]
     if model.training is None:
         return words
     if name not in runs:

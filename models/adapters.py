@@ -250,9 +250,13 @@ def read_base(
             f"{path} has adapters (--lora) for a released model: name it with --model_dir or"
             f" --model_file; its name was {adapters.name}"
         )
-    _, base = family.read(origin.path)
+    base = released_weights(origin, family)
     check_base(origin, adapters, lora.fingerprint(base, adapters.layers), path)
     return base
+
+
+def released_weights(origin: released.Origin, family: released.Family) -> dict[str, torch.Tensor]:
+    return family.base(origin.path) if family.base else family.read(origin.path)[1]
 
 
 def with_foreign(
@@ -369,7 +373,7 @@ def merged_after_training(
 ) -> dict[str, torch.Tensor]:
     """The weights of a model with adapters, which are merged into the released weights as they are
     in their file, because those of the model may have 16 bits. Raises `UsageError`."""
-    _, base = family.read(origin.path)
+    base = released_weights(origin, family)
     trained = {name: tensor.cpu() for name, tensor in checkpoint.state_of(model).items()}
     return lora.merge(base, trained, lora.adapters_of(model))
 

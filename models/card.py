@@ -12,6 +12,7 @@ import yaml
 from common import checkpoint
 from speech.data.columns import printable
 from speech.data.splits import RunInfo
+from speech.writing.languages import code_of
 from speech.writing.text import NAMES, for_scoring, in_lower_case
 
 RECOGNITION = "automatic-speech-recognition"  # Hugging Face's pipeline_tag
@@ -78,10 +79,10 @@ class About:
     `base`: the folder or file of released weights that a flag names. `weights`: the file of a
     run whose weights these are, beside which the loop has noted how they came about; None for
     released weights, which are only converted. `data`: what the run has saved about its data.
-    `results`: what `recogniser.read_results` returns, if these weights were just evaluated.
+    `results`: what `recogniser.results_of` returns.
     `reading`: how the recipe compares texts in training. What a family fills in: `languages` by
     their codes, unless a recipe does; whether the weights began at random (`is_new`); the `licence`
-    of all that derives from the base, whatever its name is."""
+    of all that derives from the base, whatever its name is; a `note`, a sentence on the model."""
 
     recipe: str
     base: str | None = None
@@ -91,6 +92,7 @@ class About:
     languages: tuple[str, ...] | None = None
     is_new: bool = False
     licence: dict | None = None
+    note: str = ""
     reading: str = NAMES[for_scoring]
 
 
@@ -203,7 +205,7 @@ def metadata(
         for rate in public
     ]
     block = {
-        "language": list(about.languages or of_training.get("languages", [])),
+        "language": list(about.languages or map(code_of, of_training.get("languages", []))),
         **base[1],
         "base_model": base[0],
         "library_name": form.library,
@@ -304,6 +306,8 @@ def origin(about: About, form: Form, base: str | None, licence: dict, unchanged:
         text += f" The licence of {base} is {licence['license']}."
     elif not about.is_new:
         text += " The licence of that model holds for this one, too."
+    if about.note and about.weights:
+        text += f" {about.note}"
     if about.data and about.data.demo:
         text += " It was trained on synthetic audio only."
     return text

@@ -102,6 +102,7 @@ class Family:
     that was saved contradict each other; `name` is the file's. `conflicts(info, saved)` lists the
     flags that contradict a checkpoint, each with what the checkpoint has instead; see
     `conflicts`. `layers(info, targets)`: the `lora.Layers` that --lora_targets means.
+    `base(path)`: the weights that `read` returns, if no flag has to say what the info needs.
 
     What a family with --export_adapter has besides: `about(info, about)` completes a `card.About`;
     `export(info, weights, about)` writes --export; `adapter_card` is the `card.Form` of its
@@ -118,6 +119,7 @@ class Family:
     export: Callable[[Any, dict[str, torch.Tensor], Any], None] | None = None
     adapter_card: Callable[[Any], Any] | None = None
     prefix: Callable[[Any], str] = lambda info: ""
+    base: Callable[[str], dict[str, torch.Tensor]] | None = None
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -413,5 +415,9 @@ def conflicts(origin: Origin, info: Any, sized: Iterable[str]) -> list[str]:
     if origin.path and not info.pretrained:
         found.append(f"{origin.flag} {origin.path} (the checkpoint's model began from scratch)")
     if origin.from_scratch and info.pretrained:
-        found.append("--from_scratch (the checkpoint's model began from released weights)")
+        ways = "--model_dir or --model_file" if origin.forms.file else "--model_dir"
+        found.append(
+            "--from_scratch (the checkpoint's model began from released weights; a script adds this"
+            f" flag if there is no {ways}: give the one of the first command)"
+        )
     return found

@@ -802,7 +802,6 @@ def evaluate_only(args, how: recogniser.Options) -> None:
     """--evaluate on the test set, --export, or both, without training."""
     setup = device.setup(args)
     model, tokenizer, before = trained(args, setup)
-    results = None
     if args.evaluate:
         check_folder(args.log_dir)
         corpora = read_data(args, model.config, before)
@@ -812,8 +811,8 @@ def evaluate_only(args, how: recogniser.Options) -> None:
         evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
         with setup.autocast():
             report_results(how, tokenizer, model, evaluation, "the given weights")
-        results = recogniser.read_results(args.log_dir)
     weights = checkpoint.path_to_use(args.resume, args.checkpoint_dir)
+    results = recogniser.results_of(args.log_dir, weights, bool(args.evaluate))
     export(args, tokenizer, model, weights, before, results)
 
 
@@ -926,7 +925,7 @@ def main(args) -> None:
     report = functools.partial(report_results, how, tokenizer, model, evaluation)
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
-        results = recogniser.read_results(args.log_dir)
+        results = recogniser.results_of(args.log_dir, weights, are_new=True)
         export(args, tokenizer, model, weights, run_info, results)
 
 

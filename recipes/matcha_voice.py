@@ -158,8 +158,14 @@ def check_corpora(args, corpora: dict[str, Corpus], language: str) -> dict[str, 
 
 
 def check_data(args, asked: Options) -> None:
-    """--check_data, as the language of the flags is read."""
-    splits.say_checked(check_corpora(args, read_data(args), asked.language))
+    """--check_data, as the language of the flags, or of the voice that they name, is read."""
+    saved = None
+    if not asked.language and args.init_from:
+        saved = checkpoint.read_weights(args.init_from, RECIPE)
+    elif not asked.language:
+        saved = checkpoint.newest(args.resume, args.checkpoint_dir, RECIPE)
+    language = start.language_of(asked, saved)
+    splits.say_checked(check_corpora(args, read_data(args), language))
 
 
 class Utterances:
@@ -444,7 +450,8 @@ def main(args) -> None:
         return evaluate_only(args, asked)
     run = begin(args, RECIPE)
     before = released.read_run_info(RunInfo, run.resumed)
-    corpora = check_corpora(args, read_data(args, before), asked.language)
+    language = start.language_of(asked, run.resumed or run.initial)
+    corpora = check_corpora(args, read_data(args, before), language)
     with run.model_device():
         info, weights = start.choose(asked, run.resumed, run.initial, corpora["train"])
         model = start.make_model(info, weights, asked.dropout, run.resumed)

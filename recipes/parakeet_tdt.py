@@ -472,7 +472,6 @@ def evaluate_only(args, asked: Options) -> None:
     """--evaluate on the test set, --export, or both, without training."""
     setup = device.setup(args)
     model, info, before = trained(asked, setup)
-    results = None
     if args.evaluate:
         check_folder(args.log_dir)
         corpora = read_data(args, before or RELEASED)
@@ -482,8 +481,9 @@ def evaluate_only(args, asked: Options) -> None:
         evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
         with setup.autocast():
             report_results(asked, info, model, evaluation, before is not None, "the given weights")
-        results = recogniser.read_results(args.log_dir)
-    export(asked, info, model, released.weights_file(asked.origin), before, results)
+    weights = released.weights_file(asked.origin)
+    results = recogniser.results_of(args.log_dir, weights, bool(args.evaluate))
+    export(asked, info, model, weights, before, results)
 
 
 def export(
@@ -622,7 +622,8 @@ def main(args) -> None:
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
         recogniser.add_watched(asked.how, task.further, progress)
-        export(asked, info, model, weights, run_info, recogniser.read_results(args.log_dir))
+        results = recogniser.results_of(args.log_dir, weights, are_new=True)
+        export(asked, info, model, weights, run_info, results)
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ class RunInfo:
 
 
 def add_arguments(parser) -> None:
-    start.add_arguments(parser, SIZES, language="en")
+    start.add_arguments(parser, SIZES, "en", usual="en")
     splits.add_arguments(parser)
     replay.add_arguments(parser)
     watching.add_arguments(parser)
@@ -416,7 +416,6 @@ def evaluate_only(args, asked: Options, source: clips.Options) -> None:
     """--evaluate on the test set, --export, or both, without training."""
     setup = device.setup(args)
     model, info, before = trained(asked, setup)
-    results = None
     if args.evaluate:
         check_folder(args.log_dir)
         source = clips.as_trained(source, before.synthesis if before else None)
@@ -426,8 +425,8 @@ def evaluate_only(args, asked: Options, source: clips.Options) -> None:
         evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
         with setup.autocast():
             report_results(args, asked, info, model, evaluation, "the given weights")
-        results = recogniser.read_results(args.log_dir)
     weights = released.weights_file(asked.origin)
+    results = recogniser.results_of(args.log_dir, weights, bool(args.evaluate))
     export(asked, info, model, weights, before and before.data, results)
 
 
@@ -548,7 +547,8 @@ def main(args) -> None:
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
         recogniser.add_watched(asked.how, task.further, progress)
-        export(asked, info, model, weights, run_info.data, recogniser.read_results(args.log_dir))
+        results = recogniser.results_of(args.log_dir, weights, are_new=True)
+        export(asked, info, model, weights, run_info.data, results)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """Vietnamese speech recognition: Whisper fine-tuned on 8 GB, or trained from scratch.
 
     python recipes/whisper_vietnamese.py                      # no data needed: makes a demo corpus of synthetic speech
-    python recipes/whisper_vietnamese.py --model_dir whisper-base --train_manifest train.json --val_manifest val.json --resume auto
+    python recipes/whisper_vietnamese.py --language vi --model_dir whisper-base --train_manifest train.json --val_manifest val.json --resume auto
     python recipes/whisper_vietnamese.py --transcribe recording.wav folder/ --resume checkpoints/best.safetensors
 
 Data: JSON Lines {"audio_filepath": "a.wav", "text": "hôm nay trời đẹp"}, CSV/TSV with a header, or
 LJSpeech's metadata.csv; any sample rate; utterances of up to 30 s, longer ones with --use_chunking
 if the manifest has segment times. The text is trained on as it is written, in NFC: case, tones,
-punctuation and numbers stay. Any other language: --language.
+punctuation and numbers stay. --language names its language.
 
 --model_dir takes a Hugging Face folder, --model_file OpenAI's .pt with its tokenizer beside it;
 --from_scratch --model_size base trains a model with a vocabulary made from the text. --export DIR
@@ -52,14 +52,15 @@ from models.whisper.start import (
     BEAM_SIZE,
     ModelInfo,
     Options,
+    check_languages,
     check_limits,
     first_model,
     for_task,
     input_seconds,
-    learning_rate,
     long_recordings,
     make_search,
     read_released,
+    say_language,
     usual_adapters,
     with_longest,
 )
@@ -72,6 +73,7 @@ from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.signal.features import random_masks
 from speech.writing import metrics, text
+from speech.writing.languages import described
 from speech.writing.text import (
     in_lower_case as for_scoring,  # as PhoWhisper's error rates are computed
 )
@@ -82,6 +84,7 @@ FREQUENCY_MASK_WIDTH = 10 / 80  # share of the bands
 TIME_MASKS = 2
 TIME_MASK_WIDTH = 0.05  # share of the utterance
 DEMO_SIZES = {"train": 6000, "val": 100, "test": 200}  # utterances
+DEMO_LANGUAGE = "vi"
 DEMO_STEPS = 1800
 USUAL_TOKENS = 500
 DEMO_TOKENS = 320  # with whole syllables as tokens the demo's CER was 62 % instead of 26 %
@@ -121,7 +124,8 @@ class RunInfo:
 
 
 def add_arguments(parser) -> None:
-    start.add_arguments(parser, SIZES, language="vi")
+    usual = "with your data it has to be given; vi for the demo"
+    start.add_arguments(parser, SIZES, None, usual)
     splits.add_arguments(parser)
     replay.add_arguments(parser)
     watching.add_arguments(parser)
@@ -149,7 +153,7 @@ def resolve(args) -> Options:
     how = recogniser.resolve(args, is_demo, BEAM_SIZE, has_times=args.timestamps)
     if args.vocab_size is None:
         args.vocab_size = DEMO_TOKENS if is_demo else USUAL_TOKENS
-    asked = start.resolve(args, SIZES, is_demo, how)
+    asked = start.resolve(args, SIZES, is_demo, how, demo_language=DEMO_LANGUAGE)
     if args.compare_to:
         comparing.check(asked, RECIPE, args.compare_to, with_times=bool(args.long))
     return asked
@@ -184,9 +188,8 @@ def read_for(
 ) -> tuple[dict[str, Corpus], float]:
     """The corpora that a training of this model has, and its --timestamp_share. `read`: `read_data`
     by `times`."""
-    rates = args.learning_rate, learning_rate(info)
     given = args.timestamp_share
-    return packs.read_for(given, info, resumes, rates, read, joins=args.use_chunking)
+    return packs.read_for(given, info, resumes, read, joins=args.use_chunking)
 
 
 def check_data(args, asked: Options) -> None:
@@ -196,7 +199,12 @@ def check_data(args, asked: Options) -> None:
     if asked.origin.path:
         with torch.device("meta"):
             info, _ = read_released(asked, asked.origin.path)
+        tokenizer, _ = make_search(asked, info)
+        say_language(tokenizer)
         corpora, _ = read_for(args, info, False, read)
+        check_languages(corpora, tokenizer)
+    elif asked.language:
+        print(f"language of the texts: {described(asked.language)}")
     splits.report_checked(corpora or read(False))
 
 
@@ -448,7 +456,7 @@ def report_results(
             print(warning)
             recogniser.add_warning(asked.how, warning)
     if args.compare_to:
-        baseline, search = comparing.baseline(asked, RECIPE, args.compare_to, model)
+        baseline, search = comparing.baseline(asked, RECIPE, args.compare_to, model, info)
         texts_of = functools.partial(final_texts, baseline, *search)
         theirs = decode_texts(baseline, texts_of, eval_batches)
         recogniser.print_improvement(theirs, rows, args.compare_to, asked.how, for_scoring)
@@ -457,13 +465,15 @@ def report_results(
 def report_long(args, asked: Options, info: ModelInfo, model: Whisper) -> None:
     """Prints error rates of the whole recordings of --long; with --compare_to also a baseline's,
     for which the model is moved to the host."""
-    corpus = splits.load_splits(splits.resolve(args), text.normalise)["long"]
+    corpora = splits.load_splits(splits.resolve(args), text.normalise)
+    check_languages(corpora, make_search(asked, info)[0])
+    corpus = corpora["long"]
     rows = timed.decode_corpus(model, *make_search(asked, info), corpus, "--long")
     title = f"{len(rows)} whole recordings, the given weights, decoding with times"
     print(f"\n{title}: {args.decoding}")
     before = None
     if path := args.compare_to:
-        baseline, search = comparing.baseline(asked, RECIPE, path, model)
+        baseline, search = comparing.baseline(asked, RECIPE, path, model, info)
         before = timed.decode_corpus(baseline, *search, corpus, f"--compare_to {path}")
     comparing.print_recordings(rows, before, path, asked.how, for_scoring)
 
@@ -482,6 +492,8 @@ def transcribe(args, asked: Options) -> None:
     tokenizer, search = make_search(asked, info)
     if args.timestamps:
         search = timed.make_search(tokenizer, search, "--timestamps")
+        if before and info.pretrained and not info.times:
+            print(kept_times.UNTRAINED, file=sys.stderr)
         decode = functools.partial(timed.transcripts, model, tokenizer, search)
         recogniser.transcribe_files(asked.how, decode, setup, longest=None, parts=("segments",))
         return
@@ -495,7 +507,6 @@ def evaluate_only(args, asked: Options) -> None:
     """--evaluate on the test set or on --long, --export, or both, without training."""
     setup = device.setup(args)
     model, info, before = trained(asked, setup)
-    results = None
     if args.evaluate:
         check_folder(args.log_dir)
     if args.long:
@@ -510,8 +521,9 @@ def evaluate_only(args, asked: Options) -> None:
         evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
         with setup.autocast():
             report_results(args, asked, info, model, evaluation, times_before, "the given weights")
-        results = recogniser.read_results(args.log_dir)
     weights = released.weights_file(asked.origin)
+    is_new = bool(args.evaluate and not args.long)
+    results = recogniser.results_of(args.log_dir, weights, is_new)
     export(asked, info, model, weights, before and before.data, results)
 
 
@@ -535,6 +547,7 @@ def make_sets(
     trained on."""
     check_limits(asked, info.config)
     tokenizer, _ = make_search(asked, info)
+    check_languages(corpora, tokenizer)
     most_tokens = args.max_target_tokens or info.config["max_target_positions"]
 
     def tokens_of(text: str) -> int:
@@ -632,7 +645,9 @@ def main(args) -> None:
     read = functools.cache(functools.partial(read_data, args, before))
 
     def new_tokenizer() -> WhisperTokenizer:
-        return train_bpe(replay.texts(read(False)), args.vocab_size, args.language)
+        corpora = read(False)
+        spoken = replay.languages(corpora)
+        return train_bpe(replay.texts(corpora), args.vocab_size, asked.language, spoken)
 
     info, model = first_model(asked, run, new_tokenizer)
     corpora, share = read_for(args, info, before is not None, read)
@@ -656,7 +671,8 @@ def main(args) -> None:
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
         recogniser.add_watched(asked.how, task.further, progress)
-        export(asked, info, model, weights, run_info.data, recogniser.read_results(args.log_dir))
+        results = recogniser.results_of(args.log_dir, weights, are_new=True)
+        export(asked, info, model, weights, run_info.data, results)
 
 
 if __name__ == "__main__":

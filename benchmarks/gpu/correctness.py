@@ -43,7 +43,7 @@ DEMOS = {
     ),
     "vietnamese": Demo(
         "whisper_vietnamese",
-        "--from_scratch --model_size demo --batch_size 16",
+        "--from_scratch --model_size demo --batch_size 16 --language vi",
         VIETNAMESE_WORDS,
         exports=True,
     ),
@@ -68,14 +68,14 @@ DEMOS = {
     ),
     "xtts": Demo(
         "xtts_amharic",
-        "--from_scratch --model_size demo --batch_size 8 --speak_held_out 0",
+        "--from_scratch --model_size demo --batch_size 8 --speak_held_out 0 --language am",
         AMHARIC_WORDS,
         transcribes=False,
         stages=3,
     ),
     "matcha": Demo(
         "matcha_voice",
-        "--model_size demo --batch_size 8 --speak_held_out 0",
+        "--model_size demo --batch_size 8 --speak_held_out 0 --language am",
         AMHARIC_WORDS,
         transcribes=False,
     ),

@@ -1,6 +1,7 @@
 """Matcha-TTS's part of where a model starts: flags, the record of a model, released weights, and
 the folder of an export."""
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -23,7 +24,8 @@ from speech.data import splits
 from speech.data.columns import Corpus, Strings, printable
 from speech.data.splits import RunInfo
 from speech.decoding import judge
-from speech.writing.reading import AMHARIC, code_of
+from speech.writing import languages
+from speech.writing.reading import AMHARIC, code_of, left_out
 from speech.writing.unknown import check_unknown, named, outside
 
 FINE_TUNING_RATE = 1e-4
@@ -84,7 +86,7 @@ class Options:
 
     size: str
     model_file: str | None
-    language: str
+    language: str | None
     given: frozenset[str]
     dropout: float
     export: str | None
@@ -105,7 +107,9 @@ def add_arguments(parser) -> None:
          "2.7, 18 or 50 million parameters (demo; full with data)"),
         ("model_file", options.path, None, "FILE",
          "fine-tune a released checkpoint, matcha_ljspeech.ckpt or matcha_vctk.ckpt"),
-        ("language", None, AMHARIC, "CODE", "language of the texts (am)"),
+        ("language", None, None, "NAME",
+         "the language of the texts, such as sw or Swahili: numbers are read in it (with your data"
+         " it has to be given; am for the demo)"),
         ("dropout", options.SHARE, DROPOUT, "P",
          "of the encoder; its first layers have five times as much, at most 0.5, and the decoder"
          " half of it (0.1)"),
@@ -135,10 +139,11 @@ def resolve(args, is_demo: bool) -> Options:
     if args.export:
         released.require_exports(vars(args), options.paths_in(args, *released.EXPORTS))
         onnx.require_packages()
+    language = languages.resolve(args, AMHARIC)
     return Options(
         size=args.model_size or ("demo" if is_demo else "full"),
         model_file=args.model_file,
-        language=code_of(args.language),
+        language=language and code_of(language),
         given=args.given,
         dropout=args.dropout,
         export=args.export,
@@ -158,10 +163,31 @@ def exports_only(args) -> bool:
 # --- texts ----------------------------------------------------------------------------------------
 
 
+def language_of(asked: Options, saved: Saved | None) -> str:
+    """The language of the texts: that of --language, else that of the voice that is `saved`. Raises
+    `UsageError`."""
+    if asked.language:
+        return asked.language
+    if saved is None:
+        raise UsageError(languages.ASK)
+    return checkpoint.read_infos(saved, ModelInfo, RunInfo)[0].language
+
+
 def read_corpora(corpora: dict[str, Corpus], language: str) -> None:
-    """Puts what the voice reads of each text into the corpora."""
-    for corpus in corpora.values():
-        corpus.read = Strings(read(text, language) for text in corpus.texts)
+    """Puts what the voice reads of each text into the corpora. Says in which language, and warns of
+    letters that are left out then, and of rows that name another language."""
+    print(f"language of the texts: {languages.described(language)}")
+    read_here = functools.partial(read, language=language)
+    for name, corpus in corpora.items():
+        corpus.read = Strings(map(read_here, corpus.texts))
+        if lost := left_out(corpus.texts, read_here):
+            print(
+                f"warning: {name} set: what is read in {language} leaves out letters, or marks on"
+                f" them: {named(lost)}"
+            )
+        others = Counter(each for each in corpus.languages if each and code_of(each) != language)
+        if others:
+            print(f"warning: {name} set: rows name other languages: {dict(others)}")
 
 
 def text_fault(language: str, corpus: Corpus, index: int) -> tuple[str, str] | None:
@@ -258,7 +284,8 @@ def choose(
                 config["speakers"] = max(2, len(speakers))
             if set(before.speakers) == set(speakers):
                 speakers = before.speakers  # their vectors are copied by row
-    info = ModelInfo(config, symbols, speakers, asked.language, is_released)
+    language = language_of(asked, initial)
+    info = ModelInfo(config, symbols, speakers, language, is_released)
     return info, weights
 
 

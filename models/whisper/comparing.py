@@ -65,13 +65,16 @@ def check(asked: Options, recipe: str, path: str, with_times: bool) -> None:
     """Raises `UsageError` if the model at `path` cannot be read, or has no times where they are
     needed: before the training, not after it."""
     with torch.device("meta"):
-        info, _ = read(asked, recipe, path)
+        info, _ = read(asked, recipe, path, told="")  # a checkpoint may tell the language
     if with_times:
         timed.make_search(*make_search(asked, info), f"--compare_to {path}")
 
 
-def read(asked: Options, recipe: str, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
-    """A model, released or of a run of `recipe`, and its weights. Raises `UsageError`."""
+def read(
+    asked: Options, recipe: str, path: str, told: str
+) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+    """A model, released or of a run of `recipe`, and its weights. A released one is in the language
+    of --language, else in the one that is `told`. Raises `UsageError`."""
     name = Path(path).name
     if name.endswith(".safetensors") or name.startswith("checkpoint_step_"):
         saved = checkpoint.read_weights(path, recipe, "--compare_to")
@@ -80,15 +83,18 @@ def read(asked: Options, recipe: str, path: str) -> tuple[ModelInfo, dict[str, t
     released.require_source(path, "--compare_to", FORMS)
     if not asked.origin.path:  # then --tokenizer_file is not a released model's
         asked = dataclasses.replace(asked, tokenizer_file=None)
-    return read_released(asked, path)
+    return read_released(
+        dataclasses.replace(asked, language=told if asked.language is None else asked.language),
+        path,
+    )
 
 
 def baseline(
-    asked: Options, recipe: str, path: str, model: Whisper
+    asked: Options, recipe: str, path: str, model: Whisper, own: ModelInfo
 ) -> tuple[Whisper, tuple[WhisperTokenizer, Search]]:
     """The model at `path` on the device of `model`, which is moved to the host, and its search.
-    Raises `UsageError` and `RunError`."""
-    info, weights = read(asked, recipe, path)
+    `own`: the record of `model`. Raises `UsageError` and `RunError`."""
+    info, weights = read(asked, recipe, path, own.tokenizer["language"])
     other = make_model(info, weights=weights).eval()
     memory.replace_on_device(model, other)
     return other, make_search(asked, info)

@@ -25,6 +25,14 @@ AT_ONCE = 4  # windows of 30 s, which take less memory than most evaluation batc
 MUCH = 0.05  # mean probability of an end after an inner utterance
 WORSE = 1.5  # times the value before training
 POSITIONS = "embed_positions"  # are added to activations in fp32
+CURE = (
+    "For those, train again from the released model with --timestamp_share 0.25, or 0.5 if it was"
+    " 0.25"
+)
+UNTRAINED = (
+    "warning: this model was trained without times (--timestamp_share 0), so segments may be missing"
+    f" in long recordings. {CURE}"
+)
 HIGHER = 1.0  # loss of time tokens above that before training, nats
 
 
@@ -125,11 +133,11 @@ def report(now: Times, before: Times | None, name: str) -> str:
     """A table of both. `name`: the set's."""
     columns = [now] if before is None else [before, now]
     heads = ["now"] if before is None else ["before", "now"]
-    rows = [(f"times, on {now.windows} windows of the {name} set", heads)]
+    rows = [(f"long recordings, tried on {now.windows} windows of the {name} set", heads)]
     for words, field, form in (
         ("chance that a text ends too early, mean", "end", "{:.1%}"),
         ("chance that a text ends too early, most", "most", "{:.1%}"),
-        ("loss of time tokens", "loss", "{:.2f}"),
+        ("loss of the times that it writes (lower is better)", "loss", "{:.2f}"),
     ):
         rows.append((words, [form.format(getattr(times, field)) for times in columns]))
     width = max(len(words) for words, _ in rows)
@@ -144,11 +152,11 @@ def warning(now: Times, before: Times | None) -> str:
     ends = now.end > max(MUCH, WORSE * before.end)
     if not ends and now.loss <= before.loss + HIGHER:
         return ""
-    what = "ends after one utterance more often" if ends else "knows times worse"
+    what = "read on after a sentence" if ends else "write times"
     return (
-        f"warning: the model {what} than before training, so programs that read long recordings by"
-        " its times will lose text: train again with a higher --timestamp_share, fewer updates or a"
-        " lower --learning_rate"
+        f"warning: the training has made the model worse at this: to {what}. It does no harm to"
+        " clips of one sentence, but subtitles, and programs that read long recordings by times,"
+        f" will lose sentences. {CURE}"
     )
 
 

@@ -138,20 +138,15 @@ def asked_share(
     return None if resumed is None else USUAL_SHARE * resumed
 
 
-def usual_share(corpus: Corpus, rate: float | None, usual_rate: float) -> float:
+def usual_share(corpus: Corpus) -> float:
     """--timestamp_share for a new run of a model with time tokens: USUAL_SHARE if utterances of the
-    training set follow each other in their recordings. `rate`: --learning_rate, if it is given."""
+    training set follow each other in their recordings."""
     share = followed(corpus)
     if share < FOLLOWED:
-        soon = ""
-        if rate and rate > 2 * usual_rate:
-            soon = (
-                f", soon at --learning_rate {rate:g}, {rate / usual_rate:.0f} times the usual one"
-            )
         print(
-            "--timestamp_share 0: training on single utterances makes a model lose text in long"
-            f" recordings{soon}; --timestamp_share {USUAL_SHARE:g} trains on windows of several"
-            " utterances"
+            "--timestamp_share 0: training on single utterances, even a short one, makes a model"
+            f" lose sentences of long recordings; --timestamp_share {USUAL_SHARE:g} trains on"
+            " windows of several utterances"
         )
         return 0.0
     print(
@@ -165,19 +160,17 @@ def read_for(
     given: float | None,
     info: ModelInfo,
     resumes: bool,
-    rates: tuple[float | None, float],
     read: Callable[[bool], dict[str, Corpus]],
     joins: bool,
 ) -> tuple[dict[str, Corpus], float]:
     """The corpora that a training of this model has, and the share of its windows that have times.
-    `given`: --timestamp_share. `rates`: --learning_rate and the usual one. `read(times)` reads the
-    corpora; without `times` it `joins` short segments of a recording, if at all. Raises
-    `UsageError`."""
+    `given`: --timestamp_share. `read(times)` reads the corpora; without `times` it `joins` short
+    segments of a recording, if at all. Raises `UsageError`."""
     tokenizer = make_tokenizer(info.tokenizer)
     share = asked_share(given, tokenizer, info.pretrained, info.times if resumes else None)
     corpora = read(share != 0)
     if share is None:
-        share = usual_share(corpora["train"], *rates)
+        share = usual_share(corpora["train"])
         if joins and not share:
             corpora = read(False)
     return corpora, share

@@ -3,6 +3,7 @@ export."""
 
 import functools
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from common import checkpoint, device, options, records
 from common.checkpoint import Saved
-from common.errors import UsageError
+from common.errors import DataError, UsageError
 from common.parts import lora
 from models import adapters, card, released
 from models.whisper import decoding, formats, scratch
@@ -25,9 +26,11 @@ from models.whisper.tokenizer import (
     read_tokenizer,
 )
 from speech.data import splits
+from speech.data.columns import Corpus
 from speech.decoding import recogniser
 from speech.decoding.long import BY_OVERLAP, BY_PAUSES, SHORT_CLIPS, Cutting
 from speech.signal.audio import SAMPLE_RATE
+from speech.writing import languages
 
 BEAM_SIZE = 5
 PAD_SHARE = 0.05
@@ -148,7 +151,7 @@ class Options:
     origin: released.Origin
     how: recogniser.Options
     tokenizer_file: str | None
-    language: str
+    language: str | None
     shape: dict[str, int]
     vocab_size: int | None
     vocabulary: int | None
@@ -162,8 +165,9 @@ class Options:
 # --- flags ----------------------------------------------------------------------------------------
 
 
-def add_arguments(parser, sizes: dict[str, dict], language: str) -> None:
-    """`sizes`: names of model sizes to configurations; `language`: the default."""
+def add_arguments(parser, sizes: dict[str, dict], language: str | None, usual: str) -> None:
+    """`sizes`: names of model sizes to configurations; `language`: the default, which the help calls
+    `usual`."""
     model = released.add_arguments(parser, FORMS, sizes, "base")
     parser.hints["--align"] = "recipes/wav2vec2_ctc.py aligns a recording with its text"
     model.add_argument(
@@ -189,8 +193,11 @@ def add_arguments(parser, sizes: dict[str, dict], language: str) -> None:
         "--language",
         type=language_code,
         default=language,
-        metavar="CODE",
-        help=f"Whisper's language token ({language})",
+        metavar="NAME",
+        help=(
+            "the language of the texts, such as sw or Swahili; one without a token borrows that of"
+            f" another: mdw=ln ({usual})"
+        ),
     )
     model.add_argument(
         "--freeze_encoder",
@@ -248,11 +255,15 @@ def resolve(
     how: recogniser.Options,
     auxiliary: tuple[str, ...] = ("ctc_weight",),
     suppress: bool = True,
+    demo_language: str | None = None,
 ) -> Options:
     """Fills in the defaults of these flags and returns what they ask for. `sizes`: as in
     `add_arguments`. `auxiliary`: the flags that give shares to losses of the encoder. Raises
     `UsageError`."""
     origin = released.resolve(args, FORMS, sizes, "base", is_demo)
+    if released.exports_only(origin):
+        demo_language = None
+    language = languages.resolve(args, demo_language, may_tell=bool(origin.path))
     if origin.path and args.ctc_weight:
         raise UsageError(f"--ctc_weight is for models from scratch: {ALIGNED}")
     if args.tokenizer_file and not os.path.exists(args.tokenizer_file):
@@ -278,7 +289,7 @@ def resolve(
         origin=origin,
         how=how,
         tokenizer_file=args.tokenizer_file,
-        language=args.language,
+        language=language,
         shape=shape,
         vocab_size=vocab_size,
         vocabulary=vocabulary,
@@ -306,6 +317,7 @@ def family(asked: Options) -> released.Family:
         export=functools.partial(export, asked.origin.export),
         adapter_card=lambda info: ADAPTER_CARD,
         prefix=lambda info: "model.",
+        base=lambda path: formats.read_model(path)[0],
     )
 
 
@@ -391,11 +403,11 @@ def conflicts(asked: Options, info: ModelInfo, saved: Saved) -> list[str]:
         before = saved.state["args"].get("vocab_size")
         if before not in (None, asked.vocab_size):
             found.append(f"--vocab_size {asked.vocab_size} (the checkpoint has {before})")
-    language = info.tokenizer["language"]
-    if "language" in origin.given and asked.language != language:
-        found.append(f"--language {asked.language} (the checkpoint has {language})")
+    told = make_tokenizer(info.tokenizer)
+    if "language" in origin.given and not told.speaks(asked.language):
+        found.append(f"--language {asked.language} (the checkpoint has {told.told})")
     if asked.tokenizer_file:
-        tokenizer = read_tokenizer(asked.tokenizer_file, language, info.config["vocab_size"])
+        tokenizer = read_tokenizer(asked.tokenizer_file, told.told, info.config["vocab_size"])
         if tokenizer.vocab != info.tokenizer["vocab"]:
             found.append(
                 f"--tokenizer_file {asked.tokenizer_file} (the checkpoint has another vocabulary)"
@@ -517,6 +529,32 @@ def learning_rate(info: ModelInfo) -> float:
     return 40 * FINE_TUNING_RATES[nearest]
 
 
+def say_language(tokenizer: WhisperTokenizer) -> None:
+    """Prints the language of the texts, and whose token stands for it."""
+    text = languages.described(tokenizer.spoken)
+    if tokenizer.spoken != tokenizer.language:
+        text += f", with Whisper's token of {languages.described(tokenizer.language)}"
+    print(f"language of the texts: {text}")
+
+
+def check_languages(corpora: dict[str, Corpus], tokenizer: WhisperTokenizer) -> None:
+    """Prints which languages that rows name are called otherwise by the vocabulary. Raises
+    `DataError` for those that it lacks, with the number of their rows."""
+    for name, corpus in corpora.items():
+        tokens = {each: tokenizer.token_of(each) for each in corpus.languages.names if each}
+        counts = Counter(corpus.languages)
+        lacking = [f"{each!r} ({counts[each]} rows)" for each in tokens if not tokens[each]]
+        if lacking:
+            raise DataError(
+                f"{name} set: the model has no token for {', '.join(lacking[:20])}, which the rows"
+                " name as their language: correct the column, or let the language borrow a token,"
+                " as --language mdw=ln does"
+            )
+        renamed = [f"{each} as {code}" for each, code in tokens.items() if each != code]
+        if renamed:
+            print(f"{name} set: languages of rows: {', '.join(renamed[:20])}")
+
+
 def describe(info: ModelInfo, model: Whisper, given_rate: float | None) -> None:
     """Prints the size of the model and, unless --learning_rate is given, its learning rate."""
     if given_rate is None:
@@ -524,6 +562,7 @@ def describe(info: ModelInfo, model: Whisper, given_rate: float | None) -> None:
         if lora.adapters_of(model):
             reason = "adapters at this width"
         print(f"learning rate: {lora.rate(model, learning_rate(info)):g} ({reason})")
+    say_language(make_tokenizer(info.tokenizer))
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(
@@ -588,12 +627,17 @@ def long_recordings(
 
 
 def about_model(info: ModelInfo, about: card.About) -> card.About:
-    """`about` with the language of the tokenizer, unless a recipe names others."""
-    languages = about.languages
-    if languages is None:
-        language = make_tokenizer(info.tokenizer).language
-        languages = (language,) if language else ()
-    return replace(about, languages=languages, is_new=not info.pretrained)
+    """`about` with the language of the texts, unless a recipe names others, and the token by which
+    the model is told it."""
+    about = replace(about, is_new=not info.pretrained)
+    if about.languages is not None:
+        return about
+    tokenizer = make_tokenizer(info.tokenizer)
+    token = f"Whisper's token of {languages.described(tokenizer.language)}"
+    note = f"It is trained with {token}." if tokenizer.multilingual else ""
+    if tokenizer.spoken != tokenizer.language:
+        note = f"Its language has no token in Whisper: it is trained with {token}, and told by it."
+    return replace(about, languages=(tokenizer.spoken,), note=note)
 
 
 def export(

@@ -15,6 +15,7 @@ from common import files, records
 from common.errors import DataError, UsageError, first_line, require
 from models.model_files import refuse_pointer
 from models.whisper.formats import CONFIG
+from speech.writing import languages
 
 # In the order of the released vocabularies; yue came with large-v3.
 LANGUAGES = (
@@ -73,11 +74,9 @@ RELATED = {
     **dict.fromkeys(("wo", "ff", "bm"), ("fr",)),
     **dict.fromkeys(("tw", "ak", "ee"), ("yo",)),
 }
-# For every other one.
-BY_SCRIPT = (
-    "Latin es, Cyrillic ru, Arabic ar, Devanagari hi, Bengali bn, Ethiopic am, Hebrew he,"
-    " Hangul ko, Han zh"
-)
+OWN_CODES = {"jv": "jw"}  # Whisper's, by ISO's
+# The name of a language's token, which may have been added to a released vocabulary.
+LANGUAGE = re.compile(r"<\|([A-Za-z]{2,3}(?:[-_][A-Za-z0-9]+)*)\|>")
 TASKS = ("translate", "transcribe")
 EOS = "<|endoftext|>"
 START = "<|startoftranscript|>"
@@ -169,8 +168,9 @@ class WhisperTokenizer:
     Attributes: the ids `eos`, `start`, `no_timestamps`, `no_speech`, `previous` (of
     <|startofprev|>) and `timestamp_begin` (the last four are None if the vocabulary lacks them),
     `prompt` (the decoder's first tokens), `timed_prompt` (the same before a text with times),
-    `size` (of the vocabulary), `languages` (codes), `space` (what a released model writes before a
-    text).
+    `size` (of the vocabulary), `languages` (codes), `language` (the code of the token), `spoken` (the
+    language of the texts, which may have borrowed it), `space` (what a released model writes before
+    a text).
     """
 
     kind = "whisper"
@@ -202,7 +202,11 @@ class WhisperTokenizer:
         self.timestamp_begin = specials.get(TIMESTAMPS[0])
         last = specials.get("<|translate|>", 0)
         ordered = sorted(specials.items(), key=lambda pair: pair[1])
-        self.languages = [name[2:-2] for name, i in ordered if self.start < i < last]
+        self.languages = [
+            name[2:-2]
+            for name, i in ordered
+            if self.start < i < last or (i > last and LANGUAGE.fullmatch(name))
+        ]
         self.raw = {i: _raw(token) for token, i in vocab.items()}
         self.bpe = _byte_level(vocab, merges)
         # The BPE does not know the special tokens, so a transcript cannot contain one.
@@ -211,7 +215,7 @@ class WhisperTokenizer:
         if task not in TASKS:
             raise UsageError(f"task {task}: Whisper knows {' and '.join(TASKS)}")
         self.task = task
-        self.language = self._checked(language)
+        self.spoken, self.language = self._checked(language)
         self.prompt = [self.start]
         if multilingual:
             self.prompt += [specials[f"<|{self.language}|>"], specials[f"<|{task}|>"]]
@@ -221,32 +225,66 @@ class WhisperTokenizer:
             self.prompt.append(self.no_timestamps)
 
     def in_language(self, prompt: Sequence[int], language: str) -> list[int]:
-        """A prompt of this vocabulary in another language, a code such as vi or vi-VN; as it is if
-        the vocabulary lacks that one."""
-        code = re.split("[-_]", language.lower())[0]
+        """A prompt of this vocabulary in the language of a row (see `token_of`); as it is if the
+        row names none."""
         prompt = list(prompt)
-        if self.multilingual and code in self.languages:
+        if self.multilingual and (code := self.token_of(language)):
             prompt[prompt.index(self.start) + 1] = self.specials[f"<|{code}|>"]
         return prompt
 
-    def _checked(self, code: str | None) -> str:
+    def token_of(self, name: str) -> str | None:
+        """The vocabulary's code for a language that is written in any way (vi-VN, eng, Lingala),
+        also for the one that borrows a token; None if it has none."""
+        return self.language if self.spoken in languages.forms(name) else self._own_code(name)
+
+    def _own_code(self, name: str) -> str | None:
+        forms = languages.forms(name)
         if not self.multilingual:
-            if code not in (None, "en"):
+            return "en" if "en" in forms else None
+        known = {code.lower().replace("_", "-"): code for code in self.languages}
+        found = [known[form] for form in (*forms, *map(OWN_CODES.get, forms)) if form in known]
+        return found[0] if found else None
+
+    def speaks(self, told: str) -> bool:
+        """Whether `told`, a value of --language, means what this tokenizer was made for."""
+        spoken, _, name = told.rpartition("=")
+        return self.token_of(name) == self.language and spoken in ("", self.spoken)
+
+    def _checked(self, told: str | None) -> tuple[str, str]:
+        """The language of the texts, and the code of its token, of `told`: a language, or
+        "mdw=ln" for one that borrows a token. "" is any language."""
+        if not self.multilingual:
+            if told not in (None, "en"):
                 raise UsageError(
-                    f"language {code}: this is an English-only model; take a multilingual one"
+                    f"language {told}: this is an English-only model; take a multilingual one"
                 )
-            return "en"
-        if code is None and len(self.languages) == 1:
-            return self.languages[0]
-        if code in self.languages:
-            return code
-        if code is None:
-            raise UsageError(f"the language is not given; Whisper knows {' '.join(self.languages)}")
-        near = [related for related in RELATED.get(code, ()) if related in self.languages]
-        raise UsageError(
-            f"language {code}: Whisper has no token for it; fine-tune with the token of "
-            + (f"a related language: {' '.join(near)}" if near else f"its script: {BY_SCRIPT}")
+            return "en", "en"
+        if told == "" or (told is None and len(self.languages) == 1):
+            told = self.languages[0]
+        if told is None:
+            raise UsageError(languages.ASK)
+        spoken, _, name = told.rpartition("=")
+        if code := self._own_code(name):
+            return spoken or code, code
+        borrower = spoken or name
+        related = RELATED.get(languages.code_of(borrower), ())
+        near = [code for code in related if code in self.languages]
+        advice = (
+            "a relative, or of a language that is written alike: docs/your_language.md lists all"
         )
+        if near:
+            advice = f"a related language ({' '.join(near)})"
+        raise UsageError(
+            f"language {name}: Whisper has no token for it; {borrower} can borrow that of {advice};"
+            f" --language {borrower}={(near or ['ln'])[0]} lends it that of"
+            f" {languages.described((near or ['ln'])[0])}"
+        )
+
+    @property
+    def told(self) -> str:
+        """The language as --language gives it: "ln", or "mdw=ln" for one that borrows the token."""
+        is_own = self.spoken == self.language
+        return self.language if is_own else f"{self.spoken}={self.language}"
 
     @property
     def tokens(self) -> list[str]:
@@ -279,7 +317,7 @@ class WhisperTokenizer:
             "merges": [" ".join(pair) for pair in self.merges],
             "specials": self.specials,
             "symbols": self.symbols,
-            "language": self.language,
+            "language": self.told,
             "task": self.task,
             "multilingual": self.multilingual,
             "spelling": self.spelling,
@@ -413,15 +451,18 @@ def make_tokenizer(state: dict) -> WhisperTokenizer:
 
 
 def language_code(text: str) -> str:
-    """An argparse type: a language code in lower case, as transformers looks it up: vi, kok,
-    zh-tw."""
-    code = text.lower()
-    is_code = re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", code) and 2 <= len(code) <= 20
-    if not is_code or f"<|{code}|>" in (*special_tokens(0, (), timestamps=False), *NO_SPEECH):
-        raise argparse.ArgumentTypeError(
-            f"{text[:40]!r} is not a language code, such as vi, kok or zh-tw"
-        )
-    return code
+    """An argparse type: a language by its code or name, perhaps with the one whose token it borrows:
+    vi, Lingala, kok, zh-tw, mdw=ln. Codes are in lower case, as transformers looks them up."""
+    parts = [languages.exact(part) for part in text.split("=")]
+    for part in parts:
+        is_code = re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", part) and 2 <= len(part) <= 20
+        reserved = (*special_tokens(0, (), timestamps=False), *NO_SPEECH)
+        if not is_code or f"<|{part}|>" in reserved or len(parts) > 2:
+            raise argparse.ArgumentTypeError(
+                f"{text[:40]!r} is not a language, such as vi, Lingala or zh-tw, or mdw=ln for mdw"
+                " with the token of ln"
+            )
+    return "=".join(parts)
 
 
 def special_tokens(first: int, languages: Iterable[str], timestamps: bool) -> dict[str, int]:
@@ -435,12 +476,15 @@ def special_tokens(first: int, languages: Iterable[str], timestamps: bool) -> di
 # --- training -------------------------------------------------------------------------------------
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, language: str) -> WhisperTokenizer:
-    """Trains a vocabulary of at most `vocab_size` tokens, special ones included. It has all 256
-    bytes, so that no text is unknown, and merges learned from `texts` within GPT-2's pre-tokens. It
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, language: str, others: Iterable[str] = ()
+) -> WhisperTokenizer:
+    """Trains a vocabulary of at most `vocab_size` tokens, special ones included, among them those
+    of `language` and of the `others` that rows name. It has all 256 bytes, so that no text is unknown, and merges learned from `texts` within GPT-2's pre-tokens. It
     has no timestamps: transcripts without times could not train their 1501 embeddings, which would
     outnumber the other tokens. Raises `UsageError`."""
-    least = len(BYTES) + len(special_tokens(0, [language], timestamps=False))
+    codes = _new_codes(language, others)
+    least = len(BYTES) + len(special_tokens(0, codes, timestamps=False))
     if vocab_size < least:
         raise UsageError(
             f"--vocab_size {vocab_size} is too few: 256 bytes and the special tokens need {least}"
@@ -455,8 +499,17 @@ def train_bpe(texts: Iterable[str], vocab_size: int, language: str) -> WhisperTo
     bpe.train_from_iterator(iter(texts), trainer)
     trained = json.loads(bpe.to_str())["model"]
     vocab = trained["vocab"]
-    specials = special_tokens(len(vocab), [language], timestamps=False)
-    return WhisperTokenizer(vocab, _pairs(trained["merges"]), specials)
+    specials = special_tokens(len(vocab), codes, timestamps=False)
+    return WhisperTokenizer(vocab, _pairs(trained["merges"]), specials, language=language)
+
+
+def _new_codes(language: str, others: Iterable[str]) -> list[str]:
+    """The languages of a new vocabulary. In one of its own nothing needs to be borrowed."""
+    codes = [language.rpartition("=")[2]]
+    for name in sorted(filter(None, others)):
+        if not {codes[0], *language.split("=")} & {*languages.forms(name)}:
+            codes.append(languages.code_of(name))
+    return list(dict.fromkeys(codes))
 
 
 def _pairs(merges: list) -> list[tuple[str, ...]]:

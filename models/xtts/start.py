@@ -46,6 +46,7 @@ from speech.data import splits
 from speech.data.columns import Corpus
 from speech.data.splits import RunInfo
 from speech.decoding import judge
+from speech.writing import languages
 
 DVAE_FOLDER = "dvae"  # beside the checkpoints of a model from scratch
 OF_DVAE = "it is of the DVAE's training; name a checkpoint or weights in the folder above it"
@@ -158,7 +159,7 @@ class Options:
     origin: Origin
     recipe: str
     custom_model: str | None
-    language: str
+    language: str | None
     version: str | None
     condition: str | None
     text: texts.TextOptions
@@ -181,9 +182,11 @@ def add_arguments(parser) -> None:
     )
     group.add_argument(
         "--language",
-        default="am",
-        metavar="CODE",
-        help="language of the texts; one that the vocabulary lacks gets a token (am)",
+        metavar="NAME",
+        help=(
+            "language of the texts, such as sw or Swahili; one that the vocabulary lacks gets a"
+            " token (with your data it has to be given; am for the demo)"
+        ),
     )
     group.add_argument(
         "--condition",
@@ -213,6 +216,21 @@ def add_training(parser) -> None:
     few = "leave the first N layers of the GPT as they are (0)"
     add("--freeze_layers", type=options.COUNT, default=0, metavar="N", help=few)
     add("--dropout", type=options.SHARE, default=0.1, metavar="P", help="(0.1)")
+
+
+def resolve_language(args, origin: Origin) -> str | None:
+    """The code of the language of the texts, as `languages.resolve` tells it, or
+    --use_amharic_g2p. Raises `UsageError`."""
+    if args.use_amharic_g2p and args.language is None:
+        return texts.AMHARIC
+    demo = None if released.exports_only(origin) else texts.AMHARIC
+    language = languages.resolve(args, demo)
+    if language is None:
+        return None
+    code = texts.code_of(language)
+    if not LANGUAGE.fullmatch(f"[{code}]"):
+        raise UsageError(f"--language {language[:40]}: it must be a code such as am or en")
+    return code
 
 
 def add_other_names(parser) -> None:
@@ -250,10 +268,8 @@ def add_other_names(parser) -> None:
 
 def resolve(args, is_demo: bool, recipe: str) -> Options:
     """Checks these flags and returns what they ask for. Raises `UsageError`."""
-    language = texts.code_of(args.language)
-    if not LANGUAGE.fullmatch(f"[{language}]"):
-        raise UsageError(f"--language {args.language[:40]}: it must be a code such as am or en")
     origin = released.resolve(args, FORMS, formats.SIZES, "demo", is_demo)
+    language = resolve_language(args, origin)
     if args.extend_vocab and released.exports_only(origin):
         raise UsageError(
             "--extend_vocab is for training, and --export alone trains nothing: add"
@@ -294,6 +310,7 @@ def family(asked: Options) -> released.Family:
         check=check_info,
         conflicts=functools.partial(conflicts, asked),
         layers=adapted_layers,
+        base=lambda path: read(replace(asked, language=texts.CARRIER), path)[1],
     )
 
 
@@ -406,15 +423,22 @@ def reader_of(
     """The front end that reads texts as the model `info` does, or will do if it `is_new`, or as any
     model if it is not known; and the model's configuration. It reads the texts of the `corpora`."""
     if info is None:
-        reader = texts.FrontEnd(
-            asked.language, asked.text, asked.language not in cleaners.LANGUAGES
-        )
+        language = told(asked)
+        reader = texts.FrontEnd(language, asked.text, language not in cleaners.LANGUAGES)
         texts.read_corpora(reader, corpora)
         return reader, formats.SIZES["full"]
     texts.read_corpora(texts.Texts(info), corpora)
     if is_new and "train" in corpora:
         info, _, _ = new_tokens.extend(info, None, corpora["train"].read, asked.text)
     return texts.Texts(info, is_new), info.config
+
+
+def told(asked: Options) -> str:
+    """The language of the texts of a new or released model. Raises `UsageError` if it is not
+    given."""
+    if asked.language is None:
+        raise UsageError(languages.ASK)
+    return asked.language
 
 
 def read(asked: Options, folder: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
@@ -432,7 +456,7 @@ def read(asked: Options, folder: str) -> tuple[ModelInfo, dict[str, torch.Tensor
         stage="gpt",
         config=config,
         vocab=extras["vocab"],
-        language=asked.language,
+        language=told(asked),
         carried=False,
         text=new_text(asked),
         reads_stop=False,
@@ -451,7 +475,8 @@ def new_info(asked: Options, train_dvae: Callable[[dict], Path]) -> ModelInfo:
     """The info of a model from scratch, after the training of its DVAE."""
     config = asked.origin.size
     require_vocoder(asked.origin, config)
-    vocab = new_vocabulary(texts.CHARACTERS, [texts.CARRIER, asked.language], config["text_tokens"])
+    language = told(asked)
+    vocab = new_vocabulary(texts.CHARACTERS, [texts.CARRIER, language], config["text_tokens"])
     if config["hifigan"] or asked.planned:
         folder = None
         groups = frozen.random_groups(config)
@@ -462,8 +487,8 @@ def new_info(asked: Options, train_dvae: Callable[[dict], Path]) -> ModelInfo:
         stage="gpt",
         config={**config, "start_text": Vocabulary(vocab).start},
         vocab=vocab,
-        language=asked.language,
-        carried=asked.language != texts.CARRIER,
+        language=language,
+        carried=language != texts.CARRIER,
         text=new_text(asked),
         reads_stop=True,
         condition=asked.condition or "other",

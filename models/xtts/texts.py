@@ -7,6 +7,7 @@ vocabulary has no Ethiopic letters. Amharic is read as phonemes in Latin letters
 (--use_amharic_g2p), or the vocabulary is extended by Ethiopic characters, or by these and pieces of
 words (--extend_vocab, see `new_tokens`)."""
 
+import functools
 import math
 import re
 import sys
@@ -22,7 +23,7 @@ from models.xtts import cleaners
 from models.xtts.tokenizer import MOST_TOKENS, Vocabulary
 from speech import amharic
 from speech.data.columns import Corpus, Strings
-from speech.writing import reading
+from speech.writing import languages, reading
 from speech.writing.reading import AMHARIC, code_of
 from speech.writing.unknown import check_unknown, named
 
@@ -116,7 +117,7 @@ def add_arguments(parser) -> None:
     parser.usual("use_amharic_g2p", "extend_vocab")
 
 
-def resolve(args, language: str) -> TextOptions:
+def resolve(args, language: str | None) -> TextOptions:
     """Checks these flags and returns what they ask for. Raises `UsageError`."""
     given = [flag for flag in ("use_amharic_g2p", "lexicon", "epenthesis") if flag in args.given]
     if given and args.synthesize and (args.resume or not args.model_dir):
@@ -225,10 +226,23 @@ def most_text(config: dict) -> int:
 
 
 def read_corpora(reader: "FrontEnd | Texts", corpora: dict[str, Corpus]) -> None:
-    """Puts what the model reads of each text into the corpora. This is slow, so it is done once."""
-    for corpus in corpora.values():
-        pairs = zip(corpus.texts, corpus.languages, strict=True)
+    """Puts what the model reads of each text into the corpora. This is slow, so it is done once.
+    Says in which language rows are read that name none, and warns of letters that are left out."""
+    if corpora:
+        print(f"language of the texts: {languages.described(reader.language)}")
+    for name, corpus in corpora.items():
+        pairs = list(zip(corpus.texts, corpus.languages, strict=True))
         corpus.read = Strings(reader.read(*pair) for pair in pairs)
+        for language in sorted({reader.language_of(each) for each in set(corpus.languages)}):
+            if language in cleaners.LANGUAGES:  # they are read as Coqui's code reads them
+                continue
+            own = (text for text, each in pairs if reader.language_of(each) == language)
+            read = functools.partial(reader.read, language=language)
+            if lost := reading.left_out(own, read):
+                print(
+                    f"warning: {name} set: what is read in {language} leaves out letters, or marks"
+                    f" on them: {named(lost)}"
+                )
 
 
 class Texts:

@@ -329,6 +329,24 @@ def read_results(log_dir: Path) -> dict:
     return files.read_json(log_dir / "results.json")
 
 
+def results_of(log_dir: Path, weights: Path | None, are_new: bool) -> dict | None:
+    """The results in the log folder, of an evaluation of these `weights` that was just made
+    (`are_new`) or earlier: then results.json names this file. None if there are none. Raises
+    `UsageError` and `OSError`."""
+    path = log_dir / "results.json"
+    if not (are_new or path.exists()):
+        return None
+    results = read_results(log_dir)
+    if weights is None:
+        return results if are_new else None
+    state = weights.stat()
+    file = {"file": str(weights.resolve()), "bytes": state.st_size, "time": state.st_mtime}
+    if are_new:
+        results["weights"] = file
+        files.write_text(path, json.dumps(results, ensure_ascii=False, indent=1) + "\n")
+    return results if results.get("weights") == file else None
+
+
 def add_watched(how: Options, watched, progress) -> None:
     """Adds to results.json the evaluations of `watched` sets (`parts.watching.Watched`, or None)
     that the progress of a training has. Raises `RunError`."""

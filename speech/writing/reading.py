@@ -5,22 +5,17 @@ import functools
 import os
 import re
 import unicodedata
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 
 from common import files
 from common.errors import UsageError, require
 from speech import amharic
 from speech.data.manifest import check_encoding
+from speech.writing import languages
 from speech.writing.text import normalise
 
 AMHARIC = "am"
-OTHER_NAMES = {
-    "amh": "am", "amharic": "am", "ara": "ar", "ces": "cs", "cze": "cs", "deu": "de", "ger": "de",
-    "eng": "en", "spa": "es", "fra": "fr", "fre": "fr", "hin": "hi", "hun": "hu", "ita": "it",
-    "ben": "bn", "fas": "fa", "per": "fa", "swa": "sw", "swh": "sw", "ukr": "uk", "vie": "vi",
-    "jpn": "ja", "kor": "ko", "nld": "nl", "dut": "nl", "pol": "pl", "por": "pt", "rus": "ru",
-    "tur": "tr", "zh": "zh-cn", "zho": "zh-cn", "chi": "zh-cn", "cmn": "zh-cn",
-}  # fmt: skip
 # Quotes, and marks that stand for others.
 MARKS = str.maketrans({**dict.fromkeys('"“”„‟«»‹›〝〞＂'), **dict.fromkeys("’‘", "'"), "…": "..."})
 WITH_DOTLESS = ("az", "crh", "kaa", "tr", "tt")  # languages whose I becomes ı
@@ -42,14 +37,13 @@ BETWEEN = re.compile("(?<=[0-9])[.,:/](?=[0-9])")  # numbers of a date or a time
 POINTS = {"bn": "দশমিক", "fa": "ممیز", "vi": "phẩy"}
 UNREAD = re.compile("[0-9]")  # in a text whose numbers cannot be read
 DIGITS = re.compile("[0-9]+")
+ETHIOPIC = re.compile(amharic.ETHIOPIC)
 
 
 def code_of(name: str) -> str:
-    """The code of a language that is written in another case, with a region or in another way
-    (en-US, eng, Amharic)."""
-    code = name.lower().replace("_", "-")
-    without_region = code.split("-")[0]
-    return OTHER_NAMES.get(without_region, without_region)
+    """The code of a language that is written in any way (en-US, eng, Amharic), as Coqui writes it."""
+    code = languages.code_of(name)
+    return "zh-cn" if code == "zh" else code
 
 
 def texts_of(wanted: list[str], flag: str = "--synthesize") -> list[str]:
@@ -88,6 +82,32 @@ def read(text: str, language: str) -> str:
     return amharic.spoken(text) if language == AMHARIC else plain(text, language)
 
 
+def is_letter(character: str) -> bool:
+    """Whether a character is a letter, a mark on one, or a tone letter, such as ˥."""
+    kind = unicodedata.category(character)
+    is_tone = kind == "Sk" and unicodedata.name(character, "").startswith("MODIFIER LETTER")
+    return kind[0] == "L" or kind in ("Mn", "Mc") or is_tone
+
+
+def left_out(texts: Iterable[str], read: Callable[[str], str]) -> Counter[str]:
+    """The letters of texts that `read` leaves out, or whose marks it leaves out, with their
+    counts."""
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(unicodedata.normalize("NFC", text).replace("İ", "i").lower())
+
+    def is_lost(letter: str) -> bool:
+        if not is_letter(letter) or ord(letter) in VARIANTS:
+            return False
+        if not letter.isalpha():
+            carrier = "ሀ" if ETHIOPIC.match(letter) else "a"
+            return read(carrier + letter) == read(carrier)
+        heard = unicodedata.normalize("NFD", read(letter))
+        return not heard or not set(unicodedata.normalize("NFD", letter)[1:]) <= set(heard)
+
+    return Counter({letter: count for letter, count in counts.items() if is_lost(letter)})
+
+
 class _Heard(dict):
     """For str.translate: every character as it is, "" for one that is not heard, and 0 to 9 for
     digits of other scripts."""
@@ -96,6 +116,7 @@ class _Heard(dict):
         character = chr(code)
         kind = unicodedata.category(character)
         is_kept = kind not in UNHEARD or character in SIGNS or character.isspace()
+        is_kept |= is_letter(character)
         heard = character if is_kept and code not in VARIANTS else ""
         self[code] = str(unicodedata.digit(character)) if kind == "Nd" else heard
         return self[code]

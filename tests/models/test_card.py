@@ -2,16 +2,21 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from huggingface_hub import ModelCard
 
 from common import files
+from common.errors import DataError
 from models import card
 from models.parakeet import start as parakeet
+from models.whisper import formats
 from models.whisper import start as whisper
+from models.whisper.tokenizer import train_bpe
 from models.xtts import start as xtts
+from speech.data.columns import Codes
 from speech.data.splits import RunInfo
 from speech.writing.text import NAMES, for_scoring, in_lower_case
 
@@ -307,3 +312,31 @@ def test_names_end_no_block_no_table_and_no_line(tmp_path):
     )
     rows = [line for line in outside.splitlines() if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in rows} == {7}
+
+
+@pytest.mark.parametrize(
+    ("told", "language", "says"),
+    [
+        ("ln", "ln", "It is trained with Whisper's token of ln (Lingala)."),
+        ("mdw=ln", "mdw", "Its language has no token in Whisper: it is trained with Whisper's"),
+    ],
+)
+def test_a_borrowed_token_is_not_the_language(told, language, says, tmp_path, capsys):
+    tokenizer = train_bpe(["a b"], 300, told)
+    config = formats.make_config(16, (1, 1), 2, vocabulary=tokenizer.size)
+    info = whisper.ModelInfo(config, tokenizer.state(), 0, {}, pretrained=True, pad_to_30s=True)
+    about = whisper.about_model(info, card.About("a", None, tmp_path / "best.safetensors"))
+    text = card.readme("a", about, whisper.CARD)
+    assert block_of(text)["language"] == [language] and says in text
+    whisper.say_language(tokenizer)
+    assert f"language of the texts: {language}" in capsys.readouterr().out
+
+
+def test_rows_in_a_language_without_a_token_are_refused_with_their_number(capsys):
+    tokenizer = train_bpe(["a b"], 300, "ln", ["en"])
+    corpus = SimpleNamespace(languages=Codes(["English", "mdw", "", "mdw"]))
+    with pytest.raises(DataError, match=r"train set: .* 'mdw' \(2 rows\).*--language mdw=ln"):
+        whisper.check_languages({"train": corpus}, tokenizer)
+    tokenizer = train_bpe(["a b"], 300, "mdw=ln", ["en"])
+    whisper.check_languages({"train": corpus}, tokenizer)
+    assert "languages of rows: English as en, mdw as ln" in capsys.readouterr().out

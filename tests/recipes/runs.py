@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -31,14 +31,29 @@ TINY = "--d_model 16 --encoder_layers 1 --decoder_layers 1 --attention_heads 2".
 # it would take half a second
 NO_PLOT = "from common import report; report.Report.draw = lambda self, metric: None"
 SHORT = "--max_steps 2 --batch_size 2 --gradient_accumulation_steps 1".split()
+LANGUAGES = {"whisper_vietnamese": "vi", "matcha_voice": "am", "xtts_amharic": "am"}
+OWN = {"--train_manifest", "--train_csv", "--model_dir", "--show_text"}
+TELLS = {"--language", "--adapter", "--use_amharic_g2p"}
 MAX_NEW_TOKENS = 32  # instead of 224: an untrained model never ends a text
+
+
+def in_language(recipe, flags: Iterable) -> list[str]:
+    """The words of a command line, in which own data or models are in the demo's language, if the
+    recipe asks for one that neither the flags nor weights tell."""
+    words = list(map(str, flags))
+    language = LANGUAGES.get(Path(recipe.__file__).stem)
+    tells = any(word.split("=")[0] in TELLS for word in words)
+    tells |= "--resume" in words and words[words.index("--resume") + 1] != "auto"
+    if language is None or tells or not {*words} & OWN:
+        return words
+    return [*words, "--language", language]
 
 
 def parse(recipe, *flags):
     """The flags of a command line, before `resolve`. Later flags replace earlier ones."""
     parser = options.Parser(recipe.__doc__)
     recipe.add_arguments(parser)
-    return parser.parse_args([*PLAIN, *map(str, flags)])
+    return parser.parse_args([*PLAIN, *in_language(recipe, flags)])
 
 
 def run(recipe, *flags) -> tuple[int, str, str]:
@@ -134,7 +149,7 @@ def command(recipe, *flags) -> list[str]:
         *PLAIN,
         "--dataloader_num_workers",
         "1",
-        *map(str, flags),
+        *in_language(recipe, flags),
     ]
 
 

@@ -1204,7 +1204,7 @@ MISTAKES = [  # flags, a part of the message
     ("--model_dir {here}/..", "holds no config.json"),
     (
         "--from_scratch --resume {tuned}",
-        "--from_scratch (the checkpoint's model began from released weights) conflicts",
+        "--from_scratch (the checkpoint's model began from released weights; a script adds this",
     ),
     (
         "--model_dir {hf} --resume {saved}",

@@ -2206,7 +2206,7 @@ MISTAKES = [  # flags, a part of the message
     ("--model_dir {model} --max_audio_length 99999 --max_duration 3", "both limit clips; give one"),
     (
         "--from_scratch --resume {tuned}",
-        "--from_scratch (the checkpoint's model began from released weights) conflicts",
+        "--from_scratch (the checkpoint's model began from released weights; a script adds this",
     ),
     ("--language de --resume {tuned}", "--language de (the checkpoint has am) conflicts"),
     ("--speaker_wav {model} --model_dir {model}", "--speaker_wav goes with --synthesize"),

@@ -121,9 +121,9 @@ def test_the_table_and_its_warning():
     assert light.count("\n") == 3 and "2.0%     0.8%" in light
     assert not kept_times.warning(Times(0.008, 0.14, 3.46, 24), before)
     heavy = kept_times.warning(Times(0.157, 0.48, 4.83, 24), before)
-    assert "ends after one utterance more often" in heavy and "--timestamp_share" in heavy
+    assert "read on after a sentence" in heavy and "--timestamp_share" in heavy
     forgotten = kept_times.warning(Times(0.01, 0.02, 4.0, 24), before)
-    assert "knows times worse" in forgotten
+    assert "write times" in forgotten
     assert "before" not in kept_times.report(before, None, "test")
     assert not kept_times.warning(before, None)
     assert kept_times.from_list(kept_times.to_list(before)) == before

@@ -469,3 +469,62 @@ def test_related_languages_have_a_token_and_are_near_by_descent_not_by_spelling(
         whisper_tokenizer.LANGUAGES
     )
     assert whisper_tokenizer.RELATED["ti"] == ("am",) and whisper_tokenizer.RELATED["qu"] == ("es",)
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory) -> whisper_tokenizer.WhisperTokenizer:
+    """A released vocabulary with all languages, to which <|kok|> and another token were added."""
+    file = tmp_path_factory.mktemp("many") / "multilingual.tiktoken"
+    size = len(BPE.vocab) + 1 + 1609
+    state = whisper_tokenizer.read_tokenizer(tiktoken_file(file, BPE, True), "vi", size).state()
+    added = {"<|kok|>": size, "<|laugh|>": size + 1}
+    return whisper_tokenizer.make_tokenizer({**state, "specials": {**state["specials"], **added}})
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("English", "en"), ("eng", "en"), ("cmn", "zh"), ("nb-NO", "no"), ("jv", "jw"), ("iw", "he"),
+     ("fil", "tl"), ("zh-HK", "yue"), ("vi-VN", "vi"), ("kok-IN", "kok"), ("laugh", None),
+     ("mdw", None), ("", None)],
+)  # fmt: skip
+def test_a_row_has_the_token_of_its_language_however_it_is_written(many, name, code):
+    assert many.token_of(name) == code
+    prompt = many.in_language(many.prompt, name)
+    assert prompt[1] == many.specials[f"<|{code or 'vi'}|>"] and prompt[2:] == many.prompt[2:]
+
+
+@pytest.mark.parametrize(
+    ("told", "spoken", "language"),
+    [
+        ("Lingala", "ln", "ln"),
+        ("kok", "kok", "kok"),
+        ("mdw=Lingala", "mdw", "ln"),
+        ("jv", "jw", "jw"),
+    ],
+)
+def test_a_language_may_be_added_or_borrow_a_token(many, told, spoken, language):
+    made = with_language(many, whisper_tokenizer.language_code(told))
+    assert (made.spoken, made.language) == (spoken, language)
+    assert made.prompt[1] == many.specials[f"<|{language}|>"] == made.timed_prompt[1]
+    copy = whisper_tokenizer.make_tokenizer(made.state())
+    assert copy.told == made.told and copy.token_of(spoken) == language and copy.speaks(told)
+    assert not copy.speaks("vi") and not copy.speaks("xx=vi")
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [("mdw", "mdw can borrow .* docs/your_language.md lists all; --language mdw=ln"),
+     ("gom", r"a related language \(mr hi kn\); --language gom=mr"),
+     ("mdw=bem", r"language bem: .*"), (None, "add --language")],
+)  # fmt: skip
+def test_a_language_without_a_token_is_refused_with_help(many, told, says):
+    state = {**many.state(), "language": told}
+    with pytest.raises(UsageError, match=says):
+        whisper_tokenizer.WhisperTokenizer(
+            many.vocab, many.merges, many.specials, language=state["language"]
+        )
+
+
+def test_a_new_vocabulary_has_the_languages_of_its_rows():
+    made = whisper_tokenizer.train_bpe(CORPUS, 420, "mdw=ln", ["mdw", "eng", "en-GB", "", "ln"])
+    assert made.languages == ["ln", "en"] and made.spoken == "mdw" and made.token_of("mdw") == "ln"

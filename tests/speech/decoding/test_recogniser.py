@@ -257,3 +257,19 @@ def test_an_improvement_has_the_readings_of_the_results(tmp_path, capsys):
     )
     assert lines[3].split()[:3] == ["WER", "100.00%", "50.00%"]
     assert lines[6].split()[:3] == ["WER", "100.00%", "16.67%"]
+
+
+def test_an_export_finds_the_results_of_its_own_weights(tmp_path):
+    weights, others = tmp_path / "best.safetensors", tmp_path / "others.safetensors"
+    assert recogniser.results_of(tmp_path, weights, are_new=False) is None
+    rows = [{"file": "a", "seconds": 1.0, "reference": "a", "hypothesis": "a", "index": 0}]
+    recogniser.print_results(rows, "test set", recogniser.Options(log_dir=tmp_path))
+    weights.write_bytes(b"1")
+    others.write_bytes(b"1")
+    assert recogniser.results_of(tmp_path, weights, are_new=False) is None
+    found = recogniser.results_of(tmp_path, weights, are_new=True)
+    assert found["title"] == "test set"
+    assert recogniser.results_of(tmp_path, weights, are_new=False) == found
+    assert recogniser.results_of(tmp_path, others, are_new=False) is None
+    weights.write_bytes(b"22")
+    assert recogniser.results_of(tmp_path, weights, are_new=False) is None

@@ -1,5 +1,7 @@
 """Texts as they are read aloud."""
 
+import functools
+
 import pytest
 
 from common.errors import UsageError
@@ -43,3 +45,16 @@ def test_texts_of_a_flag(tmp_path):
 )  # fmt: skip
 def test_numbers_of_other_languages(language, text, read):
     assert reading.plain_numbers(text.lower(), language) == read
+
+
+def test_letters_that_are_left_out_are_counted():
+    text = "Nzúngu yé obvέ, nω ə˩kʰɯ ISTANBUL İ"
+
+    def left_out(text: str, language: str) -> dict:
+        return reading.left_out([text], functools.partial(reading.read, language=language))
+
+    lost = {"ú": 1, "é": 1, "έ": 1, "ω": 1, "ə": 1, "˩": 1, "ɯ": 1}
+    assert left_out(text, "am") == lost and not left_out("ሰላም እናት፟ በ10", "am")
+    for language in ("mdw", "tr", "vi"):  # tone letters are kept, too
+        assert not left_out(text, language)
+    assert reading.plain("Ma˥꞉ 😀^", "mdw") == "ma˥꞉"
