@@ -238,6 +238,8 @@ class Corpus:
     languages: Codes
     lines: np.ndarray
     labels: Strings | None = None  # in JSON, if labels were asked for
+    # Of each utterance in its file, from 0 on, or -1: their average. None: so everywhere.
+    channels: np.ndarray | None = None
     starts: np.ndarray | None = None  # offsets in the manifest, if silence at the start was cut
     cache_audio: str | None = None  # folder of decoded audio
     read: Strings | None = None  # what a synthesis model reads of the texts
@@ -247,9 +249,16 @@ class Corpus:
         return len(self.paths)
 
     def where(self, index: int) -> str:
-        """File and offset of an utterance, for messages."""
+        """File, offset and channel of an utterance, for messages."""
         offset = self.offsets[index]
-        return self.paths[index] + (f" at {offset:.2f} s" if offset else "")
+        channel = -1 if self.channels is None else self.channels[index]
+        where = self.paths[index] + (f" at {offset:.2f} s" if offset else "")
+        return where + (f", channel {channel}" if channel >= 0 else "")
+
+    def places(self) -> np.ndarray:
+        """(3, N): offset, duration (-1: to the end of the file) and channel of each utterance."""
+        channels = np.full(len(self), -1) if self.channels is None else self.channels
+        return np.stack([self.offsets, np.nan_to_num(self.durations, nan=-1.0), channels])
 
     def label(self, index: int) -> int | float | str | list | None:
         """The label of an utterance, None if labels were not asked for."""
@@ -288,6 +297,8 @@ class Corpus:
     def fingerprint(self) -> str:
         """Changes when the utterances, their texts, their labels or their order do."""
         digest = hashlib.sha1(self.seconds.tobytes() + self.offsets.tobytes())
+        if self.channels is not None:
+            digest.update(self.channels.tobytes())
         for column in (self.paths, self.texts, self.labels):
             if column is not None:
                 digest.update(column.buffer)

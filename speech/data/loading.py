@@ -422,8 +422,8 @@ def join_short(
 
 
 def count_repeated(file_of: np.ndarray, corpus: Corpus) -> int:
-    """The number of utterances with the same file and times as an earlier one."""
-    places = np.stack([file_of, corpus.offsets, np.nan_to_num(corpus.durations, nan=-1)])
+    """The number of utterances with the same file, times and channel as an earlier one."""
+    places = np.concatenate([file_of[None], corpus.places()])
     places = places[:, np.lexsort(places)]
     is_repeated = (places[:, 1:] == places[:, :-1]).all(axis=0)
     return int(is_repeated.sum())
