@@ -554,5 +554,5 @@ def test_one_channel_is_read_alone(tmp_path):
     for channel, level in ((0, 0.5), (1, -0.25), (None, 0.125)):
         waveform = audio.read_cached(str(tmp_path / "cache"), path, 16_000, 0.2, 0.5, channel)
         assert len(waveform) == 8000 and abs(float(waveform[4000]) - level) < 1e-3
-    with pytest.raises(audio.BadAudio, match="has no channel 2: it has 2, counted from 0$"):
+    with pytest.raises(audio.BadAudio, match=r"has no channel 2: it has 2, counted from 0$"):
         audio.read_audio(path, 16_000, channel=2)
