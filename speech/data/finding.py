@@ -60,7 +60,10 @@ def find_all(names: Sequence[str], folder: str, audio_root: str | None = None) -
         for part in parts[:-1]:
             folders = tuple(listing(folders).names.get(comparable(part), ()))
         last = comparable(parts[-1])
-        return listing(folders).names.get(last) or listing(folders).stems.get(last) or []
+        for found in (listing(folders).names.get(last, []), listing(folders).stems.get(last, [])):
+            if files := [path for path in found if not os.path.isdir(path)]:
+                return files
+        return []
 
     def search(name: str) -> str:
         posix = PureWindowsPath(name).as_posix() if "\\" in name else name

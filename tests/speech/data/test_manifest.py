@@ -688,7 +688,7 @@ def test_audio_root_must_be_a_folder(tmp_path, json_lines):
 
 @given(st.text(st.sampled_from("/\\.:aC़ "), max_size=12), st.booleans())
 def test_any_name_becomes_a_path(tmp_path_factory, name, has_root):
-    folder = str(tmp_path_factory.getbasetemp())
+    folder = str(tmp_path_factory.mktemp("empty"))
     path = finding.find_audio(name, folder, folder if has_root else None)
     assert path.startswith(folder) or path == name
 
