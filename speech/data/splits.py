@@ -173,11 +173,13 @@ def resolve(
             "--tier: none of the manifests is an .eaf or a .TextGrid, which have tiers"
         )
     planned = options.plans(args)
+    # A check leaves nothing in the current folder.
+    keeps = not planned and not (args.check_data and "output_dir" not in args.given)
     checks = Checks(
         min_duration=args.min_duration,
         max_duration=max_duration,
         audio_root=args.audio_root,
-        cache_dir=None if planned else Path(args.log_dir) / "cache",
+        cache_dir=Path(args.log_dir) / "cache" if keeps else None,
         cache_audio=None if planned else args.cache_audio,
         use_chunking=args.use_chunking,
         max_samples=args.max_samples,

@@ -74,6 +74,12 @@ def test_the_flags_become_checks():
     assert str(error.value) == "--min_duration 30 is not below --max_duration 30"
 
 
+def test_a_check_leaves_no_cache_in_the_current_folder():
+    flags = ["--train_manifest", "a.json", "--check_data"]
+    assert splits.resolve(parse(*flags)).checks.cache_dir is None
+    assert splits.resolve(parse(*flags, "--output_dir", "run")).checks.cache_dir
+
+
 def test_evaluation_reads_the_test_set_alone():
     paths = {"train": ["a.json", "a.csv"], "val": ["b.json"], "test": ["c.json"]}
     flags = [word for name, path in paths.items() for word in (f"--{name}_manifest", *path)]
