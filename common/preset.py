@@ -360,14 +360,14 @@ def pick_data(script: Script, user: User) -> str:
     """The word for the hours of speech in the training data, unless the user gave one."""
     if user.data:
         return user.data
-    manifest = user.value(*script.recorded())
-    if not os.path.exists(manifest) and not glob.glob(manifest):
+    manifests = user.words(*script.recorded())
+    if not manifests or not all(os.path.exists(each) or glob.glob(each) for each in manifests):
         return "large_data"
     unknown = "data: large_data (auto: the hours of speech are not known"
     if user.gave("--print") and not script.python:
         say(f"{unknown} before the packages are installed)")
         return "large_data"
-    command = [script.python or install(), str(ROOT / "speech/data/hours.py"), manifest]
+    command = [script.python or install(), str(ROOT / "speech/data/hours.py"), *manifests]
     for flag in ("--audio_root", "--max_samples"):
         if user.gave(flag):
             command += [flag, user.value(flag)]

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import Failure
-from speech.data.annotations.rows import files_of
 from speech.data.columns import ADVICE, Rejections, printable
 from speech.data.finding import find_audio
 from speech.data.headers import probe
-from speech.data.manifest import parse, row_fields
+from speech.data.manifest import has_lines, parse, row_fields
 from webui.places import Places
 from webui.uploads import UPLOADED_AS
 
@@ -97,7 +96,7 @@ def examples_of(
     printed = [text for each in sections for row in each.rows for text in row.examples]
     examples: dict[str, Example] = {}
     for manifest in manifests:
-        if files_of(manifest):  # whose examples begin with the path of their audio
+        if not has_lines(str(manifest)):  # whose examples begin with the path of their audio
             continue
         pattern = re.compile(re.escape(printable(str(manifest))) + r":(\d+)(?:: (.*))?")
         found = {text: match for text in printed if (match := pattern.fullmatch(text))}
@@ -130,16 +129,18 @@ def _of_line(manifest: Path, number: int, rest: str, row, places: Places) -> Exa
     folder = str(manifest.parent)
     try:
         fields = row_fields(row, "")
-    except ValueError:
+        path = find_audio(fields.audio, folder)
+    except (ValueError, Failure):
         return Example(f"line {number}: {rest}".rstrip(": "))
-    path = find_audio(fields.audio, folder)
     shown = printable(path)
     uploaded = row.get(UPLOADED_AS)  # the lines of the user's own table have other numbers
     name = printable(str(uploaded or os.path.relpath(path, folder)))
     place = PLACE.match(rest.removeprefix(shown))
-    offset = float(place[1]) if place else fields.offset
-    is_whole = abs(offset - fields.offset) < 0.01  # and not a piece of the row
-    seconds = fields.duration if is_whole else math.nan
+    unit = fields.unit or 1.0
+    start = 0.0 if math.isnan(fields.offset) else fields.offset * unit
+    offset = float(place[1]) if place else start
+    is_whole = abs(offset - start) < 0.01  # and not a piece of the row
+    seconds = fields.duration * unit if is_whole else math.nan
     words = rest.replace(shown, name) or name
     words = words if uploaded else f"line {number}: {words}"
     return _playable(words, path, offset, seconds, places)

@@ -9,8 +9,8 @@ from common import records
 from common.errors import UsageError, cannot_write
 from common.files import TEXT_BYTES, write_text
 from speech.data.columns import Rejections
-from speech.data.finding import find_audio
-from speech.data.manifest import TEXT_KEYS, Fields, parse, row_fields
+from speech.data.finding import find_all
+from speech.data.manifest import TEXT_KEYS, Fields, columns_of, parse, row_fields
 from webui.places import CORRECTED, DRAFT, Places
 
 # A row with timed pieces, as a schema of `records.mismatch`.
@@ -33,14 +33,16 @@ class Text:
 def texts_of(table: Path) -> list[Text]:
     """All texts of a table. Raises `UsageError` and `DataError`."""
     found = []
-    for number, (row, fields) in enumerate(_rows(table)):
-        path = find_audio(fields.audio, str(table.parent))
+    rows = _rows(table)
+    paths = find_all([fields.audio for _, fields in rows], str(table.parent))
+    for number, ((row, fields), path) in enumerate(zip(rows, paths, strict=True)):
         for piece, part in enumerate(_pieces(row)):
             seconds = part["end"] - part["start"]
             found.append(Text(part["text"], path, part["start"], seconds, number, piece))
         if not _pieces(row):
             seconds = None if math.isnan(fields.duration) else fields.duration
-            found.append(Text(fields.text, path, fields.offset, seconds, number, None))
+            offset = 0.0 if math.isnan(fields.offset) else fields.offset
+            found.append(Text(fields.text, path, offset, seconds, number, None))
     return found
 
 
@@ -75,7 +77,7 @@ def correct(places: Places, table: Path, changes: list[tuple[Text, str]]) -> Pat
         row = rows[before.row]
         text = " ".join(text.split())
         if before.piece is None:
-            row[next((key for key in TEXT_KEYS if row.get(key)), TEXT_KEYS[0])] = text
+            row[columns_of(tuple(row)).text or TEXT_KEYS[0]] = text
         else:
             row["pieces"][before.piece]["text"] = text
             row["text"] = " ".join(piece["text"] for piece in row["pieces"] if piece["text"])

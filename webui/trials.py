@@ -21,7 +21,7 @@ from common.files import write_file
 from speech.data.columns import Rejections, printable
 from speech.data.finding import find_audio
 from speech.data.headers import audio_suffix
-from speech.data.manifest import AUDIO_KEYS, SPEAKER_KEYS, TEXT_KEYS, parse
+from speech.data.manifest import AUDIO_KEYS, SPEAKER_KEYS, START_KEYS, TEXT_KEYS, parse
 from speech.writing import metrics, subtitles
 from webui import outputs, runs
 from webui.catalogue import Recipe
@@ -273,7 +273,7 @@ def _training_clips(places: Places, run: Run) -> Iterator[tuple[str, str, str]]:
                 name, speaker, text = (
                     _first(row, k) for k in (AUDIO_KEYS, SPEAKER_KEYS, TEXT_KEYS)
                 )
-                if not name or row.get("offset") or counts.get(speaker, 0) == PER_SPEAKER:
+                if not name or _first(row, START_KEYS) or counts.get(speaker, 0) == PER_SPEAKER:
                     continue
                 with suppress(UsageError):  # moved, or outside
                     path = places.file(find_audio(name, str(manifest.parent)))

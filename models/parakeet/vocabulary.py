@@ -81,7 +81,10 @@ def read_pieces(value: str) -> tuple[str, ...]:
 
 
 def adding_command(
-    tokenizer: ParakeetTokenizer, path: str | None, manifest: str | None, counts: Counter[str]
+    tokenizer: ParakeetTokenizer,
+    path: str | None,
+    manifests: list[str] | None,
+    counts: Counter[str],
 ) -> str:
     """The command that adds the characters that the vocabulary lacks, as it reads them, to the
     model at `path`; "" if they are too many."""
@@ -94,7 +97,7 @@ def adding_command(
     if not value:
         return ""
     flag = "--model_file" if path and path.endswith(".nemo") else "--model_dir"
-    model, data = (shlex.quote(each) if each else "PATH" for each in (path, manifest))
+    model, data = (shlex.join(each or ["PATH"]) for each in ([path] if path else None, manifests))
     return (
         f"{COMMAND} {flag} {model} --train_manifest {data} --add_tokens {value} --export NEW_FOLDER"
     )

@@ -16,7 +16,7 @@ Source of the rules: Radford et al. 2022, section 2.3."""
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from models import released
 from models.whisper.start import ModelInfo
 from models.whisper.tokenizer import WhisperTokenizer, make_tokenizer
 from speech.data.columns import Codes, Corpus
-from speech.signal.audio import SAMPLE_RATE, change_speed, read_audio, read_utterance
+from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance
 
 DRAW = 13  # joins seed and epoch
 USUAL_SHARE = 0.25  # of the windows have times, if utterances follow each other
@@ -94,9 +94,10 @@ def compact(places: np.ndarray) -> np.ndarray:
 
 
 def recordings(corpus: Corpus) -> Line:
-    """All utterances by file and time. Those of a part follow each other in their recording: none
+    """All utterances by file, channel and time. Those of a part follow each other in their recording: none
     of them overlaps another utterance, and no pause is longer than LONGEST_GAP."""
-    files = np.array(Codes(corpus.paths).codes)
+    channels = corpus.places()[2].astype(int).tolist()
+    files = np.array(Codes(map("{}:{}".format, channels, corpus.paths)).codes)
     rows = np.lexsort([corpus.offsets, files])
     is_first = np.diff(files[rows], prepend=-1) != 0  # of its file
     offsets = corpus.offsets[rows]
@@ -496,7 +497,8 @@ def read(corpus: Corpus, window: Window) -> torch.Tensor:
         first = window.rows[0]
         offset = float(corpus.offsets[first]) - lead
         # Not through the cache of decoded audio: each epoch has other windows.
-        put(read_audio(corpus.paths[first], SAMPLE_RATE, offset, window.seconds), 0.0)
+        place = replace(corpus.select([first]), offsets=[offset], durations=[window.seconds])
+        put(read_utterance(replace(place, cache_audio=None), 0, SAMPLE_RATE), 0.0)
         silence_loud_pauses(waveform, window)
     else:
         for row, (start, _) in zip(window.rows, window.spans, strict=True):

@@ -255,8 +255,8 @@ def add_other_names(parser) -> None:
         action="store_const",
         const="auto",
     )
-    add("--train_csv", dest="train_manifest", type=options.path, metavar="FILE")
-    add("--eval_csv", dest="val_manifest", type=options.path, metavar="FILE")
+    for flag, name in (("--train_csv", "train_manifest"), ("--eval_csv", "val_manifest")):
+        add(flag, dest=name, type=options.path, nargs="+", metavar="FILE")
     add("--output_path", dest="output_dir", type=options.path, metavar="DIR")
     add(
         "--grad_acumm",

@@ -135,12 +135,13 @@ def little_speech(train: Corpus) -> dict[int, tuple[str, str]]:
 
 
 def overlap(train: Corpus, other: Corpus, rejected: Rejections, name: str = "training") -> None:
-    """Notes in `rejected` the utterances of an evaluation set with the audio (file and offset) of a
-    training utterance, or with its text unless the sets share their texts by design. `name`: of the
-    set `train`."""
+    """Notes in `rejected` the utterances of an evaluation set with the audio (file, offset and
+    channel) of a training utterance, or with its text unless the sets share their texts by design.
+    `name`: of the set `train`."""
 
-    def places(corpus: Corpus) -> Iterator[tuple[str, float]]:
-        return zip(map(os.path.abspath, corpus.paths), corpus.offsets.tolist(), strict=True)
+    def places(corpus: Corpus) -> Iterator[tuple[str, float, float]]:
+        offsets, _, channels = corpus.places().tolist()
+        return zip(map(os.path.abspath, corpus.paths), offsets, channels, strict=True)
 
     heard = set(places(other)).intersection(places(train))  # the larger set is not kept in memory
     read = set()

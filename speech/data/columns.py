@@ -25,7 +25,7 @@ ADVICE = {
     "file is missing": "paths are relative to the manifest's folder or, if given, --audio_root",
     "line is not UTF-8": "save the manifest as UTF-8",
     "no audio path": "name its key or column audio_filepath, audio_file, file_name or path",
-    "no text field": "name it text, transcription, sentence or transcript",
+    "no text field": "name it text, transcription, sentence or transcript, or by --text_column",
     "line is not valid JSON": "write one object per line, each key once",
     "line has more cells": "a text with commas needs quotes",
     "longer than": "cut the recordings: --transcribe FILE --piece_seconds 20 of a recogniser writes"
@@ -227,7 +227,8 @@ def _histogram(seconds: np.ndarray) -> list[str]:
 @dataclass
 class Corpus:
     """Utterances in columns. `seconds`: their lengths; `offsets` and `durations`: their place in
-    the file, in seconds (duration NaN: to the end); `lines`: line numbers in the manifest."""
+    the file, in seconds (duration NaN: to the end); `lines`: line numbers in the manifest, those of
+    several manifests one after the other."""
 
     paths: Strings
     texts: Strings
@@ -238,6 +239,9 @@ class Corpus:
     languages: Codes
     lines: np.ndarray
     labels: Strings | None = None  # in JSON, if labels were asked for
+    # Of each utterance in its file, from 0 on, or -1: their average. None: so everywhere.
+    channels: np.ndarray | None = None
+    stated: np.ndarray | None = None  # durations of whole files in the manifest, NaN without one
     starts: np.ndarray | None = None  # offsets in the manifest, if silence at the start was cut
     cache_audio: str | None = None  # folder of decoded audio
     read: Strings | None = None  # what a synthesis model reads of the texts
@@ -247,9 +251,16 @@ class Corpus:
         return len(self.paths)
 
     def where(self, index: int) -> str:
-        """File and offset of an utterance, for messages."""
+        """File, offset and channel of an utterance, for messages."""
         offset = self.offsets[index]
-        return self.paths[index] + (f" at {offset:.2f} s" if offset else "")
+        channel = -1 if self.channels is None else self.channels[index]
+        where = self.paths[index] + (f" at {offset:.2f} s" if offset else "")
+        return where + (f", channel {channel}" if channel >= 0 else "")
+
+    def places(self) -> np.ndarray:
+        """(3, N): offset, duration (-1: to the end of the file) and channel of each utterance."""
+        channels = np.full(len(self), -1) if self.channels is None else self.channels
+        return np.stack([self.offsets, np.nan_to_num(self.durations, nan=-1.0), channels])
 
     def label(self, index: int) -> int | float | str | list | None:
         """The label of an utterance, None if labels were not asked for."""
@@ -288,6 +299,8 @@ class Corpus:
     def fingerprint(self) -> str:
         """Changes when the utterances, their texts, their labels or their order do."""
         digest = hashlib.sha1(self.seconds.tobytes() + self.offsets.tobytes())
+        if self.channels is not None:
+            digest.update(self.channels.tobytes())
         for column in (self.paths, self.texts, self.labels):
             if column is not None:
                 digest.update(column.buffer)

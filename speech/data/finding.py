@@ -1,40 +1,104 @@
 """Audio files: the one that a manifest names, and the one that belongs to a file of annotations."""
 
+import contextlib
+import functools
 import os
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path, PureWindowsPath
+from typing import NamedTuple
 from urllib.parse import unquote
 
 from common.errors import DataError
 from speech.data.annotations.document import Media
-from speech.data.headers import AUDIO_SUFFIXES
+from speech.data.columns import printable
+from speech.data.headers import AUDIO_SUFFIXES, in_threads
+
+
+class Listing(NamedTuple):
+    """What lies in some folders, as paths: by comparable names, audio also by comparable names
+    without endings, and the folders among it."""
+
+    names: dict[str, list[str]]
+    stems: dict[str, list[str]]
+    folders: list[str]
+
+
+def listed(folders: Sequence[str]) -> Listing:
+    """The listing of folders. What cannot be listed is empty."""
+    listing = Listing({}, {}, [])
+    for folder in folders:
+        with contextlib.suppress(OSError, ValueError):
+            for entry in sorted(os.scandir(folder or "."), key=lambda entry: entry.name):
+                path = os.path.join(folder, entry.name)
+                stem, suffix = os.path.splitext(entry.name)
+                listing.names.setdefault(comparable(entry.name), []).append(path)
+                if suffix.lower() in AUDIO_SUFFIXES:
+                    listing.stems.setdefault(comparable(stem), []).append(path)
+                elif not entry.name.startswith(".") and entry.is_dir():
+                    listing.folders.append(path)
+    return listing
 
 
 def find_audio(name: str, folder: str, audio_root: str | None = None) -> str:
-    """The path of a manifest's audio file: absolute, or relative to `audio_root` or the manifest's
-    `folder` (or to clips/ or wavs/ in it, as in Common Voice and LJSpeech).
+    """`find_all` of one name."""
+    return find_all([name], folder, audio_root)[0]
+
+
+def find_all(names: Sequence[str], folder: str, audio_root: str | None = None) -> list[str]:
+    """The paths of a manifest's audio files: absolute, or relative to `audio_root` or the
+    manifest's `folder`, or to a folder in it, such as wavs/. A name may lack the ending of audio,
+    and may be in another Unicode form than the file's.
 
     With `audio_root`, an absolute path of another machine (with Windows' separators, too) is looked
-    up by its last components. If no file exists, the path to name in a message."""
+    up by its last components. If no file exists, the path to name in a message. Raises `DataError`
+    if several files may be meant."""
     base = audio_root or folder
-    path = os.path.join(base, name)  # an absolute name replaces `base`
-    # (pathlib's `exists` raises for a name that is too long.)
-    if os.path.exists(path):
-        return path
-    posix = PureWindowsPath(name).as_posix() if "\\" in name else name
-    parts = [part for part in posix.split("/") if part]
-    is_absolute = posix.startswith("/") or posix[1:3] == ":/"
-    if is_absolute and not (audio_root and parts):
-        return name
-    if is_absolute:
-        candidates = [os.path.join(base, *parts[first:]) for first in range(len(parts))]
-    else:
-        candidates = [os.path.join(base, place, *parts) for place in ("clips", "wavs", "audio", "")]
-    for candidate in candidates:
-        if os.path.exists(candidate):
-            return candidate
-    return candidates[-1]
+    listing = functools.cache(listed)
+
+    def within(folders: tuple[str, ...], parts: list[str]) -> list[str]:
+        for part in parts[:-1]:
+            folders = tuple(listing(folders).names.get(comparable(part), ()))
+        last = comparable(parts[-1])
+        for found in (listing(folders).names.get(last, []), listing(folders).stems.get(last, [])):
+            if files := [path for path in found if not os.path.isdir(path)]:
+                return files
+        return []
+
+    def search(name: str) -> str:
+        posix = PureWindowsPath(name).as_posix() if "\\" in name else name
+        parts = [part for part in posix.split("/") if part not in ("", ".")]
+        if not parts:
+            return os.path.join(base, name)
+        is_absolute = posix.startswith("/") or posix[1:3] == ":/"
+        if is_absolute and audio_root:
+            ways = [((base,), parts[first:]) for first in range(len(parts))]
+            missing = os.path.join(base, parts[-1])
+        elif is_absolute:
+            ways = [(("/",), parts)]
+            missing = name
+        else:
+            start = base
+            while parts[0] == ".." and len(parts) > 1:
+                start = os.path.join(start, parts.pop(0))
+            ways = [((start,), parts), (tuple(listing((start,)).folders), parts)]
+            missing = os.path.join(start, *parts)
+        found = next(filter(None, (within(*way) for way in ways)), [missing])
+        if len(found) > 1:
+            raise DataError(
+                f"which file is {printable(name)}: {printable(' or '.join(found[:3]))}? Write its"
+                " folder and ending into the manifest, or give the folder as --audio_root"
+            )
+        return found[0]
+
+    # An absolute name replaces `base`. (pathlib's `exists` raises for a name that is too long.)
+    paths = [os.path.join(base, name) for name in names]
+    exist = in_threads(lambda some: [os.path.exists(path) for path in some], paths)
+    exist = [each for part in exist for each in part]
+    return [
+        path if there else search(name)
+        for name, path, there in zip(names, paths, exist, strict=True)
+    ]
 
 
 def audio_of(
@@ -55,9 +119,9 @@ def audio_of(
                 if os.path.isfile(found):
                     return os.path.abspath(found), each.origin
     origin = media[0].origin if media else 0.0
-    present = _audio_by_stem(audio_root or folder)
+    present = listed([audio_root or folder]).stems
     for stem in (path.stem, Path(path.stem).stem):
-        if found := present.get(_comparable(stem)):
+        if found := present.get(comparable(stem)):
             return os.path.abspath(min(found, key=_rank)), origin
     names = [each.path.split("/")[-1] for each in media if each.path]
     names = dict.fromkeys([*names, f"{path.stem}.wav (.mp3, .flac ...)"])
@@ -70,16 +134,6 @@ def _rank(path: str) -> int:
     return AUDIO_SUFFIXES.index(suffix) if suffix in AUDIO_SUFFIXES else len(AUDIO_SUFFIXES)
 
 
-def _audio_by_stem(folder: str) -> dict[str, list[str]]:
-    """The audio files in a folder by their names without endings."""
-    found: dict[str, list[str]] = {}
-    for name in sorted(os.listdir(folder)):
-        stem, suffix = os.path.splitext(name)
-        if suffix.lower() in AUDIO_SUFFIXES:
-            found.setdefault(_comparable(stem), []).append(os.path.join(folder, name))
-    return found
-
-
-def _comparable(stem: str) -> str:
+def comparable(name: str) -> str:
     """A name as it is compared: some systems write an umlaut as two characters."""
-    return unicodedata.normalize("NFC", stem)
+    return unicodedata.normalize("NFC", name)

@@ -1,6 +1,6 @@
 """The hours of speech that a manifest has, for the preset scripts.
 
-    python speech/data/hours.py MANIFEST|FOLDER [--audio_root DIR] [--max_samples N] [--tier NAME ...]
+    python speech/data/hours.py MANIFEST|FOLDER ... [--audio_root DIR] [--max_samples N] [--tier NAME ...]
 
 Prints the scripts' word for so much speech, and the hours: "small_data 1.5". FOLDER is one of Morse
 recordings. Durations that the manifest does not give come from the headers of the audio files.
@@ -8,45 +8,52 @@ Reading ends where the last word is certain. The exit status is 1, without a mes
 cannot be told: the recipe will say why. Torch is not imported, because that takes seconds."""
 
 import argparse
+import contextlib
 import itertools
 import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # in place of this folder
 
 from common.errors import Failure
 from speech.data.columns import Rejections
-from speech.data.finding import find_audio
+from speech.data.finding import find_all
 from speech.data.headers import probe_all
-from speech.data.manifest import AUDIO_KEYS, parse
+from speech.data.manifest import LATER, LEAST_MILLISECONDS, parse, row_fields
 
 WORDS = {"small_data": 2.0, "medium_data": 20.0, "large_data": math.inf}  # hours, less than
 PART = 1024  # rows whose audio files are looked at together
 
 
 def seconds_of(rows: list[dict], folder: str, audio_root: str | None) -> float:
-    """The length of these rows of a manifest. A row that cannot be used adds nothing."""
+    """The length of these rows of a manifest. A row that cannot be used adds nothing. Times that
+    reach beyond their file are in milliseconds."""
     total = 0.0
-    files = []
+    names = []
+    durations = []
     for row in rows:
-        names = [row[key] for key in AUDIO_KEYS if row.get(key)]
-        try:
-            seconds = float(row.get("duration") or math.nan)
-        except (TypeError, ValueError, OverflowError):
-            seconds = math.nan
-        if 0 < seconds < math.inf:
-            total += seconds
-        elif names and isinstance(names[0], str) and "\0" not in names[0]:
-            files.append(find_audio(names[0], folder, audio_root))
-    lengths, _ = probe_all(files, None)
+        with contextlib.suppress(ValueError):
+            fields = row_fields(row, "")
+            seconds = fields.duration * (fields.unit or 1.0)
+            if 0 < seconds < LEAST_MILLISECONDS:
+                total += seconds
+            else:
+                names.append(fields.audio)
+                durations.append(seconds or math.nan)
+    lengths, _ = probe_all(find_all(names, folder, audio_root), None)
+    stated = np.array(durations)
+    stated = np.where(stated > lengths + LATER, stated / 1000, stated)
+    lengths = np.where(np.isnan(stated), lengths, stated)
     return total + float(lengths[lengths > 0].sum())
 
 
 def hours_of(
-    path: Path,
+    path: str | Path,
     audio_root: str | None = None,
     max_samples: int = -1,
     enough: float = math.inf,
@@ -55,10 +62,11 @@ def hours_of(
     """The hours of speech in a manifest, or in `max_samples` average rows of it (-1: in all rows).
     `tiers`: those that are taken of files of annotations. Reading stops at `enough` hours.
     Raises `UsageError` and `DataError`."""
-    if path.is_dir():  # speech/morse/recordings.py
+    path = Path(path)
+    tables = [path / "splits/train.csv", path / "metadata.csv"]  # speech/morse/recordings.py
+    if table := next(filter(Path.exists, tables), None):
         audio_root = audio_root or str(path)
-        table = path / "splits/train.csv"
-        path = table if table.exists() else path / "metadata.csv"
+        path = table
     numbered = parse(path, Rejections(), tiers, audio_root)
     parsed = (row for _, row in numbered if isinstance(row, dict))
     seconds = 0.0
@@ -74,14 +82,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("manifest", type=Path)
+    parser.add_argument("manifest", nargs="+")
     parser.add_argument("--audio_root")
     parser.add_argument("--max_samples", type=int, default=-1, metavar="N")
     parser.add_argument("--tier", nargs="+", default=[], metavar="NAME")
     args = parser.parse_args()
     enough = WORDS["medium_data"]
     try:
-        hours = hours_of(args.manifest, args.audio_root, args.max_samples, enough, args.tier)
+        hours = 0.0
+        for path in args.manifest:
+            hours += hours_of(path, args.audio_root, args.max_samples, enough, args.tier)
     except (Failure, OSError, ValueError):
         sys.exit(1)
     if not hours:

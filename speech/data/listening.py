@@ -11,6 +11,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from common.errors import DataError, RunError
 from speech.data.columns import Codes, Corpus, Rejections
 from speech.data.headers import file_stamps, recall, remember
-from speech.signal.audio import SAMPLE_RATE, read_audio
+from speech.signal.audio import SAMPLE_RATE, read_utterance
 
 FRAME = 0.01  # seconds
 SILENT_LEVEL = -60.0  # dB of full scale, RMS of the loudest frame: below it a clip is silent
@@ -75,15 +76,12 @@ def clipped_share(waveform: np.ndarray) -> float:
 
 def measure_utterance(corpus: Corpus, index: int) -> tuple[float, float, float, float] | str:
     """`measure` of an utterance at the file's own rate, or why it cannot be decoded."""
-    path, duration = corpus.paths[index], float(corpus.durations[index])
     try:
-        rate = soundfile.info(os.fsencode(path)).samplerate
+        rate = soundfile.info(os.fsencode(corpus.paths[index])).samplerate
     except (OSError, TypeError, ValueError, soundfile.LibsndfileError):
         rate = SAMPLE_RATE  # a format that ffmpeg decodes
     try:
-        waveform = read_audio(
-            path, rate, float(corpus.offsets[index]), None if np.isnan(duration) else duration
-        )
+        waveform = read_utterance(replace(corpus, cache_audio=None), index, rate)
     except DataError as error:
         return str(error)
     return measure(waveform.numpy(), rate)
@@ -200,10 +198,10 @@ def _locked(cache: Path | None) -> Iterator[None]:
 
 
 def _stamps(corpus: Corpus) -> np.ndarray:
-    """(N, 3) as `file_stamps`, with a hash of file, offset and duration in place of the file's."""
+    """(N, 3) as `file_stamps`, with a hash of file and place in place of the file's."""
     files = Codes(corpus.paths)
     stamps = file_stamps(files.names)[np.array(files.codes, dtype=np.int64)]
-    places = np.stack([corpus.offsets, np.nan_to_num(corpus.durations, nan=-1.0)], axis=1)
+    places = corpus.places().T
     for row in np.flatnonzero(stamps[:, 0]).tolist():
         place = stamps[row, 0].tobytes() + places[row].tobytes()
         name = hashlib.blake2b(place, digest_size=7).digest()

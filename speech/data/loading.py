@@ -1,23 +1,33 @@
 """A manifest to a corpus of checked utterances: lengths, texts, segment times and sound. What
 cannot be used is rejected with a reason."""
 
+import bisect
+import contextlib
 import hashlib
 import os
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import soundfile
 
-from speech.data.annotations.rows import files_of
-from speech.data.columns import Codes, Corpus, Rejections, Segments, Strings
+from common.errors import DataError
+from speech.data.columns import Codes, Corpus, Rejections, Segments, Strings, printable
 from speech.data.headers import END_TOLERANCE, probe_all
 from speech.data.listening import CLIPPED, SILENT, audio_faults, listen, trim
-from speech.data.manifest import read_manifest
+from speech.data.manifest import Reading, has_lines, read_manifest
 
 # Seconds: END_TOLERANCE of whole files, whose duration is often rounded to a second.
 FILE_TOLERANCE = 0.5
+# Seconds: durations of whole files are often cut to one.
+ROUNDED_DOWN = 1.0
+WHOLE = "duration in the manifest is rounded down: the whole file is read"
+TOO_LITTLE = (
+    "duration in the manifest is shorter than the file by a second or more (correct it or leave it"
+    " out; for a part, add its offset, which may be 0)"
+)
 # Seconds: a segment that is shorter is joined with the next one, unless the gap is longer.
 SHORT_SEGMENT, SHORT_GAP = 1.0, 0.5
 MICROSECOND = 1e-6  # rounding error of time differences, seconds
@@ -48,27 +58,41 @@ class Checks:
     for_synthesis: bool = False  # if `listen`: trim silence at the ends, reject clipped clips
     needs: str = "text"  # what every utterance has to have: "text" or "label"
     tiers: tuple[str, ...] = ()  # names or patterns of those that files of annotations give
+    text_column: str | None = None  # of tables; None: the only one that is called like one
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The manifests of a set, one or several, and the number of lines before each."""
+
+    paths: list[str]
+    before: list[int]
+
+    def line(self, number: int) -> str:
+        """The place PATH:LINE of a line in all of them; "" if it is no table's."""
+        place = bisect.bisect_left(self.before, number) - 1
+        path = self.paths[place]
+        return f"{path}:{number - self.before[place]}" if has_lines(path) else ""
 
 
 class Rows:
-    """The rows of a manifest while they are checked. `keep` (N,) marks what is not rejected,
+    """The rows of manifests while they are checked. `keep` (N,) marks what is not rejected,
     `file_of` (N,) is the number of each row's file in `files`."""
 
-    def __init__(self, path: str, corpus: Corpus, rejected: Rejections):
+    def __init__(self, tables: "Tables", corpus: Corpus, rejected: Rejections):
         codes = Codes(corpus.paths)
-        self.path = path
+        self.tables = tables
         self.corpus = corpus
         self.rejected = rejected
         self.files = codes.names
         self.file_of = np.array(codes.codes, dtype=np.int64)
         self.keep = np.ones(len(corpus), dtype=bool)
-        self.has_lines = not files_of(Path(path))  # annotations are found by their audio and time
 
     def example(self, row: int) -> str:
-        """Where a row is in the manifest, and its audio."""
-        line = f"{self.path}:{self.corpus.lines[row]}"
+        """Where a row is in its manifest, and its audio."""
+        line = self.tables.line(int(self.corpus.lines[row]))
         where = self.corpus.where(row)
-        if not self.has_lines:
+        if not line:  # annotations and pairs are found by their audio
             return where
         return where if where.startswith(line) else f"{line}: {where}"
 
@@ -98,24 +122,24 @@ class Rows:
 
 
 def load_corpus(
-    path: str, normalise: Callable[[str], str], checks: Checks
+    path: str | Sequence[str], normalise: Callable[[str], str], checks: Checks
 ) -> tuple[Corpus, Rejections]:
-    """The usable utterances of a manifest, and what was rejected.
+    """The usable utterances of a manifest or of several, and what was rejected.
 
     An utterance is usable if its file's header can be read, its duration is within the limits, and
     it has what `checks.needs`. With `checks.use_chunking`, longer rows are cut by their segment
     times. With `checks.listen`, its audio can also be decoded and is not silent. Raises `DataError`
     for audio that cannot be decoded unless `checks.skip_bad_audio`."""
-    corpus, segments, rejected = read_rows(path, normalise, checks)
-    rows = check_rows(path, corpus, segments, rejected, checks)
+    tables, corpus, segments, rejected = read_rows(path, normalise, checks)
+    rows = check_rows(tables, corpus, segments, rejected, checks)
     rejected.repeated = count_repeated(rows.file_of, rows.corpus)
     return rows.corpus, rejected
 
 
 def read_rows(
-    path: str, normalise: Callable[[str], str], checks: Checks
-) -> tuple[Corpus, Segments, Rejections]:
-    """The rows of a manifest before their audio and the length of their texts are checked."""
+    path: str | Sequence[str], normalise: Callable[[str], str], checks: Checks
+) -> tuple[Tables, Corpus, Segments, Rejections]:
+    """The rows of manifests before their audio and the length of their texts are checked."""
     rejected = Rejections()
     segments = Segments(checks.use_chunking)
     longest_text = most_characters(checks)
@@ -125,18 +149,24 @@ def read_rows(
         # Longer texts are rejected later, and it would take too long to normalise them.
         return normalise(text) if len(text) <= longest_text else too_long
 
-    corpus = read_manifest(
-        path,
-        rejected,
-        normalise_short,
-        checks.audio_root,
-        segments,
-        checks.needs,
-        checks.tiers,
-    )
+    how = Reading(checks.audio_root, checks.needs, checks.tiers, checks.text_column)
+    tables = Tables([path] if isinstance(path, str) else list(path), [])
+    sources = []
+    corpus = None
+    for name in tables.paths:
+        part = read_manifest(name, rejected, normalise_short, segments, how)
+        sources.append(rejected.source)
+        rejected.source = ""
+        tables.before.append(int(corpus.lines.max(initial=0)) if corpus else 0)
+        part.lines += tables.before[-1]
+        corpus = corpus.with_rows_of(part) if corpus else part
+    named = zip(tables.paths, sources, strict=True)
+    rejected.source = "".join(f"\n  {name}: {source}" for name, source in named)
+    if len(sources) == 1:
+        rejected.source = sources[0]
     corpus.cache_audio = checks.cache_audio
     corpus.repeats_texts = checks.needs == "label"
-    return corpus, segments, rejected
+    return tables, corpus, segments, rejected
 
 
 def most_characters(checks: Checks) -> int:
@@ -144,10 +174,10 @@ def most_characters(checks: Checks) -> int:
 
 
 def check_rows(
-    path: str, corpus: Corpus, segments: Segments, rejected: Rejections, checks: Checks
+    tables: Tables, corpus: Corpus, segments: Segments, rejected: Rejections, checks: Checks
 ) -> Rows:
     """The usable ones of the rows of `read_rows`; others are added to `rejected`."""
-    rows = Rows(path, corpus, rejected)
+    rows = Rows(tables, corpus, rejected)
     check_files(rows, checks)
     check_lengths(rows, segments, checks)
     if checks.needs == "text":
@@ -175,12 +205,14 @@ class Sample:
     total: int
 
 
-def load_sample(path: str, normalise: Callable[[str], str], checks: Checks) -> Sample:
-    """`checks.max_samples` usable utterances of a manifest, as `load_corpus` finds them: the first
+def load_sample(
+    path: str | Sequence[str], normalise: Callable[[str], str], checks: Checks
+) -> Sample:
+    """`checks.max_samples` usable utterances of manifests, as `load_corpus` finds them: the first
     ones in an order of all rows that depends on the seed and their number alone, so that more
     contain every smaller sample. Only so many rows are checked as this takes, and those that an
     earlier run held out (`checks.held_out`)."""
-    corpus, segments, rejected = read_rows(path, normalise, checks)
+    tables, corpus, segments, rejected = read_rows(path, normalise, checks)
     total = len(corpus)
     order = sample_order(total, checks.seed)
     lines = corpus.lines
@@ -191,7 +223,7 @@ def load_sample(path: str, normalise: Callable[[str], str], checks: Checks) -> S
         nonlocal whole, checked
         rows = np.sort(rows)
         part = corpus.select(rows)
-        part = check_rows(path, part, segments.select(rows), rejected, checks).corpus
+        part = check_rows(tables, part, segments.select(rows), rejected, checks).corpus
         whole = part if whole is None else whole.with_rows_of(part)
         checked += len(rows)
 
@@ -241,11 +273,11 @@ def held_out_keys(corpus: Corpus) -> list[str]:
 
 def check_files(rows: Rows, checks: Checks) -> None:
     """Fills in the lengths by the files' headers. Rejects rows whose files cannot be read or are
-    shorter than the manifest says."""
+    shorter than the manifest says. Raises `DataError` for a channel that a file does not have."""
     corpus = rows.corpus
-    seconds, faults = probe_all(rows.files, cache_file(checks, "headers", rows.path))
+    seconds, faults = probe_all(rows.files, cache_file(checks, "headers", rows.tables))
     available = seconds[rows.file_of] - corpus.offsets
-    missing = corpus.durations - available
+    missing = np.fmax(corpus.durations, corpus.stated) - available
     corpus.seconds = np.where(
         np.isnan(corpus.durations), available, np.minimum(available, corpus.durations)
     )
@@ -257,6 +289,29 @@ def check_files(rows: Rows, checks: Checks) -> None:
     rows.reject_all(
         missing > FILE_TOLERANCE, "file is shorter than its duration in the manifest (truncated?)"
     )
+    more = -missing * np.where(np.isnan(corpus.stated), np.nan, 1.0)
+    rows.reject_all(more >= ROUNDED_DOWN, TOO_LITTLE)
+    for row in np.flatnonzero(rows.keep & (more > END_TOLERANCE)).tolist():
+        stated = f"{corpus.stated[row]:g} of {available[row]:.2f} s"
+        rows.rejected.note(WHOLE, f"{rows.example(row)}: {stated}")
+    check_channels(rows)
+
+
+def check_channels(rows: Rows) -> None:
+    """Raises `DataError` for a channel that a file does not have: where channels are counted from
+    1, all rows would have another's."""
+    channels = rows.corpus.channels
+    last: dict[int, int] = {}
+    for row in np.flatnonzero(rows.keep & (channels >= 0)).tolist():
+        last[rows.file_of[row]] = max(last.get(rows.file_of[row], 0), int(channels[row]))
+    for number, channel in last.items():
+        with contextlib.suppress(OSError, TypeError, soundfile.LibsndfileError):
+            count = soundfile.info(os.fsencode(rows.files[number])).channels
+            if channel >= count:
+                raise DataError(
+                    f"{printable(rows.files[number])} has {count} channel{'s' * (count > 1)}, and"
+                    f" the manifest names its channel {channel}: they are counted from 0"
+                )
 
 
 def check_lengths(rows: Rows, segments: Segments, checks: Checks) -> None:
@@ -296,7 +351,7 @@ def check_sound(rows: Rows, checks: Checks) -> None:
     if not checks.for_synthesis:
         used.add(CLIPPED)
     measures, undecodable = listen(
-        rows.corpus, cache_file(checks, "audio", rows.path), checks.skip_bad_audio
+        rows.corpus, cache_file(checks, "audio", rows.tables), checks.skip_bad_audio
     )
     for row, reason, details in audio_faults(measures, undecodable):
         if reason in used:
@@ -309,11 +364,13 @@ def check_sound(rows: Rows, checks: Checks) -> None:
     rows.drop_rejected()
 
 
-def cache_file(checks: Checks, kind: str, path: str) -> Path | None:
-    """The file that keeps results for a manifest's audio until the next run, or None."""
+def cache_file(checks: Checks, kind: str, tables: Tables) -> Path | None:
+    """The file that keeps results for the audio of manifests until the next run, or None."""
     if checks.cache_dir is None:
         return None
-    digest = hashlib.sha1(os.fsencode(os.path.abspath(path))).hexdigest()[:12]
+    digest = hashlib.sha1(os.fsencode("\n".join(map(os.path.abspath, tables.paths)))).hexdigest()[
+        :12
+    ]
     return checks.cache_dir / f"{kind}-{digest}.npz"
 
 
@@ -422,8 +479,8 @@ def join_short(
 
 
 def count_repeated(file_of: np.ndarray, corpus: Corpus) -> int:
-    """The number of utterances with the same file and times as an earlier one."""
-    places = np.stack([file_of, corpus.offsets, np.nan_to_num(corpus.durations, nan=-1)])
+    """The number of utterances with the same file, times and channel as an earlier one."""
+    places = np.concatenate([file_of[None], corpus.places()])
     places = places[:, np.lexsort(places)]
     is_repeated = (places[:, 1:] == places[:, :-1]).all(axis=0)
     return int(is_repeated.sum())

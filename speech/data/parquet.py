@@ -3,7 +3,7 @@
     python -m speech.data.parquet "data/train-*.parquet" FOLDER
 
 The bytes of row 17 of the first file become FOLDER/00000/000017.wav (or another suffix, by their
-format), and FOLDER/manifest.jsonl has its text, speaker, language, times and label. Rows count from
+format), and FOLDER/manifest.jsonl has its other columns, except lists and bytes. Rows count from
 0. FOLDER is written aside and renamed. A command that is run again begins anew."""
 
 import argparse
@@ -25,10 +25,9 @@ from common.files import require_file
 from speech.data.columns import Rejections, printable
 from speech.data.folders import write_folder
 from speech.data.headers import audio_suffix
-from speech.data.manifest import LANGUAGE_KEYS, OTHER_KEYS, SPEAKER_KEYS, TEXT_KEYS
 
 MANIFEST = "manifest.jsonl"
-KEYS = {*TEXT_KEYS, *SPEAKER_KEYS, *LANGUAGE_KEYS, *OTHER_KEYS}
+NESTED = ("segments", "label")  # columns that may hold lists; others of lists are left out
 BINARY_NAMES = ("wav", "bytes")  # and all with "audio": of columns that are bytes alone
 # What repeats itself takes next to nothing in a file. A file may have so many bytes of rows for
 # each of its own, or few.
@@ -78,8 +77,8 @@ def rows(path: str) -> Iterator[tuple[bytes | None, dict]]:
 
 
 def columns(path: str, schema) -> tuple[str, dict[str, str]]:
-    """The column of the bytes of audio as pyarrow names it ("audio.bytes", or "wav"), and those of
-    `KEYS`, by their names in lower case. Raises `DataError`."""
+    """The column of the bytes of audio as pyarrow names it ("audio.bytes", or "wav"), and the
+    others that are written, by their names in lower case. Raises `DataError`."""
     types = require("pyarrow", "reading Parquet").types
     found = {}
     for column in schema:
@@ -97,8 +96,24 @@ def columns(path: str, schema) -> tuple[str, dict[str, str]]:
             f"{path} has no column of audio, as audio: struct<bytes: binary, path: string> or"
             f" audio: binary; it has {printable(present)[:300] or 'no columns'}"
         )
-    others = {name.lower(): name for name in schema.names if name.lower() in KEYS}
-    return found.get("audio") or next(iter(found.values())), others
+    chosen = found.get("audio") or next(iter(found.values()))
+    others = {}
+    for column in schema:
+        name = column.name.lower()
+        is_text = types.is_string(column.type) or types.is_large_string(column.type)
+        if name in NESTED or is_text or types.is_primitive(column.type):
+            if name in others:
+                raise DataError(f"{path}: two of its columns are called {printable(name)}")
+            others[name] = column.name
+    return chosen, others
+
+
+def left_out(path: str) -> str:
+    """The columns of a file that are not written."""
+    schema = require("pyarrow.parquet", "reading Parquet").read_schema(path)
+    audio, others = columns(path, schema)
+    kept = {audio.removesuffix(".bytes"), *others.values()}
+    return printable(", ".join(name for name in schema.names if name not in kept))
 
 
 def write(folder: Path, files: list[str], rejected: Rejections) -> int:
@@ -118,11 +133,15 @@ def write(folder: Path, files: list[str], rejected: Rejections) -> int:
                     rejected.add(NOT_AUDIO if content else NO_BYTES, f"{path} row {row}")
                     continue
                 new.rename(f"{new}{suffix}")
-                known = {key: value for key, value in others.items() if value is not None}
-                entry = {"audio_filepath": f"{number:05}/{new.name}{suffix}", **known}
+                entry = {"audio_filepath": f"{number:05}/{new.name}{suffix}", **others}
                 manifest.write(json.dumps(entry, default=str) + "\n")
                 count += 1
-            print(f"{path}: {count} utterances so far", flush=True)
+            lists = left_out(path)
+            print(
+                f"{path}: {count} utterances so far"
+                + (f"; columns left out: {lists}" if lists else ""),
+                flush=True,
+            )
     if not count:
         reasons = "; ".join(rejected.counts)
         raise DataError(f"{files[0]}: nothing of this can be used: {reasons or 'it has no rows'}")

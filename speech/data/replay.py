@@ -37,10 +37,10 @@ def add_arguments(parser) -> None:
     )
 
 
-def resolve(args) -> dict[str, str]:
-    """{name of the set: path} of the flags, also of a recipe without them."""
+def resolve(args) -> dict[str, list[str]]:
+    """{name of the set: paths} of the flags, also of a recipe without them."""
     path = getattr(args, "replay_manifest", None)
-    return {REPLAY: path} if path else {}
+    return {REPLAY: [path]} if path else {}
 
 
 def texts(corpora: dict[str, Corpus]) -> Strings:

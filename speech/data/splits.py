@@ -53,6 +53,7 @@ NEEDS = (
     ("test_manifest", ("train_manifest", "evaluate", "check_data"), ""),
     ("check_data", ("train_manifest", "test_manifest"), ""),
     ("use_chunking", ("train_manifest", "test_manifest"), ""),
+    ("text_column", ("train_manifest", "test_manifest"), ""),
     ("tier", ("train_manifest", "test_manifest"), ""),
 )
 
@@ -65,11 +66,11 @@ def unused_by(command: str) -> tuple[tuple[str, str, str], ...]:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """The request of the data flags: the manifests to read, {split: path}, and how to check them.
+    """The request of the data flags: the manifests to read, {split: paths}, and how to check them.
     Without manifests the data are a recipe's demo corpus or, in a `planned` run, its stand-in. A
     run that is resumed or used `had_others` if it was not trained on the demo corpus."""
 
-    manifests: dict[str, str]
+    manifests: dict[str, list[str]]
     checks: Checks
     planned: bool = False
     had_others: bool = False
@@ -102,17 +103,21 @@ def add_arguments(parser, allow_unknown: bool = False) -> None:
     """The flags of data. `allow_unknown`: with the flag for `speech.writing.unknown.check_unknown`,
     for a recipe whose vocabulary can lack characters."""
     group = parser.add_argument_group("data")
+    several = {"nargs": "+"}
     options.add_rows(
         group,
         ("train_manifest", options.path, None, "FILE",
          "JSON Lines, CSV/TSV with a header, LJSpeech's metadata.csv; .eaf, .TextGrid, .srt, .vtt"
-         " or Audacity's labels beside their audio, also 'files/*.eaf' (synthetic data)"),
+         " or Audacity's labels beside their audio, also 'files/*.eaf'; a folder of a.wav with"
+         " a.txt; or several of these (synthetic data)", several),
         ("val_manifest", options.path, None, "FILE",
-         "for evaluation during training (a held-out part of the training data)"),
+         "for evaluation during training (a held-out part of the training data)", several),
         ("test_manifest", options.path, None, "FILE",
-         "for the results at the end (the evaluation set)"),
+         "for the results at the end (the evaluation set)", several),
         ("audio_root", options.path, None, "DIR",
          "base of audio paths, also of absolute ones of another machine (the manifest's folder)"),
+        ("text_column", None, None, "NAME",
+         "the column of a table that has the texts (the only one called text, sentence ...)"),
         ("tier", None, None, "NAME",
          "the tiers with the texts in .eaf and .TextGrid: names, such as 'tx@*', or a type in ELAN"
          " (the only one)", {"action": options.Repeated, "nargs": "+"}),
@@ -163,22 +168,24 @@ def resolve(
     if args.evaluate and args.test_manifest:
         manifests = {"test": args.test_manifest}
     if getattr(args, "long", None):
-        manifests = {"long": args.long}
+        manifests = {"long": [args.long]}
         max_duration = LONGEST_RECORDING
     if args.min_duration >= max_duration:
         raise UsageError(
             f"--min_duration {args.min_duration:g} is not below --max_duration {max_duration:g}"
         )
-    if args.tier and not any(map(has_tiers, manifests.values())):
+    if args.tier and not any(map(has_tiers, itertools.chain(*manifests.values()))):
         raise UsageError(
             "--tier: none of the manifests is an .eaf or a .TextGrid, which have tiers"
         )
     planned = options.plans(args)
+    # A check leaves nothing in the current folder.
+    keeps = not planned and not (args.check_data and "output_dir" not in args.given)
     checks = Checks(
         min_duration=args.min_duration,
         max_duration=max_duration,
         audio_root=args.audio_root,
-        cache_dir=None if planned else Path(args.log_dir) / "cache",
+        cache_dir=Path(args.log_dir) / "cache" if keeps else None,
         cache_audio=None if planned else args.cache_audio,
         use_chunking=args.use_chunking,
         max_samples=args.max_samples,
@@ -191,6 +198,7 @@ def resolve(
         for_synthesis=for_synthesis,
         needs=needs,
         tiers=tuple(args.tier or ()),
+        text_column=args.text_column,
     )
     return DataOptions(
         manifests, checks, planned, had_others=before is not None and not before.demo
@@ -226,9 +234,9 @@ def load_splits(
 
 
 def read_manifests(
-    manifests: dict[str, str], normalise: Callable[[str], str], checks: Checks
+    manifests: dict[str, str | list[str]], normalise: Callable[[str], str], checks: Checks
 ) -> dict[str, Corpus]:
-    """The checked corpora of `manifests`, {split: path}; prints their sizes and what was rejected.
+    """The checked corpora of `manifests`, {split: path or paths}; prints their sizes and what was rejected.
 
     `checks.max_samples` shortens "train" to the rows of `load_sample`; sets that are only
     evaluated have joined segments. If there is a "train" but no "val", a part of these rows is held
@@ -236,20 +244,21 @@ def read_manifests(
     `DataError` and `UsageError`."""
     corpora = {}
     for split, path in manifests.items():
+        name = path if isinstance(path, str) else ", ".join(path)
         if split == "train" and checks.max_samples is not None:
             sample = load_sample(path, normalise, checks)
             whole, rows, rejected = sample.corpus, sample.rows, sample.rejected
             corpus = whole.select(rows)
             if sample.checked < sample.total:
                 print(
-                    f"--max_samples: {sample.checked} of {sample.total} rows of {path} were checked"
+                    f"--max_samples: {sample.checked} of {sample.total} rows of {name} were checked"
                 )
         else:
             own = checks if split in TRAINED else replace(checks, join_segments=True)
             corpus, rejected = load_corpus(path, normalise, own)
             if split == "train":
                 whole, rows = corpus, np.arange(len(corpus))
-        report_rejections(f"{split} set ({path})", corpus.seconds, rejected, checks.strict)
+        report_rejections(f"{split} set ({name})", corpus.seconds, rejected, checks.strict)
         corpora[split] = corpus
     if "train" in corpora and "val" not in corpora:
         corpora["train"], corpora["val"] = hold_out(whole, rows, checks.seed, set(checks.held_out))

@@ -43,8 +43,8 @@ def add_arguments(parser) -> None:
     )
 
 
-def resolve(args) -> dict[str, str]:
-    """{name of the set: path} of the flags, also of a recipe without them. Raises `UsageError`."""
+def resolve(args) -> dict[str, list[str]]:
+    """{name of the set: paths} of the flags, also of a recipe without them. Raises `UsageError`."""
     found = {}
     paths = getattr(args, "watch_manifest", None) or []
     for number, path in enumerate(paths):
@@ -57,7 +57,7 @@ def resolve(args) -> dict[str, str]:
                 f"--watch_manifest {path}: it, or one of the same name, is given before; rename the"
                 " file or its folder"
             )
-        found[name] = path
+        found[name] = [path]
     return found
 
 

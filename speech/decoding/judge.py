@@ -216,7 +216,8 @@ def judged(path: str, recipes: Path, folder: Path, texts: list[str], device: str
     sentences, as lines to print: on the speech, on the recordings made anew from their codes, and
     on the recordings, which shows how good the judge is."""
     clips = {
-        kind: [folder / clip_name(number, kind) for number in range(len(texts))] for kind in KINDS
+        kind: [folder.absolute() / clip_name(number, kind) for number in range(len(texts))]
+        for kind in KINDS
     }
     every = [clip for each in clips.values() for clip in each]
     heard = transcripts(path, recipes, every, device)

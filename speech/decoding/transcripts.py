@@ -87,8 +87,9 @@ def keep_earlier(path: Path, new: Path | None = None) -> None:
 
 
 def write(path: Path, rows: Iterable[dict]) -> int:
-    """Writes `rows` as JSON Lines, or one row as subtitles if the path's suffix asks for them, and
-    returns their number. Other transcripts that are there get another name, unless there are no
+    """Writes `rows` as JSON Lines, with file names relative to the path's folder unless they are
+    absolute, or one row as subtitles if the path's suffix asks for them, and returns their number.
+    Other transcripts that are there get another name, unless there are no
     rows. What is done when a signal or an error ends the command is kept in PATH.partial. A device
     or a pipe is written to directly."""
     count = 0
@@ -99,6 +100,8 @@ def write(path: Path, rows: Iterable[dict]) -> int:
     def line_of(row: dict) -> str:
         if is_subtitles(path):
             return subtitles.FORMATS[path.suffix.lower()].whole(row)
+        if not is_stream(path) and not os.path.isabs(row.get("file", "/")):
+            row = {**row, "file": os.path.relpath(row["file"], path.parent)}
         return json.dumps(row, ensure_ascii=False) + "\n"
 
     def fill(target: Path) -> None:

@@ -82,6 +82,7 @@ class Recordings:
     lengths: np.ndarray
     offsets: np.ndarray
     durations: np.ndarray
+    channels: np.ndarray | None = None
     starts: None = None  # clips are not trimmed
     cache_audio: str | None = None
     repeats_texts: bool = True  # short texts of callsigns and numbers
@@ -364,6 +365,7 @@ def from_corpus(corpus: Corpus, name: str, strict: bool) -> Recordings:
         lengths=corpus.seconds,
         offsets=corpus.offsets,
         durations=corpus.durations,
+        channels=corpus.channels,
         cache_audio=corpus.cache_audio,
     )
 

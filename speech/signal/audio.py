@@ -81,20 +81,24 @@ def speed_factors(seed: int, epoch: int, count: int, factors: tuple[float, ...])
 
 
 def read_audio(
-    path: str, sample_rate: int, offset: float = 0.0, duration: float | None = None
+    path: str,
+    sample_rate: int,
+    offset: float = 0.0,
+    duration: float | None = None,
+    channel: int | None = None,
 ) -> torch.Tensor:
-    """Reads `duration` seconds from `offset` as mono fp32 (T,) at `sample_rate` Hz; channels are
-    averaged. Formats that libsndfile does not know are decoded by ffmpeg if it is installed. Raises
-    `BadAudio` if the file is missing, truncated or empty, or if its sample rate, its channels or
-    its samples are out of range."""
+    """Reads `duration` seconds from `offset` as mono fp32 (T,) at `sample_rate` Hz: one `channel`,
+    counted from 0, or the average of all. Formats that libsndfile does not know are decoded by
+    ffmpeg if it is installed. Raises `BadAudio` if the file is missing, truncated or empty, has no
+    such channel, or if its sample rate, its channels or its samples are out of range."""
     file, error = _open(path)
     if file is None:
         rate = sample_rate
-        waveform = _read_with_ffmpeg(path, sample_rate, offset, duration, error)
+        waveform = _read_with_ffmpeg(path, sample_rate, (offset, duration, channel), error)
     else:
         with file:
             rate = file.samplerate
-            waveform = _read(file, path, offset, duration)
+            waveform = _read(file, path, offset, duration, channel)
     if len(waveform) == 0:
         raise BadAudio(path, f"is empty{f' from {offset:g} s on' if offset else ''}")
     _check_samples(path, waveform)
@@ -152,9 +156,15 @@ def _checked(path: str, pieces: Iterator[torch.Tensor]) -> Iterator[torch.Tensor
 
 
 def _read(
-    file: soundfile.SoundFile, path: str, offset: float, duration: float | None
+    file: soundfile.SoundFile,
+    path: str,
+    offset: float,
+    duration: float | None,
+    channel: int | None,
 ) -> torch.Tensor:
     rate = file.samplerate
+    if channel is not None and channel >= file.channels:
+        raise BadAudio(path, f"has no channel {channel}: it has {file.channels}, counted from 0")
     start = min(round(offset * rate), file.frames)
     frames = file.frames - start
     if duration is not None:
@@ -168,7 +178,7 @@ def _read(
         hours = file.frames / rate / 3600
         raise BadAudio(path, f"does not fit into memory: its header states {hours:.0f} h") from None
     _check_length(path, len(samples), frames, rate)
-    return _mono(samples)
+    return _mono(samples) if channel is None else torch.from_numpy(samples[:, channel].copy())
 
 
 def _pieces(file: soundfile.SoundFile, path: str) -> Iterator[torch.Tensor]:
@@ -227,11 +237,17 @@ def _ffmpeg_failed(path: str, failure: Exception) -> BadAudio:
 
 
 def _read_with_ffmpeg(
-    path: str, sample_rate: int, offset: float, duration: float | None, error: Exception
+    path: str,
+    sample_rate: int,
+    part: tuple[float, float | None, int | None],
+    error: Exception,
 ) -> torch.Tensor:
     command = _ffmpeg(path, error)
+    offset, duration, channel = part
     length = ["-t", f"{duration:f}"] if duration is not None else []
     output = _samples_to_pipe(sample_rate)
+    if channel is not None:
+        output = ["-af", f"pan=mono|c0=c{channel}", *output]
     try:
         command += ["-ss", f"{offset:f}", "-i", f"file:{path}", *length, *output]
         result = subprocess.run(command, capture_output=True, timeout=FFMPEG_SECONDS)
@@ -268,20 +284,21 @@ def read_cached(
     sample_rate: int,
     offset: float = 0.0,
     duration: float | None = None,
+    channel: int | None = None,
 ) -> torch.Tensor:
     """`read_audio` through a cache of decoded audio below `folder` (fp32 samples and their
     checksum, 230 MB per hour at 16 kHz), with bit-identical results. A file that changes is decoded
     again, and so is one whose entry is damaged. Raises `RunError` if the cache cannot be
     written."""
     if not folder:
-        return read_audio(path, sample_rate, offset, duration)
+        return read_audio(path, sample_rate, offset, duration, channel)
     try:
         status = os.stat(path)
     except OSError as error:
         raise BadAudio(path, f"cannot be read: {_reason(error)}") from None
-    key = repr(
-        (os.path.abspath(path), status.st_size, status.st_mtime_ns, sample_rate, offset, duration)
-    )
+    stamp = (status.st_size, status.st_mtime_ns)
+    part = (offset, duration) if channel is None else (offset, duration, channel)
+    key = repr((os.path.abspath(path), *stamp, sample_rate, *part))
     name = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
     cached = Path(folder) / name[:2] / f"{name}.f32"
     with contextlib.suppress(OSError):  # not decoded yet
@@ -289,7 +306,7 @@ def read_cached(
         samples, checksum = content[:-1], content[-1:].view(np.uint32)
         if len(samples) and checksum == zlib.crc32(samples, zlib.crc32(name.encode())):
             return torch.from_numpy(samples)
-    waveform = read_audio(path, sample_rate, offset, duration)
+    waveform = read_audio(path, sample_rate, offset, duration, channel)
     checksum = zlib.crc32(waveform.numpy(), zlib.crc32(name.encode()))
     content = waveform.numpy().tobytes() + np.uint32(checksum).tobytes()
     try:
@@ -303,13 +320,18 @@ def read_cached(
 
 def read_utterance(corpus, index: int, sample_rate: int) -> torch.Tensor:
     """(T,) waveform of utterance `index`, through the cache `corpus.cache_audio` if there is one.
-    `corpus`: an object with the columns `paths`, `offsets` and `durations` (NaN: to the end of the
-    file). An empty path stands for silence."""
+    `corpus`: an object with the columns `paths`, `offsets`, `durations` (NaN: to the end of the
+    file) and `channels` (None, or -1 in a row: the average). An empty path stands for silence."""
     path = corpus.paths[index]
     duration = float(corpus.durations[index])
     if not path:
         return torch.zeros(round(duration * sample_rate))
-    part = (float(corpus.offsets[index]), None if math.isnan(duration) else duration)
+    channel = -1 if corpus.channels is None else int(corpus.channels[index])
+    part = (
+        float(corpus.offsets[index]),
+        None if math.isnan(duration) else duration,
+        None if channel < 0 else channel,
+    )
     return read_cached(corpus.cache_audio, path, sample_rate, *part)
 
 

@@ -122,7 +122,8 @@ def test_every_reason_is_read(report):
     noted = [row for each in sections if each.is_noted for row in each.rows]
     assert (1, "audio is clipped") in [(row.number, row.label) for row in noted]
     titles = [each.title for each in sections]
-    assert titles[0].endswith("1 repeat the audio of another (all are used); 11 rejected:")
+    assert "columns used: audio_filepath (audio), text" in titles[0]
+    assert titles[1].endswith("1 repeat the audio of another (all are used); 11 rejected:")
     assert titles[-1] == "checked: 9 utterances in train, 1 utterances in val can be used"
     assert checked.error(sections) == ""
 

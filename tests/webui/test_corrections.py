@@ -7,7 +7,7 @@ import pytest
 
 from common.errors import UsageError
 from speech.data.columns import Rejections, Segments
-from speech.data.manifest import parse, read_manifest
+from speech.data.manifest import Reading, parse, read_manifest
 from webui import corrections
 from webui.context import Context
 from webui.places import CORRECTED, DRAFT, Places
@@ -49,7 +49,7 @@ def test_a_draft_is_corrected_and_trained_on(here, draft):
     assert [row["text"] for row in rows] == ["hello", "won and a to", "three"]
     assert corrections.begun(draft) == target == corrections.begun(target)
     segments = Segments(wanted=True)
-    corpus = read_manifest(str(target), Rejections(), str, None, segments)
+    corpus = read_manifest(str(target), Rejections(), str, segments, Reading())
     assert list(corpus.texts) == ["hello", "won and a to", "three"]
     again = corrections.texts_of(target)
     corrections.correct(here, target, [(again[3], "two")])

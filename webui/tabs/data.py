@@ -2,6 +2,7 @@
 why it cannot use the rest."""
 
 import functools
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -217,10 +218,10 @@ def _connect_check(
         if name not in recipes:
             raise UsageError("choose for which training the recordings are")
         path = _file(places, chosen, "Table of the recordings")
-        settings = {"recipe": name, "values": {"train_manifest": places.name(path)}}
+        settings = {"recipe": name, "values": {"train_manifest": shlex.quote(places.name(path))}}
         if other:
             path = _file(places, other, "Table for evaluation")
-            settings["values"]["val_manifest"] = places.name(path)
+            settings["values"]["val_manifest"] = shlex.quote(places.name(path))
         known = {option.name for option in recipes[name].options}
         for option, value in zip(OPTIONS, values, strict=True):
             if value and option in known:
@@ -322,7 +323,8 @@ def _check(places: Places, recipe: Recipe, settings: dict) -> tuple[str, str]:
     folder = places.runs / CHECKS
     command = commands.command(places, recipe, {**settings, "values": values}, folder)
     status, text = commands.ask(command.words, CHECK_SECONDS)
-    manifests = [places.table(values[key]) for key in MANIFESTS if key in values]
+    words = [word for key in MANIFESTS if key in values for word in shlex.split(values[key])]
+    manifests = [places.table(word) for word in words]
     sections = [each for each in checked.read(text) if str(folder) not in each.title]
     problem = checked.error(sections)
     if status and not problem:

@@ -272,7 +272,8 @@ def _choices(option: Option, preset: dict[str, str]) -> list[tuple[str, str]]:
 
 
 def _paths(found: list[str], option: Option) -> list[tuple[str, str]]:
-    return [(option.default or "none", ""), *((path, path) for path in found)]
+    words = [shlex.quote(path) if option.several else path for path in found]
+    return [(option.default or "none", ""), *zip(found, words, strict=True)]
 
 
 def _words(text: str) -> list[str]:

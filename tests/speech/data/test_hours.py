@@ -28,10 +28,13 @@ def test_durations_are_the_manifests_or_else_the_files(tmp_path, wav, json_lines
     wav(tmp_path / "elsewhere/1.wav", seconds=5.0, rate=8000)
     lines = [*rows(2), *rows(3, duration=2.5), *rows(1, duration=None), *rows(1, duration="x")]
     manifest = Path(json_lines(tmp_path / "m.json", [*lines, b"no row", {"text": "a"}]))
-    # Three times 0.wav; 1.wav is missing.
-    assert hours.hours_of(manifest) * 3600 == pytest.approx(3 * 3.0 + 3 * 2.5)
+    # Twice 0.wav, and 1.wav, which is found in the folder.
+    assert hours.hours_of(manifest) * 3600 == pytest.approx(2 * 3.0 + 5.0 + 3 * 2.5)
     there = hours.hours_of(manifest, str(tmp_path / "elsewhere")) * 3600
     assert there == pytest.approx(5.0 + 3 * 2.5)
+    json_lines(tmp_path / "ms.json", rows(1, start=500, end=2500))
+    assert hours.hours_of(tmp_path / "ms.json") * 3600 == pytest.approx(2.0)
+    assert answer(tmp_path / "ms.json", tmp_path / "ms.json")[1] == "small_data 0.0011\n"
     table = tmp_path / "m.csv"
     table.write_text("audio_file|text|speaker_name\n0.wav|a|b\n0.wav|a|b\n")
     assert hours.hours_of(table) * 3600 == pytest.approx(6.0)

@@ -94,7 +94,7 @@ def test_kinds_of_audio(tmp_path, kind):
     assert [(tmp_path / "made" / name).read_bytes() for name in names] == contents
 
 
-def test_columns_beside_audio(tmp_path):
+def test_columns_beside_audio(tmp_path, capsys):
     audio = write(
         tmp_path / "a.parquet",
         inside(clip(1.0), clip(1.0)),
@@ -102,12 +102,28 @@ def test_columns_beside_audio(tmp_path):
         duration=[1.0, None],
         label=[3, 4],
         price=[1, 2],
+        vectors=[[0.5], [0.25]],
     )
     rows, _ = imported(tmp_path / "made", audio)
+    keys = ("audio_filepath", "text", "duration", "label", "price")
     assert rows == [
-        {"audio_filepath": "00000/000000.wav", "text": "word", "duration": 1.0, "label": 3},
-        {"audio_filepath": "00000/000001.wav", "label": 4},
+        dict(zip(keys, ("00000/000000.wav", "word", 1.0, 3, 1), strict=True)),
+        dict(zip(keys, ("00000/000001.wav", None, None, 4, 2), strict=True)),
     ]
+    assert capsys.readouterr().out.endswith("; columns left out: vectors\n")
+    _, rejected = load_corpus(f"{tmp_path}/made/manifest.jsonl", str, Checks())
+    assert rejected.source.endswith("text, duration; not used: label, price")
+
+
+def test_columns_of_one_name_and_several_texts_are_refused(tmp_path):
+    audio = write(tmp_path / "a.parquet", inside(clip(1.0)), Text=["a"], text=["b"])
+    with pytest.raises(DataError, match=r"two of its columns are called text$"):
+        imported(tmp_path / "twice", audio)
+    columns = {"sentence": [None, "a"], "transcription": ["b", None]}
+    audio = write(tmp_path / "a.parquet", inside(clip(1.0), clip(1.0)), **columns)
+    imported(tmp_path / "made", audio)
+    with pytest.raises(UsageError, match="which column has the texts, transcription"):
+        load_corpus(f"{tmp_path}/made/manifest.jsonl", str, Checks())
 
 
 def test_what_is_not_audio_is_left_out(tmp_path):

@@ -13,7 +13,7 @@ from tests.speech.data import sets
 def test_what_is_replayed_is_a_set():
     args = sets.parse("--replay_manifest", "old.json")
     assert args.replay_share == 0.1
-    assert splits.resolve(args).manifests == {"train": "t.json", "replay": "old.json"}
+    assert splits.resolve(args).manifests == {"train": ["t.json"], "replay": ["old.json"]}
 
 
 @pytest.mark.parametrize(

@@ -74,18 +74,24 @@ def test_the_flags_become_checks():
     assert str(error.value) == "--min_duration 30 is not below --max_duration 30"
 
 
+def test_a_check_leaves_no_cache_in_the_current_folder():
+    flags = ["--train_manifest", "a.json", "--check_data"]
+    assert splits.resolve(parse(*flags)).checks.cache_dir is None
+    assert splits.resolve(parse(*flags, "--output_dir", "run")).checks.cache_dir
+
+
 def test_evaluation_reads_the_test_set_alone():
-    paths = {"train": "a.json", "val": "b.json", "test": "c.json"}
-    flags = [word for name, path in paths.items() for word in (f"--{name}_manifest", path)]
+    paths = {"train": ["a.json", "a.csv"], "val": ["b.json"], "test": ["c.json"]}
+    flags = [word for name, path in paths.items() for word in (f"--{name}_manifest", *path)]
     assert splits.resolve(parse(*flags)).manifests == paths
-    assert splits.resolve(parse(*flags, "--evaluate")).manifests == {"test": "c.json"}
+    assert splits.resolve(parse(*flags, "--evaluate")).manifests == {"test": ["c.json"]}
     args = parse("--evaluate", "--min_duration", "40")
     args.long = "d.json"
     data = splits.resolve(args)
-    assert data.manifests == {"long": "d.json"}
+    assert data.manifests == {"long": ["d.json"]}
     assert data.checks.listen and data.checks.max_duration == splits.LONGEST_RECORDING
     held_out = splits.resolve(parse("--train_manifest", "a.json", "--evaluate"))
-    assert held_out.manifests == {"train": "a.json"}
+    assert held_out.manifests == {"train": ["a.json"]}
 
 
 @pytest.mark.parametrize("flags", [["--dry_run", "8GB"], ["--dry_run"], ["--verify_gpu"]])

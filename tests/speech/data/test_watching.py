@@ -12,9 +12,9 @@ def test_sets_are_called_after_their_files():
     args = sets.parse("--watch_manifest", "a/dev.json", "--watch_manifest", "b/dev.json")
     assert args.stop_when_watched_rises is None
     assert splits.resolve(args).manifests == {
-        "train": "t.json",
-        "watched dev": "a/dev.json",
-        "watched b/dev": "b/dev.json",
+        "train": ["t.json"],
+        "watched dev": ["a/dev.json"],
+        "watched b/dev": ["b/dev.json"],
     }
     assert watching.watched({"val": 1, "watched dev": 3}, None).sets == {"dev": 3}
     assert watching.watched({"val": 1}, None) is None

@@ -546,3 +546,13 @@ def test_a_cache_that_cannot_be_written_says_so(tmp_path, wav):
         audio.read_cached(str(tmp_path / "file"), wav(tmp_path / "a.wav"), 16_000)
     with pytest.raises(DataError, match=r"gone\.wav cannot be read: No such file"):
         audio.read_cached(str(tmp_path / "cache"), str(tmp_path / "gone.wav"), 16_000)
+
+
+def test_one_channel_is_read_alone(tmp_path):
+    path = str(tmp_path / "a.wav")
+    soundfile.write(path, np.array([[0.5, -0.25]] * 16_000), 16_000)
+    for channel, level in ((0, 0.5), (1, -0.25), (None, 0.125)):
+        waveform = audio.read_cached(str(tmp_path / "cache"), path, 16_000, 0.2, 0.5, channel)
+        assert len(waveform) == 8000 and abs(float(waveform[4000]) - level) < 1e-3
+    with pytest.raises(audio.BadAudio, match=r"has no channel 2: it has 2, counted from 0$"):
+        audio.read_audio(path, 16_000, channel=2)
