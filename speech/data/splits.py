@@ -34,6 +34,7 @@ from speech.data.loading import (
     load_sample,
     sample_order,
 )
+from speech.writing.changes import Changes
 
 BRACKETS = re.compile(r"\[[^\]]+\]")  # [beep], [laughter]: marks of a transcriber
 HELD_OUT = 0.05  # share of the training data to evaluate on if there is no --val_manifest
@@ -229,6 +230,7 @@ def read_manifests(
     out: if possible `checks.held_out`, whatever the seed and `max_samples` are now. Raises
     `DataError` and `UsageError`."""
     corpora = {}
+    normalise = Changes(normalise)
     for split, path in manifests.items():
         if split == "train" and checks.max_samples is not None:
             sample = load_sample(path, normalise, checks)
@@ -245,6 +247,8 @@ def read_manifests(
                 whole, rows = corpus, np.arange(len(corpus))
         report_rejections(f"{split} set ({path})", corpus.seconds, rejected, checks.strict)
         corpora[split] = corpus
+    if report := normalise.report():
+        print(report)
     if "train" in corpora and "val" not in corpora:
         corpora["train"], corpora["val"] = hold_out(whole, rows, checks.seed, set(checks.held_out))
     replay.note_overlaps(corpora)
