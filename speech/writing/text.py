@@ -81,8 +81,8 @@ def for_scoring(text: str) -> str:
     """`normalise` without punctuation and joiners. Keeps combining marks: हांव कोंकणी would become
     ह व क कण. Signs that are typed for a glottal stop, a click or a long vowel stay between letters:
     ma’a, wà:ke."""
-    text = "".join(character for character in text if character not in JOINERS)
-    return normalise(PUNCTUATION.sub(_scored, text) if PUNCTUATION.search(text) else text)
+    text = normalise("".join(character for character in text if character not in JOINERS))
+    return " ".join(PUNCTUATION.sub(_scored, text).split())
 
 
 def _scored(found: re.Match) -> str:
@@ -90,9 +90,10 @@ def _scored(found: re.Match) -> str:
     character, text, place = found[0], found.string, found.start()
     if not unicodedata.category(character).startswith("P"):
         return character
-    sides = (text[place - 1 : place], text[place + 1 : place + 2])
-    is_inside = all(side and is_letter(side) for side in sides)
-    if character not in IN_WORDS or not is_inside:
+    if character not in IN_WORDS or not 0 < place < len(text) - 1:
+        return " "
+    sides = text[place - 1], text[place + 1]
+    if not all(is_letter(side) and not in_unspaced(side) for side in sides):
         return " "
     return "'" if character in APOSTROPHES else character
 
