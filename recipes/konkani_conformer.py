@@ -715,7 +715,7 @@ def check_data(args) -> None:
     if tokenizer.characters:
         check_texts(args, corpora, tokenizer.characters)
         corpora = drop_untrainable(args, corpora, tokenizer, config)
-    splits.report_checked(corpora)
+    splits.report_checked(corpora, from_scratch=not (saved or args.init_from))
 
 
 def drop_untrainable(

@@ -165,7 +165,7 @@ def check_data(args, asked: Options) -> None:
         corpora = feasible.without_infeasible(
             corpora, lambda seconds: int(seconds / FRAME), False, tokenizer.encode, trained=()
         )
-    splits.report_checked(corpora)
+    splits.report_checked(corpora, from_scratch=tokenizer is None)
 
 
 def drop_untrainable(args, corpora: dict[str, Corpus], info: ModelInfo) -> dict[str, Corpus]:

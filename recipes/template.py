@@ -292,7 +292,7 @@ def evaluate_only(args, how: recogniser.Options) -> None:
 def main(args) -> None:
     how = resolve(args)
     if args.check_data:
-        return splits.report_checked(read_data(args))
+        return splits.report_checked(read_data(args), from_scratch=True)
     if args.transcribe:
         return transcribe(args, how)
     if args.evaluate:

@@ -171,7 +171,8 @@ def check_data(args, asked: Options) -> None:
         tokenizer = tokenizer_of(info)
         check_texts(args, corpora, info)
     config = info.config if info else asked.origin.size
-    splits.report_checked(drop_untrainable(args, corpora, config, tokenizer))
+    corpora = drop_untrainable(args, corpora, config, tokenizer)
+    splits.report_checked(corpora, from_scratch=info is None)
 
 
 def drop_untrainable(

@@ -197,7 +197,7 @@ def check_data(args, asked: Options) -> None:
         with torch.device("meta"):
             info, _ = read_released(asked, asked.origin.path)
         corpora, _ = read_for(args, info, False, read)
-    splits.report_checked(corpora or read(False))
+    splits.report_checked(corpora or read(False), from_scratch=asked.origin.may_be_random)
 
 
 def encode(tokenizer: WhisperTokenizer, times: bool, transcript: str) -> list[int]:

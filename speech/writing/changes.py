@@ -54,7 +54,10 @@ class Changes:
             done.append(f"left out or replaced: {named(self.lost)}")
         if self.recased:
             done.append(f"{self.recased:,} letters are in the other case")
-        before, after = (printable(text[:SHOWN]) for text in self.example)
+        pairs = enumerate(zip(*self.example, strict=False))
+        differs = next((place for place, (a, b) in pairs if a != b), 0)
+        first = max(0, differs - SHOWN // 3)
+        before, after = (printable(text[first : first + SHOWN]) for text in self.example)
         return (
             f"texts: {self.changed:,} of {self.total:,} are changed before they are used;"
             f" {'; '.join([*done, f'`{before}` becomes `{after}`'])}"
