@@ -217,9 +217,8 @@ def no_words(texts: Strings, letters: np.ndarray) -> Counter[str]:
 
 def named_texts(counts: Counter[str]) -> str:
     """Texts with their counts, the most frequent first."""
-    parts = [
-        f"`{printable(text)[:LONGEST]}` x {count:,}" for text, count in counts.most_common(NAMED)
-    ]
+    ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+    parts = [f"`{printable(text)[:LONGEST]}` x {count:,}" for text, count in ordered[:NAMED]]
     if len(counts) > len(parts):
         parts.append(f"{len(counts) - len(parts):,} others")
     return ", ".join(parts)

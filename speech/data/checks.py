@@ -82,9 +82,9 @@ def speaking_rate(corpus: Corpus) -> dict[int, tuple[str, str]]:
     speaker's others, which often means that the text is not the one that is spoken. Rates are
     compared within a language and a script, because a letter of one script is a syllable in
     another. `corpus.read`, where there is one, has numbers in words."""
-    letters = take_census(corpus.read or corpus.texts).letters
-    scripts = take_census(corpus.texts).scripts
-    columns = (scripts, corpus.languages.codes, corpus.speakers.codes)
+    counted = take_census(corpus.texts)
+    letters = take_census(corpus.read).letters if corpus.read else counted.letters
+    columns = (counted.scripts, corpus.languages.codes, corpus.speakers.codes)
     distances, medians = rate_distances(corpus, letters, columns)
     reason = "speaking rate is far from the speaker's: is the text what is spoken?"
     problems = {}

@@ -53,7 +53,7 @@ class Changes:
         if self.lost:
             done.append(f"left out or replaced: {named(self.lost)}")
         if self.recased:
-            done.append(f"{self.recased:,} letters are in the other case")
+            done.append(f"letters in the other case x {self.recased:,}")
         pairs = enumerate(zip(*self.example, strict=False))
         differs = next((place for place, (a, b) in pairs if a != b), 0)
         first = max(0, differs - SHOWN // 3)
