@@ -113,6 +113,7 @@ def konkani(case: Case) -> Step:
     item = {
         "audio": torch.zeros(SECONDS * 16_000),
         "tokens": tokens,
+        "targets": len(tokens),
         "labels": torch.cat([tokens, tokens[:1]]),
         "text": "",
         "name": "",

@@ -174,6 +174,7 @@ def konkani_clips(args) -> list[dict]:
     clip = {
         "audio": noise(args.seconds, konkani.SAMPLE_RATE),
         "tokens": tokens,
+        "targets": len(tokens),
         "labels": torch.cat([tokens, torch.tensor([CHARACTERS])]),
         "text": "",
         "name": "clip",

@@ -25,7 +25,6 @@ End-to-end Speech Recognition With Rotary Position Embedding"); joint CTC/attent
 """
 
 import functools
-import itertools
 import math
 import sys
 from dataclasses import dataclass
@@ -53,7 +52,7 @@ from common.report import check_folder
 from models import card, model_files, onnx_files, released
 from speech.alignment import command as alignment
 from speech.alignment.letters import of_characters
-from speech.data import demo, splits
+from speech.data import demo, feasible, splits
 from speech.data.columns import Corpus
 from speech.decoding import recogniser
 from speech.decoding.search import joint_beam, rescored_beam
@@ -186,13 +185,6 @@ def encoder_frames(samples, config: dict):
     return count.clamp_min(1) if isinstance(count, Tensor) else max(1, count)
 
 
-def ctc_fits(samples: int, tokens: list[int], config: dict) -> bool:
-    """Whether there is an encoder frame for every token, and for the blank between two equal
-    ones."""
-    repeats = sum(a == b for a, b in itertools.pairwise(tokens))
-    return encoder_frames(samples, config) >= len(tokens) + repeats
-
-
 class Utterances:
     """A set of utterances as the model takes them. Only the training set is augmented: a share of
     it, which the loop lets grow. Augmentation depends on this share and (seed, epoch, index)
@@ -249,7 +241,7 @@ class Utterances:
         if self.changes_speed:
             changed = change_speed(waveform, float(self.speeds(epoch)[index]))
             # A dense utterance stays as it is if it would become too short for its text.
-            if ctc_fits(len(changed), tokens, self.config):
+            if feasible.fits(encoder_frames(len(changed), self.config), tokens):
                 waveform = changed
         if self.augmentation and augmented:
             if self.augmentation.is_pause(index, epoch):
@@ -262,6 +254,7 @@ class Utterances:
             "audio": waveform,
             "tokens": torch.tensor(tokens, dtype=torch.long),
             "labels": torch.tensor([*tokens, eos]),
+            "targets": feasible.targets(encoder_frames(len(waveform), self.config), tokens),
             "text": transcript,
             "name": self.corpus.where(index),
             "index": index,
@@ -288,8 +281,10 @@ def collate(items: list[dict]) -> dict:
     if "time_masks" in items[0]:
         batch["frequency_masks"] = torch.stack([item["frequency_masks"] for item in items])
         batch["time_masks"] = torch.stack([item["time_masks"] for item in items])
-    tokens = int(batch["tokens_lengths"].sum())
-    batch["counts"] = {"ctc": tokens, "attention": tokens + len(items)}
+    batch["counts"] = {
+        "ctc": sum(item["targets"] for item in items),
+        "attention": int(batch["labels_lengths"].sum()),
+    }
     return batch
 
 
@@ -712,32 +707,37 @@ def make_tokenizer(args, saved: ModelInfo | None, texts) -> text.CharTokenizer:
 
 
 def check_data(args) -> None:
-    """--check_data. The texts are compared with the vocabulary of --vocab_file or --resume."""
+    """--check_data. The texts are compared with the vocabulary of --vocab_file or --resume, or that
+    of the training texts."""
     saved = checkpoint.resume(args.resume, args.checkpoint_dir, RECIPE)
     model_info, before = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
     config = choose_config(args, model_info)
     corpora = read_data(args, config, before)
-    if args.vocab_file or model_info:
-        check_texts(args, corpora, make_tokenizer(args, model_info, ()).characters)
-    splits.report_checked(corpora)
+    texts = corpora["train"].texts if "train" in corpora else ()
+    tokenizer = make_tokenizer(args, model_info, texts)
+    if tokenizer.characters:
+        check_texts(args, corpora, tokenizer.characters)
+        corpora = drop_untrainable(args, corpora, tokenizer, config)
+    splits.report_checked(corpora, from_scratch=not (saved or args.init_from))
 
 
-def drop_untrainable(args, corpus: Corpus, tokenizer, config: dict) -> Corpus:
-    """The training set without utterances that no CTC alignment fits, and without texts of unknown
-    characters only. Other characters outside the vocabulary become its unknown token."""
-    known = set(tokenizer.characters) - {" "}
+def drop_untrainable(
+    args, corpora: dict[str, Corpus], tokenizer, config: dict
+) -> dict[str, Corpus]:
+    """The corpora, of which the training set is without utterances that no CTC alignment fits, and
+    without texts of unknown characters only. Other characters outside the vocabulary become its
+    unknown token."""
 
-    def fault(index: int) -> tuple[str, str] | None:
-        seconds = corpus.seconds[index]
-        tokens = tokenizer.encode(corpus.texts[index])
-        if known.isdisjoint(corpus.texts[index]):
-            return "text is outside the vocabulary", corpus.texts[index][:60]
-        if not ctc_fits(int(seconds * SAMPLE_RATE), tokens, config):
-            reason = "text is too long for its audio (CTC needs a frame a token)"
-            return reason, f"{len(tokens)} tokens in {seconds:.2f} s"
-        return None
+    def frames_of(seconds: float) -> int:
+        return encoder_frames(int(seconds * SAMPLE_RATE), config)
 
-    return splits.drop(corpus, "training set", fault, args.strict_data)
+    return feasible.without_infeasible(
+        corpora,
+        frames_of,
+        args.strict_data,
+        tokenizer.encode,
+        [tokenizer.unknown, *tokenizer.encode(" ")],
+    )
 
 
 def make_sets(args, corpora: dict[str, Corpus], tokenizer, config: dict) -> dict:
@@ -910,7 +910,7 @@ def main(args) -> None:
     corpora = read_data(args, config, before)
     tokenizer = make_tokenizer(args, model_info, corpora["train"].texts)
     check_texts(args, corpora, tokenizer.characters)
-    corpora["train"] = drop_untrainable(args, corpora["train"], tokenizer, config)
+    corpora = drop_untrainable(args, corpora, tokenizer, config)
     model_info = ModelInfo(config, tokenizer.characters)
     with run.model_device():
         model = make_model(model_info, args.dropout, args.label_smoothing, saved=run.resumed)

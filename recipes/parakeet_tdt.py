@@ -49,7 +49,7 @@ from common.report import check_folder
 from models import adapters, card, released
 from models.parakeet import decoding, languages, live, start, vocabulary
 from models.parakeet.loss import Lattice
-from models.parakeet.model import CHECKPOINTED, COMPILED, Parakeet
+from models.parakeet.model import CHECKPOINTED, COMPILED, Parakeet, encoder_frames
 from models.parakeet.scratch import fit_to_data
 from models.parakeet.settings import kind_of
 from models.parakeet.start import (
@@ -64,7 +64,7 @@ from models.parakeet.start import (
 from models.parakeet.tokenizer import SPACE, ParakeetTokenizer
 from speech.alignment import command as alignment
 from speech.alignment.letters import of_pieces
-from speech.data import demo, replay, splits, watching
+from speech.data import demo, feasible, replay, splits, watching
 from speech.data.columns import Corpus
 from speech.data.splits import RunInfo
 from speech.decoding import recogniser, timed, windows
@@ -76,6 +76,7 @@ from speech.writing import metrics, text, unknown
 
 RECIPE = Path(__file__).stem
 MAX_SECONDS = 20.0  # of an utterance, as in NVIDIA's fine-tuning
+FRAME = 0.08  # seconds, of the encoders of released models
 DITHER = 1e-5  # deviation of the noise that a training waveform gets, as in NeMo
 FREQUENCY_MASKS = 2
 FREQUENCY_MASK_BANDS = 27  # width of a mask
@@ -139,7 +140,8 @@ def check_texts(
     tokenizer: ParakeetTokenizer,
     is_own: bool,
 ) -> None:
-    """Prints which characters the vocabulary lacks. Raises `DataError` if they are many."""
+    """Prints which characters the vocabulary lacks, and which it changes. Raises `DataError` if
+    many are lacking."""
     unknown.check_unknown(
         corpora,
         unknown.not_encoded(tokenizer),
@@ -150,6 +152,7 @@ def check_texts(
             vocabulary.adding_command, tokenizer, asked.origin.path, args.train_manifest
         ),
     )
+    unknown.note_rewritten(corpora, tokenizer)
 
 
 def check_data(args, asked: Options) -> None:
@@ -158,7 +161,27 @@ def check_data(args, asked: Options) -> None:
     tokenizer, is_own = start.given_tokenizer(asked, RECIPE, args.init_from)
     if tokenizer:
         check_texts(args, asked, corpora, tokenizer, is_own)
-    splits.report_checked(corpora)
+        # A transducer learns from all of them, but hardly from several tokens in each frame.
+        corpora = feasible.without_infeasible(
+            corpora, lambda seconds: int(seconds / FRAME), False, tokenizer.encode, trained=()
+        )
+    splits.report_checked(corpora, from_scratch=tokenizer is None)
+
+
+def drop_untrainable(args, corpora: dict[str, Corpus], info: ModelInfo) -> dict[str, Corpus]:
+    """The corpora. What a CTC head cannot align is in none of its losses: a model that has nothing
+    else is not trained on it, and a transducer is."""
+    if "ctc" not in loss_weights(info):
+        return corpora
+
+    def frames_of(seconds: float) -> int:
+        return encoder_frames(int(seconds * SAMPLE_RATE), info.config)
+
+    trained = splits.TRAINED if kind_of(info.config) == "ctc" else ()
+    encode = tokenizer_of(info).encode
+    return feasible.without_infeasible(
+        corpora, frames_of, args.strict_data, encode, trained=trained
+    )
 
 
 def sample_texts(corpus: Corpus, seed: int) -> list[str]:
@@ -187,6 +210,7 @@ class Utterances:
         self.tokenizer = tokenizer
         self.training = training
         self.omega = info.loss["omega"] if training else 0.0
+        self.config = info.config
         self.reductions = reductions(info)
         self.frequency_mask_width = FREQUENCY_MASK_BANDS / info.config["num_mel_bins"]
         self.prompts = None
@@ -228,6 +252,10 @@ class Utterances:
         factors = speed_factors(self.args.seed, epoch, len(self), recogniser.SPEEDS)
         return np.where(self.augmented(epoch), factors, np.float32(1))
 
+    def fits(self, waveform: torch.Tensor, tokens: list[int]) -> bool:
+        """Whether CTC can align the tokens with the waveform."""
+        return feasible.fits(encoder_frames(len(waveform), self.config), tokens)
+
     def item(self, index: int, epoch: int) -> dict:
         """One utterance: waveform (T,), tokens (U,), whether it has the plain RNN-T loss, factors
         and counts of its loss terms, masks of SpecAugment, the slot of its language, and the
@@ -242,7 +270,10 @@ class Utterances:
         augmented = bool(self.augmented(epoch)[index])
         if self.training:
             if args.speed_perturbation:
-                waveform = change_speed(waveform, float(self.speeds(epoch)[index]))
+                changed = change_speed(waveform, float(self.speeds(epoch)[index]))
+                # A dense utterance stays as it is if it would become too short for its text.
+                if "ctc" not in self.reductions or self.fits(changed, tokens):
+                    waveform = changed
             if self.augmentation and augmented:
                 waveform = self.augmentation.apply(waveform, index, epoch)
             noise = random.standard_normal(len(waveform), dtype=np.float32)
@@ -260,6 +291,8 @@ class Utterances:
         for term, reduction in self.reductions.items():
             item["factors"][term] = 1 / max(1, len(tokens)) if reduction == "mean" else 1.0
             item["counts"][term] = len(tokens) if reduction == "mean_volume" else 1
+        if "ctc" in self.reductions and not self.fits(waveform, tokens):
+            item["counts"]["ctc"] = 0  # CTC's loss of it is infinite, and taken as 0
         if self.training and args.spec_augment:
             width = self.frequency_mask_width
             item["frequency_masks"] = augmented * random_masks(random, FREQUENCY_MASKS, width)
@@ -610,6 +643,7 @@ def main(args) -> None:
     model.trains_ctc = "ctc" in loss_weights(info)
     corpora = read()
     check_texts(args, asked, corpora, tokenizer_of(info), info.own_vocabulary)
+    corpora = drop_untrainable(args, corpora, info)
     sets = make_sets(args, info, corpora)
 
     new, old = sets.pop("train"), sets.pop(replay.REPLAY, None)

@@ -39,7 +39,7 @@ from common.device import upcast
 from common.errors import exit_with_one_line
 from common.loop import Task, begin, finish, train
 from common.report import check_folder
-from speech.data import demo, splits
+from speech.data import demo, feasible, splits
 from speech.data.columns import Corpus
 from speech.decoding import recogniser
 from speech.signal.audio import SAMPLE_RATE, read_utterance
@@ -85,9 +85,10 @@ def resolve(args) -> recogniser.Options:
 
 def read_data(args, before: splits.RunInfo | None = None) -> dict[str, Corpus]:
     """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
-    given. What the run `before`, which is resumed or used, held out is held out again."""
+    given. What the run `before`, which is resumed or used, held out is held out again. Texts that
+    are too long for their audio are not trained on."""
     folder = Path(args.output_dir) / "data" / "template_demo"
-    return splits.load_splits(
+    corpora = splits.load_splits(
         splits.resolve(args, before),
         text.normalise,
         demo=lambda: demo.speech_corpus(
@@ -95,6 +96,11 @@ def read_data(args, before: splits.RunInfo | None = None) -> dict[str, Corpus]:
         ),
         stand_in=lambda: splits.stand_in(args.max_duration),
     )
+
+    def frames_of(seconds: float) -> int:
+        return encoder_frames(int(seconds * SAMPLE_RATE))
+
+    return feasible.without_infeasible(corpora, frames_of, args.strict_data)
 
 
 def check_texts(args, corpora: dict[str, Corpus], characters: list[str]) -> None:
@@ -125,9 +131,11 @@ class Utterances:
         """One utterance. Whatever is random here depends on (seed, epoch, index) alone."""
         transcript = self.corpus.texts[index]
         tokens = [self.tokens[character] for character in transcript if character in self.tokens]
+        waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
         return {
-            "audio": read_utterance(self.corpus, index, SAMPLE_RATE),
+            "audio": waveform,
             "tokens": torch.tensor(tokens, dtype=torch.long),
+            "targets": feasible.targets(encoder_frames(len(waveform)), tokens),
             "text": transcript,
             "name": self.corpus.where(index),
             "index": index,
@@ -145,12 +153,12 @@ def collate(items: list[dict]) -> dict:
     }
     batch["audio"], batch["audio_lengths"] = pad([item["audio"] for item in items])
     batch["tokens"], batch["tokens_lengths"] = pad([item["tokens"] for item in items])
-    batch["counts"] = {"ctc": int(batch["tokens_lengths"].sum())}
+    batch["counts"] = {"ctc": sum(item["targets"] for item in items)}
     return batch
 
 
-def encoder_frames(samples: torch.Tensor) -> torch.Tensor:
-    """Frames of the network's output for so many samples at 16 kHz."""
+def encoder_frames(samples):
+    """Frames of the network's output for so many samples at 16 kHz, an int or a tensor."""
     return (frames(samples, SAMPLE_RATE) + SUBSAMPLING - 1) // SUBSAMPLING
 
 
@@ -211,7 +219,7 @@ def compute_loss(model: Network, batch: dict) -> dict[str, torch.Tensor]:
         batch["tokens_lengths_host"],
         blank=model.blank,
         reduction="sum",
-        zero_infinity=True,  # a text with more characters than frames cannot be aligned
+        zero_infinity=not model.training,  # a held-out text may be too long: see `feasible`
     )
     return {"ctc": loss}
 
@@ -284,7 +292,7 @@ def evaluate_only(args, how: recogniser.Options) -> None:
 def main(args) -> None:
     how = resolve(args)
     if args.check_data:
-        return splits.report_checked(read_data(args))
+        return splits.report_checked(read_data(args), from_scratch=True)
     if args.transcribe:
         return transcribe(args, how)
     if args.evaluate:

@@ -8,7 +8,8 @@ wav2vec 2.0 models with CTC, fine-tuned on a small GPU.
 Data: JSON Lines {"audio_filepath": "a.wav", "text": "nagode sosai"}, CSV/TSV with a header, or
 LJSpeech's metadata.csv; any sample rate; utterances of up to 20 s, longer ones with --use_chunking
 if the manifest has segment times. Texts are prepared as the released model writes, in lower case
-and without punctuation (--keep_text leaves them as they are).
+and without punctuation (--keep_text leaves them as they are). A vocabulary of one's own takes them
+as they are written.
 
 --model_file takes omniASR's files (Apache-2.0; they know 1,600 languages), --model_dir a Hugging
 Face folder: Wav2Vec2ForCTC, or a self-supervised model, which gets a new head. MMS and what comes
@@ -61,11 +62,11 @@ from models.wav2vec2.start import (
     rows_by_piece,
     tokenizer_of,
 )
-from models.wav2vec2.texts import Preparation, Style
+from models.wav2vec2.texts import Style, prepare
 from models.wav2vec2.tokenizer import Wav2Vec2Tokenizer
 from speech.alignment import command as alignment
 from speech.alignment.letters import of_characters
-from speech.data import demo, splits
+from speech.data import demo, feasible, splits
 from speech.data.columns import Corpus, Strings
 from speech.data.splits import RunInfo
 from speech.decoding import recogniser, timed, windows
@@ -133,11 +134,10 @@ def read_data(args, before: RunInfo | None, style: Style | None) -> dict[str, Co
         return splits.stand_in(args.max_duration)
 
     data = splits.resolve(args, before)
-    prepare = Preparation(style)
-    corpora = splits.load_splits(data, prepare, make_demo, stand_in)
-    if report := prepare.report():
-        print(report)
-    return corpora
+    if style and data.manifests:
+        print("texts are prepared as the model writes (--keep_text leaves them as they are)")
+    as_the_model = functools.partial(prepare, style=style)
+    return splits.load_splits(data, as_the_model, make_demo, stand_in)
 
 
 def in_its_letters(corpora: dict[str, Corpus], info: ModelInfo) -> dict[str, Corpus]:
@@ -154,42 +154,39 @@ def in_its_letters(corpora: dict[str, Corpus], info: ModelInfo) -> dict[str, Cor
 
 
 def check_texts(args, corpora: dict[str, Corpus], info: ModelInfo) -> None:
-    """Prints which characters the vocabulary lacks. Raises `DataError` if they are many."""
-    lacking = tokenizer_of(info).lacking
-    unknown.check_unknown(corpora, lacking, args.allow_unknown, NEW_VOCABULARY, info.own_vocabulary)
+    """Prints which characters the vocabulary lacks, and which it changes. Raises `DataError` if
+    many are lacking."""
+    tokenizer = tokenizer_of(info)
+    is_own = info.own_vocabulary
+    unknown.check_unknown(corpora, tokenizer.lacking, args.allow_unknown, NEW_VOCABULARY, is_own)
+    unknown.note_rewritten(corpora, tokenizer)
 
 
 def check_data(args, asked: Options) -> None:
     """--check_data. The texts are compared with the vocabulary of the model that flags name."""
     info = start.given_info(asked, RECIPE, args.init_from)
     corpora = read_data(args, None, info.read_style() if info else None)
+    tokenizer = None
     if info and info.config["vocabulary"] and asked.vocab in (None, "released"):
+        tokenizer = tokenizer_of(info)
         check_texts(args, corpora, info)
-    splits.report_checked(corpora)
+    config = info.config if info else asked.origin.size
+    corpora = drop_untrainable(args, corpora, config, tokenizer)
+    splits.report_checked(corpora, from_scratch=info is None)
 
 
-def ctc_fits(samples: int, tokens: list[int], config: dict) -> bool:
-    """Whether there is a frame for every token, and for the blank between two equal ones."""
-    repeats = sum(a == b for a, b in itertools.pairwise(tokens))
-    return frames(samples, config) >= len(tokens) + repeats
+def drop_untrainable(
+    args, corpora: dict[str, Corpus], config: dict, tokenizer: Wav2Vec2Tokenizer | None
+) -> dict[str, Corpus]:
+    """The corpora, of which the training set is without utterances that no CTC alignment fits, and
+    without texts of unknown characters only. A vocabulary that is not made yet (None) has a token
+    for each character."""
 
+    def frames_of(seconds: float) -> int:
+        return frames(int(seconds * SAMPLE_RATE), config)
 
-def drop_untrainable(args, corpus: Corpus, info: ModelInfo) -> Corpus:
-    """The training set without utterances that no CTC alignment fits, and without texts of unknown
-    characters only."""
-    tokenizer = tokenizer_of(info)
-
-    def fault(index: int) -> tuple[str, str] | None:
-        seconds = corpus.seconds[index]
-        tokens = tokenizer.encode(corpus.texts[index])
-        if {*tokens} <= {tokenizer.unknown}:
-            return "text is outside the vocabulary", corpus.texts[index][:60]
-        if not ctc_fits(int(seconds * SAMPLE_RATE), tokens, info.config):
-            reason = "text is too long for its audio (CTC needs a frame a token)"
-            return reason, f"{len(tokens)} tokens in {seconds:.2f} s"
-        return None
-
-    return splits.drop(corpus, "training set", fault, args.strict_data)
+    known = (tokenizer.encode, [tokenizer.unknown]) if tokenizer else ()
+    return feasible.without_infeasible(corpora, frames_of, args.strict_data, *known)
 
 
 class Utterances:
@@ -259,7 +256,7 @@ class Utterances:
             if args.speed_perturbation:
                 changed = change_speed(waveform, float(self.speeds(epoch)[index]))
                 # A dense utterance stays as it is if it would become too short for its text.
-                if ctc_fits(len(changed), tokens, self.config):
+                if feasible.fits(frames(len(changed), self.config), tokens):
                     waveform = changed
             if self.augmentation and augmented:
                 if self.augmentation.is_pause(index, epoch):
@@ -269,6 +266,7 @@ class Utterances:
         item = {
             "audio": waveform,
             "tokens": torch.tensor(tokens, dtype=torch.long),
+            "targets": feasible.targets(frames(len(waveform), self.config), tokens),
             "text": transcript,
             "name": self.corpus.where(index),
             "index": index,
@@ -303,7 +301,7 @@ def collate(items: list[dict]) -> dict:
         batch["channel_masks"] = torch.stack([item["channel_masks"] for item in items])
     if "layers" in items[0]:
         batch["layers"] = [item["layers"] for item in items]
-    batch["counts"] = {"ctc": int(batch["tokens_lengths"].sum())}
+    batch["counts"] = {"ctc": sum(item["targets"] for item in items)}
     return batch
 
 
@@ -581,7 +579,7 @@ def main(args) -> None:
         model.masked_spec_embed.requires_grad_(False)  # no frame becomes it
     corpora = dict(in_its_letters(read(info.read_style()), info))
     check_texts(args, corpora, info)
-    corpora["train"] = drop_untrainable(args, corpora["train"], info)
+    corpora = drop_untrainable(args, corpora, info.config, tokenizer_of(info))
     sets = make_sets(args, info, corpora)
 
     global_batches = GlobalBatches(args, sets.pop("train"), collate, run.setup)

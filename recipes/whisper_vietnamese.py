@@ -205,7 +205,7 @@ def check_data(args, asked: Options) -> None:
         check_languages(corpora, tokenizer)
     elif asked.language:
         print(f"language of the texts: {described(asked.language)}")
-    splits.report_checked(corpora or read(False))
+    splits.report_checked(corpora or read(False), from_scratch=asked.origin.may_be_random)
 
 
 def encode(tokenizer: WhisperTokenizer, times: bool, transcript: str) -> list[int]:

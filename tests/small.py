@@ -73,6 +73,7 @@ class Waveforms(list):
                     "index": number,
                     "audio": torch.from_numpy(audio.astype(np.float32)),
                     "tokens": torch.from_numpy(tokens),
+                    "targets": len(tokens),
                     "text": "".join(CHARACTERS[token] for token in tokens),
                 }
             )

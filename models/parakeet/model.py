@@ -322,6 +322,14 @@ def parts(config: dict) -> tuple[type[Subsampling], type[Convolution]]:
     return Subsampling, Convolution
 
 
+def encoder_frames(samples: int, config: dict) -> int:
+    """The encoder's frames of so many samples."""
+    length = nemo_features.frames(samples)
+    for _ in range(halvings(config)):
+        length = parts(config)[0].halved(length)
+    return length
+
+
 def relative_positions(like: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
     """(S + T - 1, D): interleaved sines and cosines of the distances S - 1 ... -(T - 1), for
     `Attention.attend` with T `queries` and S `keys`."""

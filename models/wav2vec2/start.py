@@ -174,7 +174,7 @@ def add_arguments(parser) -> None:
          " training texts (released; own for a model without a head)"),
         ("keep_text", options.OnOff, False, None,
          "leave texts as they are, with capitals, punctuation and digits (off: as the released"
-         " model writes)"),
+         " model writes; a vocabulary of one's own always takes them as they are)"),
     )  # fmt: skip
     adapters.add_arguments(parser, has_peft=True)
     learning = parser.add_argument_group("regularisation")
@@ -250,7 +250,9 @@ def read(asked: Options, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]
     weights, config, extras = formats.read_model(path, asked.language, asked.tokenizer)
     state = extras.pop("tokenizer")
     tokenizer = make_tokenizer(state, config["vocabulary"]) if state else None
-    style = {} if asked.keep_text else texts.style_of(tokenizer).record()
+    style = {}
+    if tokenizer and asked.vocab != "own" and not asked.keep_text:
+        style = texts.style_of(tokenizer).record()
     return ModelInfo(config, state, style, True, had_head=bool(state), **extras), weights
 
 
@@ -364,7 +366,7 @@ def with_vocabulary(
     read_texts = training_texts(info)
     info = dataclasses.replace(info, vocab=kind)
     if kind == "own":
-        state = vocabulary.own(read_texts, info.read_style())
+        state = vocabulary.own(read_texts)
     elif kind == "extended":
         state = vocabulary.extended(tokenizer_of(info), read_texts, info.read_style())
     else:
@@ -378,7 +380,7 @@ def from_scratch(asked: Options, training_texts: Callable[[ModelInfo], Iterable[
     are."""
     config = dict(asked.origin.size)
     empty = ModelInfo(config, {}, {}, pretrained=False, vocab="own")
-    state = vocabulary.own(training_texts(empty), None)
+    state = vocabulary.own(training_texts(empty))
     state = vocabulary.padded(state, config["vocabulary"])
     tokenizer = Wav2Vec2Tokenizer(state)
     config |= {"vocabulary": tokenizer.size, "blank": tokenizer.blank}

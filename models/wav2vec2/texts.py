@@ -1,20 +1,19 @@
 """Texts as the released models write them.
 
 omniASR learned texts in NFKC and lower case without punctuation, bracketed numbers and words of
-digits. What other models write is seen by their vocabulary.
+digits. What other models write is seen by their vocabulary. A vocabulary that is made from the
+texts has no style: they are taken as they are written.
 Source: the preparation of MMS's texts (Pratap et al. 2023), whose lists of characters Unicode's
 categories stand for here."""
 
 import functools
 import re
 import unicodedata
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.records import mismatch
 from models.wav2vec2.tokenizer import Wav2Vec2Tokenizer
-from speech.writing.text import JOINERS, normalise
+from speech.writing.text import JOINERS, is_letter, normalise
 
 # They stay beside a letter: an apostrophe is one in Hausa ('yan), a tsheg ends Tibetan syllables.
 BESIDE_LETTERS = frozenset("'\u0f0b")
@@ -73,10 +72,8 @@ _RECORD = {
 STYLE = _is_record  # a schema of records.mismatch
 
 
-def style_of(tokenizer: Wav2Vec2Tokenizer | None) -> Style:
-    """The style of a vocabulary. None: of one that is made from the texts."""
-    if tokenizer is None:
-        return Style()
+def style_of(tokenizer: Wav2Vec2Tokenizer) -> Style:
+    """The style of a vocabulary."""
     known = tokenizer.characters
     punctuation = frozenset(filter(_is_punctuation, known))
     in_words = punctuation & IN_WORDS
@@ -99,52 +96,15 @@ def style_of(tokenizer: Wav2Vec2Tokenizer | None) -> Style:
     )
 
 
-def prepare(text: str, style: Style) -> str:
+def prepare(text: str, style: Style | None) -> str:
     """`text` as the model writes it, with single spaces. Letters that the model lacks stay, to be
-    counted."""
+    counted. With the style None it is only normalised, as it always is."""
+    text = normalise(text)
+    if style is None:
+        return text
     for step in _STEPS:
         text = step(text, style)
     return text
-
-
-class Preparation:
-    """`prepare` of texts that are normalised first, as a function that counts what it changes. With
-    the style None they are only normalised."""
-
-    def __init__(self, style: Style | None):
-        self.style = style
-        self.total = 0
-        self.changed = 0
-        self.counts: Counter[str] = Counter()
-
-    def __call__(self, text: str) -> str:
-        before = text = normalise(text)
-        if self.style is None:
-            return text
-        for step, name in _STEPS.items():
-            after = step(text, self.style)
-            self.counts[name] += after != text
-            text = after
-        self.counts["nothing left"] += not text
-        self.total += 1
-        self.changed += text != before
-        return text
-
-    def report(self) -> str:
-        """What was done to how many of the texts, in a sentence; "" if no text was looked at."""
-        if not self.total:
-            return ""
-        if not self.changed:
-            return f"texts: all {self.total:,} are as the model writes them"
-        done = [
-            f"{name.format(self.style.case)} in {count:,}"
-            for name, count in self.counts.items()
-            if count
-        ]
-        return (
-            f"texts: {self.changed:,} of {self.total:,} are changed to what the model writes:"
-            f" {', '.join(done)} (--keep_text leaves them)"
-        )
 
 
 # --- steps ----------------------------------------------------------------------------------------
@@ -205,21 +165,21 @@ def _without_digits(text: str, style: Style) -> str:
     return " ".join(word for word in text.split() if not word.isdecimal())
 
 
-_STEPS: dict[Callable[[str, Style], str], str] = {
-    _in_form: "another Unicode form",
-    _without_left_out: "no vowel points or joiners",
-    _in_case: "{} case",
-    _without_bracketed_numbers: "no bracketed numbers",
-    _without_punctuation: "spaces for punctuation",
-    _without_digits: "no words of digits",
-}
+_STEPS = (
+    _in_form,
+    _without_left_out,
+    _in_case,
+    _without_bracketed_numbers,
+    _without_punctuation,
+    _without_digits,
+)
 
 
 @functools.cache
 def _is_punctuation(character: str) -> bool:
-    return all(unicodedata.category(each)[0] in "PS" for each in character)
+    return all(unicodedata.category(each)[0] in "PS" and not is_letter(each) for each in character)
 
 
 def _in_word(character: str) -> bool:
     """Whether a character, or none, is a part of a word's letters."""
-    return character in (*JOINERS,) or unicodedata.category(character or " ")[0] in "LM"
+    return character in (*JOINERS,) or is_letter(character or " ")

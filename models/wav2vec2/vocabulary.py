@@ -70,13 +70,13 @@ def extended(tokenizer: Wav2Vec2Tokenizer, texts: Iterable[str], style: Style | 
     return with_added(tokenizer.state(), added)
 
 
-def own(texts: Iterable[str], style: Style | None) -> dict:
+def own(texts: Iterable[str]) -> dict:
     """The state of a tokenizer of the characters of `texts`. Raises `DataError`."""
     characters: set[str] = set()
     for text in texts:
         characters.update(text)
     # The delimiter would be a space.
-    characters = _letters(characters - {SPACE}, style)
+    characters = _letters(characters - {SPACE}, None)
     if not characters or len(characters) > MOST - 3:
         raise DataError(
             f"--vocab own: the training texts have {len(characters):,} characters; a vocabulary has"

@@ -1,12 +1,15 @@
-"""Checks of the speech that a TTS model learns from: rates, speakers, what training and evaluation
-share."""
+"""Checks of checked utterances before training: speaking rates, texts, speakers, what training and
+evaluation share. What harms a voice is rejected; a recogniser's report notes it."""
 
 import os
-import unicodedata
-from collections.abc import Callable, Iterator
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from speech.data import census
+from speech.data.census import Census, take_census
 from speech.data.columns import Corpus, Rejections, report_rejections
 
 RATED_CLIPS = 20  # of a speaker, at least: fewer do not say how fast the speaker talks
@@ -18,6 +21,13 @@ SHORT_CLIP = 2.0  # seconds
 SHORT_TOLERANCE = 2.0  # rates of short clips vary about twice as much
 LITTLE_SPEECH = 6.0  # seconds of a speaker: less does not define a voice
 LITTLE_DATA = 180.0  # seconds of a training set
+FAR = 5.0  # deviations of a rate from a recogniser's set, whose speakers differ
+# Seconds of a recogniser's training set: with less, a model from scratch learns nothing that is of
+# use, and a released one drafts.
+LITTLE_FROM_SCRATCH = 7200.0
+LITTLE_TO_TUNE = 600.0
+# [beep], <unk>, (.), notes of music: marks of a transcriber
+MARKS = re.compile(r"\[[^\]]+\]|<[^<>]+>|\([^()\w]*\)|[\u2669-\u266f]")
 
 Fault = Callable[[Corpus, int], tuple[str, str] | None]  # (reason, details) to reject an utterance
 
@@ -67,52 +77,47 @@ def _without(corpus: Corpus, problems: dict[int, tuple[str, str]], rejected: Rej
     return corpus.select(np.setdiff1d(np.arange(len(corpus)), list(problems)))
 
 
-def letters(text: str) -> int:
-    """The number of letters and marks in a text."""
-    return sum(unicodedata.category(character)[0] in "LM" for character in text)
-
-
-def script(text: str) -> str:
-    """The script of the first letter of a text, by its name in Unicode; "" without letters."""
-    for character in text:
-        if character.isalpha():
-            return unicodedata.name(character, "").split(" ")[0]
-    return ""
-
-
 def speaking_rate(corpus: Corpus) -> dict[int, tuple[str, str]]:
     """{index: (reason, details)} of clips with far more or fewer letters a second than their
     speaker's others, which often means that the text is not the one that is spoken. Rates are
-    compared by their logarithms, to the median of a speaker with at least RATED_CLIPS clips in the
-    same language and script, because a letter of one script is a syllable in another. Clips under
-    SHORT_CLIP seconds vary more and are allowed to. `corpus.read`, where there is one, has numbers
-    in words."""
+    compared within a language and a script, because a letter of one script is a syllable in
+    another. `corpus.read`, where there is one, has numbers in words."""
+    counted = take_census(corpus.texts)
+    letters = take_census(corpus.read).letters if corpus.read else counted.letters
+    columns = (counted.scripts, corpus.languages.codes, corpus.speakers.codes)
+    distances, medians = rate_distances(corpus, letters, columns)
+    reason = "speaking rate is far from the speaker's: is the text what is spoken?"
     problems = {}
-    counts = np.array([letters(text) for text in corpus.read or corpus.texts], dtype=float)
-    scripts = np.unique([script(text) for text in corpus.texts], return_inverse=True)[1]
-    columns = (scripts, corpus.languages.codes, corpus.speakers.codes)
+    for row in np.flatnonzero(distances > DEVIATIONS).tolist():
+        rate = letters[row] / corpus.seconds[row]
+        details = f"{rate:.1f} letters a second, the speaker's median is {medians[row]:.1f}"
+        problems[row] = (reason, details)
+    return problems
+
+
+def rate_distances(
+    corpus: Corpus, letters: np.ndarray, columns: Sequence[Sequence[int]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """How far (N,) the `letters` (N,) a second of each clip are from the median of the clips with
+    the same numbers in `columns`, and these medians (N,). Distances are those of logarithms, in
+    deviations; 0 for fewer than RATED_CLIPS clips, whose median is NaN. Clips under SHORT_CLIP
+    seconds vary more and are allowed to."""
+    distances = np.zeros(len(corpus))
+    medians = np.full(len(corpus), np.nan)
     keys = np.array([np.array(column, dtype=np.int64) for column in columns])
-    rated = np.flatnonzero((counts > 0) & (corpus.seconds > 0))
+    rated = np.flatnonzero((letters > 0) & (corpus.seconds > 0))
     rated = rated[np.lexsort(keys[:, rated])]
     borders = np.flatnonzero(np.diff(keys[:, rated]).any(0)) + 1
     for rows in np.split(rated, borders):
         if len(rows) < RATED_CLIPS:
             continue
-        rates = np.log(counts[rows] / corpus.seconds[rows])
+        rates = np.log(letters[rows] / corpus.seconds[rows])
         median = float(np.median(rates))
         deviation = max(NORMAL * float(np.median(np.abs(rates - median))), LEAST_DEVIATION)
         tolerance = np.where(corpus.seconds[rows] < SHORT_CLIP, SHORT_TOLERANCE, 1.0)
-        limits = DEVIATIONS * deviation * tolerance
-        for i in np.flatnonzero(np.abs(rates - median) > limits).tolist():
-            details = (
-                f"{np.exp(rates[i]):.1f} letters a second, the speaker's median is"
-                f" {np.exp(median):.1f}"
-            )
-            problems[int(rows[i])] = (
-                "speaking rate is far from the speaker's: is the text what is spoken?",
-                details,
-            )
-    return problems
+        distances[rows] = np.abs(rates - median) / (deviation * tolerance)
+        medians[rows] = np.exp(median)
+    return distances, medians
 
 
 def little_speech(train: Corpus) -> dict[int, tuple[str, str]]:
@@ -152,6 +157,100 @@ def overlap(train: Corpus, other: Corpus, rejected: Rejections, name: str = "tra
             rejected.note(f"audio is in the {name} set, too", other.where(index))
         elif text in read:
             rejected.note(f"text is in the {name} set, too", f"{other.where(index)}: {text[:60]}")
+
+
+# --- a recogniser's sets --------------------------------------------------------------------------
+
+
+def report_texts(sets: dict[str, Corpus], from_scratch: bool = False) -> None:
+    """Prints what is worth a look in the texts and speakers of a recogniser's sets: nothing is
+    rejected. `from_scratch`: a model with random weights will learn from them."""
+    censuses = {name: take_census(corpus.texts) for name, corpus in sets.items()}
+    for name, corpus in sets.items():
+        note_rows(name, corpus, censuses[name], sets.get("train"))
+        for line in lines_of(corpus, censuses[name]):
+            print(f"{name} set: {line}")
+        if name in ("val", "test") and "train" in sets:
+            note_speakers(sets["train"], corpus, name)
+    counts: Counter[str] = Counter()
+    for each in censuses.values():
+        counts.update(each.counts)
+    if counts:
+        print(census.letters_line(counts))
+    for pair in census.look_alikes(counts):
+        print(f"characters that look alike: {pair}: is one of them typed for the other?")
+    pairs = [(corpus.texts, censuses[name]) for name, corpus in sets.items()]
+    if line := census.mixed_line(pairs):
+        print(line)
+    if "train" in sets:
+        note_little(sets["train"], from_scratch)
+
+
+def note_rows(name: str, corpus: Corpus, counted: Census, train: Corpus | None) -> None:
+    """Prints the rows of a set that have marks of a transcriber, far too many or too few letters
+    for their seconds, or what the training set has, too."""
+    rows = Rejections()
+    for index, text in enumerate(corpus.texts):
+        if found := MARKS.search(text):
+            example = f"{corpus.where(index)}: {found[0][:60]}"
+            rows.note("text in brackets is taken as it is written", example)
+    columns = (counted.scripts, corpus.languages.codes)
+    distances, medians = rate_distances(corpus, counted.letters, columns)
+    for index in np.flatnonzero(distances > FAR).tolist():
+        letters, seconds = counted.letters[index], corpus.seconds[index]
+        rows.note(
+            "far too many or too few letters for the seconds: is the text what is spoken?",
+            f"{corpus.where(index)}: {letters} letters in {seconds:.2f} s, the median is"
+            f" {medians[index]:.1f} a second: {corpus.texts[index][:60]}",
+        )
+    if name in ("val", "test") and train is not None:
+        overlap(train, corpus, rows)
+    if rows.notes:
+        print(rows.noted(f"{name} set"))
+
+
+def lines_of(corpus: Corpus, counted: Census) -> Iterator[str]:
+    """What there is to say of the texts of a set as a whole."""
+    codes = census.no_words(corpus.texts, counted.letters)
+    if codes:
+        yield (
+            f"texts that many rows share, or without words: {census.named_texts(codes)}: is this"
+            " what is said? If not, leave these rows out"
+        )
+    columns = (counted.scripts, corpus.languages.codes)
+    _, medians = rate_distances(corpus, counted.letters, columns)
+    rows = np.flatnonzero(medians > 0)
+    if len(rows):
+        expected = np.log(counted.letters[rows] / medians[rows])
+        if line := census.shift_line(corpus, expected, rows):
+            yield line
+
+
+def note_speakers(train: Corpus, other: Corpus, name: str) -> None:
+    """Says how many speakers of an evaluation set are in the training set, too."""
+    heard = {*train.speakers} - {""}
+    speakers = {*other.speakers} - {""}
+    if len(heard) > 1 and (both := heard & speakers):
+        print(
+            f"{name} set: {len(both)} of its {len(speakers)} speakers are in the training set, too:"
+            " its error rates are those of known voices"
+        )
+
+
+def note_little(train: Corpus, from_scratch: bool) -> None:
+    """Warns of too little speech to learn from."""
+    seconds = train.seconds.sum()
+    spoken = f"warning: {seconds / 60:.3g} minutes of training speech"
+    if from_scratch and seconds < LITTLE_FROM_SCRATCH:
+        print(
+            f"{spoken} are too few for a model from scratch: begin with a released one, which has"
+            " learned from others (docs/your_language.md, 4)"
+        )
+    elif not from_scratch and seconds < LITTLE_TO_TUNE:
+        print(f"{spoken} are few: the model will write drafts, to correct and to train on")
+
+
+# --- voices ---------------------------------------------------------------------------------------
 
 
 def describe(train: Corpus) -> None:

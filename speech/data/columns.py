@@ -58,7 +58,8 @@ class Strings:
         return self.buffer[start:end].decode("utf-8", "surrogateescape")
 
     def __iter__(self) -> Iterator[str]:
-        return (self[i] for i in range(len(self)))
+        for start, end in itertools.pairwise(self.ends):
+            yield self.buffer[start:end].decode("utf-8", "surrogateescape")
 
     def empty(self) -> np.ndarray:
         """(N,), True for empty strings."""

@@ -5,7 +5,6 @@ import argparse
 import itertools
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from common import options
 from common.errors import DataError, UsageError
 from speech.data import replay, watching
 from speech.data.annotations.rows import has_tiers
-from speech.data.checks import overlap
+from speech.data.checks import report_texts
 from speech.data.columns import (
     Codes,
     Corpus,
@@ -34,8 +33,8 @@ from speech.data.loading import (
     load_sample,
     sample_order,
 )
+from speech.writing.changes import Changes
 
-BRACKETS = re.compile(r"\[[^\]]+\]")  # [beep], [laughter]: marks of a transcriber
 HELD_OUT = 0.05  # share of the training data to evaluate on if there is no --val_manifest
 MOST_HELD_OUT = 200  # utterances, at most
 WORDS_PER_SECOND = 4  # of `stand_in`: fast speech
@@ -243,6 +242,7 @@ def read_manifests(
     out: if possible `checks.held_out`, whatever the seed and `max_samples` are now. Raises
     `DataError` and `UsageError`."""
     corpora = {}
+    normalise = Changes(normalise)
     for split, path in manifests.items():
         name = path if isinstance(path, str) else ", ".join(path)
         if split == "train" and checks.max_samples is not None:
@@ -260,6 +260,8 @@ def read_manifests(
                 whole, rows = corpus, np.arange(len(corpus))
         report_rejections(f"{split} set ({name})", corpus.seconds, rejected, checks.strict)
         corpora[split] = corpus
+    if report := normalise.report():
+        print(report)
     if "train" in corpora and "val" not in corpora:
         corpora["train"], corpora["val"] = hold_out(whole, rows, checks.seed, set(checks.held_out))
     replay.note_overlaps(corpora)
@@ -347,19 +349,9 @@ def draw_items(data, seed: int | None) -> Iterator[dict]:
         yield item
 
 
-def report_checked(sets: dict[str, Corpus]) -> None:
-    """Ends --check_data: notes which texts have brackets and what the evaluation sets share with
-    the training set, and says what can be used."""
-    for name, corpus in sets.items():
-        rows = Rejections()
-        for index, text in enumerate(corpus.texts):
-            if found := BRACKETS.search(text):
-                example = f"{corpus.where(index)}: {found[0][:60]}"
-                rows.note("text in brackets is taken as it is written", example)
-        if name in ("val", "test") and "train" in sets:
-            overlap(sets["train"], corpus, rows)
-        if rows.notes:
-            print(rows.noted(f"{name} set"))
+def report_checked(sets: dict[str, Corpus], from_scratch: bool = False) -> None:
+    """Ends --check_data of a recogniser: `checks.report_texts`, and says what can be used."""
+    report_texts(sets, from_scratch)
     say_checked(sets)
 
 

@@ -18,6 +18,10 @@ SENTENCE_ENDS = tuple(
     ".?!\u0589\u061f\u06d4\u0964\u0965\u104b\u1362\u1367\u17d4\u3002\uff01\uff0e\uff1f\uff61"
 )
 
+APOSTROPHES = "'\u2018\u2019\u201b"
+IN_WORDS = frozenset(APOSTROPHES + ":\u00b7?!@")  # between letters they are parts of words
+PUNCTUATION = re.compile(r"[^\w\s]|_")  # and marks and symbols
+
 # First and last characters of the scripts without spaces between words, and of their punctuation:
 # Thai and Lao, Myanmar, Khmer, kana, Chinese characters.
 UNSPACED = (
@@ -45,6 +49,15 @@ def _is_kept(c: str) -> bool:
     return c.isspace() or c in JOINERS or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co")
 
 
+def is_letter(character: str) -> bool:
+    """Whether a character is a letter or a mark, with the tone letters and other modifier letters
+    (U+02E9, U+A789) that Unicode has among its symbols."""
+    category = unicodedata.category(character)
+    return category[0] in "LM" or (
+        category == "Sk" and unicodedata.name(character, "").startswith("MODIFIER LETTER")
+    )
+
+
 def in_unspaced(character: str) -> bool:
     """Whether the character belongs to a script without spaces between words."""
     return any(first <= character <= last for first, last in UNSPACED)
@@ -66,9 +79,23 @@ def spaces_before(words: list[str], text: str) -> list[str]:
 
 def for_scoring(text: str) -> str:
     """`normalise` without punctuation and joiners. Keeps combining marks: हांव कोंकणी would become
-    ह व क कण."""
-    kept = (" " if unicodedata.category(c).startswith("P") else c for c in text if c not in JOINERS)
-    return normalise("".join(kept))
+    ह व क कण. Signs that are typed for a glottal stop, a click or a long vowel stay between letters:
+    ma’a, wà:ke."""
+    text = normalise("".join(character for character in text if character not in JOINERS))
+    return " ".join(PUNCTUATION.sub(_scored, text).split())
+
+
+def _scored(found: re.Match) -> str:
+    """What becomes of a character that may be punctuation."""
+    character, text, place = found[0], found.string, found.start()
+    if not unicodedata.category(character).startswith("P"):
+        return character
+    if character not in IN_WORDS or not 0 < place < len(text) - 1:
+        return " "
+    sides = text[place - 1], text[place + 1]
+    if not all(is_letter(side) and not in_unspaced(side) for side in sides):
+        return " "
+    return "'" if character in APOSTROPHES else character
 
 
 def in_lower_case(text: str) -> str:
@@ -95,11 +122,16 @@ NAMES = {
 
 
 def mark_share(texts: Iterable[str]) -> float:
-    """The share of letters and marks in `texts` that are marks, which `as_whisper` removes."""
-    kinds = Counter()
+    """The share of letters and marks in `texts` that are marks or tone letters, which `as_whisper`
+    removes."""
+    counts = Counter()
     for text in texts:
-        kinds.update(unicodedata.category(c)[0] for c in unicodedata.normalize("NFKC", text))
-    return kinds["M"] / max(1, kinds["M"] + kinds["L"])
+        counts.update(unicodedata.normalize("NFKC", text))
+    kinds = Counter()
+    for character, count in counts.items():
+        if is_letter(character):
+            kinds[unicodedata.category(character)[0]] += count
+    return 1 - kinds["L"] / kinds.total() if kinds else 0.0
 
 
 def style(texts: list[str]) -> dict[str, float]:

@@ -96,6 +96,35 @@ def check_unknown(
             )
 
 
+def note_rewritten(corpora: dict[str, Corpus], tokenizer) -> None:
+    """Prints which characters of each set a tokenizer with `encode`, `decode` and the id `unknown`
+    writes in another way, as the normalisation of a SentencePiece model does: ʰ as h."""
+    as_they_are: set[str] = {" "}
+    written: dict[str, str] = {}
+    for name, corpus in corpora.items():
+        counts: Counter[str] = Counter()
+        for text in corpus.texts:
+            if as_they_are.issuperset(text):  # almost always
+                continue
+            for character in set(text) - as_they_are - written.keys():
+                tokens = tokenizer.encode(character)
+                after = tokenizer.decode(tokens).strip()
+                if tokenizer.unknown in tokens or after == character:
+                    as_they_are.add(character)
+                else:
+                    written[character] = after
+            counts.update(character for character in text if character in written)
+        if counts and corpus.paths[0]:  # a stand-in's texts are made up
+            shown_as = [
+                f"{shown(character)} as {written[character] or 'nothing'} x {count:,}"
+                for character, count in counts.most_common(NAMED)
+            ]
+            print(
+                f"warning: {name} set: {len(counts)} characters are read in another way by the"
+                f" vocabulary: {', '.join(shown_as)}"
+            )
+
+
 def as_value(counts: Counter[str]) -> str:
     """Characters as the value of a flag for a shell, divided by spaces, the most frequent first; ""
     if they are none, or too many."""

@@ -102,6 +102,7 @@ def items(rate: int = SAMPLE_RATE, seconds: float = 2.0, **others) -> list[dict]
             {
                 "audio": audio,
                 "tokens": tokens,
+                "targets": len(tokens),
                 "labels": torch.cat([tokens[1:], tokens[:2]]),
                 "ctc_tokens": tokens,
                 "text": "",

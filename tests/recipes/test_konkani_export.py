@@ -57,6 +57,7 @@ def batch_of(texts: list[str], clips: list[torch.Tensor]) -> dict:
         tokens = TOKENIZER.encode(text)
         labels = torch.tensor([*tokens, TOKENIZER.size])
         item = {"audio": audio, "tokens": torch.tensor(tokens), "labels": labels}
+        item["targets"] = len(tokens)
         items.append({**item, "text": text, "name": text, "index": 0})
     return next(to_device([recipe.collate(items)], torch.device("cpu")))
 

@@ -336,6 +336,21 @@ def test_other_kinds_have_the_same_gradient_however_a_window_is_cut(kind, noise)
         assert difference.norm() <= 1e-10 * whole.norm()
 
 
+@pytest.mark.parametrize("kind", ["rnnt", "ctc"])
+def test_what_ctc_cannot_align_is_in_no_ctc_loss(kind, noise, capsys):
+    """A model with a transducer learns from it all the same."""
+    data, info = make_utterances(noise, kind=kind, durations=[])
+    texts = list(data.corpus.texts)
+    dense = dataclasses.replace(data.corpus, texts=Strings([texts[0] * 50, *texts[1:]]))
+    found = recipe.drop_untrainable(data.args, {"train": dense, "val": dense}, info)
+    assert len(found["train"]) == len(texts) - (kind == "ctc") and found["val"] is dense
+    assert "in no CTC loss" in capsys.readouterr().out
+    data.corpus = dense
+    counts = [data.item(index, 1)["counts"] for index in (0, 1)]
+    assert counts[0]["ctc"] == 0 < counts[1]["ctc"]
+    assert counts[0].get("rnnt", 1) > 0
+
+
 def test_reductions_differ_by_their_factors_and_counts(noise):
     by_reduction = {}
     for reduction in start.REDUCTIONS:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from common import checkpoint, checks
+from common.batches import to_device
 from common.loop import Task
 from recipes import template
 from speech.data import splits
@@ -76,6 +77,27 @@ def test_characters_that_the_model_does_not_have_are_left_out(konkani):
     first = corpus.texts[0]
     item = template.Utterances(corpus, [first[0]]).item(0, 0)
     assert item["tokens"].tolist() == [0] * first.count(first[0]) and item["text"] == first
+
+
+def test_a_text_that_is_too_long_for_its_audio_is_in_no_loss(wav, json_lines, tmp_path, capsys):
+    """It is not trained on, and a held-out one is scored alone."""
+    path = wav(tmp_path / "a.wav", 0.6)  # 15 frames
+    rows = [{"audio_filepath": path, "text": text} for text in ("ab", "ba" * 9)]
+    manifest = json_lines(tmp_path / "dense.json", rows)
+    flags = ("--train_manifest", manifest, "--val_manifest", manifest)
+    args = runs.parse(template, *flags, "--output_dir", tmp_path)
+    template.resolve(args)
+    corpora = template.read_data(args)
+    assert list(corpora["train"].texts) == ["ab"] and len(corpora["val"]) == 2
+    assert "1  text is too long for its audio (CTC needs a fr" in capsys.readouterr().out
+    data = template.Utterances(corpora["val"], ["a", "b"])
+    model = template.Network(template.ModelInfo(8, 1, ["a", "b"])).eval()
+    both, alone = (template.collate([data.item(i, 0) for i in rows]) for rows in ((0, 1), (0,)))
+    batches = [next(to_device([batch], torch.device("cpu"))) for batch in (both, alone)]
+    with torch.no_grad():
+        results = [template.evaluate(model, [batch]) for batch in batches]
+    assert results[0]["ctc"] == pytest.approx(results[1]["ctc"])
+    assert results[0]["cer"][1] == 2 + 18
 
 
 def test_weights_of_another_network_are_refused_before_one_is_made(tmp_path):

@@ -24,14 +24,16 @@ from common import checkpoint
 from common.batches import to_device
 from common.device import Setup
 from common.engine import run_global_batch
-from models.wav2vec2 import formats, settings, start, vocabulary
+from models.wav2vec2 import formats, settings, start, texts, vocabulary
 from models.wav2vec2 import model as network
 from models.wav2vec2.model import Wav2Vec2, frames
 from models.wav2vec2.tokenizer import SPACE
 from recipes import wav2vec2_ctc as recipe
+from speech.data import feasible
 from speech.data.columns import Corpus
 from speech.data.loading import Checks, load_corpus
 from speech.signal.audio import SAMPLE_RATE
+from speech.writing import text
 from tests.models.wav2vec2.small import sentencepiece_state
 from tests.models.wav2vec2.test_formats import (
     GROUP,
@@ -67,10 +69,10 @@ def tiny():
 def write_noise(folder: Path, texts: tuple[str, ...]) -> str:
     """The manifest of utterances of noise."""
     random, rows = np.random.default_rng(len(texts)), []
-    for number, (seconds, text) in enumerate(zip(SECONDS, texts, strict=False)):
+    for number, (seconds, words) in enumerate(zip(SECONDS, texts, strict=False)):
         samples = random.uniform(-0.5, 0.5, round(seconds * SAMPLE_RATE))
         soundfile.write(folder / f"{number}.wav", samples, SAMPLE_RATE)
-        rows.append(json.dumps({"audio_filepath": f"{number}.wav", "text": text}))
+        rows.append(json.dumps({"audio_filepath": f"{number}.wav", "text": words}))
     (folder / "noise.json").write_text("\n".join(rows), encoding="utf-8")
     return str(folder / "noise.json")
 
@@ -108,7 +110,7 @@ def unsupervised(tmp_path_factory) -> Path:
 
 
 def corpus_of(noise: list[str], info: start.ModelInfo) -> Corpus:
-    prepare = recipe.Preparation(info.read_style())
+    prepare = functools.partial(texts.prepare, style=info.read_style())
     return load_corpus(noise[1], prepare, Checks())[0]
 
 
@@ -228,8 +230,8 @@ def test_usual_masks_go_with_the_start(noise, released, unsupervised):
     kept, _, _ = utterances(noise, released)
     args = runs.parse(recipe, *noise, "--model_dir", unsupervised)
     asked = recipe.resolve(args)
-    texts = corpus_of(noise, start.read(asked, str(unsupervised))[0]).texts
-    info, _ = start.first_model(asked, None, None, lambda info: texts, 1)
+    written = corpus_of(noise, start.read(asked, str(unsupervised))[0]).texts
+    info, _ = start.first_model(asked, None, None, lambda info: written, 1)
     new = recipe.Utterances(args, corpus_of(noise, info), start.tokenizer_of(info), info, True)
     assert (kept.masks, new.masks) == (start.KEPT_HEAD_MASKS, start.NEW_HEAD_MASKS)
     assert info.has_new_head and kept.layer_drop == new.layer_drop == start.LAYER_DROP
@@ -240,17 +242,24 @@ def test_ctc_feasibility_agrees_with_the_loss(tokens, samples):
     count = frames(samples, TINY)
     log_probs = torch.zeros(count, 1, 8).log_softmax(-1)
     loss = F.ctc_loss(log_probs, torch.tensor([tokens]), [count], [len(tokens)], blank=7)
-    assert recipe.ctc_fits(samples, tokens, TINY) == bool(torch.isfinite(loss))
+    assert feasible.fits(count, tokens) == bool(torch.isfinite(loss))
 
 
 def test_what_cannot_be_trained_on_is_left_out(noise, released, tmp_path, capsys):
     data, info, _ = utterances(noise, released)
     path = write_noise(tmp_path, ("ab", "ab" * 40, "xyz", "abx"))
-    corpus, _ = load_corpus(path, recipe.Preparation(info.read_style()), Checks())
-    kept = recipe.drop_untrainable(data.args, corpus, info)
-    assert list(kept.texts) == ["ab", "abx"]
+    corpus, _ = load_corpus(path, text.normalise, Checks())
+    tokenizer = start.tokenizer_of(info)
+    kept = recipe.drop_untrainable(
+        data.args, {"train": corpus, "val": corpus}, info.config, tokenizer
+    )
+    assert list(kept["train"].texts) == ["ab", "abx"] and kept["val"] is corpus
     out = capsys.readouterr().out
-    assert "a frame a token" in out and "outside the vocabulary" in out
+    assert out.count("a frame a token") == 2 and "outside the vocabulary" in out
+    assert "val set: 1 noted" in out and "in no CTC loss" in out
+    held_out = recipe.Utterances(data.args, corpus, tokenizer, info, training=False)
+    batch = recipe.collate([held_out.item(index, 0) for index in (0, 1)])
+    assert batch["counts"] == {"ctc": 2} and batch["tokens_lengths"].tolist() == [2, 80]
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -271,8 +280,8 @@ def same(one: dict, other: dict, names) -> set[bool]:
 def test_a_released_model_is_tuned_compared_and_exported(noise, released, tmp_path):
     flags = [*noise, "--model_dir", released, *SHORT, "--learning_rate", "1e-2"]
     out = ran(recipe, *flags, "--output_dir", tmp_path, "--export", tmp_path / "hf")
-    assert "texts: 7 of 11 are changed to what the model writes: lower case in 3" in out
-    assert "spaces for punctuation in 4" in out and "new vocabulary" not in out
+    assert "texts are prepared as the model writes" in out and "new vocabulary" not in out
+    assert "are changed before they are used; left out or replaced: " in out
     assert f"compared to {released}" in out
     state = newest(tmp_path, recipe)
     before = start.formats.read_model(released)[0]
@@ -301,7 +310,7 @@ def new_head_flags(noise, unsupervised) -> list:
 
 def test_a_new_head_learns_alone_during_the_warm_up(new_head, unsupervised):
     folder, out = new_head
-    assert "new vocabulary: 6 pieces; the model had none" in out
+    assert "new vocabulary: 10 pieces; the model had none" in out  # texts as they are written
     assert "compared to" not in out
     before = formats.read_model(unsupervised)[0]
     for name in vocabulary.ROWS:
@@ -328,9 +337,9 @@ def test_resumed_within_and_after_the_warm_up_it_ends_with_the_same_bits(
 
 def test_weights_of_a_run_fit_another_vocabulary_by_character(noise, new_head, tmp_path):
     """A model from scratch has the weights of an earlier run with rows at other places."""
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    train = write_noise(texts, ("aaé", "bba", "0ab", "éb0"))
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    train = write_noise(folder, ("aaé", "bba", "0ab", "éb0"))
     flags = ["--train_manifest", train, "--val_manifest", train, "--keep_text", "--vocab", "own"]
     best = new_head[0] / "checkpoints" / "best.safetensors"
     given = [*flags, "--model_dir", tmp_path / "ssl", "--init_from", best]
@@ -339,10 +348,13 @@ def test_weights_of_a_run_fit_another_vocabulary_by_character(noise, new_head, t
     ran(recipe, *given, *few, "--output_dir", tmp_path / "run")
     before, after = checkpoint.read_weights(best, recipe.RECIPE), newest(tmp_path / "run", recipe)
     old, new = (each.model_info["tokenizer"]["pieces"] for each in (before, after))
-    assert old == ["<pad>", "<unk>", SPACE, *"abé"] and new == ["<pad>", "<unk>", SPACE, *"0abé"]
+    special = ["<pad>", "<unk>", SPACE]
+    assert old == [*special, *",.ABabé"] and new == [*special, *"0abé"]
+    both = [piece for piece in old if piece in new]
     for name in vocabulary.ROWS:
-        kept = [new.index(piece) for piece in old]
-        assert torch.equal(after.model[name][kept], before.model[name])
+        rows = [each.index for each in (new, old)]
+        kept, theirs = ([row(piece) for piece in both] for row in rows)
+        assert torch.equal(after.model[name][kept], before.model[name][theirs])
     name = "encoder.layers.0.attention.q_proj.weight"
     assert torch.equal(after.model[name], before.model[name])
 
@@ -532,7 +544,7 @@ def test_adapters_in_fp16_beside_convolutions_in_fp32(noise, released, tmp_path)
 
 
 def test_a_plan_is_of_the_model_that_the_flags_ask_for(noise, released, unsupervised, tmp_path):
-    for folder, rows in ((released, 6), (unsupervised, 6)):
+    for folder, rows in ((released, 6), (unsupervised, 10)):
         flags = [*noise, "--model_dir", folder, "--output_dir", tmp_path]
         model = runs.planned(recipe, *flags).model
         assert model.lm_head.weight.shape == (rows, 32)
@@ -556,7 +568,6 @@ def test_a_plan_is_of_the_model_that_the_flags_ask_for(noise, released, unsuperv
         ("--vocab own --init_from {tuned}", "--vocab goes with --model_dir or --model_file"),
         ("--language deu --from_scratch", "--language"),
         ("--mask_time 0.5 --no_spec_augment --model_dir {hf}", "--mask_time"),
-        ("--keep_text --model_dir {hf} --resume {tuned}", "--keep_text"),
         (
             "--vocab released --model_dir {ssl} --resume {tuned}",
             "--vocab released (the checkpoint's",

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.wav2vec2.texts import Preparation, Style, prepare, read_style, style_of
+from models.wav2vec2.texts import Style, prepare, read_style, style_of
 from models.wav2vec2.tokenizer import Wav2Vec2Tokenizer
 from tests.models.wav2vec2.small import characters_state, sentencepiece_state
 
@@ -80,27 +80,14 @@ def test_words_are_mms_words(words):
     assert prepare(text, OMNI) == " ".join(digits.split())
 
 
-def test_one_sentence_says_what_is_done():
-    prepare = Preparation(OWN)
-    assert [prepare(text) for text in ["One, two", "three  four", "12", "(3) x"]] == [
-        "one two",
-        "three four",
-        "",
-        "x",
-    ]
-    assert prepare.report() == (
-        "texts: 3 of 4 are changed to what the model writes: lower case in 1, no bracketed numbers"
-        " in 1, spaces for punctuation in 1, no words of digits in 1, nothing left in 1"
-        " (--keep_text leaves them)"
-    )
-    prepare = Preparation(OMNI)
-    prepare("كِتَاب")
-    assert "to what the model writes: no vowel points or joiners in 1 (" in prepare.report()
-    prepare = Preparation(OWN)
-    prepare("one two")
-    assert prepare.report() == "texts: all 1 are as the model writes them"
-    kept = Preparation(None)
-    assert kept("One,  2") == "One, 2" and kept.report() == ""
+@pytest.mark.parametrize("text", ["ə˩kʰɯ˩-lɑ˥", "wà:ke k’ kʼ", "ma³¹ wa꞉ke", "Ab, 12 ½"])
+def test_texts_of_a_vocabulary_of_ones_own_stay_as_they_are(text):
+    assert prepare(f" {text}\u200b", None) == text
+
+
+def test_tone_letters_and_modifier_letters_are_no_punctuation():
+    assert prepare("Ə˩kɯ˩-lɑ˥, wa꞉ke", style_with("əkɯlɑwe")) == "ə˩kɯ˩ lɑ˥ wa꞉ke"
+    assert prepare("kʰ kʼ", style_with("kʰʼ")) == "kʰ kʼ"
 
 
 def test_a_style_is_saved_and_read():

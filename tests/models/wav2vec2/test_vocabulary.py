@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from common.errors import DataError, UsageError
 from models.wav2vec2 import vocabulary
 from models.wav2vec2.settings import make_config
-from models.wav2vec2.texts import Style, prepare, style_of
+from models.wav2vec2.texts import prepare, style_of
 from models.wav2vec2.tokenizer import Wav2Vec2Tokenizer
 from models.wav2vec2.vocabulary import ROWS, own, row_names, with_new_vocabulary
 from tests.models.wav2vec2.small import characters_state, sentencepiece_state
@@ -46,7 +46,7 @@ STATES = {
 def test_rows_go_with_their_characters(kind):
     info, weights = released(STATES[kind])
     old = row_names(Wav2Vec2Tokenizer(info.tokenizer))
-    new, changed = with_new_vocabulary(info, weights, own(["cab dé ŋɔB"], None))
+    new, changed = with_new_vocabulary(info, weights, own(["cab dé ŋɔB"]))
     names = row_names(Wav2Vec2Tokenizer(new.tokenizer))
     assert names == ["<blank>", "<unk>", "\u2581", *sorted("cabdéŋɔB")]
     assert (new.config["vocabulary"], new.config["blank"]) == (len(names), 0)
@@ -84,7 +84,7 @@ def test_an_extended_vocabulary_keeps_all_rows(kind, capsys):
         assert torch.equal(changed[name][: tokenizer.size], weights[name])
     assert f"rows of {tokenizer.size} are the released model's" in capsys.readouterr().out
     # A row that is new remains so.
-    again, _ = with_new_vocabulary(new, changed, own(["éx"], None))
+    again, _ = with_new_vocabulary(new, changed, own(["éx"]))
     names = row_names(Wav2Vec2Tokenizer(again.tokenizer))
     assert {"é", "x"} <= {names[row] for row in again.new_pieces}
     with pytest.raises(UsageError, match="has all characters"):
@@ -93,7 +93,7 @@ def test_an_extended_vocabulary_keeps_all_rows(kind, capsys):
 
 def test_letters_of_a_model_that_writes_capitals_keep_their_rows():
     info, weights = released({**characters_state("ABÉ"), "lower": True})
-    new, changed = with_new_vocabulary(info, weights, own(["abé", "eA"], None))
+    new, changed = with_new_vocabulary(info, weights, own(["abé", "eA"]))
     names = row_names(Wav2Vec2Tokenizer(new.tokenizer))
     assert {names[row] for row in new.new_pieces} == {"a", "e"}
     for name in ROWS:
@@ -104,7 +104,7 @@ def test_a_self_supervised_model_gets_a_head():
     config = make_config(WIDTH, 1, 2)
     weights = {"encoder.x": torch.zeros(1), ROWS[0]: torch.empty(0, WIDTH), ROWS[1]: torch.empty(0)}
     torch.manual_seed(0)
-    new, changed = with_new_vocabulary(Info(config, {}), weights, own(["ab"], None))
+    new, changed = with_new_vocabulary(Info(config, {}), weights, own(["ab"]))
     assert new.config["vocabulary"] == 5 and new.new_pieces == [0, 1, 2, 3, 4]
     assert changed[ROWS[0]].shape == (5, WIDTH) and 0 < changed[ROWS[0]].std() < 0.05
     assert changed[ROWS[1]].argmax() == new.config["blank"] == 0
@@ -138,19 +138,19 @@ def test_characters_that_are_not_rare_must_be_known(capsys):
 
 def test_a_vocabulary_of_one_s_own_needs_characters():
     with pytest.raises(DataError, match="0 characters"):
-        own(["  ", ""], None)
+        own(["  ", ""])
     with pytest.raises(DataError, match="65,534 characters"):
-        own(map(chr, range(0x20000, 0x20000 + 65_534)), None)
+        own(map(chr, range(0x20000, 0x20000 + 65_534)))
 
 
 @given(st.text(st.sampled_from("aBcÀßƙ'’-.,()12٣½´ \u200d\u0301\u064bहिंİ|")))
-@pytest.mark.parametrize("kind", [None, "hf", "omniasr"])
+@pytest.mark.parametrize("kind", ["hf", "omniasr"])
 def test_the_new_vocabulary_prepares_texts_as_the_old_one_did(kind, text):
     """A run that is resumed knows its own vocabulary alone."""
-    old = Wav2Vec2Tokenizer(STATES[kind]) if kind else None
+    old = Wav2Vec2Tokenizer(STATES[kind])
     style = style_of(old)
     texts = [prepare(text, style), "zz 2nd"]
-    state = vocabulary.extended(old, texts, style) if old else own(texts, style)
+    state = vocabulary.extended(old, texts, style)
     assert prepare(text, style_of(Wav2Vec2Tokenizer(state))) == texts[0]
 
 
@@ -161,12 +161,11 @@ def test_a_bar_in_texts_that_are_kept_is_a_letter(kind):
     if kind:
         state = vocabulary.extended(Wav2Vec2Tokenizer(STATES[kind]), texts, None)
     else:
-        state = own(texts, None)
+        state = own(texts)
     tokenizer = Wav2Vec2Tokenizer(state)
     assert tokenizer.decode(tokenizer.encode("|ab a")) == "|ab a"
     assert tokenizer.lacking("|ab a") == []
 
 
 def test_digits_are_characters_of_texts_that_are_kept():
-    assert own(["a 12"], None)["pieces"][3:] == ["1", "2", "a"]
-    assert own(["a 2nd"], Style())["pieces"][3:] == ["a", "d", "n"]
+    assert own(["a 12"])["pieces"][3:] == ["1", "2", "a"]

@@ -33,10 +33,6 @@ def even(
     return [(f"{i:02} " + "x" * letters, seconds, speaker) for i in range(count)]
 
 
-def test_letters_and_marks_count():
-    assert checks.letters("aé, ሰላም! 12 e\u0301") == 2 + 3 + 2
-
-
 def test_a_clip_with_anothers_text_is_far_from_its_speakers_rate():
     odd = [("x" * 60, 3.0, "a"), ("x" * 12, 3.0, "a")]
     problems = checks.speaking_rate(

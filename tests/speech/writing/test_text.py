@@ -36,6 +36,7 @@ def test_whispers_normaliser_is_that_of_transformers(value):
 def test_the_share_of_marks():
     assert text.mark_share(["हिं 1.", "a"]) == 2 / 4  # ह and a; ि and ं
     assert text.mark_share([unicodedata.normalize("NFD", "Tiếng Việt")]) == 0  # they are composed
+    assert text.mark_share(["a˩b˥"]) == 2 / 4
     assert text.mark_share([]) == 0
 
 
@@ -68,7 +69,9 @@ def test_for_scoring(value):
     assert text.for_scoring(scored) == scored
     assert text.for_scoring(text.normalise(value)) == scored
     assert unicodedata.is_normalized("NFC", scored)
-    assert not any(unicodedata.category(c).startswith("P") or c in text.JOINERS for c in scored)
+    left = {c for c in scored if unicodedata.category(c).startswith("P")}
+    assert left <= text.IN_WORDS and not left & set(scored[:1] + scored[-1:])
+    assert not set(scored) & set(text.JOINERS)
     kept = {"L", "M", "N", "S"}
     before = [c for c in unicodedata.normalize("NFD", value) if unicodedata.category(c)[0] in kept]
     after = [c for c in unicodedata.normalize("NFD", scored) if unicodedata.category(c)[0] in kept]
@@ -93,6 +96,9 @@ def test_for_scoring(value):
         ("a\0b\x1bc\ue000\ud800", "abc", "abc"),
         ("", "", ""),
         ("।", "।", ""),
+        ("Ma’a «wà:ke», kʼa ma?a.", "Ma’a «wà:ke», kʼa ma?a.", "Ma'a wà:ke kʼa ma?a"),
+        ("ə˩kʰɯ˩-lɑ˥ wa꞉ke 3:30", "ə˩kʰɯ˩-lɑ˥ wa꞉ke 3:30", "ə˩kʰɯ˩ lɑ˥ wa꞉ke 3 30"),
+        ("你好?世界", "你好?世界", "你好 世界"),
     ],
 )
 def test_examples(value, normal, scored):

@@ -194,3 +194,23 @@ def test_the_flag_that_adds_characters_is_ready_to_copy(texts, flag, capsys):
     if flag:
         value = shlex.split(flag)[1]
         assert set(value.split(" ")) == {c for text in texts for c in text if c not in "ab "}
+
+
+class Folding:
+    """A tokenizer that reads small letters, and knows these alone."""
+
+    unknown = 0
+
+    def encode(self, value: str) -> list[int]:
+        return [ord(c) if c.isascii() else 0 for c in value.lower().replace("ʰ", "h")]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(map(chr, tokens))
+
+
+def test_characters_that_a_vocabulary_writes_in_another_way_are_named(capsys):
+    unknown.note_rewritten({"train": corpus(["kʰa A", "ʰ ሰ"]), "val": corpus(["ab"])}, Folding())
+    assert capsys.readouterr().out == (
+        "warning: train set: 2 characters are read in another way by the vocabulary: ʰ as h x 2,"
+        " A as a x 1\n"
+    )
