@@ -144,10 +144,12 @@ def in_its_letters(corpora: dict[str, Corpus], info: ModelInfo) -> dict[str, Cor
     """The corpora. Those that stand in for data in a plan have letters that the model writes, which
     may have capitals or another script only."""
     train = corpora["train"]
-    if train.paths[0] or not info.config["vocabulary"]:
+    if train.paths[0] or not info.tokenizer:
         return corpora
     letters = {*"".join(train.texts)} - {" "}
-    known = itertools.cycle(sorted(tokenizer_of(info).characters))
+    known = itertools.cycle(
+        sorted(each for each in tokenizer_of(info).characters if len(each) == 1)
+    )
     table = dict(zip(map(ord, sorted(letters)), known, strict=False))
     texts = Strings(text.translate(table) for text in train.texts)
     return {name: dataclasses.replace(each, texts=texts) for name, each in corpora.items()}

@@ -1,5 +1,6 @@
 """The predictions of the preset scripts' rows, with a stub for the recipes; one plan is real."""
 
+import importlib
 import json
 import shutil
 import sys
@@ -9,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import tier_tables, tiers
+from common import preset
+from tests import presets
+from tests.recipes import runs
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "run_xtts_amharic.sh"
@@ -207,3 +211,17 @@ def test_a_real_plan_agrees_with_the_predictions():
     known = tier_tables.predictions()[f"{script} 4gb minimal"]
     assert planned["verdict"] == "fits"
     assert planned["gib"] == pytest.approx(known["gib"], rel=0.1)
+
+
+@pytest.mark.parametrize("script", tier_tables.SCRIPTS)
+def test_a_row_of_every_size_can_be_planned(script, tmp_path, monkeypatch):
+    """Without data and weights, with the flags that tiers.py gives: the recipe reaches the plan."""
+    monkeypatch.chdir(tmp_path)
+    more = tier_tables.SCRIPTS[script].flags.split()
+    declared = presets.declared(script)
+    recipe = importlib.import_module(f"recipes.{declared.recipe}")
+    rows = tier_tables.planned_rows(preset.read_rows(declared.rows))
+    tiers_of = {size: tier for tier, size, _ in rows}
+    for size, tier in tiers_of.items():
+        plan = runs.planned(recipe, *presets.flags_of(declared, tier, size, *more))
+        assert plan.batch["tokens_lengths"].min() > 0, size
