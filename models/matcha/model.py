@@ -224,7 +224,7 @@ class EncoderAttention(nn.Module):
         y = F.scaled_dot_product_attention(
             rotated(q, angles),
             rotated(k, angles),
-            v,
+            v.contiguous(),  # torch's fused kernels take no transposed values
             attn_mask=mask[:, None],
             dropout_p=self.dropout if self.training else 0.0,
         )
@@ -315,7 +315,7 @@ class Estimator(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         embedded = self.time_mlp(time_sinusoids(time, self.inputs))
-        coarse = mask[:, :, ::DOWNSAMPLING]
+        coarse = mask[:, :, ::DOWNSAMPLING].contiguous()  # or attention has no fused kernel
         kept = []
         for (resnet, (layer,), resample), valid in zip(
             self.down_blocks, (mask, coarse), strict=True
