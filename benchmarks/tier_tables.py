@@ -67,7 +67,7 @@ SCRIPTS = {
     "run_wav2vec2_ctc.sh": Script(
         "recipes/wav2vec2_ctc.md",
         "utterances of 22.2 s (20 s at 0.9 times the speed)",
-        "--from_scratch --no_train_extractor",
+        "--from_scratch --no_train_extractor --layer_drop 0.1",
     ),
     "run_matcha_voice.sh": Script("recipes/matcha_voice.md", "utterances of 15 s"),
     "run_xtts_amharic.sh": Script(

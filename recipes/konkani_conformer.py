@@ -575,13 +575,13 @@ def losses(
     returns."""
     # (T, B, V + 1), in fp32 or better
     log_probs = upcast(model.ctc_head(encoded)).log_softmax(-1).transpose(0, 1)
-    # Lengths on the host spare CTC a wait for the device. What cannot be aligned was rejected
+    # Numbers as lengths spare CTC each wait for the device. What cannot be aligned was rejected
     # before training; an evaluation set is scored whole, so there it may occur.
     ctc = F.ctc_loss(
         log_probs,
         batch["tokens"],
-        lengths,
-        batch["tokens_lengths_host"],
+        lengths.tolist(),
+        batch["tokens_lengths_host"].tolist(),
         blank=model.eos,
         reduction="sum",
         zero_infinity=not model.training,

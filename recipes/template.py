@@ -207,8 +207,8 @@ def compute_loss(model: Network, batch: dict) -> dict[str, torch.Tensor]:
     loss = F.ctc_loss(
         log_probs.transpose(0, 1),
         batch["tokens"],
-        lengths,
-        batch["tokens_lengths_host"],
+        lengths.tolist(),  # numbers, for which CTC does not wait for the device
+        batch["tokens_lengths_host"].tolist(),
         blank=model.blank,
         reduction="sum",
         zero_infinity=True,  # a text with more characters than frames cannot be aligned
