@@ -468,7 +468,7 @@ class Subsampling(nn.Module):
 
 
 CHECKPOINTED = (Subsampling, EncoderLayer, DecoderLayer)  # recomputed by --gradient_checkpointing
-COMPILED = (FeedForward, SelfAttention, CrossAttention, Convolution)  # compiled by --torch_compile
+COMPILED = (FeedForward, SelfAttention, CrossAttention)  # compiled by --torch_compile
 BRANCH_OUTPUTS = (".out", ".leave", ".first.3", ".second.3", ".feed_forward.3")
 
 

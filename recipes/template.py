@@ -315,7 +315,6 @@ def main(args) -> None:
         fit=fit,
         not_begun=recogniser.not_begun,
         checkpointed=(Layer,),
-        compiled=(Layer,),
         reports=recogniser.REPORTS,
     )
     train(args, run, model, task, global_batches, evaluation["val"])
