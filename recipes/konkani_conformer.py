@@ -55,7 +55,8 @@ from speech.alignment import command as alignment
 from speech.alignment.letters import of_characters
 from speech.data import demo, splits
 from speech.data.columns import Corpus
-from speech.decoding import recogniser
+from speech.decoding import recogniser, timed, windows
+from speech.decoding.long import PARTS, by_length
 from speech.decoding.search import joint_beam, rescored_beam
 from speech.signal import augment, nemo_features
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
@@ -148,7 +149,7 @@ def resolve(args) -> recogniser.Options:
     if args.export:
         released.require_exports(vars(args), options.paths_in(args, *released.EXPORTS))
         onnx_files.require_packages("--export")
-    return recogniser.resolve(args, is_demo, BEAM_SIZE)
+    return recogniser.resolve(args, is_demo, BEAM_SIZE, has_times=True)
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -651,6 +652,25 @@ def final_texts(how: recogniser.Options, tokenizer, model: Conformer, batch: dic
     return [tokenizer.decode(tokens) for tokens in hypotheses]
 
 
+@torch.no_grad()
+def timed_texts(how: recogniser.Options, tokenizer, model: Conformer, batch: dict) -> list[dict]:
+    """The texts of a batch by --decoding, with the times at which CTC has them."""
+    encoded, _, lengths = model.encode(batch)
+    hypotheses = decode(model, encoded, lengths, how.method, how.beam_size)
+    log_probs = upcast(model.ctc_head(encoded)).log_softmax(-1)
+    frames = lengths.tolist()
+    tokens = [
+        timed.aligned(row[:count], hypothesis, model.eos)
+        for row, count, hypothesis in zip(log_probs, frames, hypotheses, strict=True)
+    ]
+    return timed.transcripts(tokens, frames, tokenizer, frame_samples(model) / SAMPLE_RATE)
+
+
+def frame_samples(model: Conformer) -> int:
+    """The samples between the beginnings of two frames of the encoder."""
+    return nemo_features.HOP * model.config["subsampling"]
+
+
 def report_results(
     how: recogniser.Options,
     tokenizer,
@@ -772,8 +792,9 @@ def trained(args, setup: device.Setup) -> tuple[Conformer, text.CharTokenizer, s
 def transcribe(args, how: recogniser.Options) -> None:
     setup = device.setup(args, quiet=True)
     model, tokenizer, before = trained(args, setup)
-    texts_of = functools.partial(final_texts, how, tokenizer, model)
-    recogniser.transcribe_files(how, texts_of, setup, before.longest)
+    texts_of = functools.partial(timed_texts, how, tokenizer, model)
+    cutting = by_length(before.longest, windows.by_time(tokenizer, frame_samples(model)))
+    recogniser.transcribe_files(how, texts_of, setup, before.longest, cutting, PARTS)
 
 
 def recogniser_to_align(args) -> alignment.Recogniser:
@@ -788,7 +809,7 @@ def recogniser_to_align(args) -> alignment.Recogniser:
     return alignment.Recogniser(
         setup,
         log_probs,
-        frame=nemo_features.HOP * model.config["subsampling"] / SAMPLE_RATE,
+        frame=frame_samples(model) / SAMPLE_RATE,
         vocabulary=of_characters(tokenizer.index, model.eos, model.eos + 1),
         longest=before.longest,
     )

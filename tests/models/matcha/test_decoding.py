@@ -105,7 +105,9 @@ def test_sentences_that_do_not_fit_together_are_spoken_apart(voice, monkeypatch)
     for apart, together in zip(decoding.speak(voice, texts, Settings()), whole, strict=True):
         torch.testing.assert_close(apart, together, rtol=0, atol=1e-6)
     short_of_memory(monkeypatch, 0)
-    with pytest.raises(RunError, match="the sentence 'ab ba.' does not fit into memory even alone"):
+    with pytest.raises(
+        RunError, match=r"the sentence 'ab ba\.' does not fit into memory even alone"
+    ):
         next(decoding.speak(voice, texts, Settings()))
 
 
