@@ -28,16 +28,16 @@ always='--output_dir runs/matcha_voice' # a folder of its own for each recipe
 rows='
 #tier size  batch accumulation what
 *     demo  16 1
-4gb   full  8 4
+4gb   full  16 2
 4gb   large 8 4 R
 6gb   full  16 2
-6gb   large 16 2 R
-8gb   full  16 2
-8gb   large 8 4
+6gb   large 8 4
+8gb   full  32 1
+8gb   large 16 2
 t4    full  32 1
-t4    large 16 2
+t4    large 32 1
 16gb  full  32 1
-16gb  large 16 2
+16gb  large 32 1
 24gb  full  32 1
 24gb  large 32 1
 a100  full  32 1

@@ -67,7 +67,7 @@ SCRIPTS = {
     "run_wav2vec2_ctc.sh": Script(
         "recipes/wav2vec2_ctc.md",
         "utterances of 22.2 s (20 s at 0.9 times the speed)",
-        "--from_scratch --no_train_extractor",
+        "--from_scratch --no_train_extractor --layer_drop 0.1",
     ),
     "run_matcha_voice.sh": Script("recipes/matcha_voice.md", "utterances of 15 s"),
     "run_xtts_amharic.sh": Script(
@@ -96,7 +96,7 @@ def predictions_file() -> Path:
 
 def predictions() -> dict:
     """The content of tiers.json: {"torch": {script: version}, "script tier size": {"row": cell,
-    "gib": at the peak, "verdict": text}}."""
+    "gib": at the peak, "verdict": text}}; an L behind the size: with --lora."""
     path = predictions_file()
     if not path.exists():
         return {}
@@ -150,6 +150,15 @@ def planned_rows(rows: list[list[str]]) -> list[tuple[str, str, str]]:
         if tier != "cpu" and text != "-":
             found.append((tier, size, text))
     return found
+
+
+def adapter_rows(rows: list[list[str]]) -> list[tuple[str, str, str]]:
+    """Tier, size with an L behind it, and cell of each row that counts with --lora."""
+    return [
+        (tier, f"{size} L", cell([tier, size, *row]))
+        for tier, size, mark, *row in rows
+        if mark == "L"
+    ]
 
 
 def memory(script: str, rows: list[list[str]]) -> dict[tuple[str, str], float]:

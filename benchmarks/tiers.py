@@ -31,7 +31,7 @@ from benchmarks import tier_tables
 from common.preset import LETTERS
 from dry_run.cards import split_count
 
-FLAGS = {**LETTERS, "S": ["--sharded"]}
+FLAGS = {**LETTERS, "S": ["--sharded"], "L": ["--lora", "32"]}
 USUAL = ("-", "R", "8", "R8", "H", "RH", "G", "RG", "W", "RW")
 FROZEN = ("F", "RF", "F8", "RF8", "FH", "RFH")
 GIB = {"MiB": 1 / 1024, "GiB": 1.0}
@@ -43,8 +43,10 @@ class NoPlan(Exception):
 
 def command_of(script: str, tier: str, size: str, card: str, *more: str) -> list[str]:
     """The words of the recipe's command that a script prints for a plan, without the interpreter.
-    Raises `NoPlan`."""
+    `size`: perhaps with an L behind it. Raises `NoPlan`."""
+    size, *letters = size.split()
     flags = tier_tables.SCRIPTS[script].flags.split()
+    flags += [flag for letter in letters for flag in FLAGS[letter]]
     words = [str(tier_tables.ROOT / script), tier, size, *flags, *more]
     words += ["--dry_run", card, "--print"]
     printed = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "GPUS": "1"})
@@ -111,7 +113,8 @@ def plan_scripts(scripts: list[str], jobs: int, only_changed: bool = False) -> l
     versions = entries.pop("torch", {})
     bad = []
     for script in scripts:
-        rows = tier_tables.planned_rows(tier_tables.read_rows(script))
+        table = tier_tables.read_rows(script)
+        rows = tier_tables.planned_rows(table) + tier_tables.adapter_rows(table)
         if versions.get(script) != torch:  # a script's rows are all of one version
             entries = {key: entry for key, entry in entries.items() if key.split()[0] != script}
         known = {key: entry for key, entry in entries.items() if key.split()[0] == script}

@@ -46,7 +46,8 @@ class Task:
     `learning_rate`      the peak rate unless --learning_rate is given
     `checkpointed`       the types of the layers that --gradient_checkpointing recomputes, and in
                          which --use_cpu_offload weights keeps 16-bit copies
-    `compiled`           the types of the layers that --torch_compile compiles
+    `compiled`           the types of the layers that --torch_compile compiles: none with a
+                         convolution, for which torch compiles anew at every length
     `adamw`              the optimizer's betas, and whether embeddings have weight decay
     `evaluate_first`     a new run evaluates the model before its first update
     `fine_tunes`         the model began from released weights: the length of the run, its

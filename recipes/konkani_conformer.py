@@ -54,7 +54,8 @@ from speech.alignment import command as alignment
 from speech.alignment.letters import of_characters
 from speech.data import demo, feasible, splits
 from speech.data.columns import Corpus
-from speech.decoding import recogniser
+from speech.decoding import recogniser, timed, windows
+from speech.decoding.long import PARTS, by_length
 from speech.decoding.search import joint_beam, rescored_beam
 from speech.signal import augment, nemo_features
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
@@ -150,7 +151,7 @@ def resolve(args) -> recogniser.Options:
     if args.export:
         released.require_exports(vars(args), options.paths_in(args, *released.EXPORTS))
         onnx_files.require_packages("--export")
-    return recogniser.resolve(args, is_demo, BEAM_SIZE)
+    return recogniser.resolve(args, is_demo, BEAM_SIZE, has_times=True)
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -466,7 +467,7 @@ class Subsampling(nn.Module):
 
 
 CHECKPOINTED = (Subsampling, EncoderLayer, DecoderLayer)  # recomputed by --gradient_checkpointing
-COMPILED = (FeedForward, SelfAttention, CrossAttention, Convolution)  # compiled by --torch_compile
+COMPILED = (FeedForward, SelfAttention, CrossAttention)  # compiled by --torch_compile
 BRANCH_OUTPUTS = (".out", ".leave", ".first.3", ".second.3", ".feed_forward.3")
 
 
@@ -573,13 +574,13 @@ def losses(
     returns."""
     # (T, B, V + 1), in fp32 or better
     log_probs = upcast(model.ctc_head(encoded)).log_softmax(-1).transpose(0, 1)
-    # Lengths on the host spare CTC a wait for the device. What cannot be aligned was rejected
+    # Numbers as lengths spare CTC each wait for the device. What cannot be aligned was rejected
     # before training; an evaluation set is scored whole, so there it may occur.
     ctc = F.ctc_loss(
         log_probs,
         batch["tokens"],
-        lengths,
-        batch["tokens_lengths_host"],
+        lengths.tolist(),
+        batch["tokens_lengths_host"].tolist(),
         blank=model.eos,
         reduction="sum",
         zero_infinity=not model.training,
@@ -647,6 +648,25 @@ def final_texts(how: recogniser.Options, tokenizer, model: Conformer, batch: dic
     encoded, _, lengths = model.encode(batch)
     hypotheses = decode(model, encoded, lengths, how.method, how.beam_size)
     return [tokenizer.decode(tokens) for tokens in hypotheses]
+
+
+@torch.no_grad()
+def timed_texts(how: recogniser.Options, tokenizer, model: Conformer, batch: dict) -> list[dict]:
+    """The texts of a batch by --decoding, with the times at which CTC has them."""
+    encoded, _, lengths = model.encode(batch)
+    hypotheses = decode(model, encoded, lengths, how.method, how.beam_size)
+    log_probs = upcast(model.ctc_head(encoded)).log_softmax(-1)
+    frames = lengths.tolist()
+    tokens = [
+        timed.aligned(row[:count], hypothesis, model.eos)
+        for row, count, hypothesis in zip(log_probs, frames, hypotheses, strict=True)
+    ]
+    return timed.transcripts(tokens, frames, tokenizer, frame_samples(model) / SAMPLE_RATE)
+
+
+def frame_samples(model: Conformer) -> int:
+    """The samples between the beginnings of two frames of the encoder."""
+    return nemo_features.HOP * model.config["subsampling"]
 
 
 def report_results(
@@ -775,8 +795,9 @@ def trained(args, setup: device.Setup) -> tuple[Conformer, text.CharTokenizer, s
 def transcribe(args, how: recogniser.Options) -> None:
     setup = device.setup(args, quiet=True)
     model, tokenizer, before = trained(args, setup)
-    texts_of = functools.partial(final_texts, how, tokenizer, model)
-    recogniser.transcribe_files(how, texts_of, setup, before.longest)
+    texts_of = functools.partial(timed_texts, how, tokenizer, model)
+    cutting = by_length(before.longest, windows.by_time(tokenizer, frame_samples(model)))
+    recogniser.transcribe_files(how, texts_of, setup, before.longest, cutting, PARTS)
 
 
 def recogniser_to_align(args) -> alignment.Recogniser:
@@ -791,7 +812,7 @@ def recogniser_to_align(args) -> alignment.Recogniser:
     return alignment.Recogniser(
         setup,
         log_probs,
-        frame=nemo_features.HOP * model.config["subsampling"] / SAMPLE_RATE,
+        frame=frame_samples(model) / SAMPLE_RATE,
         vocabulary=of_characters(tokenizer.index, model.eos, model.eos + 1),
         longest=before.longest,
     )

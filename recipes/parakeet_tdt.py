@@ -378,8 +378,8 @@ def losses(
         terms["ctc"] = F.ctc_loss(
             model.ctc_log_probs(encoded).transpose(0, 1),
             batch["tokens"],
-            counts,
-            lengths,
+            frames,
+            lengths.tolist(),
             blank=model.blank,
             reduction="none",
             zero_infinity=True,

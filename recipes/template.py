@@ -215,8 +215,8 @@ def compute_loss(model: Network, batch: dict) -> dict[str, torch.Tensor]:
     loss = F.ctc_loss(
         log_probs.transpose(0, 1),
         batch["tokens"],
-        lengths,
-        batch["tokens_lengths_host"],
+        lengths.tolist(),  # numbers, for which CTC does not wait for the device
+        batch["tokens_lengths_host"].tolist(),
         blank=model.blank,
         reduction="sum",
         zero_infinity=not model.training,  # a held-out text may be too long: see `feasible`
@@ -323,7 +323,6 @@ def main(args) -> None:
         fit=fit,
         not_begun=recogniser.not_begun,
         checkpointed=(Layer,),
-        compiled=(Layer,),
         reports=recogniser.REPORTS,
     )
     train(args, run, model, task, global_batches, evaluation["val"])

@@ -144,10 +144,12 @@ def in_its_letters(corpora: dict[str, Corpus], info: ModelInfo) -> dict[str, Cor
     """The corpora. Those that stand in for data in a plan have letters that the model writes, which
     may have capitals or another script only."""
     train = corpora["train"]
-    if train.paths[0] or not info.config["vocabulary"]:
+    if train.paths[0] or not info.tokenizer:
         return corpora
     letters = {*"".join(train.texts)} - {" "}
-    known = itertools.cycle(sorted(tokenizer_of(info).characters))
+    known = itertools.cycle(
+        sorted(each for each in tokenizer_of(info).characters if len(each) == 1)
+    )
     table = dict(zip(map(ord, sorted(letters)), known, strict=False))
     texts = Strings(text.translate(table) for text in train.texts)
     return {name: dataclasses.replace(each, texts=texts) for name, each in corpora.items()}
@@ -280,13 +282,13 @@ class Utterances:
             item["channel_masks"] = augmented * span_mask(random, width, channels, CHANNEL_SPAN)
         if self.training and self.layer_drop:
             draws = random.random(self.config["num_hidden_layers"])
-            item["layers"] = (draws >= self.layer_drop).tolist()
+            item["layers"] = torch.from_numpy(draws >= self.layer_drop)
         return item
 
 
 def collate(items: list[dict]) -> dict:
     """Items to a batch: audio (B, T), tokens (B, U) and perhaps time_masks (B, T'), each with its
-    lengths; channel_masks (B, D); layers, a list for each utterance."""
+    lengths; channel_masks (B, D); layers (B, L), True where an utterance goes through a layer."""
     batch = {
         "names": [item["name"] for item in items],
         "texts": [item["text"] for item in items],
@@ -300,7 +302,7 @@ def collate(items: list[dict]) -> dict:
         batch["time_masks"], batch["time_masks_lengths"] = pad(masks, False)
         batch["channel_masks"] = torch.stack([item["channel_masks"] for item in items])
     if "layers" in items[0]:
-        batch["layers"] = [item["layers"] for item in items]
+        batch["layers"] = torch.stack([item["layers"] for item in items])
     batch["counts"] = {"ctc": sum(item["targets"] for item in items)}
     return batch
 
@@ -320,8 +322,8 @@ def ctc_loss(
     return F.ctc_loss(
         model.ctc_log_probs(encoded).transpose(0, 1),
         tokens,
-        torch.tensor(frames),
-        lengths,  # on the host, which spares CTC a wait for the device
+        frames,
+        lengths.tolist(),  # numbers spare CTC each wait for the device
         blank=model.blank,
         reduction="sum",
         zero_infinity=not model.training,

@@ -1,6 +1,8 @@
 """Which token each mel frame belongs to: monotonic alignment search (Kim et al. 2020) in training,
 predicted durations in speaking."""
 
+import itertools
+
 import torch
 
 from common.device import upcast
@@ -23,21 +25,23 @@ def search(
         means, mels = upcast(means), upcast(mels)
         # What a frame adds whatever its token is has no influence.
         scores = mels @ means.transpose(1, 2) - means.square().sum(2)[:, None] / 2  # (B, F, U)
-    tokens = torch.arange(scores.shape[2], device=scores.device)
-    best = torch.where(tokens == 0, scores[:, 0], -torch.inf)  # of all paths to a token
-    moved = [torch.zeros_like(best, dtype=torch.bool)]  # whether the frame before has another token
-    for frame in scores.unbind(1)[1:]:
-        before = torch.nn.functional.pad(best[:, :-1], (1, 0), value=-torch.inf)
-        moved.append(before > best)
-        best = torch.maximum(before, best) + frame
-    last = token_lengths - 1
-    token = last
-    path = []
-    for frame in range(len(moved) - 1, -1, -1):
-        path.append(token)
-        has_moved = moved[frame].gather(1, token[:, None])[:, 0]
-        token = torch.where(frame < frame_lengths, token - has_moved.long(), last)
-    return torch.stack(path[::-1], dim=1)
+    # Of all paths to a token (B, F, U), behind a column for the token before the first. All writes
+    # are in place: a launch takes longer than what it computes.
+    best = torch.nn.functional.pad(scores, (1, 0), value=-torch.inf)
+    best[:, 0, 2:] = -torch.inf
+    larger = torch.empty_like(scores[:, 0])
+    for before, frame in itertools.pairwise(best.unbind(1)):
+        torch.maximum(before[:, :-1], before[:, 1:], out=larger)
+        frame[:, 1:].add_(larger)
+    moved = best[:, :-1, :-1] > best[:, :-1, 1:]  # whether the frame before has another token
+    moved &= valid_mask(frame_lengths, best.shape[1])[:, 1:, None]
+    moved = moved.view(torch.int8)  # which can be subtracted
+    path = (token_lengths - 1)[:, None].repeat(1, best.shape[1])
+    for frame in range(best.shape[1] - 1, 0, -1):
+        token = path[:, frame : frame + 1]
+        steps = moved[:, frame - 1].gather(1, token)
+        torch.sub(token, steps, out=path[:, frame - 1 : frame])
+    return path
 
 
 def durations(path: torch.Tensor, frame_lengths: torch.Tensor, tokens: int) -> torch.Tensor:

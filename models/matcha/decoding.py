@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from common import memory
 from models.matcha import alignment
 from models.matcha.mels import SAMPLE_RATE
 from models.matcha.model import BANDS, Matcha
@@ -19,7 +20,7 @@ TEMPERATURE = 0.3
 LONGEST = 300  # characters that are spoken at once; a longer sentence is cut
 ROWS = 16  # sentences that are spoken at once
 PAUSE_SECONDS = 0.2  # between sentences
-MOST_FRAMES = 20_000  # of a sentence, four minutes: untrained durations may be without limit
+MOST_FRAMES = 50  # of a token, on average: untrained durations may be without limit
 
 
 @dataclass(frozen=True)
@@ -54,28 +55,36 @@ def speak(
     voice: Voice, texts: Sequence[str], settings: Settings, speakers: Sequence[int] | None = None
 ) -> Iterator[torch.Tensor]:
     """The waveforms (T,) of texts in order, on the model's device, each by the speaker of that
-    number (the first one). The sentences of up to 16 texts are spoken together, which changes none
-    of them."""
-    pause = torch.zeros(round(PAUSE_SECONDS * SAMPLE_RATE))
+    number (the first one). The sentences of up to 16 texts are spoken together, fewer if these do
+    not fit into memory, which changes none of them. Raises `RunError` for one that does not fit
+    alone."""
+    device = voice.model.mel_mean.device
+
+    def spoken(batch: dict) -> list[torch.Tensor]:
+        return [voice.vocode(mel) for mel in mels_of(voice.model, batch["rows"], settings)]
+
+    pause = torch.zeros(round(PAUSE_SECONDS * SAMPLE_RATE), device=device)
     for first in range(0, len(texts), ROWS):
         rows = []
         owners = []
+        names = []
         for number, text in enumerate(texts[first : first + ROWS], first):
             whole = read(text, voice.language)
             for sentence in split_sentences(whole, LONGEST, len):
                 rows.append((voice.tokens.encode(sentence), speakers[number] if speakers else 0))
                 owners.append(number)
-        mels = [mel for part in _batches(rows) for mel in mels_of(voice.model, part, settings)]
+                names.append(f"the sentence {sentence[:40]!r}")
+        waveforms = []
+        for start in range(0, len(rows), ROWS):
+            part = slice(start, start + ROWS)
+            batch = {"names": names[part], "rows": rows[part]}
+            for results in memory.split_on_oom(spoken, batch, device):
+                waveforms += results
         for number in range(first, min(first + ROWS, len(texts))):
-            own = [mel for mel, owner in zip(mels, owners, strict=True) if owner == number]
-            parts = [pause.to(own[0].device)] * (2 * len(own) - 1)
-            parts[::2] = [voice.vocode(mel) for mel in own]
+            own = [one for one, owner in zip(waveforms, owners, strict=True) if owner == number]
+            parts = [pause] * (2 * len(own) - 1)
+            parts[::2] = own
             yield torch.cat(parts)
-
-
-def _batches(rows: list) -> Iterator[list]:
-    for first in range(0, len(rows), ROWS):
-        yield rows[first : first + ROWS]
 
 
 @torch.no_grad()
@@ -90,7 +99,8 @@ def mels_of(
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
     speakers = torch.tensor([speaker for _, speaker in sentences], device=device)
     means, log_frames, vectors = model.encode(tokens, lengths, speakers)
-    ends = alignment.ends_of(log_frames, lengths, settings.speed).clamp_max(MOST_FRAMES)
+    ends = alignment.ends_of(log_frames, lengths, settings.speed)
+    ends = ends.minimum(MOST_FRAMES * lengths[:, None])
     frames = ends[:, -1]
     longest = int(frames.max())
     generator = torch.Generator().manual_seed(settings.seed)

@@ -9,7 +9,7 @@ import torch
 
 from common import files, memory
 from common.device import Setup
-from common.errors import require
+from common.errors import RunError, require
 from models.matcha import alignment, decoding
 from models.matcha.decoding import Settings, Voice
 from models.matcha.mels import SAMPLE_RATE, LogMel, with_edges
@@ -35,13 +35,18 @@ class Listener:
 
     def listen(self) -> None:
         """Speaks the sentences into the folder, and draws the alignment of the first one. What an
-        earlier evaluation has left is replaced."""
+        earlier evaluation has left is replaced. A voice whose first durations are too long for the
+        memory is not heard yet."""
         folder = self.folder / LISTEN
         folder.mkdir(parents=True, exist_ok=True)
         rows = range(min(SPOKEN, len(self.corpus)))
         texts = [self.corpus.texts[row] for row in rows]
         numbers = speaker_numbers(self.corpus, self.voice.speakers)[: len(rows)].tolist()
-        spoken = decoding.speak(self.voice, texts, Settings(), numbers)
+        try:
+            spoken = [*decoding.speak(self.voice, texts, Settings(), numbers)]
+        except RunError as error:
+            print(f"not spoken at this evaluation: {error}")
+            spoken = []
         for row, waveform in enumerate(spoken, 1):
             samples = int16(waveform)
             path = folder / f"{row}.wav"

@@ -11,6 +11,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint as recomputed
 
 from common.device import upcast
 from speech.signal.features import valid_mask
@@ -224,7 +225,7 @@ class EncoderAttention(nn.Module):
         y = F.scaled_dot_product_attention(
             rotated(q, angles),
             rotated(k, angles),
-            v,
+            v.contiguous(),  # torch's fused kernels take no transposed values
             attn_mask=mask[:, None],
             dropout_p=self.dropout if self.training else 0.0,
         )
@@ -315,7 +316,7 @@ class Estimator(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         embedded = self.time_mlp(time_sinusoids(time, self.inputs))
-        coarse = mask[:, :, ::DOWNSAMPLING]
+        coarse = mask[:, :, ::DOWNSAMPLING].contiguous()  # or attention has no fused kernel
         kept = []
         for (resnet, (layer,), resample), valid in zip(
             self.down_blocks, (mask, coarse), strict=True
@@ -464,7 +465,8 @@ class DecoderAttention(nn.Module):
 
 class SnakeLayer(nn.Module):
     """A linear layer and the activation x + sin^2(a x) / b (Ziyin et al. 2020), with a and b of
-    each channel by their logarithms."""
+    each channel by their logarithms. Backward computes the activation again, of which it would keep
+    three tensors in fp32."""
 
     def __init__(self, inputs: int, width: int):
         super().__init__()
@@ -474,8 +476,13 @@ class SnakeLayer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.proj(x)
+        if not torch.is_grad_enabled():
+            return self.snake(x)
+        return recomputed(self.snake, x, use_reentrant=False, preserve_rng_state=False)
+
+    def snake(self, x: torch.Tensor) -> torch.Tensor:
         return x + (x * self.alpha.exp()).sin().square() / (self.beta.exp() + 1e-9)
 
 
 CHECKPOINTED = (ResnetBlock, DecoderLayer)
-COMPILED = (ResnetBlock, DecoderLayer)
+COMPILED = (DecoderLayer,)

@@ -275,10 +275,10 @@ class Encoder(nn.Module):
         self,
         x: torch.Tensor,
         valid: torch.Tensor | None,
-        kept: list[list[bool]] | None = None,
+        kept: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`valid` (B, T): frames inside the utterances; None if all have T. `kept`: for each
-        utterance, which of the layers it goes through; None if it is all of them."""
+        """`valid` (B, T): frames inside the utterances; None if all have T. `kept` (B, L): True for
+        the layers that an utterance goes through; None if it is all of them."""
         mask = None
         if valid is not None:
             x = x.masked_fill(~valid[:, :, None], 0.0)
@@ -287,11 +287,10 @@ class Encoder(nn.Module):
         if not self.is_stable:
             x = self.layer_norm(x)
         x = F.dropout(x, self.dropout, self.training)
-        rows = None if kept is None else torch.tensor(kept, device=x.device)
         for number, layer in enumerate(self.layers):
             # Also if no utterance goes through: with --sharded the other ranks wait for this layer.
             y = layer(x, mask)
-            x = y if rows is None else torch.where(rows[:, number, None, None], y, x)
+            x = y if kept is None else torch.where(kept[:, number, None, None], y, x)
         return self.layer_norm(x) if self.is_stable else x
 
 
@@ -329,8 +328,8 @@ class Wav2Vec2(nn.Module):
     def encode(self, batch: dict) -> tuple[torch.Tensor, list[int]]:
         """The batch's waveforms to (B, T, D), and the number of valid frames of each.
 
-        A training batch has masks: time_masks (B, T) and channel_masks (B, D), and layers, a list
-        of which layers each utterance goes through."""
+        A training batch has masks: time_masks (B, T) and channel_masks (B, D), and layers (B, L),
+        those that each utterance goes through."""
         counts = frames(batch["audio_lengths_host"], self.config).tolist()
         x = self.features(batch)[:, : max(counts)]
         x = self.feature_projection(x)

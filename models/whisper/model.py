@@ -465,9 +465,9 @@ def ctc_loss(model: Whisper, batch: dict, encoded: torch.Tensor) -> torch.Tensor
     better. Only the frames of the utterance itself count (`heard_lengths`, samples), not the
     silence that it is padded with."""
     log_probs = upcast(model.ctc_head(encoded)).log_softmax(-1).transpose(0, 1)  # (T, B, V + 1)
-    frames = (batch["heard_lengths_host"] + FRAME - 1) // FRAME
+    frames = ((batch["heard_lengths_host"] + FRAME - 1) // FRAME).tolist()
     blank = model.ctc_head.out_features - 1
-    lengths = batch["ctc_tokens_lengths_host"]
+    lengths = batch["ctc_tokens_lengths_host"].tolist()
     return F.ctc_loss(
         log_probs, batch["ctc_tokens"], frames, lengths, blank, "sum", zero_infinity=True
     )

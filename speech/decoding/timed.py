@@ -10,8 +10,11 @@ import math
 import unicodedata
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
+from common.device import upcast
+from speech.alignment import viterbi
 from speech.writing.text import SENTENCE_ENDS, in_unspaced, spaces_before
 
 SPACE = "\u2581"  # in a piece
@@ -38,6 +41,21 @@ def greedy_ctc(log_probs: torch.Tensor, lengths: list[int], blank: int) -> list[
     for path, values, length in zip(pieces.tolist(), best.tolist(), lengths, strict=True):
         hypotheses.append(_runs(path[:length], values, blank))
     return hypotheses
+
+
+def aligned(log_probs: torch.Tensor, tokens: list[int], blank: int) -> list[Token]:
+    """The tokens of a text where CTC's likeliest path through it has them, by log-probabilities
+    (T, V). Searches other than `greedy_ctc` find texts without times."""
+    values = upcast(log_probs).cpu().numpy()
+    states = viterbi.align(values, np.array(tokens, int), blank).states
+    found = []
+    for state, run in itertools.groupby(range(len(states)), states.__getitem__):
+        if state % 2:
+            frames = [*run]
+            piece = tokens[state // 2]
+            mean = float(values[frames, piece].mean())
+            found.append(Token(piece, frames[0], len(frames), mean))
+    return found
 
 
 def _runs(path: list[int], log_probs: list[float], blank: int) -> list[Token]:

@@ -149,18 +149,23 @@ def style(texts: list[str]) -> dict[str, float]:
 
 
 class CharTokenizer:
-    """One token per character."""
+    """One token per character. `pieces`, by id, are as a `SentencePieceTokenizer` has them; these
+    and the attributes after it are for `speech.decoding.timed`."""
+
+    parted = frozenset()
 
     def __init__(self, characters: list[str]):
         self.characters = characters
         self.index = {character: i + 1 for i, character in enumerate(characters)}
         self.size = len(characters) + 1
         self.unknown = 0
+        self.pieces = ["<unk>", *("\u2581" if c == " " else c for c in characters)]
+        self.spaces = {number for number, piece in enumerate(self.pieces) if piece == "\u2581"}
+        self.delimiters = self.spaces
 
-    @property
-    def pieces(self) -> list[str]:
-        """By id, as a `SentencePieceTokenizer` has them."""
-        return ["<unk>", *("\u2581" if c == " " else c for c in self.characters)]
+    def is_tag(self, token: int) -> bool:
+        """Whether the token names a language, as in other tokenizers: none does."""
+        return False
 
     def encode(self, text: str) -> list[int]:
         return [self.index.get(character, self.unknown) for character in text]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -30,6 +31,7 @@ from models.xtts.model import CHECKPOINTED as XTTS_LAYERS
 from recipes import (
     konkani_conformer,
     parakeet_tdt,
+    template,
     wav2vec2_ctc,
     whisper_morse,
     whisper_vietnamese,
@@ -153,8 +155,8 @@ def wav2vec2_case(norm: str, is_trained: bool) -> Case:
         128, 2, 4, conv_dim=[8] * 7, num_conv_pos_embeddings=32, vocabulary=VOCABULARY
     )
     masks = {"time_masks": torch.arange(99) % 3 == 0, "channel_masks": torch.arange(128) % 5 == 0}
-    made = wav2vec2_ctc.collate(items(**masks, layers=[True, True]))
-    made["layers"] = [[True, False], [True, True]]
+    made = wav2vec2_ctc.collate(items(**masks, layers=torch.tensor([True, True])))
+    made["layers"] = torch.tensor([[True, False], [True, True]])
     model = Wav2Vec2({**config, "feat_extract_norm": norm}, 0.1)
     model.feature_extractor.requires_grad_(is_trained)
     recipe = wav2vec2_ctc
@@ -199,8 +201,17 @@ def xtts_case() -> Case:
     return Case(recipe.GPT(config, 0.1), made, loss, recipe.LOSS_WEIGHTS, XTTS_LAYERS, parts)
 
 
+def template_case() -> Case:
+    recipe = template
+    info = recipe.ModelInfo(192, 4, [chr(ord("a") + number) for number in range(VOCABULARY)])
+    made = recipe.collate(items())
+    return Case(
+        recipe.Network(info, 0.1), made, recipe.compute_loss, recipe.LOSS_WEIGHTS, (recipe.Layer,)
+    )
+
+
 CASES = {
-    "konkani": konkani, "parakeet": parakeet_case, "morse": morse, "vietnamese": vietnamese,
+    "template": template_case, "konkani": konkani, "parakeet": parakeet_case, "morse": morse, "vietnamese": vietnamese,
     "vietnamese, frozen encoder": functools.partial(vietnamese, frozen=True), "xtts": xtts_case,
     "wav2vec2": functools.partial(wav2vec2_case, "layer", False),
     "wav2vec2, trained extractor": functools.partial(wav2vec2_case, "group", True),
@@ -242,6 +253,19 @@ def as_if_large(monkeypatch):
     plan sees, too."""
     monkeypatch.setattr(layers, "SMALL", 1 << 12)
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+
+
+@pytest.fixture(autouse=True)
+def ctc_gets_numbers(monkeypatch):
+    """Lengths that are tensors are a dozen waits for the device, and no modes, such as torch's
+    counter of operations, take them with a GPU."""
+    loss = F.ctc_loss
+
+    def checked(log_probs, targets, frames, lengths, *others, **named) -> torch.Tensor:
+        assert {type(number) for number in (*frames, *lengths)} == {int}
+        return loss(log_probs, targets, frames, lengths, *others, **named)
+
+    monkeypatch.setattr(F, "ctc_loss", checked)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from dry_run import cuda_like
 from dry_run.cuda_like import kernel_of
+from models.matcha import model as matcha
 from models.parakeet import settings as parakeet
 from models.wav2vec2 import settings as wav2vec2
 from models.whisper import formats as whisper
@@ -21,6 +22,7 @@ from models.xtts.decoding import GREEDY, sample
 from models.xtts.model import make_model
 from recipes import (
     konkani_conformer,
+    matcha_voice,
     parakeet_tdt,
     template,
     wav2vec2_ctc,
@@ -39,6 +41,7 @@ RECIPES = {
     whisper_vietnamese: ["--model_size", "tiny", "--from_scratch"],
     parakeet_tdt: ["--model_size", "110m", "--from_scratch"],
     wav2vec2_ctc: ["--model_size", "300m", "--from_scratch"],
+    matcha_voice: ["--model_size", "demo"],
     xtts_amharic: ["--model_size", "demo", "--from_scratch"],
 }
 # Heads of 36 values suit no fused kernel in 16 bits; the demo's clips are of a second.
@@ -151,5 +154,9 @@ def test_the_heads_of_every_size():
         heads[f"xtts {name}"] = config["d_model"], config["heads"]
     for name, config in whisper.SIZES.items():
         heads[f"whisper {name}"] = config["d_model"], config["encoder_attention_heads"]
+    for name, config in matcha.SIZES.items():
+        for speaker in (0, matcha.SPEAKER):
+            heads[f"matcha {name}, {speaker}"] = config["width"] + speaker, config["heads"]
+        heads[f"matcha {name}, decoder"] = config["decoder_head_dim"], 1
     odd = {name for name, (width, count) in heads.items() if width // count % 8}
     assert odd == ODD_HEADS

@@ -68,10 +68,15 @@ def nothing_is_written(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@functools.cache
+def without_data(recipe):
+    return planned(recipe, *RECIPES[recipe][0])
+
+
 @EACH
 def test_a_plan_without_data_is_of_the_longest_utterances(recipe):
-    flags, longest = RECIPES[recipe]
-    plan = planned(recipe, *flags)
+    _, longest = RECIPES[recipe]
+    plan = without_data(recipe)
     assert plan.task.name == recipe.RECIPE
     assert longest - 0.2 < max(plan.global_batches.data.seconds(0)) <= longest + 1e-3
     assert plan.batch["audio"].shape[1] and plan.batch["tokens_lengths"].min() > 0
@@ -147,6 +152,18 @@ def test_a_plan_of_a_billion_utterances_takes_seconds_and_leaves_nothing(tmp_pat
     assert ended.returncode == 3, ended.stderr
     assert "Verdict: does not fit" in ended.stdout and ": fits\n" in ended.stdout
     assert not list(folder.iterdir())
+
+
+@EACH
+def test_no_layer_with_a_convolution_is_compiled(recipe):
+    """Inductor fixes the strides of a convolution's input: each length would be a graph of its own,
+    and the ninth would run uncompiled."""
+    plan = without_data(recipe)
+    layers = [layer for layer in plan.model.modules() if isinstance(layer, plan.task.compiled)]
+    inside = [module for layer in layers for module in layer.modules()]
+    assert layers and not any(
+        isinstance(module, torch.nn.modules.conv._ConvNd) for module in inside
+    )
 
 
 @EACH

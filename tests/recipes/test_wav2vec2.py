@@ -130,7 +130,7 @@ def make_items(noise: list[str], folder: Path, *flags) -> tuple:
     items = [data.item(index, 1) for index in range(len(data))]
     for item in items:
         item["audio"] = item["audio"].double()
-    assert len({tuple(item["layers"]) for item in items}) > 2
+    assert len({tuple(item["layers"].tolist()) for item in items}) > 2
     for key in ("time_masks", "channel_masks"):
         assert any(item[key].any() for item in items)
     return items, info, start.make_model(info, weights).double()
@@ -215,7 +215,7 @@ def test_what_is_drawn_depends_on_seed_epoch_and_utterance_alone(noise, unsuperv
     for a, b in zip(ours, reversed(theirs), strict=True):
         assert a.keys() == b.keys() and all(np.array_equal(a[key], b[key]) for key in a)
     seeded, _, _ = utterances(noise, released, *shares, "--seed", "2")
-    drawn = {(tuple(item["layers"]), item["audio"].sum().item()) for item in ours}
+    drawn = {(tuple(item["layers"].tolist()), item["audio"].sum().item()) for item in ours}
     assert len(drawn) == 3 and not np.array_equal(seeded.item(3, 0)["audio"], ours[0]["audio"])
     for index in range(8):
         item = data.item(index, 1)

@@ -1,5 +1,6 @@
 """The predictions of the preset scripts' rows, with a stub for the recipes; one plan is real."""
 
+import importlib
 import json
 import shutil
 import sys
@@ -9,17 +10,21 @@ from pathlib import Path
 import pytest
 
 from benchmarks import tier_tables, tiers
+from common import preset
+from tests import presets
+from tests.recipes import runs
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "run_xtts_amharic.sh"
 PAGE = "recipes/xtts_amharic.md"
-# A micro-batch of N needs N GiB, or N / 4 with checkpointing. One of 3 fails; so does advice on one
+# A micro-batch of N needs N GiB, or N / 4 with checkpointing, and half with adapters. One of 3 fails; so does advice on one
 # above 100, after 20 s.
 STUB = """
 import argparse, os, sys, time
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch_size", type=float)
 parser.add_argument("--dry_run")
+parser.add_argument("--lora")
 parser.add_argument("--gradient_checkpointing", action="store_true")
 parser.add_argument("--no_gradient_checkpointing", action="store_false", dest="gradient_checkpointing")
 args, others = parser.parse_known_args()
@@ -27,7 +32,7 @@ assert "--from_scratch" in others and os.environ["OMP_NUM_THREADS"] == "1" and n
 if args.batch_size == 3:
     print("learning rate: 1")
     sys.exit("error: there is no such row")
-gib = args.batch_size / (4 if args.gradient_checkpointing else 1)
+gib = args.batch_size / (4 if args.gradient_checkpointing else 1) / (2 if args.lora else 1)
 room = float(args.dry_run.split("x")[-1].rstrip("gb").replace("a100", "80"))
 print("Dry run: something")
 print(f"Peak: {gib:.2f} GiB allocated in training, backward" if gib > 0.3 else f"Peak: {gib * 1024:.1f} MiB allocated")
@@ -122,6 +127,17 @@ def test_every_row_is_planned_and_written(project, monkeypatch, capsys):
     assert "| `16gb` (RTX 4080) | 12 x 20, 12.0 | 4 x 2, 4.0 |" in page
 
 
+def test_rows_for_adapters_are_planned_with_them(project, monkeypatch, capsys):
+    change(
+        project, ("8gb   full       16 15 R 8", "8gb   full L 60 4 R\n8gb   full       16 15 R 8")
+    )
+    assert "8gb full L: 60 x 4 R: tight" in run(monkeypatch, SCRIPT)
+    entries = tier_tables.predictions()
+    assert entries[f"{SCRIPT} 8gb full L"] == {"row": "60 x 4 R", "gib": 7.5, "verdict": "tight"}
+    assert entries[f"{SCRIPT} 8gb full"]["gib"] == 4.0 and len(entries) == 1 + 11
+    assert f"{PAGE}: written" in capsys.readouterr().out
+
+
 def test_rows_that_do_not_pass_are_listed_and_the_page_stays(project, monkeypatch, capsys):
     change(
         project,
@@ -198,7 +214,7 @@ def test_a_wrong_name_is_an_error(monkeypatch, capsys):
 def test_every_script_and_every_letter_is_known():
     scripts = {path.name for path in ROOT.glob("run_*.sh")} - {"run_tests.sh", "run_webui.sh"}
     assert set(tier_tables.SCRIPTS) == scripts
-    assert set(tiers.FLAGS) == {*tier_tables.LETTERS, "S"}
+    assert set(tiers.FLAGS) == {*tier_tables.LETTERS, "S", "L"}
 
 
 def test_a_real_plan_agrees_with_the_predictions():
@@ -207,3 +223,17 @@ def test_a_real_plan_agrees_with_the_predictions():
     known = tier_tables.predictions()[f"{script} 4gb minimal"]
     assert planned["verdict"] == "fits"
     assert planned["gib"] == pytest.approx(known["gib"], rel=0.1)
+
+
+@pytest.mark.parametrize("script", tier_tables.SCRIPTS)
+def test_a_row_of_every_size_can_be_planned(script, tmp_path, monkeypatch):
+    """Without data and weights, with the flags that tiers.py gives: the recipe reaches the plan."""
+    monkeypatch.chdir(tmp_path)
+    more = tier_tables.SCRIPTS[script].flags.split()
+    declared = presets.declared(script)
+    recipe = importlib.import_module(f"recipes.{declared.recipe}")
+    rows = tier_tables.planned_rows(preset.read_rows(declared.rows))
+    tiers_of = {size: tier for tier, size, _ in rows}
+    for size, tier in tiers_of.items():
+        plan = runs.planned(recipe, *presets.flags_of(declared, tier, size, *more))
+        assert plan.batch["tokens_lengths"].min() > 0, size

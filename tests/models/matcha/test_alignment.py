@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.matcha import alignment
 
@@ -53,6 +54,26 @@ def test_the_search_in_fp32_finds_a_path_as_probable():
         assert total(found, row) == pytest.approx(total(exact, row), rel=1e-6)
         steps = found[row, : frames[row]].diff()
         assert set(steps.tolist()) <= {0, 1} and found[row, frames[row] - 1] == tokens[row] - 1
+
+
+def test_a_frame_takes_four_launches():
+    """On a GPU a launch takes longer than what it computes."""
+    launched = []
+
+    class Launches(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            is_view = any(each.alias_info for each in function._schema.returns)
+            is_written = any(
+                each.alias_info and each.alias_info.is_write for each in function._schema.arguments
+            )
+            if is_written or not is_view:
+                launched.append(function)
+            return function(*args, **(kwargs or {}))
+
+    lengths = torch.tensor([40, 31]), torch.tensor([200, 150])
+    with Launches():
+        alignment.search(torch.randn(2, 40, 80), torch.randn(2, 200, 80), *lengths)
+    assert 2 * 200 < len(launched) < 4 * 200 + 30
 
 
 def test_predicted_durations_keep_the_length_of_the_whole():

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from models.matcha import decoding
+from common.errors import RunError
+from models.matcha import decoding, held_out
 from models.matcha.decoding import Settings, Voice
 from models.matcha.model import SIZES, Matcha
 from models.matcha.tokenizer import Tokens, symbols_of
@@ -77,3 +78,58 @@ def test_texts_are_cut_into_sentences_and_joined(voice):
         sum(sizes) + 2 * pause,
     ]
     assert not spoken[0][sizes[0] : sizes[0] + pause].any()
+
+
+class Columns(list):
+    """A corpus of texts."""
+
+    texts = property(lambda self: self)
+
+
+def short_of_memory(monkeypatch, most: int) -> None:
+    """More than so many sentences at once do not fit."""
+    mels_of = decoding.mels_of
+
+    def limited(model, rows, settings):
+        if len(rows) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return mels_of(model, rows, settings)
+
+    monkeypatch.setattr(decoding, "mels_of", limited)
+
+
+def test_sentences_that_do_not_fit_together_are_spoken_apart(voice, monkeypatch):
+    texts = ["ab ba. c", "abc abc abc cab?", "c"]
+    whole = [*decoding.speak(voice, texts, Settings())]
+    short_of_memory(monkeypatch, 1)
+    for apart, together in zip(decoding.speak(voice, texts, Settings()), whole, strict=True):
+        torch.testing.assert_close(apart, together, rtol=0, atol=1e-6)
+    short_of_memory(monkeypatch, 0)
+    with pytest.raises(
+        RunError, match=r"the sentence 'ab ba\.' does not fit into memory even alone"
+    ):
+        next(decoding.speak(voice, texts, Settings()))
+
+
+def test_a_voice_that_does_not_fit_while_it_learns_is_not_heard(
+    voice, monkeypatch, tmp_path, capsys
+):
+    drawn = []
+    corpus = Columns(["ab ba.", "c"])
+    monkeypatch.setattr(held_out, "speaker_numbers", lambda *about: np.zeros(2, int))
+    monkeypatch.setattr(held_out, "draw", lambda *about: drawn.append(about))
+    short_of_memory(monkeypatch, 0)
+    held_out.Listener(tmp_path, voice, corpus).listen()
+    said = capsys.readouterr().out
+    assert said.startswith("not spoken at this evaluation: the sentence") and said.count("\n") == 1
+    assert drawn and not [*(tmp_path / held_out.LISTEN).iterdir()]
+
+
+def test_untrained_durations_have_a_limit(voice):
+    tokens = voice.tokens.encode("abc")
+    bias = voice.model.encoder.proj_w.proj.bias
+    before = bias.detach().clone()
+    nn.init.constant_(bias, 9.0)
+    (mel,) = decoding.mels_of(voice.model, [(tokens, 0)], Settings(steps=1))
+    bias.data.copy_(before)
+    assert len(mel) == 50 * len(tokens)

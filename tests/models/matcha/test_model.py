@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.matcha.model import SIZES, Matcha, masked_group_norm
+from models.matcha.model import SIZES, Matcha, SnakeLayer, masked_group_norm
 from tests.models.matcha import plain
 
 DEMO = {**SIZES["demo"], "symbols": 20, "speakers": 1}
@@ -111,3 +111,25 @@ def test_16_bits_are_finite(dtype):
     loss.backward()
     assert means.dtype == log_frames.dtype == velocity.dtype == torch.float32
     assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_the_snake_keeps_what_its_linear_layer_returns_and_no_copies_in_fp32():
+    torch.manual_seed(0)
+    layer = SnakeLayer(8, 32)
+    x = torch.randn(2, 5, 8)
+    kept = []
+
+    def pack(tensor):
+        kept.append((tensor.numel(), tensor.dtype))
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", torch.bfloat16):
+        layer(x)
+    assert (2 * 5 * 32, torch.float32) not in kept
+
+    def gradients(run) -> list[torch.Tensor]:
+        return torch.autograd.grad(run(x).square().sum(), list(layer.parameters()))
+
+    plain = gradients(lambda x: layer.snake(layer.proj(x)))
+    assert all(map(torch.equal, gradients(layer), plain))

@@ -150,7 +150,7 @@ def test_an_utterance_that_skips_a_layer_is_that_of_a_network_without_it(name, t
     _, model = pair(name, tmp_path)
     audio = clips(16_000, 9999, 4000)
     kept = [[True, True], [False, True], [False, False]]
-    together = logits(model, batch_of(audio, layers=kept))
+    together = logits(model, batch_of(audio, layers=torch.tensor(kept)))
     layers = list(model.encoder.layers)
     for clip, through, row in zip(audio, kept, together, strict=True):
         model.encoder.layers = nn.ModuleList(itertools.compress(layers, through))

@@ -15,7 +15,7 @@ from models.parakeet.tokenizer import make_tokenizer
 from speech.decoding import long, recogniser, timed, windows
 from speech.decoding.timed import Token
 from speech.signal.audio import SAMPLE_RATE
-from speech.writing.text import train_tokenizer
+from speech.writing.text import CharTokenizer, train_tokenizer
 
 STEP = 1280  # samples of a frame
 LETTERS = "abcdefgh"
@@ -132,3 +132,25 @@ def test_a_model_reads_the_same_in_windows_as_in_one_pass(tmp_path):
     whole, cut = read(100.0), read(12.0)
     assert len(whole["words"]) > 20 and len(whole["pieces"]) == 1 and len(cut["pieces"]) == 6
     assert cut["text"] == whole["text"] and cut["words"] == whole["words"]
+
+
+def test_a_text_has_the_times_at_which_ctc_has_it():
+    tokenizer = CharTokenizer(["a", "b", " "])
+    blank = 4
+    path = [1, 1, 4, 2, 3, 4, 4, 2, 2, 4]
+    log_probs = torch.full((1, len(path), 5), 0.05)
+    log_probs[0, range(len(path)), path] = 0.8
+    log_probs = log_probs.log()
+    (greedy,) = timed.greedy_ctc(log_probs, [len(path)], blank)
+    tokens = timed.aligned(log_probs[0], tokenizer.encode("ab b"), blank)
+    assert tokens == greedy and tokens[0].log_prob == pytest.approx(greedy[0].log_prob)
+    (record,) = timed.transcripts([tokens], [len(path)], tokenizer, 0.04)
+    assert record["text"] == "ab b"
+    assert [(word["start"], word["end"], word["text"]) for word in record["words"]] == [
+        (0.0, 0.16, "ab"),
+        (0.28, 0.36, "b"),
+    ]
+    # A search may prefer another text: its tokens are where CTC has most of them.
+    other = timed.aligned(log_probs[0], tokenizer.encode("ab a"), blank)
+    assert [token.frame for token in other[:3]] == [0, 3, 4] and other[3].frame > 4
+    assert timed.aligned(log_probs[0], [], blank) == []
