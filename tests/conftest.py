@@ -18,8 +18,6 @@ import soundfile
 import torch
 from hypothesis import settings
 
-from speech.signal import audio
-
 # Torch's own choice, which a plan in this process would change for the tests that compile.
 CACHE = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", CACHE)
@@ -78,8 +76,3 @@ def no_hang():
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
-
-
-@pytest.fixture
-def no_ffmpeg(monkeypatch):
-    monkeypatch.setattr(audio.shutil, "which", lambda name: None)

@@ -1,13 +1,12 @@
-"""Headers of audio files: their length, and whether the file is complete."""
+"""Headers of audio files: their length, and whether the file is complete and read to its end."""
 
 import contextlib
 import errno
 import hashlib
 import os
 import re
-import shutil
 import stat
-import subprocess
+import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import soundfile
 
 from common.files import write_file
+from speech.signal.streams import CONTINUES, FLAC, BadStream, Stream, has_behind
 
 END_TOLERANCE = 0.1  # seconds by which rounded times may miss a file's end
 UNKNOWN_LENGTH = 1 << 60  # frames: what libsndfile reports for a FLAC stream that was never closed
@@ -27,14 +27,10 @@ CHANNELS = 64  # more than arrays of microphones have
 UNENDED = "lacks an end-of-stream bit"
 UNCLOSED = 0x7FFF0000  # bytes: from this size on, a chunk's writer did not know its size
 THREADS = 16  # they wait for the disk or the network, not for the processor
-FFPROBE_SECONDS = 30  # to read a header
-# What ffmpeg may read. Its playlists (m3u8, ffconcat, sdp) would read other files, whatever their
-# name.
-FFMPEG_FORMATS = (
-    "-format_whitelist",
-    "mov,matroska,asf,aac,amr,mp3,ogg,flac,wav,w64,aiff,au,caf,avi,flv,mpeg,mpegts,ac3,eac3,ape,"
-    "wv,tta,dts,rm,loas,gsm,sln,g722,tak,mpc,mpc8,dsf,spx,oma,voc,nistsphere",
-)
+# How another FLAC or Ogg begins behind the first.
+BEGINNING = {"FLAC": FLAC, "OGG": b"OggS\0\x02"}
+# The head of a chunk, name and size, in formats that may have some behind the sound.
+CHUNKS = {"WAV": "<4sI", "WAVEX": "<4sI", "RF64": "<4sI", "AIFF": ">4sI", "CAF": ">4sq"}
 MANY_FILES = 20_000  # reading more headers than this is announced
 # Suffixes by libsndfile's name of the format.
 FORMATS = {
@@ -50,8 +46,7 @@ FORMATS = {
     "W64": ".w64",
     "NIST": ".sph",
 }
-# Suffixes by (place, bytes) in files that ffmpeg decodes. It also reads lists that name other
-# files: no such list begins in one of these ways.
+# Suffixes by (place, bytes) in files that libsndfile does not know.
 BEGINNINGS = {
     (4, b"ftyp"): ".m4a",
     (0, b"\x1a\x45\xdf\xa3"): ".webm",
@@ -94,30 +89,103 @@ def file_fault(path: str) -> str:
     return "" if os.access(path, os.R_OK) else f"file cannot be read: {os.strerror(errno.EACCES)}"
 
 
-def format_fault(header) -> str:
-    """Why audio with this header cannot be used, or "". `header`: a `soundfile.SoundFile`, or what
-    `soundfile.info` returns."""
+class Unusable(Exception):
+    """Why an audio file cannot be used."""
+
+
+def open_sound(path: str) -> soundfile.SoundFile | Stream:
+    """An open file, of which everything that it holds will be read. Raises `Unusable`."""
+    fault = file_fault(path)
+    if fault:
+        raise Unusable(fault)
+    descriptor = os.open(path, os.O_RDONLY)
+    start = os.pread(descriptor, 3, 0)
+    if start == b"ID3" or start[0] == 0xFF:  # libsndfile's decoder of MP3 writes to the terminal
+        os.close(descriptor)
+        return _open_stream(path)
+    try:
+        file = soundfile.SoundFile(descriptor)  # which closes it, also if this fails
+    except (OSError, soundfile.LibsndfileError):
+        return _open_stream(path)
+    fault = format_fault(file)
+    if not fault and _reads_all(file, path, descriptor):
+        if file.frames:
+            return file
+        fault = "audio is empty"
+    file.close()
+    if not fault and file.format in ("MP3", *BEGINNING):
+        return _open_stream(path)
+    raise Unusable(fault or CONTINUES)
+
+
+def _open_stream(path: str) -> Stream:
+    try:
+        file = Stream(path)
+    except BadStream as error:
+        raise Unusable(str(error)) from None
+    fault = range_fault(file)
+    if fault:
+        file.close()
+        raise Unusable(fault)
+    return file
+
+
+def _reads_all(file: soundfile.SoundFile, path: str, descriptor: int) -> bool:
+    """Whether libsndfile reads a file to its end: it stops where the first header says. An MP3's
+    header may say anything. `descriptor` is the open file's."""
+    if file.format == "MP3" or file.frames >= UNKNOWN_LENGTH:
+        return False
+    if file.format in BEGINNING:
+        return not has_behind(path, 1, BEGINNING[file.format])
+    try:
+        file.seek(0, os.SEEK_END)
+    except soundfile.LibsndfileError:  # codecs of telephones, which are read from the start alone
+        return True
+    end = os.lseek(descriptor, 0, os.SEEK_CUR)
+    file.seek(0)
+    size = os.fstat(descriptor).st_size
+    if file.frames and size - end < END_TOLERANCE * file.samplerate * end / file.frames:
+        return True
+    return file.format in CHUNKS and _are_chunks(descriptor, end, size, CHUNKS[file.format])
+
+
+def _are_chunks(descriptor: int, place: int, size: int, head: str) -> bool:
+    """Whether a file has chunks alone from `place` to its end: texts, marks, pictures."""
+    length = struct.calcsize(head)
+    while place + length <= size:
+        name, content = struct.unpack(head, os.pread(descriptor, length, place))
+        if name in (b"RIFF", b"RF64", b"FORM") or not re.fullmatch(rb"[ -~]{4}", name):
+            return False
+        place += length + content + content % 2
+        if content < 0 or place > size + 1:
+            return False
+    return True
+
+
+def range_fault(header) -> str:
+    """Why audio of these channels at this rate cannot be used, or ""."""
     if not RATES[0] <= header.samplerate <= RATES[1]:
         return f"sample rate is not between {RATES[0]} and {RATES[1]} Hz"
-    if header.channels > CHANNELS:
-        return f"audio has more than {CHANNELS} channels"
-    if UNENDED in header.extra_info or missing_seconds(header) > END_TOLERANCE:
+    return f"audio has more than {CHANNELS} channels" if header.channels > CHANNELS else ""
+
+
+def format_fault(file: soundfile.SoundFile) -> str:
+    """Why audio with this header cannot be used, or ""."""
+    if UNENDED in file.extra_info or missing_seconds(file) > END_TOLERANCE:
         return "audio is truncated"
-    return "" if header.frames else "audio is empty"
+    return range_fault(file)
 
 
 def probe(path: str) -> tuple[float, str]:
-    """A file's length in seconds by its header, and why it cannot be used ("" if it can)."""
-    fault = file_fault(path)
-    if fault:
-        return np.nan, fault
+    """A file's length in seconds, and why it cannot be used ("" if it can)."""
     try:
-        info = soundfile.info(os.fsencode(path))  # not every name is UTF-8
-    except (OSError, TypeError, soundfile.LibsndfileError):  # TypeError: .raw, which has no header
-        info = None
-    if info is None or info.frames >= UNKNOWN_LENGTH:
-        return _probe_with_ffmpeg(path)
-    return info.frames / max(1, info.samplerate), format_fault(info)
+        with open_sound(path) as file:
+            seconds = file.seconds() if isinstance(file, Stream) else file.frames / file.samplerate
+    except Unusable as fault:
+        return np.nan, str(fault)
+    except BadStream as fault:
+        return np.nan, f"audio {fault}"
+    return seconds, "" if seconds else "audio is empty"
 
 
 def audio_suffix(path: Path) -> str:
@@ -135,32 +203,16 @@ def audio_suffix(path: Path) -> str:
     return ""
 
 
-def missing_seconds(header) -> float:
+def missing_seconds(file: soundfile.SoundFile) -> float:
     """By how much a WAV, AIFF or AU file is shorter than its header says. libsndfile reads what is
-    left without an error and only mentions it in its log. `header`: a `soundfile.SoundFile`, or
-    what `soundfile.info` returns."""
+    left without an error and only mentions it in its log."""
     sizes = re.search(
-        r"^\s*(?:data|SSND|Data Size)\s*: (\d+) \(should be (\d+)\)", header.extra_info, re.M
+        r"^\s*(?:data|SSND|Data Size)\s*: (\d+) \(should be (\d+)\)", file.extra_info, re.M
     )
     stated, actual = map(int, sizes.groups()) if sizes else (0, 0)
     if stated >= UNCLOSED or stated <= actual or not actual:
         return 0.0
-    return header.frames / header.samplerate * (stated / actual - 1)
-
-
-def _probe_with_ffmpeg(path: str) -> tuple[float, str]:
-    if not shutil.which("ffprobe"):
-        return np.nan, "audio is unreadable (for libsndfile; ffmpeg with ffprobe is not installed)"
-    command = "ffprobe -v error -show_entries format=duration -of csv=p=0".split()
-    try:
-        command += [*FFMPEG_FORMATS, f"file:{path}"]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=FFPROBE_SECONDS)
-        seconds = float(result.stdout)
-        if 0 <= seconds < np.inf:
-            return seconds, ""
-    except (OSError, ValueError, subprocess.TimeoutExpired):
-        pass
-    return np.nan, "audio is unreadable (for libsndfile and ffmpeg)"
+    return file.frames / file.samplerate * (stated / actual - 1)
 
 
 def probe_all(paths: list[str], cache: Path | None) -> tuple[np.ndarray, list[str]]:

@@ -11,17 +11,15 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import soundfile
 import torch
 
 from common.errors import DataError, RunError
 from speech.data.columns import Codes, Corpus, Rejections
 from speech.data.headers import file_stamps, recall, remember
-from speech.signal.audio import SAMPLE_RATE, read_utterance
+from speech.signal.audio import part_of, read_at_its_rate
 
 FRAME = 0.01  # seconds
 SILENT_LEVEL = -60.0  # dB of full scale, RMS of the loudest frame: below it a clip is silent
@@ -77,11 +75,7 @@ def clipped_share(waveform: np.ndarray) -> float:
 def measure_utterance(corpus: Corpus, index: int) -> tuple[float, float, float, float] | str:
     """`measure` of an utterance at the file's own rate, or why it cannot be decoded."""
     try:
-        rate = soundfile.info(os.fsencode(corpus.paths[index])).samplerate
-    except (OSError, TypeError, ValueError, soundfile.LibsndfileError):
-        rate = SAMPLE_RATE  # a format that ffmpeg decodes
-    try:
-        waveform = read_utterance(replace(corpus, cache_audio=None), index, rate)
+        waveform, rate = read_at_its_rate(corpus.paths[index], *part_of(corpus, index))
     except DataError as error:
         return str(error)
     return measure(waveform.numpy(), rate)

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import soundfile
 
 from common.errors import DataError
 from speech.data.columns import Codes, Corpus, Rejections, Segments, Strings, printable
-from speech.data.headers import END_TOLERANCE, probe_all
+from speech.data.headers import END_TOLERANCE, Unusable, open_sound, probe_all
 from speech.data.listening import CLIPPED, SILENT, audio_faults, listen, trim
 from speech.data.manifest import Reading, has_lines, read_manifest
 
@@ -305,8 +304,8 @@ def check_channels(rows: Rows) -> None:
     for row in np.flatnonzero(rows.keep & (channels >= 0)).tolist():
         last[rows.file_of[row]] = max(last.get(rows.file_of[row], 0), int(channels[row]))
     for number, channel in last.items():
-        with contextlib.suppress(OSError, TypeError, soundfile.LibsndfileError):
-            count = soundfile.info(os.fsencode(rows.files[number])).channels
+        with contextlib.suppress(Unusable), open_sound(rows.files[number]) as file:
+            count = file.channels
             if channel >= count:
                 raise DataError(
                     f"{printable(rows.files[number])} has {count} channel{'s' * (count > 1)}, and"

@@ -6,11 +6,7 @@ import hashlib
 import io
 import math
 import os
-import re
-import shutil
 import struct
-import subprocess
-import tempfile
 import wave
 import zlib
 from collections.abc import Iterator
@@ -24,14 +20,9 @@ import torch
 from common.errors import DataError, RunError, UsageError
 from common.files import write_file
 from speech.data.columns import printable
-from speech.data.headers import (
-    END_TOLERANCE,
-    FFMPEG_FORMATS,
-    UNKNOWN_LENGTH,
-    file_fault,
-    format_fault,
-)
+from speech.data.headers import END_TOLERANCE, Unusable, open_sound
 from speech.signal import spectra
+from speech.signal.streams import BadStream, Stream
 
 SAMPLE_RATE = 16_000  # Hz, of every recogniser
 # Of the ratio of two sample rates: the size of the resampling filter is the product of its terms.
@@ -41,7 +32,6 @@ LARGEST_TERM = 1000
 LOUDEST = 32_768.0
 SOFTWARE = "speech-recipes --synthesize"  # in the wavs of --output
 DIGEST = 32  # hexadecimal digits of the hash there
-FFMPEG_SECONDS = 600  # to decode a file
 # of audio files, besides libsndfile's own
 AUDIO_SUFFIXES = set(".mp3 .m4a .aac .opus .wma .webm .mp4 .oga .aif".split())
 
@@ -88,57 +78,50 @@ def read_audio(
     channel: int | None = None,
 ) -> torch.Tensor:
     """Reads `duration` seconds from `offset` as mono fp32 (T,) at `sample_rate` Hz: one `channel`,
-    counted from 0, or the average of all. Formats that libsndfile does not know are decoded by
-    ffmpeg if it is installed. Raises `BadAudio` if the file is missing, truncated or empty, has no
-    such channel, or if its sample rate, its channels or its samples are out of range."""
-    file, error = _open(path)
-    if file is None:
-        rate = sample_rate
-        waveform = _read_with_ffmpeg(path, sample_rate, (offset, duration, channel), error)
-    else:
-        with file:
-            rate = file.samplerate
-            waveform = _read(file, path, offset, duration, channel)
-    if len(waveform) == 0:
-        raise BadAudio(path, f"is empty{f' from {offset:g} s on' if offset else ''}")
-    _check_samples(path, waveform)
+    counted from 0, or the average of all. Raises `BadAudio` if the file is missing, truncated or
+    empty, has no such channel, or if its sample rate, its channels or its samples are out of
+    range."""
+    waveform, rate = read_at_its_rate(path, offset, duration, channel)
     return resample(waveform, rate, sample_rate)
 
 
-def read_in_pieces(path: str, sample_rate: int) -> Iterator[torch.Tensor]:
-    """The same, of the whole file, in pieces of about a second: no more of it is in memory."""
-    file, error = _open(path)
-    if file is None:
-        rate = sample_rate
-        pieces = _pieces_by_ffmpeg(path, sample_rate, error)
-    else:
+def read_at_its_rate(
+    path: str, offset: float = 0.0, duration: float | None = None, channel: int | None = None
+) -> tuple[torch.Tensor, int]:
+    """The same at the file's own rate, and that rate in Hz."""
+    with _open(path) as file:
         rate = file.samplerate
-        pieces = _pieces(file, path)
+        if channel is not None and channel >= file.channels:
+            count = file.channels
+            raise BadAudio(path, f"has no channel {channel}: it has {count}, counted from 0")
+        read = _read_stream if isinstance(file, Stream) else _read
+        waveform = read(file, path, offset, duration, channel)
+    if len(waveform) == 0:
+        raise BadAudio(path, f"is empty{f' from {offset:g} s on' if offset else ''}")
+    _check_samples(path, waveform)
+    return waveform, rate
+
+
+def read_in_pieces(path: str, sample_rate: int) -> Iterator[torch.Tensor]:
+    """What `read_audio` reads of the whole file, in pieces of about a second: no more of it is in
+    memory."""
     is_empty = True
-    for piece in spectra.resampled(_checked(path, pieces), *_ratio(rate, sample_rate)):
-        is_empty = is_empty and not len(piece)
-        yield piece
+    with _open(path) as file:
+        is_stream = isinstance(file, Stream)
+        pieces = _stream_pieces(file, path) if is_stream else _pieces(file, path)
+        ratio = _ratio(file.samplerate, sample_rate)
+        for piece in spectra.resampled(_checked(path, pieces), *ratio):
+            is_empty = is_empty and not len(piece)
+            yield piece
     if is_empty:
         raise BadAudio(path, "is empty")
 
 
-def _open(path: str) -> tuple[soundfile.SoundFile | None, Exception | None]:
-    """The file as libsndfile reads it, or why it does not. Raises `BadAudio`."""
-    fault = file_fault(path)
-    if fault:
-        raise BadAudio(path, f"cannot be used: {fault}")
+def _open(path: str) -> soundfile.SoundFile | Stream:
     try:
-        file = soundfile.SoundFile(os.fsencode(path))  # not every name is UTF-8
-        if file.frames >= UNKNOWN_LENGTH:
-            file.close()
-            raise OSError("its header states no length")
-    except (OSError, TypeError, soundfile.LibsndfileError) as error:  # TypeError: .raw, no header
-        return None, error
-    fault = format_fault(file)
-    if fault:
-        file.close()
-        raise BadAudio(path, f"cannot be used: {fault}")
-    return file, None
+        return open_sound(path)
+    except Unusable as fault:
+        raise BadAudio(path, f"cannot be used: {fault}") from None
 
 
 def _check_samples(path: str, waveform: torch.Tensor) -> None:
@@ -163,14 +146,13 @@ def _read(
     channel: int | None,
 ) -> torch.Tensor:
     rate = file.samplerate
-    if channel is not None and channel >= file.channels:
-        raise BadAudio(path, f"has no channel {channel}: it has {file.channels}, counted from 0")
     start = min(round(offset * rate), file.frames)
     frames = file.frames - start
     if duration is not None:
         frames = min(round(duration * rate), frames)
     try:
-        file.seek(start)
+        if start:  # codecs of telephones cannot be sought
+            file.seek(start)
         samples = file.read(frames, dtype="float32", always_2d=True)
     except soundfile.LibsndfileError as error:
         raise _damaged(path, error) from None
@@ -184,14 +166,13 @@ def _read(
 def _pieces(file: soundfile.SoundFile, path: str) -> Iterator[torch.Tensor]:
     """The file's samples, about a second at a time."""
     read = 0
-    with file:
-        try:
-            while len(samples := file.read(file.samplerate, dtype="float32", always_2d=True)):
-                read += len(samples)
-                yield _mono(samples)
-        except soundfile.LibsndfileError as error:
-            raise _damaged(path, error) from None
-        _check_length(path, read, file.frames, file.samplerate)
+    try:
+        while len(samples := file.read(file.samplerate, dtype="float32", always_2d=True)):
+            read += len(samples)
+            yield _mono(samples)
+    except soundfile.LibsndfileError as error:
+        raise _damaged(path, error) from None
+    _check_length(path, read, file.frames, file.samplerate)
 
 
 def _mono(samples: np.ndarray) -> torch.Tensor:
@@ -209,73 +190,26 @@ def _check_length(path: str, read: int, frames: int, rate: int) -> None:
         )
 
 
-def _ffmpeg(path: str, error: Exception) -> list[str]:
-    """How a command of ffmpeg begins. Raises `BadAudio` with the `error` of libsndfile if it is
-    not installed."""
-    if not shutil.which("ffmpeg"):
-        raise BadAudio(
-            path,
-            f"cannot be read: {_reason(error)} (and ffmpeg, which may know it, is not installed)",
-        )
-    return ["ffmpeg", "-v", "error", "-nostdin", *FFMPEG_FORMATS]
-
-
-def _samples_to_pipe(sample_rate: int) -> list[str]:
-    return ["-f", "f32le", "-ac", "1", "-ar", str(sample_rate), "-"]
-
-
-def _check_ffmpeg(path: str, status: int, complaint: bytes, error: Exception) -> None:
-    if status or complaint:  # for a truncated file: a complaint and status 0
-        complaints = complaint.decode(errors="replace").strip().splitlines() or [_reason(error)]
-        # Without the part of ffmpeg that complains, and its address.
-        first = re.sub(r"^(\[[^\]]*\] *)+", "", complaints[0])
-        raise BadAudio(path, f"cannot be read: {first}")
-
-
-def _ffmpeg_failed(path: str, failure: Exception) -> BadAudio:
-    return BadAudio(path, f"cannot be read: ffmpeg failed: {_reason(failure)}")
-
-
-def _read_with_ffmpeg(
-    path: str,
-    sample_rate: int,
-    part: tuple[float, float | None, int | None],
-    error: Exception,
-) -> torch.Tensor:
-    command = _ffmpeg(path, error)
-    offset, duration, channel = part
-    length = ["-t", f"{duration:f}"] if duration is not None else []
-    output = _samples_to_pipe(sample_rate)
-    if channel is not None:
-        output = ["-af", f"pan=mono|c0=c{channel}", *output]
+def _stream_pieces(
+    file: Stream, path: str, first: int = 0, channel: int | None = None
+) -> Iterator[torch.Tensor]:
     try:
-        command += ["-ss", f"{offset:f}", "-i", f"file:{path}", *length, *output]
-        result = subprocess.run(command, capture_output=True, timeout=FFMPEG_SECONDS)
-    except (OSError, subprocess.TimeoutExpired) as failure:
-        raise _ffmpeg_failed(path, failure) from None
-    _check_ffmpeg(path, result.returncode, result.stderr, error)
-    return torch.from_numpy(np.frombuffer(result.stdout, "<f4", len(result.stdout) // 4).copy())
+        yield from map(torch.from_numpy, file.pieces(first, channel))
+    except BadStream as fault:
+        raise BadAudio(path, str(fault)) from None
 
 
-def _pieces_by_ffmpeg(path: str, sample_rate: int, error: Exception) -> Iterator[torch.Tensor]:
-    """The samples that ffmpeg decodes, about a second at a time."""
-    command = _ffmpeg(path, error)
-    with tempfile.TemporaryFile() as complaints:
-        command += ["-i", f"file:{path}", *_samples_to_pipe(sample_rate)]
-        try:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints)
-        except OSError as failure:
-            raise _ffmpeg_failed(path, failure) from None
-        try:
-            while len(data := process.stdout.read(4 * sample_rate)) >= 4:
-                yield torch.from_numpy(np.frombuffer(data, "<f4", len(data) // 4).copy())
-            status = process.wait()
-        finally:  # also if nobody wants the rest
-            process.kill()
-            process.stdout.close()
-            process.wait()
-        complaints.seek(0)
-        _check_ffmpeg(path, status, complaints.read(), error)
+def _read_stream(
+    file: Stream, path: str, offset: float, duration: float | None, channel: int | None
+) -> torch.Tensor:
+    wanted = math.inf if duration is None else round(duration * file.samplerate)
+    parts, read = [torch.zeros(0)], 0
+    for piece in _stream_pieces(file, path, round(offset * file.samplerate), channel):
+        parts.append(piece)
+        read += len(piece)
+        if read >= wanted:
+            break
+    return torch.cat(parts)[: None if duration is None else wanted]
 
 
 def read_cached(
@@ -323,16 +257,20 @@ def read_utterance(corpus, index: int, sample_rate: int) -> torch.Tensor:
     `corpus`: an object with the columns `paths`, `offsets`, `durations` (NaN: to the end of the
     file) and `channels` (None, or -1 in a row: the average). An empty path stands for silence."""
     path = corpus.paths[index]
-    duration = float(corpus.durations[index])
     if not path:
-        return torch.zeros(round(duration * sample_rate))
+        return torch.zeros(round(float(corpus.durations[index]) * sample_rate))
+    return read_cached(corpus.cache_audio, path, sample_rate, *part_of(corpus, index))
+
+
+def part_of(corpus, index: int) -> tuple[float, float | None, int | None]:
+    """Offset, duration and channel of utterance `index` for `read_audio`."""
+    duration = float(corpus.durations[index])
     channel = -1 if corpus.channels is None else int(corpus.channels[index])
-    part = (
+    return (
         float(corpus.offsets[index]),
         None if math.isnan(duration) else duration,
         None if channel < 0 else channel,
     )
-    return read_cached(corpus.cache_audio, path, sample_rate, *part)
 
 
 def audio_files(paths: list[str]) -> list[Path]:

@@ -2,18 +2,16 @@
 For training utterances it is drawn by (seed, epoch, index) alone."""
 
 import functools
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-import soundfile
 import torch
 
 from common.errors import DataError, UsageError
 from speech.data.columns import printable
-from speech.data.headers import THREADS, file_fault
-from speech.signal.audio import SAMPLE_RATE, audio_files, read_audio
+from speech.data.headers import THREADS
+from speech.signal.audio import SAMPLE_RATE, audio_files, read_at_its_rate, read_audio
 
 # Seconds of silence at an end, by a number from [0, 1): none at six ends of ten, much at one.
 SILENCE = ((0.0, 0.6, 0.9, 1.0), (0.0, 0.0, 0.6, 3.0))
@@ -95,14 +93,8 @@ class Noises:
 def _length(path: str) -> float | str:
     """Seconds of a file of noise, or why it cannot be used. It is decoded, because training would
     find what is damaged or silent hours later."""
-    if fault := file_fault(path):
-        return f"{printable(path)} cannot be used: {fault}"
     try:
-        rate = soundfile.info(os.fsencode(path)).samplerate
-    except (OSError, TypeError, soundfile.LibsndfileError):
-        rate = SAMPLE_RATE  # a format that ffmpeg decodes, or not audio
-    try:
-        waveform = read_audio(path, rate)
+        waveform, rate = read_at_its_rate(path)
     except DataError as error:
         return str(error)
     if not float(waveform.abs().max()) > 0:

@@ -1,10 +1,8 @@
-"""Reading audio: rates, formats, segments, bad files, ffmpeg, the cache."""
+"""Reading audio: rates, formats, segments, bad files, the cache."""
 
 import math
 import os
-import shutil
 import struct
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -193,13 +191,6 @@ def bad_file(folder: Path, kind: str) -> str:
         path.write_bytes(
             data[:middle] + (b"" if kind == "flac cut" else bytes(1000) + data[middle + 1000 :])
         )
-    elif kind == "flac of unknown length":
-        path = path.with_suffix(".flac")
-        soundfile.write(path, noise, rate)
-        data = bytearray(path.read_bytes())
-        data[21] &= 0xF0
-        data[22:26] = bytes(4)
-        path.write_bytes(data)
     elif kind == "flac that claims days":
         path = path.with_suffix(".flac")
         soundfile.write(path, noise, rate)
@@ -252,13 +243,13 @@ def write_header(path: Path, rate: int, channels: int) -> None:
     path.write_bytes(head + bytes(6000))
 
 
-NO_FFMPEG = " (and ffmpeg, which may know it, is not installed)"
+UNREADABLE = "cannot be used: audio is unreadable"
 BAD_FILES = {
     "missing": "cannot be used: file is missing",
     "folder": "cannot be used: not a file but a folder",
     "pipe": "cannot be used: not a regular file",
     "empty": "cannot be used: file is empty",
-    "text": "cannot be read: Format not recognised" + NO_FFMPEG,
+    "text": UNREADABLE,
     "not a number": "holds samples that are not finite (NaN or infinity)",
     "infinite": "holds samples that are not finite (NaN or infinity)",
     "too loud": "holds samples of up to 1e+30, where 1 is full scale",
@@ -268,11 +259,10 @@ BAD_FILES = {
     "rate of 999": "cannot be used: sample rate is not between 1000 and 768000 Hz",
     "rate of 2147483647": "cannot be used: sample rate is not between 1000 and 768000 Hz",
     "1000 channels": "cannot be used: audio has more than 64 channels",
-    "65535 channels": "cannot be read: Too many channels specified" + NO_FFMPEG,
-    "flac cut": "is truncated or damaged: flac decoder lost sync",
+    "65535 channels": UNREADABLE,
+    "flac cut": "is truncated or damaged at byte 55658",
     "flac damaged": "is truncated or damaged: unknown error in flac decoder",
-    "flac of unknown length": "cannot be read: its header states no length" + NO_FFMPEG,
-    "raw": "cannot be read: samplerate must be specified" + NO_FFMPEG,
+    "raw": UNREADABLE,
     "wav cut": "cannot be used: audio is truncated",
     "aiff cut": "cannot be used: audio is truncated",
     "au cut": "cannot be used: audio is truncated",
@@ -286,7 +276,7 @@ def in_pieces(path: str, rate: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", BAD_FILES)
-def test_bad_audio_is_one_line_that_names_the_file(tmp_path, no_ffmpeg, no_hang, kind):
+def test_bad_audio_is_one_line_that_names_the_file(tmp_path, no_hang, kind):
     path = bad_file(tmp_path / "my audio", kind)
     for read in (audio.read_audio, in_pieces):
         with pytest.raises(audio.BadAudio) as error:
@@ -306,7 +296,7 @@ def test_a_file_in_pieces_is_the_whole_file(tmp_path, rate):
         torch.testing.assert_close(torch.cat(pieces), whole, rtol=0, atol=1e-6)
 
 
-def test_what_a_header_states_is_checked_before_training_too(tmp_path, no_ffmpeg):
+def test_what_a_header_states_is_checked_before_training_too(tmp_path):
     for kind, reason in BAD_FILES.items():
         if reason.startswith("cannot be used: "):
             assert headers.probe(bad_file(tmp_path / kind, kind))[1] == reason.removeprefix(
@@ -314,7 +304,7 @@ def test_what_a_header_states_is_checked_before_training_too(tmp_path, no_ffmpeg
             )
 
 
-def test_audio_without_permission_to_read_says_so(tmp_path, wav, monkeypatch, no_ffmpeg):
+def test_audio_without_permission_to_read_says_so(tmp_path, wav, monkeypatch):
     path = wav(tmp_path / "a.wav")
     monkeypatch.setattr(headers.os, "access", lambda *mode: False)  # root may read everything
     assert headers.probe(path)[1] == "file cannot be read: Permission denied"
@@ -342,16 +332,16 @@ def test_a_line_break_in_a_name_does_not_break_the_message(tmp_path):
     assert str(audio.BadAudio("a\nb\x1b.wav", "is bad")) == "a\\nb\\x1b.wav is bad"
 
 
-def test_a_truncated_mp3(tmp_path, no_ffmpeg):
+def test_a_truncated_mp3(tmp_path):
     path = bad_file(tmp_path, "mp3 cut")
     for read in (audio.read_audio, in_pieces):
         with pytest.raises(
-            audio.BadAudio, match=r"is truncated: [12]\.\d\d of 4\.00 s could be read$"
+            audio.BadAudio, match=r"is truncated: [12]\.\d\d of 3\.96 s could be read$"
         ):
             read(path, 16_000)
 
 
-def test_a_header_that_claims_days(tmp_path, no_ffmpeg):
+def test_a_header_that_claims_days(tmp_path):
     """2^36 samples, 256 GiB: either the memory is refused, or the file ends first."""
     path = bad_file(tmp_path, "flac that claims days")
     with pytest.raises(audio.BadAudio) as error:
@@ -368,116 +358,6 @@ def test_a_segment_beyond_the_end(tmp_path, wav):
 
 def test_a_millisecond_is_read(tmp_path, wav):
     assert len(audio.read_audio(wav(tmp_path / "a.wav", 0.001), 16_000)) == 16
-
-
-@pytest.fixture
-def false_ffmpeg(tmp_path, monkeypatch):
-    """false_ffmpeg(script): puts a shell script called ffmpeg first in PATH."""
-
-    def install(script: str) -> None:
-        (tmp_path / "bin").mkdir()
-        (tmp_path / "bin" / "ffmpeg").write_text("#!/bin/sh\n" + script)
-        (tmp_path / "bin" / "ffmpeg").chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-
-    return install
-
-
-def test_formats_that_libsndfile_does_not_know_are_decoded_by_ffmpeg(tmp_path, false_ffmpeg):
-    np.linspace(-1, 1, 800, dtype="<f4").tofile(tmp_path / "samples")
-    false_ffmpeg(f'printf "%s\\n" "$@" > {tmp_path}/arguments; cat {tmp_path}/samples')
-    path = tmp_path / "a b.m4a"
-    path.write_bytes(b"something")
-    waveform = audio.read_audio(str(path), 16_000, 1.5, 2.0)
-    torch.testing.assert_close(waveform, torch.linspace(-1, 1, 800))
-    arguments = (tmp_path / "arguments").read_text().splitlines()
-    assert arguments[arguments.index("-i") + 1] == f"file:{path}"
-    assert (
-        float(arguments[arguments.index("-ss") + 1]) == 1.5
-        and float(arguments[arguments.index("-t") + 1]) == 2.0
-    )
-    assert (
-        arguments[arguments.index("-ar") + 1] == "16000"
-        and arguments[arguments.index("-ac") + 1] == "1"
-    )
-
-    assert "mov" in arguments[arguments.index("-format_whitelist") + 1].split(",")
-    torch.testing.assert_close(in_pieces(str(path), 16_000), waveform)
-    arguments = (tmp_path / "arguments").read_text().splitlines()
-    assert arguments[arguments.index("-i") + 1] == f"file:{path}" and "-ss" not in arguments
-
-
-@pytest.mark.skipif(not shutil.which("ffmpeg"), reason="ffmpeg is not installed")
-@pytest.mark.parametrize(
-    "playlist",
-    [
-        "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{}\n#EXT-X-ENDLIST\n",
-        "ffconcat version 1.0\nfile {}\n",
-    ],
-)
-def test_no_playlist_reads_another_file(tmp_path, playlist):
-    other = tmp_path / "other.ts"
-    subprocess.run(["ffmpeg", "-v", "error", "-f", "lavfi", "-i", "sine=d=1", other], check=True)
-    assert len(audio.read_audio(str(other), 16_000)) > 15_000
-    (tmp_path / "a.m4a").write_text(playlist.format(other.name))
-    assert headers.probe(str(tmp_path / "a.m4a"))[1]
-    with pytest.raises(audio.BadAudio, match="not on whitelist"):
-        audio.read_audio(str(tmp_path / "a.m4a"), 16_000)
-
-
-@pytest.mark.parametrize("status", [0, 1])
-def test_audio_about_which_ffmpeg_complains_is_not_used(tmp_path, false_ffmpeg, status):
-    """It decodes the rest of a truncated file and returns 0."""
-    false_ffmpeg(
-        "echo '[in#0/mov @ 0x12] stream 0, offset 0x9cd4: partial file' >&2; echo more >&2;"
-        f" printf '\\0\\0\\0\\0'; exit {status}"
-    )
-    path = tmp_path / "a.m4a"
-    path.write_bytes(b"something")
-    for read in (audio.read_audio, in_pieces):
-        with pytest.raises(audio.BadAudio) as error:
-            read(str(path), 16_000)
-        assert str(error.value) == f"{path} cannot be read: stream 0, offset 0x9cd4: partial file"
-
-
-def test_ffmpeg_that_hangs_or_cannot_start_is_named(tmp_path, false_ffmpeg, monkeypatch, no_hang):
-    path = tmp_path / "a.m4a"
-    path.write_bytes(b"something")
-    monkeypatch.setattr(audio, "FFMPEG_SECONDS", 0.1)
-    false_ffmpeg("exec sleep 100")
-    with pytest.raises(audio.BadAudio, match=r"a\.m4a cannot be read: ffmpeg failed: .*timed out"):
-        audio.read_audio(str(path), 16_000)
-    (tmp_path / "bin" / "ffmpeg").write_bytes(b"\x7fELF")
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # or the next ffmpeg would be tried
-    for read in (audio.read_audio, in_pieces):
-        with pytest.raises(
-            audio.BadAudio, match=r"a\.m4a cannot be read: ffmpeg failed: Exec format error"
-        ):
-            read(str(path), 16_000)
-
-
-@pytest.mark.parametrize("answer", ["nan", "inf", "-1", "N/A", ""])
-def test_a_length_that_is_not_one_makes_audio_unreadable(tmp_path, monkeypatch, answer):
-    (tmp_path / "a.m4a").write_bytes(b"something")
-    monkeypatch.setattr(headers.shutil, "which", lambda name: name)
-    result = subprocess.CompletedProcess([], 0, answer + "\n", "")
-    monkeypatch.setattr(headers.subprocess, "run", lambda *_, **__: result)
-    assert (
-        headers.probe(str(tmp_path / "a.m4a"))[1]
-        == "audio is unreadable (for libsndfile and ffmpeg)"
-    )
-
-
-@pytest.mark.parametrize(
-    "name", ["-v", "|true", "http:a.m4a", "concat:a|b", "file:a.m4a", "a b\n.m4a", "~", "$HOME"]
-)
-def test_any_file_name_is_a_plain_name(tmp_path, false_ffmpeg, monkeypatch, name):
-    np.zeros(800, dtype="<f4").tofile(tmp_path / "samples")
-    false_ffmpeg(f'printf "%s\\n" "$@" > {tmp_path}/arguments; cat {tmp_path}/samples')
-    (tmp_path / name).write_bytes(b"something")
-    monkeypatch.chdir(tmp_path)
-    assert len(audio.read_audio(name, 16_000)) == 800
-    assert f"-i\nfile:{name}\n" in (tmp_path / "arguments").read_text()
 
 
 def test_audio_files_below_links_that_lead_back(tmp_path, wav, no_hang):

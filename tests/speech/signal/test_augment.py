@@ -165,7 +165,7 @@ def test_what_cannot_be_used_is_named_at_the_start(noise_dir, tmp_path):
     with pytest.raises(DataError, match=r"1 of 2 files cannot be used, .*silent\.wav is silent"):
         augment.read_noises(folder)
     (tmp_path / "silent.wav").write_bytes(b"RIFF, but no more")
-    with pytest.raises(DataError, match=r"1 of 2 files .*silent\.wav cannot be read") as error:
+    with pytest.raises(DataError, match=r"1 of 2 files .*silent\.wav cannot be used") as error:
         augment.read_noises(folder)
     assert "\n" not in str(error.value)
     (tmp_path / "silent.wav").unlink()
