@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import os
 import unicodedata
 from collections.abc import Sequence
@@ -78,11 +79,11 @@ def find_all(names: Sequence[str], folder: str, audio_root: str | None = None) -
             ways = [(("/",), parts)]
             missing = name
         else:
-            start = base
-            while parts[0] == ".." and len(parts) > 1:
-                start = os.path.join(start, parts.pop(0))
-            ways = [((start,), parts), (tuple(listing((start,)).folders), parts)]
-            missing = os.path.join(start, *parts)
+            missing = os.path.join(base, *parts)
+            outside = list(itertools.takewhile("..".__eq__, parts[:-1]))
+            ways = [((os.path.join(base, *outside),), parts[len(outside) :])]
+            if not outside:
+                ways.append((tuple(listing((base,)).folders), parts))
         found = next(filter(None, (within(*way) for way in ways)), [missing])
         if len(found) > 1:
             raise DataError(

@@ -89,7 +89,7 @@ def test_files_of_annotations_are_checked_and_trained(page, here, wav):
     assert "segment ends beyond the file" in html and "a.wav at 8.50 s" in html
     assert "<audio" in html and "2 files" in html
     settings, _ = call("to_training", {}, "talks/*.srt", None, "konkani_conformer", *options)
-    assert settings["values"] == {"train_manifest": "talks/*.srt"}
+    assert settings["values"] == {"train_manifest": "'talks/*.srt'"}
     options[list(data.OPTIONS).index("tier")] = "Anna"
     html, _ = call("run_check", "talks/a.srt", None, "konkani_conformer", *options)
     assert "none of the manifests is an .eaf or a .TextGrid" in html

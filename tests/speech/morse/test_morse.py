@@ -769,7 +769,7 @@ LONG = "id,audio_file,text,wpm,duration,is_noise_only,snr_db"
 @pytest.mark.parametrize(
     ("header", "rows", "message"),
     [
-        ("id,text", ["1,E"], r"metadata.csv: its first line names no audio column"),
+        ("name,text", ["1,E"], r"metadata.csv: its first line names no audio column"),
         ("id,path,text", ["1,a.wav,E"], "1 x no column audio_file"),
         ("id,audio_file", ["1,a.wav"], "1 x no column text"),
         ("", [], r"metadata.csv: its first line names no audio column"),
