@@ -260,7 +260,7 @@ BAD_FILES = {
     "rate of 2147483647": "cannot be used: sample rate is not between 1000 and 768000 Hz",
     "1000 channels": "cannot be used: audio has more than 64 channels",
     "65535 channels": UNREADABLE,
-    "flac cut": "is truncated or damaged at byte 55658",
+    "flac cut": "is truncated or damaged: flac decoder lost sync",
     "flac damaged": "is truncated or damaged: unknown error in flac decoder",
     "raw": UNREADABLE,
     "wav cut": "cannot be used: audio is truncated",
