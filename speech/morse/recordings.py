@@ -18,7 +18,7 @@ import torch
 
 from common.errors import DataError, RunError, UsageError, cannot_write
 from speech.data.columns import Codes, Corpus, Rejections, Strings
-from speech.data.finding import find_audio
+from speech.data.finding import find_all
 from speech.data.folders import read_made_from, require_replaceable, write_folder
 from speech.data.headers import probe_all
 from speech.data.loading import FILE_TOLERANCE, MOST_CHARACTERS, Checks
@@ -203,7 +203,7 @@ def read_dataset(
     rows = _read_tables(folder, rejections)
     names = ("train", "validation", "test")
     order = [name for name in names if rows.get(name) or rejections[name].total]
-    paths = [find_audio(row["audio_file"], str(folder)) for name in order for row in rows[name]]
+    paths = find_all([row["audio_file"] for name in order for row in rows[name]], str(folder))
     cache = None
     if cache_dir:
         key = hashlib.sha1(os.fsencode(os.path.abspath(folder))).hexdigest()[:12]

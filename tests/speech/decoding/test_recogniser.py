@@ -1,6 +1,7 @@
 """Transcripts of files whose decoder returns records with timed parts, or plain texts; results."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from common.device import Setup
 from speech.data.columns import Codes
-from speech.decoding import long, recogniser
+from speech.decoding import long, recogniser, transcripts
 from speech.morse import scores
 from speech.signal.audio import SAMPLE_RATE
 from speech.writing import metrics
@@ -273,3 +274,11 @@ def test_an_export_finds_the_results_of_its_own_weights(tmp_path):
     assert recogniser.results_of(tmp_path, others, are_new=False) is None
     weights.write_bytes(b"22")
     assert recogniser.results_of(tmp_path, weights, are_new=False) is None
+
+
+def test_transcripts_name_recordings_relative_to_their_own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    transcripts.write(Path("out/a.jsonl"), [{"file": "b/a.wav"}, {"file": "/c.wav"}])
+    rows = map(json.loads, Path("out/a.jsonl").read_text().splitlines())
+    assert [row["file"] for row in rows] == ["../b/a.wav", "/c.wav"]

@@ -805,7 +805,7 @@ LONG = "id,audio_file,text,wpm,duration,is_noise_only,snr_db"
         (LONG, ["1,a.wav,A_B,20,,,1"], "1 x text has characters without a Morse code"),
         (
             LONG,
-            ["1,c.wav,E,20,,,1", "1,d.wav,E,20,,,1", "1,../metadata.csv,E,,,,"],
+            ["1,c.wav,E,20,,,1", "1,d.wav,E,20,,,1", "1,metadata.csv,E,,,,"],
             r"2 x file is missing \(.*\); 1 x audio is unreadable",
         ),
     ],
