@@ -1,5 +1,6 @@
 """Languages by their codes and English names; and the language of a command's texts."""
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -112,11 +113,14 @@ def resolve(args, demo: str | None, may_tell: bool = False) -> str | None:
     return found
 
 
-def of_rows(path: str, tiers: Sequence[str], audio_root: str | None) -> str | None:
-    """The language that most rows of a manifest name, if all name one. Raises `UsageError` and
+def of_rows(paths: Sequence[str], tiers: Sequence[str], audio_root: str | None) -> str | None:
+    """The language that most rows of manifests name, if all name one. Raises `UsageError` and
     `DataError`."""
     counts: Counter[str] = Counter()
-    for _, row in parse(Path(path), Rejections(), tiers, audio_root):
+    parsed = (parse(Path(path), Rejections(), tiers, audio_root) for path in paths)
+    for _, row in itertools.chain.from_iterable(parsed):
+        if not isinstance(row, dict):  # it will be rejected
+            continue
         named = [row[key] for key in LANGUAGE_KEYS if row.get(key)]
         if not named:
             return None

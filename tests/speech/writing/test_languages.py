@@ -40,7 +40,8 @@ def args_of(tmp_path, **given) -> SimpleNamespace:
     """Flags of a command; `rows`: the languages of the rows of its training data."""
     rows = given.pop("rows", None)
     if rows is not None:
-        given["train_manifest"] = str(tmp_path / "train.json")
+        given["train_manifest"] = [str(tmp_path / "one.json"), str(tmp_path / "train.json")]
+        (tmp_path / "one.json").write_text("5\n")
         lines = [json.dumps({"audio_filepath": "a", "text": "a", "lang": each}) for each in rows]
         (tmp_path / "train.json").write_text("\n".join(lines))
     commands = {"transcribe": False, "check_data": True, "dry_run": True}
