@@ -11,7 +11,9 @@ if sys.platform == "win32":
 
 def require_packages(*names: str) -> None:
     """Ends the program if its Python lacks one of these packages, as it does outside of .venv."""
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    missing = [
+        name for name in names if name not in sys.modules and not importlib.util.find_spec(name)
+    ]
     if missing:
         root = Path(__file__).resolve().parents[1]
         how = f"source {root}/.venv/bin/activate"
