@@ -584,10 +584,7 @@ def in_mid_epoch(training, tmp_path_factory):
     return flags, folder
 
 
-@pytest.mark.parametrize("change", ["--seed 2", "--no_speed_perturbation"])
-def test_another_order_in_mid_epoch_starts_the_epoch_anew_and_says_so(
-    change, in_mid_epoch, tmp_path
-):
+def test_another_order_in_mid_epoch_starts_the_epoch_anew_and_says_so(in_mid_epoch, tmp_path):
     flags, folder = in_mid_epoch
     used, load = [], recipe.Utterances.item
 
@@ -599,7 +596,7 @@ def test_another_order_in_mid_epoch_starts_the_epoch_anew_and_says_so(
     shutil.copytree(folder, tmp_path / "run")
     resume = ["--resume", "auto", "--max_steps", "9", "--output_dir", tmp_path / "run"]
     with mock.patch.object(recipe.Utterances, "item", item):
-        out = ran(recipe, *flags, *resume, *change.split())
+        out = ran(recipe, *flags, *resume, "--seed", "2")
     assert "changed since the checkpoint: epoch 2 starts from its beginning" in out
     assert sorted(used) == [
         (1, index) for index in range(14)
