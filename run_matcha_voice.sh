@@ -28,7 +28,7 @@ always='--output_dir runs/matcha_voice' # a folder of its own for each recipe
 rows='
 #tier size  batch accumulation what
 *     demo  16 1
-4gb   full  16 2
+4gb   full  8 4
 4gb   large 8 4 R
 6gb   full  16 2
 6gb   large 8 4

@@ -64,7 +64,7 @@ class Trial:
         self.device = source.setup.device
         self.found = {"losses": [], "seconds": [], "waited": [], "allocated": []}
         fit = task.fit if wanted.fit else None
-        task = dataclasses.replace(task, fit=fit, evaluate_first=False)
+        task = dataclasses.replace(task, fit=fit, evaluate_first=False, augmented_share=None)
         if wanted.short_of_memory_at and self.device.type != "cuda":
             task = dataclasses.replace(task, compute_loss=self.fails_once(task.compute_loss))
         run = loop.Run(source.setup)

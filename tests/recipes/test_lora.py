@@ -209,7 +209,7 @@ def test_damaged_adapters(released, adapted, tmp_path):  # noqa: F811
         ("--lora 4 --model_dir {base} --use_cpu_offload", "--use_cpu_offload"),
         ("--lora_alpha 3 --model_dir {base}", "--lora"),
         ("--lora 0 --model_dir {base}", "--lora"),
-        ("--lora 4 --transcribe a.wav --model_dir {base}", "--lora"),
+        ("--lora 4 --transcribe a.wav --model_dir {base}", "--transcribe"),
     ],
 )
 def test_what_does_not_go_together(flags, words, released, spoken, tmp_path):  # noqa: F811

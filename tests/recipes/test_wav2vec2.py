@@ -318,7 +318,8 @@ def test_a_new_head_learns_alone_during_the_warm_up(new_head, unsupervised):
     warm, after = weights_after(folder, 4), weights_after(folder, 6)
     assert same(warm, before, before) == {True}
     assert same(warm, weights_after(folder, 1), vocabulary.ROWS) == {False}
-    frozen = {name for name in before if name.startswith("feature_extractor.")}
+    # Nothing is masked as long as the model cannot write.
+    frozen = {name for name in before if name.startswith(("feature_extractor.", "masked_spec"))}
     assert same(after, before, before.keys() - frozen) == {False}
     assert same(after, before, frozen) == {True}
 
@@ -397,7 +398,8 @@ def test_ranks_that_share_a_model_wait_for_no_skipped_layer(noise, released, tmp
     before = formats.read_model(released)[0]
     for name, weight in one.items():
         moved = (weight - before[name]).norm()
-        assert (two[name] - weight).norm() <= 0.05 * moved, name
+        if not name.endswith("k_proj.bias"):  # whose gradient is nothing but roundings
+            assert (two[name] - weight).norm() <= 0.05 * moved, name
 
 
 # --- omniASR and MMS ------------------------------------------------------------------------------
