@@ -1,0 +1,1 @@
+import common as common  # first: says in one line which packages are missing

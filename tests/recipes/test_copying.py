@@ -117,11 +117,11 @@ def test_a_copy_in_a_new_interpreter(tmp_path):
 COPIES = {
     "konkani_conformer": runs.TINY,
     "whisper_morse": [*runs.TINY, *"--clips_per_epoch 8 --eval_clips 3 --clip_seconds 2".split()],
-    "whisper_vietnamese": [*runs.TINY, "--from_scratch"],
+    "whisper_vietnamese": [*runs.TINY, "--from_scratch", "--language", "mr"],
     "parakeet_tdt": ["--from_scratch", "--model_size", "demo"],
     "wav2vec2_ctc": ["--from_scratch", "--model_size", "demo"],
     "matcha_voice": ["--model_size", "demo", "--language", "kok", "--speak_held_out", "0"],
-    "xtts_amharic": ["--from_scratch", "--speak_held_out", "0"],
+    "xtts_amharic": ["--from_scratch", "--speak_held_out", "0", "--language", "am"],
 }
 
 

@@ -369,7 +369,7 @@ def test_transcribe_files_folders_and_long_recordings(best, konkani, tmp_path):
         rows[0]["seconds"]
     )
     status, out, err = run(recipe, *transcribe, tmp_path / "notes.txt", stereo)
-    assert status == 1 and "notes.txt cannot be read" in err and out.startswith(f"{stereo}\t")
+    assert status == 1 and "notes.txt cannot be used" in err and out.startswith(f"{stereo}\t")
     status, err = refused(recipe, *transcribe, tmp_path / "missing.wav")
     assert status == 2 and "missing.wav: no such file" in err
 
