@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def texts_of(table: Path) -> list[Text]:
     found = []
     rows = _rows(table)
     paths = find_all([fields.audio for _, fields in rows], str(table.parent))
+    paths = [os.path.normpath(path) for path in paths]  # --transcribe writes ../audio/a.wav
     for number, ((row, fields), path) in enumerate(zip(rows, paths, strict=True)):
         for piece, part in enumerate(_pieces(row)):
             seconds = part["end"] - part["start"]

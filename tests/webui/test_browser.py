@@ -244,7 +244,8 @@ def expect_state(page, run: str, word: str) -> None:
 def whisper(folders) -> subprocess.Popen:
     """A run of one update from a command line, which is there when the process has ended."""
     data, runs = folders
-    words = ["recipes/whisper_vietnamese.py", "--from_scratch", "--model_size", "demo"]
+    words = ["recipes/whisper_vietnamese.py", "--from_scratch", "--language", "vi"]
+    words += ["--model_size", "demo"]
     words += ["--train_manifest", data / "train.json", "--max_steps", "1"]
     words += ["--output_dir", runs / "whisper", "--device", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
