@@ -32,7 +32,7 @@ rows='
 *     demo 8 1
 4gb   300m L 4 30 R
 4gb   300m 15 8 R W
-4gb   1b   L 2 60 R 8
+4gb   1b   L 2 60 R --optimizer adamw_8bit
 4gb   1b   4 30 R W
 6gb   300m 10 12 R 8
 6gb   1b   L 4 30 R

@@ -217,6 +217,13 @@ def test_every_script_and_every_letter_is_known():
     assert set(tiers.FLAGS) == {*tier_tables.LETTERS, "S", "L"}
 
 
+def test_every_row_is_planned_to_fit():
+    """Also those for adapters, which no page shows."""
+    entries = tier_tables.predictions()
+    entries.pop("torch")
+    assert [key for key, entry in entries.items() if entry["verdict"] != "fits"] == []
+
+
 def test_a_real_plan_agrees_with_the_predictions():
     script = "run_training_memory_optimized.sh"
     planned, _ = tiers.plan(tiers.command_of(script, "4gb", "minimal", "4gb"))
