@@ -82,6 +82,8 @@ def correct(places: Places, table: Path, changes: list[tuple[Text, str]]) -> Pat
             row[columns_of(tuple(row)).text or TEXT_KEYS[0]] = text
         else:
             row["pieces"][before.piece]["text"] = text
+            for times in ("words", "segments"):  # of the text that was there before
+                row.pop(times, None)
             row["text"] = " ".join(piece["text"] for piece in row["pieces"] if piece["text"])
     target = corrected(table)
     try:
@@ -99,7 +101,7 @@ def _rows(table: Path) -> list[tuple[dict, Fields]]:
         found = [(row, row_fields(row, "")) for _, row in parse(table, rejected)]
     except ValueError as error:
         raise UsageError(f"{table.name} cannot be corrected here: {error}") from None
-    if any(row.get("segments") for row, _ in found):
+    if any(row.get("segments") and not _pieces(row) for row, _ in found):
         raise UsageError(f"{table.name} has texts of segments: correct them in the file itself")
     if rejected.total:
         raise UsageError(f"{table.name} cannot be corrected here: it has damaged lines")
