@@ -481,6 +481,8 @@ def test_every_line_is_used_as_written_or_counted(tmp_path_factory, texts, famil
     if family != "comma":
         harmless |= dict.fromkeys(("quote first", "quote in the middle"), family != "json")
     for i, (text, damage) in enumerate([("", ""), *texts]):
+        if (family, damage) == ("ljspeech", "other"):
+            damage = ""  # a table of such rows can be read in two ways, and is asked about
         text, speaker = (
             f"w{i}" + text.replace("\r", "\n" if family in ("json", "comma") else "\r"),
             f"s{i}",
