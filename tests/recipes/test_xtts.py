@@ -2230,7 +2230,7 @@ SPEAKING_MISTAKES = [
     ("--synthesize hello --model_dir {model} --speaker_wav {here}/gone.wav", "gone.wav"),
     (
         "--synthesize hello --model_dir {model} --speaker_wav {model}/config.json",
-        "config.json cannot be read",
+        "config.json cannot be used",
     ),
     ("--synthesize hello --speaker_wav {wav}", "no weights at "),
     (
