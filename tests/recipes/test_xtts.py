@@ -2288,7 +2288,7 @@ def test_mistakes_are_answered_in_one_line_before_anything_is_trained(
         else ["--train_csv", places.train, "--eval_csv", places.val, *PLAIN]
     )
     status, err = refused(recipe, *data, *line.split(), "--output_dir", tmp_path)
-    assert status == (1 if message.endswith("cannot be read") else 2) and message in err, err
+    assert status == (1 if message.endswith("cannot be used") else 2) and message in err, err
     assert not list(tmp_path.glob("checkpoints/*.pt"))
 
 
