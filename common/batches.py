@@ -55,10 +55,10 @@ def plan_epoch(
 ) -> list[np.ndarray]:
     """The global batches of an epoch, in random order or the shortest first: arrays of
     `global_batch_size` indices of utterances of similar length (the last one cut may be smaller). A
-    pure function of its arguments. In the first epoch the global batch with the longest utterance comes first, so that a
-    run that does not fit into memory fails at once. `done` lists [global batch size, global batches
-    done] of earlier runs of the same epoch with other global batch sizes; their utterances are left
-    out.
+    pure function of its arguments. In the first epoch the global batch with the longest utterance
+    comes first, so that a run that does not fit into memory fails at once. `done` lists [global
+    batch size, global batches done] of earlier runs of the same epoch with other global batch
+    sizes; their utterances are left out.
 
     `seconds`: (N,) lengths of the utterances in this epoch."""
     remaining = np.arange(len(seconds))

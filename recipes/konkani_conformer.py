@@ -70,8 +70,9 @@ CARD = card.Form(
     use=onnx_files.USE.replace("TYPE", "nemo-conformer-ctc"),
 )
 N_MELS = 80
-# With 0.3 for CTC, as is usual for large corpora, the decoder's gradients drown CTC's in the encoder:
-# on 4 hours of Mboshi it had aligned nothing after 800 updates of 8 clips, and with 0.7 after 250.
+# With 0.3 for CTC, as is usual for large corpora, the decoder's gradients drown CTC's in the
+# encoder: on 4 hours of Mboshi it could align nothing after 800 updates of 8 clips. With 0.7 it
+# could after 300.
 LOSS_WEIGHTS = {"ctc": 0.7, "attention": 0.3}
 SEARCH_WEIGHTS = {"ctc": 0.3, "attention": 0.7}
 BEAM_SIZE = 10

@@ -94,8 +94,8 @@ def compact(places: np.ndarray) -> np.ndarray:
 
 
 def recordings(corpus: Corpus) -> Line:
-    """All utterances by file, channel and time. Those of a part follow each other in their recording: none
-    of them overlaps another utterance, and no pause is longer than LONGEST_GAP."""
+    """All utterances by file, channel and time. Those of a part follow each other in their
+    recording: none of them overlaps another utterance, and no pause is longer than LONGEST_GAP."""
     channels = corpus.places()[2].astype(int).tolist()
     files = np.array(Codes(map("{}:{}".format, channels, corpus.paths)).codes)
     rows = np.lexsort([corpus.offsets, files])

@@ -480,9 +480,10 @@ def train_bpe(
     texts: Iterable[str], vocab_size: int, language: str, others: Iterable[str] = ()
 ) -> WhisperTokenizer:
     """Trains a vocabulary of at most `vocab_size` tokens, special ones included, among them those
-    of `language` and of the `others` that rows name. It has all 256 bytes, so that no text is unknown, and merges learned from `texts` within GPT-2's pre-tokens. It
-    has no timestamps: transcripts without times could not train their 1501 embeddings, which would
-    outnumber the other tokens. Raises `UsageError`."""
+    of `language` and of the `others` that rows name. It has all 256 bytes, so that no text is
+    unknown, and merges learned from `texts` within GPT-2's pre-tokens. It has no timestamps:
+    transcripts without times could not train their 1501 embeddings, which would outnumber the other
+    tokens. Raises `UsageError`."""
     codes = _new_codes(language, others)
     least = len(BYTES) + len(special_tokens(0, codes, timestamps=False))
     if vocab_size < least:
@@ -504,7 +505,7 @@ def train_bpe(
 
 
 def _new_codes(language: str, others: Iterable[str]) -> list[str]:
-    """The languages of a new vocabulary. In one of its own nothing needs to be borrowed."""
+    """The codes of the languages of a new vocabulary, in which no language borrows a token."""
     codes = [language.rpartition("=")[2]]
     for name in sorted(filter(None, others)):
         if not {codes[0], *language.split("=")} & {*languages.forms(name)}:

@@ -224,9 +224,8 @@ def parse(
     """(line number, row) of a manifest in any format, which is recognised by extension and header.
     `path` can also be a file of annotations or a pattern of such names, of which `tiers` are taken
     and counted, or a folder of pairs; only their audio is looked for in `audio_root` here. Every
-    line that is not blank
-    and cannot be parsed is added to `rejected`. Raises `UsageError` if the file cannot be read,
-    `DataError` if it is not a manifest."""
+    line that is not blank and cannot be parsed is added to `rejected`. Raises `UsageError` if the
+    file cannot be read, `DataError` if it is not a manifest."""
     if path.suffix.lower() == ".parquet":  # or a pattern of such names
         raise UsageError(
             f'manifest {path} is Parquet: python -m speech.data.parquet "{path}" FOLDER makes audio'

@@ -235,7 +235,8 @@ def load_splits(
 def read_manifests(
     manifests: dict[str, str | list[str]], normalise: Callable[[str], str], checks: Checks
 ) -> dict[str, Corpus]:
-    """The checked corpora of `manifests`, {split: path or paths}; prints their sizes and what was rejected.
+    """The checked corpora of `manifests`, {split: path or paths}; prints their sizes and what was
+    rejected.
 
     `checks.max_samples` shortens "train" to the rows of `load_sample`; sets that are only
     evaluated have joined segments. If there is a "train" but no "val", a part of these rows is held

@@ -156,8 +156,8 @@ def test_a_plan_of_a_billion_utterances_takes_seconds_and_leaves_nothing(tmp_pat
 
 @EACH
 def test_no_layer_with_a_convolution_is_compiled(recipe):
-    """Inductor fixes the strides of a convolution's input: each length would be a graph of its own,
-    and the ninth would run uncompiled."""
+    """Inductor fixes the strides of a convolution's input. So each length would need a graph of its
+    own, and the ninth would run uncompiled."""
     plan = without_data(recipe)
     layers = [layer for layer in plan.model.modules() if isinstance(layer, plan.task.compiled)]
     inside = [module for layer in layers for module in layer.modules()]

@@ -240,8 +240,8 @@ def linked(tiers: list[Raw]) -> list[list[Dependent]]:
 
 
 def joined(annotations: list[Dependent], links: dict[Key, Dependent]) -> list[tuple[Key, str]]:
-    """(key of an annotation with times, text) of a tier without times of its own. All texts that
-    depend on one are joined in their order: nobody has said when each of them begins. `links`: the
+    """The texts of a tier without times of its own, as (key of the annotation with times, text).
+    All texts that depend on one are joined in their order: nobody has said when each of them begins. `links`: the
     dependent annotations of all tiers. A text has NO_KEY if they depend on each other in a
     circle."""
     result: list[tuple[Key, str]] = []
