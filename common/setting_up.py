@@ -89,9 +89,9 @@ def begin_training(
     loss_scale = setup.loss_scale()
     if saved and loss_scale and saved["scaler"]:
         loss_scale.load_state_dict(saved["scaler"])
-    if task.augmented_share and not saved:
-        progress.augmented_share = 0.0
-    global_batches.augment(progress.augmented_share)
+    if task.augmented_share:
+        progress.augmented_share = progress.augmented_share if saved else 0.0
+        global_batches.augment(progress.augmented_share)
     place_in_data(progress, global_batches)
     if ranks.size > 1 and (saved or run.restarted):
         from common.parts import processes
