@@ -240,7 +240,7 @@ def note_speakers(train: Corpus, other: Corpus, name: str) -> None:
 def note_little(train: Corpus, from_scratch: bool) -> None:
     """Warns of too little speech to learn from."""
     seconds = train.seconds.sum()
-    spoken = f"warning: {seconds / 60:.1f} minutes of training speech"
+    spoken = f"warning: {seconds / 60:.3g} minutes of training speech"
     if from_scratch and seconds < LITTLE_FROM_SCRATCH:
         print(
             f"{spoken} are too few for a model from scratch: begin with a released one, which has"
