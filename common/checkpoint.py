@@ -465,6 +465,14 @@ def read_weights(path: str | Path, recipe: str, flag: str = "--resume") -> Saved
     return Saved(path=path, recipe=recipe, model=check_tensors(tensors, path), **found)
 
 
+def read_initial(path: str | None, recipe: str, resumed: Saved | None) -> Saved | None:
+    """The weights of --init_from, with which a run begins that does not resume another one. Raises
+    `UsageError`."""
+    if not path or resumed:
+        return None
+    return read_weights(path, recipe, "--init_from")
+
+
 def read_infos(saved: Saved | None, model_info: type, run_info: type) -> tuple:
     """The `ModelInfo` and the `RunInfo` of a checkpoint, given their classes; (None, None) without
     a checkpoint. Raises `UsageError`."""

@@ -39,10 +39,11 @@ common.spin_briefly()  # before torch is imported
 import numpy as np
 import torch
 
-from common import batches, device, options, run_length
+from common import device, options, run_length
 from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
+from common.parts.replay import make_batches
 from common.report import check_folder
 from models import adapters, card, released
 from models.whisper import decoding, formats, start
@@ -535,7 +536,7 @@ def main(args) -> None:
 
     learned = {name: sets.pop(name) for name in splits.TRAINED if name in sets}
     new, old = learned["train"], learned.get(replay.REPLAY)
-    global_batches = batches.global_batches(args, new, collate, run.setup, old)
+    global_batches = make_batches(args, new, collate, run.setup, old)
     run_info = about_run(args, info, source, corpora, global_batches, before)
     for each in learned.values():
         each.padding.begin = run_info.pad_from

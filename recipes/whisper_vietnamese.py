@@ -39,10 +39,11 @@ common.spin_briefly()  # before torch is imported
 import numpy as np
 import torch
 
-from common import batches, device, options, run_length
+from common import device, options, run_length
 from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
+from common.parts.replay import make_batches
 from common.report import check_folder
 from models import adapters, card, released
 from models.whisper import comparing, decoding, formats, kept_times, packs, start, timed
@@ -659,7 +660,7 @@ def main(args) -> None:
     learned = {name: sets.pop(name) for name in splits.TRAINED if name in sets}
     new = as_windows(learned["train"], share)
     old = as_windows(learned[replay.REPLAY], share) if replay.REPLAY in learned else None
-    global_batches = batches.global_batches(args, new, collate, run.setup, old)
+    global_batches = make_batches(args, new, collate, run.setup, old)
     run_info = about_run(args, info, corpora, global_batches, before, times_before)
     for each in learned.values():
         each.padding.begin = run_info.pad_from

@@ -40,12 +40,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import batches, checkpoint, device, memory, optim, options
+from common import checkpoint, device, memory, optim, options
 from common.batches import EvalBatches, GlobalBatches, pad, to_device
 from common.device import upcast
 from common.errors import DataError, exit_with_one_line
 from common.layers import finite_layers
 from common.loop import ForPlans, Run, Task, begin, finish, train
+from common.parts.replay import make_batches
 from models import card, released
 from models.xtts import codec_training, new_tokens, speaking, start, texts
 from models.xtts.codec import SAMPLE_RATE, SAMPLES_PER_CODE, code_count
@@ -572,7 +573,7 @@ def main(args) -> None:
     sets = make_sets(args, corpora, synthesiser.texts, info)
 
     new, old = sets.pop("train"), sets.pop(replay.REPLAY, None)
-    global_batches = batches.global_batches(args, new, collate, run.setup, old)
+    global_batches = make_batches(args, new, collate, run.setup, old)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
     first_fit = functools.partial(fit, info, synthesiser.frozen, added, draw_seed(args))
     task = make_task(args, asked, run, info, run_info, synthesiser, first_fit, evaluation)

@@ -24,11 +24,11 @@ from common.device import LossScale, Setup
 from common.engine import run_global_batch
 from common.errors import DataError, RunError, Stopped, UsageError
 from common.evaluation import mean_values
+from common.limits import cut_to_fit, length_bucket
 from common.loop import Run, begin, finish
 from common.parts import offload
 from common.ranks import Ranks
 from common.saving import made_by
-from common.update import cut_to_fit, length_bucket
 from speech.signal import augment
 from tests import small
 
