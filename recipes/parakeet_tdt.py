@@ -92,7 +92,7 @@ RELEASED = RunInfo(held_out=[], longest=MAX_SECONDS, demo=False)  # how a releas
 
 def add_arguments(parser) -> None:
     start.add_arguments(parser)
-    splits.add_arguments(parser, allow_unknown=True)
+    splits.add_arguments(parser, allow_unknown=True, max_duration=MAX_SECONDS)
     replay.add_arguments(parser)
     watching.add_arguments(parser)
     recogniser.add_arguments(parser)
@@ -103,16 +103,12 @@ def add_arguments(parser) -> None:
         learning_rate=(None, rates),
         weight_decay=1e-3,
         keep_last=2,
-        max_duration=MAX_SECONDS,
     )
 
 
 def resolve(args) -> Options:
     is_demo = not args.train_manifest
-    parts = (recogniser, alignment, replay, watching, start)
-    excludes = [row for part in parts for row in part.EXCLUDES]
-    needs = [row for part in (splits, *parts) for row in part.NEEDS]
-    options.resolve(args, is_demo, DEMO_STEPS, excludes, needs)
+    options.resolve(args, is_demo, DEMO_STEPS)
     return start.resolve(args, is_demo)
 
 

@@ -85,21 +85,6 @@ TIME_MASK_WIDTH = 0.05  # share of the utterance
 DEMO_STEPS = 1100
 SIZES = {"demo": formats.make_config(128, (4, 2), 4), **formats.SIZES}
 CARD = {"languages": (), "reading": recogniser.AS_SENT}  # what a model card has of the symbols
-EXCLUDES = (
-    *recogniser.EXCLUDES,
-    *replay.EXCLUDES,
-    *watching.EXCLUDES,
-    *start.EXCLUDES,
-    *clips.EXCLUDES,
-)
-NEEDS = (
-    *splits.NEEDS,
-    *recogniser.NEEDS,
-    *replay.NEEDS,
-    *watching.NEEDS,
-    *start.NEEDS,
-    *clips.NEEDS,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +114,7 @@ def resolve(args) -> tuple[Options, clips.Options]:
     is_released = any(getattr(args, name) for name in released.MODELS)
     is_demo = not (recorded or is_released or args.from_scratch or args.conditions)
     usual = (None, None) if recorded else (20_000, 1000)  # updates, and between evaluations
-    options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, NEEDS, *usual)
+    options.resolve(args, is_demo, DEMO_STEPS, *usual)
     # Without augmentation by default: a masked span would take symbols away.
     how = recogniser.resolve(args, is_demo, BEAM_SIZE, augments=False)
     source = clips.resolve(args, is_demo, AUXILIARY_WEIGHT)

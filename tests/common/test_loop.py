@@ -22,7 +22,7 @@ from common import checkpoint, files, optim, report, update
 from common.batches import to_device
 from common.device import LossScale, Setup
 from common.engine import run_global_batch
-from common.errors import DataError, RunError, Stopped, UsageError
+from common.errors import DataError, Planned, RunError, Stopped, UsageError
 from common.evaluation import mean_values
 from common.limits import cut_to_fit, length_bucket
 from common.loop import Run, begin, finish
@@ -534,7 +534,7 @@ def test_only_a_new_model_is_fitted(tmp_path):
     args = small.make_args(tmp_path / "b", "--max_steps", "1", "--init_from", str(path))
     small.run(args, fit=fit, compute_loss=compute_loss)
     assert fitted == [13, 13] and not (seen[0] == 1).all()  # the saved weights replace the fit
-    with pytest.raises(SystemExit):
+    with pytest.raises(Planned):
         small.run(small.make_args(tmp_path / "c", "--max_steps", "1", "--dry_run", "8GB"), fit=fit)
     assert fitted == [13, 13]
 
