@@ -16,7 +16,7 @@ PROGRAMS = [
     for path in sorted((ROOT / folder).glob("*.py"))
     if "__main__" in path.read_text(encoding="utf-8")
     # These compute nothing.
-    and path.stem not in ("dry_run_agreement", "soak", "tier_tables", "tiers")
+    and path.stem not in ("tier_tables", "tiers")
 ]
 # Runs a program up to the first import of torch, or to its end.
 UNTIL_TORCH = """
