@@ -281,8 +281,11 @@ def read(path: Path, recipe: str, flag: str = "--resume") -> Saved:
     _check_format(path, content.get("format") if isinstance(content, dict) else None)
     if reason := records.mismatch(content, CONTENT, "it"):
         raise Damaged(f"{path} is damaged: {reason}")
+    values = content["progress"]
+    if values.pop("done", None):  # an earlier version could divide an epoch anew
+        values["global_batch_size"] = 0  # so that the epoch restarts
     try:
-        progress = records.read(Progress, content["progress"], path)
+        progress = records.read(Progress, values, path)
     except UsageError as error:
         raise Damaged(f"{error}: the file is damaged") from None
     check_recipe(path, content["recipe"], recipe)

@@ -79,6 +79,13 @@ def test_other_names_in_the_folder_are_not_touched(tmp_path):
     )
 
 
+def test_a_position_of_an_earlier_version_is_read(tmp_path):
+    for done, size in (([], 4), ([[8, 3]], 0)):  # with another size the epoch will restart
+        state = content(global_batch=2, global_batch_size=4, done=done)
+        progress = checkpoint.read(checkpoint.save(tmp_path, 1, state, 1), "r").progress
+        assert (progress.global_batch, progress.global_batch_size) == (2, size)
+
+
 def damage(path, how):
     data = bytearray(path.read_bytes())
     if how == "truncated":

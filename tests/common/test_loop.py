@@ -1211,31 +1211,23 @@ def watched(names: list[str]):
     return compute_loss
 
 
-def test_another_global_batch_size_continues_the_epoch_with_what_is_left(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("flags", "count", "message"),
+    [
+        (cut(1, 3), 13, "the number of utterances in an update has changed"),
+        (cut(2, 2), 15, "the training data have changed"),
+    ],
+)
+def test_another_update_and_other_data_start_the_epoch_anew(
+    tmp_path, capsys, flags, count, message
+):
+    small.run(small.make_args(tmp_path, *cut(2, 2), "--max_steps", "2"))
     names = []
-    small.run(
-        small.make_args(tmp_path, *cut(2, 2), "--max_steps", "2"), compute_loss=watched(names)
-    )
-    assert len(names) in (5, 8)
-    args = small.make_args(tmp_path, *cut(1, 3), "--resume", "auto")
-    _, progress = small.run(args, compute_loss=watched(names))
-    assert re.search(
-        r"an update had 4 utterances .* 3: the rest of epoch 1 is cut anew", capsys.readouterr().out
-    )
-    assert (
-        sorted(names) == sorted(item["name"] for item in small.Waveforms()) and progress.epoch == 1
-    )
-
-
-def test_other_data_start_the_epoch_anew(tmp_path, capsys):
-    small.run(small.make_args(tmp_path, "--max_steps", "1"))
-    names = []
-    args = small.make_args(tmp_path, "--resume", "auto")
-    small.run(args, data=small.Waveforms(15), compute_loss=watched(names))
-    assert re.search(
-        r"training data .*changed.*: epoch 1 starts from its beginning", capsys.readouterr().out
-    )
-    assert sorted(names) == sorted(item["name"] for item in small.Waveforms(15))
+    data = small.Waveforms(count)
+    args = small.make_args(tmp_path, *flags, "--resume", "auto")
+    _, progress = small.run(args, data=data, compute_loss=watched(names))
+    assert f"{message} since the checkpoint: epoch 1 starts from its beg" in capsys.readouterr().out
+    assert sorted(names) == sorted(item["name"] for item in data) and progress.epoch == 1
 
 
 def test_resuming_into_another_folder_leaves_best_weights_there_and_another_run_alone(tmp_path):
