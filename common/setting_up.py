@@ -179,16 +179,14 @@ def place_in_data(progress: Progress, global_batches: GlobalBatches) -> None:
 
 
 def prepare_folders(args, run: Run, progress: Progress, task: Task) -> None:
-    """Moves an earlier run in the folders aside or, if the run continues from an older checkpoint,
-    what is newer. A resumed run without best weights in its folder, and a new run with
-    `Task.evaluates_first`, evaluate before the first update."""
+    """Moves an earlier run in the folders aside. A resumed run without best weights in its folder,
+    and a new run with `Task.evaluates_first`, evaluate before the first update."""
     has_best = False
     if run.keeps_folder:
         in_log_dir = [name for name in task.reports if not os.path.isabs(name)]
         files.remove_stale(args.log_dir, "|".join((*checkpoint.LOGS, *in_log_dir)))
         try:
             if run.resumed and run.resumed.path.resolve().parent == args.checkpoint_dir.resolve():
-                checkpoint.branch(args.checkpoint_dir, args.log_dir, progress.step)
                 has_best = checkpoint.best_step(args.checkpoint_dir) >= progress.best_step
             else:
                 checkpoint.make_room(args.checkpoint_dir, args.log_dir, task.reports)

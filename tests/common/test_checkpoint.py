@@ -543,43 +543,6 @@ def test_best_json_is_believed_only_if_it_is_sound(tmp_path):
 # --- branches -------------------------------------------------------------------------------------
 
 
-def test_what_is_newer_than_the_resumed_checkpoint_is_moved_aside(tmp_path, capsys):
-    logs = tmp_path / "logs"
-    logs.mkdir()
-    for number in (1, 2):
-        for step in (2, 4, 6):
-            save(tmp_path, step)
-        for name, text in (
-            ("best.safetensors", "x"),
-            ("best.json", '{"step": 4}'),
-        ):
-            (tmp_path / name).write_text(text)
-        (logs / "metrics.jsonl").write_text("{}\n")
-        checkpoint.branch(tmp_path, logs, 2)
-        moved = sorted(path.name for path in (tmp_path / f"abandoned-{number}").iterdir())
-        assert moved == [
-            "best.json",
-            "best.safetensors",
-            "checkpoint_step_00000004.pt",
-            "checkpoint_step_00000006.pt",
-        ]
-        assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(tmp_path)] == [2]
-        assert (logs / f"abandoned-{number}" / "metrics.jsonl").exists() and (
-            logs / "metrics.jsonl"
-        ).exists()
-        assert (
-            f"continues from step 2; what is newer was moved to abandoned-{number}/"
-            in capsys.readouterr().out
-        )
-    (tmp_path / "best.json").write_text('{"step": 1}')
-    (tmp_path / "best.safetensors").touch()
-    save(tmp_path, 4)
-    checkpoint.branch(tmp_path, logs, 2)
-    assert (tmp_path / "best.safetensors").exists()  # it is older than the branch
-    checkpoint.branch(tmp_path, logs, 2)
-    assert not (tmp_path / "abandoned-4").exists()
-
-
 def test_an_earlier_run_moves_with_its_stages_and_folders(tmp_path):
     folder, logs = tmp_path / "c", tmp_path / "l"
     for place in (folder / "dvae", logs / "dvae", logs / "speech", logs / "mine"):

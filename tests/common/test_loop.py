@@ -1291,62 +1291,20 @@ def test_the_same_order_continues_in_any_epoch(tmp_path, capsys):
     )
 
 
-def test_resuming_an_older_checkpoint_is_a_branch_that_auto_follows(tmp_path, capsys):
-    """What is newer is moved aside, the new steps survive --keep_last, and the better weights of
-    the other branch stay."""
-    args = small.make_args(
-        tmp_path,
-        *cut(2, 2),
-        "--num_epochs",
-        "9",
-        "--max_steps",
-        "6",
-        "--save_every",
-        "2",
-        "--eval_every",
-        "2",
-    )
-    small.run(args, evaluate=scripted(5.0, 1.0, 2.0))
-    (args.checkpoint_dir / "checkpoint_step_00090000.pt").write_bytes(b"of another run")
-    best = (args.checkpoint_dir / "best.safetensors").read_bytes()
-    older = str(args.checkpoint_dir / "checkpoint_step_00000002.pt")
-
-    def interrupted(model, batch):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return small.compute_loss(model, batch)
-
-    flags = (
-        *cut(2, 2),
-        "--num_epochs",
-        "9",
-        "--eval_every",
-        "1",
-        "--save_every",
-        "1",
-        "--keep_last",
-        "1",
-    )
-    _, progress = small.run(
-        small.make_args(tmp_path, *flags, "--max_steps", "3", "--resume", older),
-        evaluate=scripted(7.0, 8.0),
-    )
-    assert "what is newer was moved to abandoned-1/" in capsys.readouterr().out
-    aside = args.checkpoint_dir / "abandoned-1"
-    assert sorted(map(checkpoint.step_of, aside.glob("checkpoint*"))) == [4, 6, 90000]
-    assert (
-        (aside / "best.safetensors").read_bytes() == best
-        and progress.best == 7.0
-        and progress.best_step == 2
-    )
-    assert [
-        checkpoint.step_of(path) for path in checkpoint.list_checkpoints(args.checkpoint_dir)
-    ] == [3]
-    with pytest.raises(Stopped, match=r"step 3 is saved .*; --resume auto continues from there"):
-        small.run(
-            small.make_args(tmp_path, *flags, "--max_steps", "6", "--resume", "auto"),
-            compute_loss=interrupted,
-        )
-    assert newest(args).progress.step == 3 and not (args.checkpoint_dir / "abandoned-2").exists()
+def test_an_older_checkpoint_is_resumed_into_another_folder_only(tmp_path):
+    args = small.make_args(tmp_path / "a", *cut(2, 2), "--save_every", "2")
+    small.run(args)
+    older = args.checkpoint_dir / "checkpoint_step_00000002.pt"
+    flags = (*cut(2, 2), "--max_steps", "3", "--resume", str(older))
+    before = {path: path.read_bytes() for path in args.checkpoint_dir.iterdir()}
+    with pytest.raises(UsageError, match=r"_00000004\.pt is newer, .*another --output_dir"):
+        small.run(small.make_args(tmp_path / "a", *flags))
+    assert before == {path: path.read_bytes() for path in args.checkpoint_dir.iterdir()}
+    _, progress = small.run(small.make_args(tmp_path / "b", *flags))
+    assert progress.step == 3
+    checkpoint.list_checkpoints(args.checkpoint_dir)[0].unlink()
+    _, progress = small.run(small.make_args(tmp_path / "a", *flags))
+    assert progress.step == 3
 
 
 @pytest.mark.parametrize(
@@ -1362,7 +1320,7 @@ def test_best_weights_that_are_gone_are_found_again(tmp_path, damage):
     assert progress.best == 9.0 and checkpoint.best_step(args.checkpoint_dir) == 2
 
 
-def test_an_evaluation_just_before_a_kill_is_not_a_branch(tmp_path, capsys):
+def test_best_weights_of_just_before_a_kill_stay(tmp_path):
     args = small.make_args(tmp_path, "--max_steps", "2", "--eval_every", "1", "--save_every", "1")
     small.run(args)
     checkpoint.list_checkpoints(args.checkpoint_dir)[
@@ -1371,10 +1329,7 @@ def test_an_evaluation_just_before_a_kill_is_not_a_branch(tmp_path, capsys):
     small.run(
         small.make_args(tmp_path, "--max_steps", "2", "--eval_every", "1", "--resume", "auto")
     )
-    assert (
-        "abandoned" not in capsys.readouterr().out
-        and checkpoint.best_step(args.checkpoint_dir) == 2
-    )
+    assert checkpoint.best_step(args.checkpoint_dir) == 2
 
 
 def test_a_second_run_moves_what_the_first_left_aside(tmp_path):
