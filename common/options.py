@@ -49,14 +49,6 @@ EXCLUDES = (
     *((flag, COMMAND, TRAINS) for flag in TRAINING),
 )  # fmt: skip
 
-# Flags of weights and records, which safetensors and torch read and write only under names in
-# UTF-8.
-IN_UTF8 = (
-    "resume init_from model_dir model_file custom_model adapter compare_to judge tokenizer export"
-    " export_adapter"
-).split()
-TRAINED_IN_UTF8 = ("output_dir",)  # where only a training writes
-
 
 class OnOff(argparse.Action):
     """`--x` / `--no_x` (argparse's own BooleanOptionalAction spells the second with a hyphen)."""
@@ -433,28 +425,10 @@ def resolve(
     refuse(args, all_excludes(args.commands, excludes), needs)
     args.checkpoint_dir = Path(args.output_dir) / "checkpoints"
     args.log_dir = Path(args.output_dir) / "logs"
-    require_utf8(args)
     if not (args.num_epochs or args.max_steps):
         args.max_steps = demo_steps if is_demo else usual_steps
     if args.eval_every is None:
         args.eval_every = demo_steps // 6 if is_demo else usual_eval_every
-
-
-def require_utf8(args: argparse.Namespace) -> None:
-    """Raises `UsageError` for a path of these flags with other bytes, which would end a run at its
-    first evaluation."""
-    is_command = any(is_on(vars(args), name) for name in args.commands)
-    for flag in (*IN_UTF8, *(() if is_command else TRAINED_IN_UTF8)):
-        place = getattr(args, flag, None)
-        if not place:
-            continue
-        try:
-            os.path.abspath(place).encode()
-        except UnicodeEncodeError:
-            raise UsageError(
-                f"--{flag} {place}: this path is not UTF-8, and libraries read and write weights"
-                " under no other name; rename the folder or file that is not"
-            ) from None
 
 
 def all_excludes(commands: dict[str, bool], excludes=()) -> list[tuple[str, str, str]]:
