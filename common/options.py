@@ -129,7 +129,7 @@ class Parser(argparse.ArgumentParser):
         )
         self.in_short_help: set[argparse.Action] = set()
         self.commands: dict[str, bool] = {}
-        self.hints = dict(wrong_flags.OTHER_NAMES)  # a recipe can add to them
+        self.hints: dict[str, str] = {}  # a recipe's sentences for flags that it does not have
 
     def add_command(self, group, flag: str, takes_training_flags: bool = False, **settings) -> None:
         """Adds a flag, with argparse's `settings`, that does something else than training. At most
