@@ -37,8 +37,6 @@ COMMAND = "any command"
 EXCLUDES = (
     ("resume", "init_from",
      "the first continues a run, the second starts a new one; give one of them"),
-    ("deterministic", "cudnn_benchmark",
-     "the second chooses kernels by their speed, which may differ between runs"),
     ("use_cpu_offload", "optimizer adamw_8bit",
      "offloading leaves no optimizer states on the GPU; give the first alone for the least GPU"
      " memory, the second alone for faster updates"),
@@ -300,8 +298,6 @@ def _add_training(group) -> None:
          "stop after N evaluations without a better result or a lower loss; 0 = never (0;"
          " fine-tuning: a third of them, at least 5)"),
         ("seed", COUNT, 1, "N", "seed of initialisation, order, augmentation and dropout (1)"),
-        ("deterministic", OnOff, False, None,
-         "use deterministic kernels if they exist; slower on CUDA (off)"),
     )  # fmt: skip
 
 

@@ -83,7 +83,6 @@ def test_every_switch_has_its_opposite(parser):
     switches = {action.dest for action in parser._actions if type(action) is options.OnOff}
     assert {
         "gradient_checkpointing",
-        "deterministic",
         "persistent_workers",
         "tf32",
         "evaluate",
