@@ -158,7 +158,7 @@ def train_global_batches(training: Training) -> Progress:
 def batches_from_here(training: Training) -> Iterator[GlobalBatch]:
     """The global batches from the run's position in the data."""
     progress = training.progress
-    return training.global_batches.iterate(progress.epoch, progress.global_batch, progress.done)
+    return training.global_batches.iterate(progress.epoch, progress.global_batch)
 
 
 def augments_more(training: Training) -> bool:
@@ -166,7 +166,7 @@ def augments_more(training: Training) -> bool:
     `Task.augmented_share`. With augmentation from the first update on, a model from scratch may
     never begin to learn."""
     progress = training.progress
-    is_within = progress.global_batch or progress.done
+    is_within = progress.global_batch > 0
     if not training.task.augmented_share or progress.best is None or is_within:
         return False
     share = training.task.augmented_share(progress.best)
@@ -200,7 +200,7 @@ def evaluation_is_due(training: Training) -> bool:
         return True
     if every:
         return progress.step % every == 0
-    return progress.global_batch == 0 and not progress.done  # an epoch begins
+    return progress.global_batch == 0  # an epoch begins
 
 
 def checkpoint_is_due(training: Training, finished: bool) -> bool:

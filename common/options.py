@@ -30,8 +30,6 @@ LEAVE_OUT = object()  # in `add_record`
 EXCLUDES = (
     ("resume", "init_from",
      "the first continues a run, the second starts a new one; give one of them"),
-    ("deterministic", "cudnn_benchmark",
-     "the second chooses kernels by their speed, which may differ between runs"),
     ("use_cpu_offload", "optimizer adamw_8bit",
      "offloading leaves no optimizer states on the GPU; give the first alone for the least GPU"
      " memory, the second alone for faster updates"),
@@ -40,14 +38,6 @@ EXCLUDES = (
     ("sharded", "optimizer adamw_8bit",
      "8-bit states have blocks that cannot be divided between GPUs; leave one out"),
 )  # fmt: skip
-
-# Flags of weights and records, which safetensors and torch read and write only under names in
-# UTF-8.
-IN_UTF8 = (
-    "resume init_from model_dir model_file custom_model adapter compare_to judge tokenizer export"
-    " export_adapter"
-).split()
-TRAINED_IN_UTF8 = ("output_dir",)  # where only a training writes
 
 
 class OnOff(argparse.Action):
@@ -142,7 +132,7 @@ class Parser(argparse.ArgumentParser):
         )
         self.in_short_help: set[argparse.Action] = set()
         self.rules = Rules()
-        self.hints = dict(wrong_flags.OTHER_NAMES)  # a recipe can add to them
+        self.hints: dict[str, str] = {}  # a recipe's sentences for flags that it does not have
 
     def add_flag(self, group, name: str, marks: Iterable[str], settings: dict) -> None:
         """Adds a flag, with argparse's `settings`. At most one command can be given, a flag that is
@@ -365,8 +355,6 @@ class Training:
         "stop after N evaluations without a better result or a lower loss; 0 = never (0;"
         " fine-tuning: a third of them, at least 5)", TRAINS)
     seed: int = flag(COUNT, 1, "N", "seed of initialisation, order, augmentation and dropout (1)")
-    deterministic: bool = flag(
-        OnOff, False, None, "use deterministic kernels if they exist; slower on CUDA (off)")
     # fmt: on
 
 
@@ -488,34 +476,15 @@ def resolve(
     usual_eval_every: int | None = None,
 ) -> None:
     """Refuses flags that contradict, by the rows of `Parser.refuse`, and fills in what depends on
-    other flags. The demo lasts `demo_steps` updates, another
-    run `usual_steps`; if they are None, its length is chosen by `run_length` when it begins, and so
-    are its evaluations."""
+    other flags. The demo lasts `demo_steps` updates, another run `usual_steps`; if they are None,
+    its length is chosen by `run_length` when it begins, and so are its evaluations."""
     refuse(args, all_excludes(args), args.rules.needs)
     args.checkpoint_dir = Path(args.output_dir) / "checkpoints"
     args.log_dir = Path(args.output_dir) / "logs"
-    require_utf8(args)
     if not (args.num_epochs or args.max_steps):
         args.max_steps = demo_steps if is_demo else usual_steps
     if args.eval_every is None:
         args.eval_every = demo_steps // 6 if is_demo else usual_eval_every
-
-
-def require_utf8(args: argparse.Namespace) -> None:
-    """Raises `UsageError` for a path of these flags with other bytes, which would end a run at its
-    first evaluation."""
-    is_command = any(is_on(vars(args), name) for name in args.rules.commands)
-    for flag in (*IN_UTF8, *(() if is_command else TRAINED_IN_UTF8)):
-        place = getattr(args, flag, None)
-        if not place:
-            continue
-        try:
-            os.path.abspath(place).encode()
-        except UnicodeEncodeError:
-            raise UsageError(
-                f"--{flag} {place}: this path is not UTF-8, and libraries read and write weights"
-                " under no other name; rename the folder or file that is not"
-            ) from None
 
 
 def all_excludes(args: argparse.Namespace) -> list[tuple[str, str, str]]:

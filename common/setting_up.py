@@ -168,10 +168,8 @@ def place_in_random_numbers(seed: int, setup: Setup, saved: dict | None, step: i
 
 
 def place_in_data(progress: Progress, global_batches: GlobalBatches) -> None:
-    """Sets the position for this run's data and global batch size. If the data or their order have
-    changed, the epoch restarts, with a message. If the global batch size has changed, the rest of
-    the epoch is cut into new global batches."""
-    epoch = f"epoch {progress.epoch + 1}"
+    """Sets the position for this run's data and global batch size. If one of them or the order of
+    the data has changed, the epoch restarts, with a message."""
     data = global_batches.fingerprint()
     size = global_batches.global_batch_size
     changed = ""
@@ -181,33 +179,26 @@ def place_in_data(progress: Progress, global_batches: GlobalBatches) -> None:
     elif progress.order not in ("", global_batches.order(progress.epoch)):
         changed = "the seed, or the length of the utterances (speed, padding), has"
     if changed:
-        if progress.global_batch or progress.done:
-            print(f"{changed} changed since the checkpoint: {epoch} starts from its beginning")
-        progress.global_batch = 0
-        progress.done = []
         progress.origin = [progress.step, progress.epoch]
-    elif progress.global_batch and progress.global_batch_size != size:
-        before = progress.global_batch_size
-        print(
-            f"an update had {before} utterances and now has {size}: the rest of {epoch} is cut anew"
-        )
-        progress.done = [*progress.done, [before, progress.global_batch]]
+    elif progress.global_batch_size != size:
+        changed = "the number of utterances in an update has"
+    if changed and progress.global_batch:
+        epoch = f"epoch {progress.epoch + 1}"
+        print(f"{changed} changed since the checkpoint: {epoch} starts from its beginning")
         progress.global_batch = 0
     progress.data = data
     progress.global_batch_size = size
 
 
 def prepare_folders(args, run: Run, progress: Progress, task: Task) -> None:
-    """Moves an earlier run in the folders aside or, if the run continues from an older checkpoint,
-    what is newer. A resumed run without best weights in its folder, and a new run with
-    `Task.evaluates_first`, evaluate before the first update."""
+    """Moves an earlier run in the folders aside. A resumed run without best weights in its folder,
+    and a new run with `Task.evaluates_first`, evaluate before the first update."""
     has_best = False
     if run.keeps_folder:
         in_log_dir = [name for name in task.reports if not os.path.isabs(name)]
         files.remove_stale(args.log_dir, "|".join((*checkpoint.LOGS, *in_log_dir)))
         try:
             if run.resumed and run.resumed.path.resolve().parent == args.checkpoint_dir.resolve():
-                checkpoint.branch(args.checkpoint_dir, args.log_dir, progress.step)
                 has_best = checkpoint.best_step(args.checkpoint_dir) >= progress.best_step
             else:
                 checkpoint.make_room(args.checkpoint_dir, args.log_dir, task.reports)

@@ -72,7 +72,6 @@ def train_global_batch(training: Training, global_batch: GlobalBatch) -> None:
     if global_batch.last:
         progress.epoch = global_batch.epoch + 1
         progress.global_batch = 0
-        progress.done = []
     empty_cache(training, len(global_batch.micro_batches))
 
 

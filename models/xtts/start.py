@@ -574,7 +574,7 @@ def frozen_parts(asked: Options, info: ModelInfo) -> Frozen:
     else:
         folders = [Path(folder)]
         if not origin.path:
-            # The run's folder may have moved, or the GPT alone: to abandoned-1/.
+            # The folder of the run may have moved, or the GPT alone to a subfolder.
             place = checkpoints_of(origin)
             folders = [place / DVAE_FOLDER, place.parent / DVAE_FOLDER, *folders]
         groups, coder = read_dvae(asked.recipe, info.config, folders, info.dvae)
