@@ -18,11 +18,12 @@ import torch
 
 from common.errors import DataError, RunError, UsageError, cannot_write
 from speech.data.columns import Codes, Corpus, Rejections, Strings
+from speech.data.fields import check_encoding
 from speech.data.finding import find_all
 from speech.data.folders import read_made_from, require_replaceable, write_folder
 from speech.data.headers import probe_all
 from speech.data.loading import FILE_TOLERANCE, MOST_CHARACTERS, Checks
-from speech.data.manifest import check_encoding, parse
+from speech.data.manifest import parse
 from speech.data.splits import draw, drop, report_rejections
 from speech.morse.alphabet import CALLSIGN, SYMBOLS, normalise, symbols
 from speech.morse.synthesis import Conditions, draw_conditions, synthesise
