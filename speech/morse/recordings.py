@@ -1,33 +1,26 @@
-"""Folders of Morse recordings with metadata.csv: written by the synthesis, read into columns."""
+"""Morse recordings in columns: of folders with metadata.csv, and of manifests."""
 
-import csv
 import dataclasses
 import hashlib
-import json
 import math
-import multiprocessing.connection
 import os
-import signal
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from common.errors import DataError, RunError, UsageError, cannot_write
+from common.errors import DataError, UsageError
 from speech.data.columns import Codes, Corpus, Rejections, Strings
 from speech.data.fields import check_encoding
 from speech.data.finding import find_all
-from speech.data.folders import read_made_from, require_replaceable, write_folder
 from speech.data.headers import probe_all
 from speech.data.loading import FILE_TOLERANCE, MOST_CHARACTERS, Checks
 from speech.data.manifest import parse
 from speech.data.splits import draw, drop, report_rejections
 from speech.morse.alphabet import CALLSIGN, SYMBOLS, normalise, symbols
-from speech.morse.synthesis import Conditions, draw_conditions, synthesise
-from speech.signal.audio import SAMPLE_RATE, read_utterance, write_wav
+from speech.signal.audio import SAMPLE_RATE, read_utterance
 from speech.writing.unknown import named
 
 METADATA = [
@@ -42,15 +35,6 @@ METADATA = [
     "is_noise_only",
 ]
 MORE_METADATA = ["snr_db", "callsigns", "exchange"]  # columns that other data sets may lack
-# The conditions of a data set that is written.
-DATASET_MIX = (
-    "clean",
-    "contest_good",
-    "contest_moderate",
-    "contest_poor",
-    "dx_expedition",
-    "wide",
-)
 SPLITS = {  # name of a file in splits/: what it is for
     "train": "train",
     "validation": "validation",
@@ -58,8 +42,6 @@ SPLITS = {  # name of a file in splits/: what it is for
     "val": "validation",
     "test": "test",
 }
-MADE_BY = "whisper_morse"  # in a folder's made_from.json
-MOST_CLIPS = 10_000_000  # of a data set: 2 TB
 NO_CODE = "text has characters without a Morse code"
 
 
@@ -190,8 +172,8 @@ def read_splits(folder: str | Path, checks: Checks) -> dict[str, Recordings]:
 def read_dataset(
     folder: str | Path, cache_dir: Path | None = None, strict: bool = False
 ) -> dict[str, Recordings]:
-    """The usable clips of a folder as `write_dataset` writes it, by split: "train", "validation"
-    and "test", as far as they exist. Without splits/*.csv, metadata.csv is divided 80/10/10 by a
+    """The usable clips of a folder, by split: "train", "validation" and "test", as far as they
+    exist. Without splits/*.csv, metadata.csv is divided 80/10/10 by a
     hash of the id. The columns audio_file and text are required. The lengths in file headers are
     kept in `cache_dir`.
 
@@ -369,139 +351,3 @@ def from_corpus(corpus: Corpus, name: str, strict: bool) -> Recordings:
         channels=corpus.channels,
         cache_audio=corpus.cache_audio,
     )
-
-
-# --- writing --------------------------------------------------------------------------------------
-
-
-def write_dataset(
-    folder: str | Path, count: int, seed: int, mix: Sequence[Conditions], workers: int = 1
-) -> None:
-    """Writes `count` clips with conditions drawn from `mix`: audio/*.wav (16 bits), metadata.csv,
-    and splits/ with 80 % of them for training, 10 % for validation and 10 % for the test.
-
-    The content depends on `count`, `seed` and `mix` alone. The same data set is left as it is;
-    another one that this function wrote and nobody has changed is replaced. Raises `UsageError` if
-    the folder holds anything else, `RunError` if it cannot be written."""
-    folder = Path(folder).absolute()
-    settings = {
-        "made_by": MADE_BY,
-        "version": 1,
-        "count": count,
-        "seed": seed,
-        "mix": [dataclasses.asdict(conditions) for conditions in mix],
-    }
-    settings = json.loads(json.dumps(settings))  # tuples to lists, as they are read back
-    try:
-        require_replaceable(folder, settings)
-        if read_made_from(folder) == settings:
-            print(f"data set: {count} clips are already in {folder}")
-            return
-
-        def fill(aside: Path) -> list[dict]:
-            return _write_clips(aside, count, seed, mix, workers)
-
-        rows = write_folder(folder, fill, settings)
-    except UsageError as error:
-        raise UsageError(f"--write_dataset {error}") from None
-    except OSError as error:
-        raise cannot_write(folder, error, "--write_dataset") from None
-    hours = sum(row["duration"] for row in rows) / 3600
-    print(f"data set: {count} clips, {hours:.2f} h, in {folder}")
-
-
-def _write_clips(
-    folder: Path, count: int, seed: int, mix: Sequence[Conditions], workers: int
-) -> list[dict]:
-    """Fills an empty folder with clips and tables; returns the rows."""
-    (folder / "audio").mkdir()
-    (folder / "splits").mkdir()
-    clips = [(folder, seed, index, mix) for index in range(count)]
-    rows = _in_parallel(clips, workers) if workers > 1 else list(map(_write_clip, clips))
-    _write_table(folder / "metadata.csv", rows)
-    _write_table(folder / "splits" / "train.csv", [row for i, row in enumerate(rows) if i % 10 < 8])
-    _write_table(folder / "splits" / "validation.csv", rows[8::10])
-    _write_table(folder / "splits" / "test.csv", rows[9::10])
-    return rows
-
-
-def _in_parallel(clips: list[tuple], workers: int) -> list[dict]:
-    """`_write_clip` of all `clips` in so many processes. None of them is left at the end, also if
-    it fails. There are no locks, which a signal could leave behind."""
-    # A signal reaches the whole process group, but only the main process acts on it: the workers
-    # inherit the mask.
-    signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    context = multiprocessing.get_context("fork")
-    rows = [{}] * len(clips)
-    shares = {}
-    processes = []
-    try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-        for first in range(workers):
-            reader, writer = context.Pipe(duplex=False)
-            shares[reader] = slice(first, None, workers)
-            process = context.Process(
-                target=_write_share, args=(writer, clips[shares[reader]], os.getpid())
-            )
-            process.start()
-            processes.append(process)
-            writer.close()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-        while shares:
-            for reader in multiprocessing.connection.wait(list(shares)):
-                result = reader.recv()
-                if isinstance(result, OSError):
-                    raise result
-                rows[shares.pop(reader)] = result
-        return rows
-    except EOFError:
-        raise RunError(
-            "a process that writes clips died (often: too little memory); nothing was written"
-        ) from None
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-
-
-def _write_share(writer, clips: list[tuple], parent: int) -> None:
-    """Sends the rows of some clips, or the `OSError` that prevented them. Ends with its parent."""
-    rows = []
-    try:
-        for clip in clips:
-            if os.getppid() != parent:
-                return
-            rows.append(_write_clip(clip))
-        writer.send(rows)
-    except OSError as error:
-        writer.send(error)
-
-
-def _write_clip(clip: tuple[Path, int, int, Sequence[Conditions]]) -> dict:
-    """Writes the wav of (folder, seed, index, mix); returns its row."""
-    folder, seed, index, mix = clip
-    sample = synthesise(seed, index, draw_conditions(mix, seed, index))
-    name = f"audio/{index:06d}.wav"
-    write_wav(folder / name, np.rint(sample.audio * 32768).astype("<i2"), SAMPLE_RATE)
-    return {
-        "id": f"{index:06d}",
-        "audio_file": name,
-        "text": sample.text,
-        "contest_type": sample.contest_type,
-        "sample_type": sample.sample_type,
-        "wpm": round(sample.wpm, 2),
-        "condition": sample.condition,
-        "duration": round(sample.seconds, 3),
-        "is_noise_only": sample.is_noise_only,
-        "snr_db": "" if sample.is_noise_only else round(sample.snr_db, 2),
-        "callsigns": " ".join(sample.callsigns),
-        "exchange": sample.exchange,
-    }
-
-
-def _write_table(path: Path, rows: list[dict]) -> None:
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, METADATA + MORE_METADATA)
-        writer.writeheader()
-        writer.writerows(rows)

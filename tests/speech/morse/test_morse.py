@@ -1,13 +1,11 @@
 """Morse: synthesis against a decoder and measurements written here, data sets, and scores."""
 
-import csv
 import dataclasses
 import hashlib
 import inspect
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +21,7 @@ from speech.data.splits import Checks, draw, load_corpus, report_checked
 from speech.morse import alphabet, recordings, scores, synthesis, texts
 from speech.morse.synthesis import Choice
 from speech.writing.metrics import Errors, count_errors
+from tests.speech.morse.sets import write_set
 
 ROOT = Path(__file__).resolve().parents[3]
 RATE = 16_000
@@ -549,122 +548,29 @@ MIX = [
 ]
 
 
-def content(folder: Path) -> dict:
-    return {
-        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
-    }
-
-
-def test_a_data_set_is_read_as_it_was_made(tmp_path, capsys):
-    recordings.write_dataset(tmp_path / "a", 30, 9, MIX, workers=2)
-    recordings.write_dataset(tmp_path / "b", 30, 9, MIX)
-    assert content(tmp_path / "a") == content(tmp_path / "b")
-    with open(tmp_path / "a" / "metadata.csv", newline="") as file:
-        header, *rows = csv.reader(file)
-    assert ",".join(header).startswith(
-        "id,audio_file,text,contest_type,sample_type,wpm,condition,duration,is_noise_only"
-    )
-    assert len(rows) == 30
-    parts = recordings.read_dataset(tmp_path / "a", tmp_path / "cache")
-    assert {split: len(part) for split, part in parts.items()} == {
-        "train": 24,
-        "validation": 3,
-        "test": 3,
-    }
+def test_a_data_set_is_read_as_it_was_made(tmp_path):
+    made = write_set(tmp_path / "set", 30, MIX)
+    parts = recordings.read_dataset(tmp_path / "set", tmp_path / "cache")
+    sizes = {split: len(part) for split, part in parts.items()}
+    assert sizes == {"train": 24, "validation": 3, "test": 3}
     noise = set()
     for part in parts.values():
         for i in range(len(part)):
-            samples = [synthesis.synthesise(9, int(part.ids[i]), conditions) for conditions in MIX]
-            sample = next(sample for sample in samples if sample.condition == part.conditions[i])
-            audio, rate = soundfile.read(part.paths[i], dtype="float32")
-            assert rate == RATE and np.abs(audio - sample.audio).max() <= 0.5 / 32768
+            sample = made[int(part.ids[i])]
             assert part.lengths[i] == pytest.approx(sample.seconds) and part.lengths.dtype == float
             row = part.row(i, "x")
-            assert (row["reference"], row["hypothesis"], row["exchange"]) == (
-                sample.text,
-                "x",
-                sample.exchange,
-            )
-            assert (row["callsigns"], row["contest_type"]) == (
-                list(sample.callsigns),
-                sample.contest_type,
-            )
-            assert row["sample_type"] == sample.sample_type and row["wpm"] == pytest.approx(
-                sample.wpm, abs=0.01
-            )
-            assert row["snr_db"] == pytest.approx(sample.snr_db, abs=0.01, nan_ok=True)
-            assert row["is_noise_only"] == sample.is_noise_only
+            for name in ("exchange", "contest_type", "sample_type", "condition", "is_noise_only"):
+                assert row[name] == getattr(sample, name)
+            assert (row["reference"], row["hypothesis"]) == (sample.text, "x")
+            assert row["callsigns"] == list(sample.callsigns)
+            for name in ("wpm", "snr_db"):
+                assert row[name] == pytest.approx(getattr(sample, name), nan_ok=True)
             noise.add(row["is_noise_only"])
     assert noise == {True, False}
-    assert "train set" in capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "cache"]
-
-
-def test_a_data_set_replaces_its_own_kind_only(tmp_path, capsys):
-    folder = tmp_path / "set"
-    folder.mkdir()  # empty
-    recordings.write_dataset(folder, 3, 1, MIX[:1])
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    recordings.write_dataset(folder, 3, 1, MIX[:1])
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
-    assert "already in" in capsys.readouterr().out
-    recordings.write_dataset(folder, 2, 1, MIX[:1])
-    assert len(list(folder.glob("audio/*"))) == 2
-    for foreign in ("metadata.csv", "thesis.txt"):
-        other = tmp_path / foreign[0]
-        other.mkdir()
-        (other / foreign).write_text("{}")
-        with pytest.raises(
-            UsageError, match=f"--write_dataset {other}: it holds files that are not replaced"
-        ):
-            recordings.write_dataset(other, 2, 1, MIX)
-        assert content(other) == {foreign: b"{}"}
-    with pytest.raises(UsageError, match=r"thesis.txt: it exists and is not a folder"):
-        recordings.write_dataset(tmp_path / "t" / "thesis.txt", 2, 1, MIX)
-    with pytest.raises(RunError, match=r"cannot write in .*below: a part of that path is a file"):
-        recordings.write_dataset(tmp_path / "t" / "thesis.txt" / "below", 2, 1, MIX)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "set", "t"]
-
-
-@pytest.mark.parametrize("count", [2, 3], ids=["the same", "another"])
-@pytest.mark.parametrize("edit", ["audio/mine.wav", "metadata.csv", "audio/000001.wav"])
-def test_a_data_set_that_was_edited_is_not_replaced(edit, count, tmp_path):
-    recordings.write_dataset(tmp_path / "set", 2, 1, MIX[:1])
-    with open(tmp_path / "set" / edit, "ab") as file:
-        file.write(b"mine")
-    before = content(tmp_path)
-    with pytest.raises(UsageError, match=rf"it holds files that are not replaced \({edit}\)"):
-        recordings.write_dataset(tmp_path / "set", count, 1, MIX[:1])
-    assert content(tmp_path) == before
-
-
-def test_a_worker_that_dies_ends_the_writing(tmp_path, monkeypatch, no_hang):
-    monkeypatch.setattr(
-        recordings, "_write_clip", lambda clip: os.kill(os.getpid(), signal.SIGKILL)
-    )
-    with pytest.raises(RunError, match="a process that writes clips died"):
-        recordings.write_dataset(tmp_path / "set", 40, 1, MIX, workers=2)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_full_disk_leaves_everything_as_it_was(tmp_path, monkeypatch):
-    recordings.write_dataset(tmp_path / "set", 2, 1, MIX)
-    before = content(tmp_path)
-
-    def full(path, mode):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("wave.open", full)
-    for folder, workers in (("set", 1), ("new", 1), ("set", 2)):
-        with pytest.raises(
-            RunError, match="No space left on device; choose another --write_dataset"
-        ):
-            recordings.write_dataset(tmp_path / folder, 3, 1, MIX, workers)
-    assert content(tmp_path) == before and [path.name for path in tmp_path.iterdir()] == ["set"]
 
 
 def test_the_splits_that_a_recipe_reads(tmp_path, capsys):
-    recordings.write_dataset(tmp_path / "set", 30, 9, MIX)
+    write_set(tmp_path / "set", 30, MIX)
     whole = recordings.read_dataset(tmp_path / "set")
     longest = float(np.median(whole["train"].lengths))
     capsys.readouterr()
