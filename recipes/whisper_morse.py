@@ -516,7 +516,7 @@ def main(args) -> None:
     asked, source = resolve(args)
     if args.check_data:
         sets = read_data(args, source)
-        return splits.report_checked({name: part.as_corpus() for name, part in sets.items()})
+        return splits.report_checked({name: part.corpus for name, part in sets.items()})
     if args.transcribe:
         return transcribe(args, asked)
     if adapters.exports_only(asked.origin):

@@ -207,7 +207,7 @@ def run_info(data: splits.DataOptions, sets: dict[str, Clips]) -> splits.RunInfo
     """The record of these sets in a checkpoint."""
     held_out = []
     if "train" in data.manifests and "val" not in data.manifests:
-        held_out = splits.held_out_keys(sets["val"])
+        held_out = splits.held_out_keys(sets["val"].corpus)
     return splits.RunInfo(
         held_out=held_out,
         longest=max(float(sets[name].seconds(0).max()) for name in TRAINED if name in sets),

@@ -20,21 +20,10 @@ from speech.data.loading import FILE_TOLERANCE, MOST_CHARACTERS, Checks
 from speech.data.manifest import parse
 from speech.data.splits import draw, drop, report_rejections
 from speech.morse.alphabet import CALLSIGN, SYMBOLS, normalise, symbols
+from speech.morse.scores import TAGS
 from speech.signal.audio import SAMPLE_RATE, read_utterance
 from speech.writing.unknown import named
 
-METADATA = [
-    "id",
-    "audio_file",
-    "text",
-    "contest_type",
-    "sample_type",
-    "wpm",
-    "condition",
-    "duration",
-    "is_noise_only",
-]
-MORE_METADATA = ["snr_db", "callsigns", "exchange"]  # columns that other data sets may lack
 SPLITS = {  # name of a file in splits/: what it is for
     "train": "train",
     "validation": "validation",
@@ -45,99 +34,42 @@ SPLITS = {  # name of a file in splits/: what it is for
 NO_CODE = "text has characters without a Morse code"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Recordings:
-    """Clips on disk, in columns. Unknown values are "" or NaN. `lengths` (N,) in seconds is what
-    the files' headers say, `durations` is NaN for clips that end with their file. `cache_audio`:
-    folder for decoded audio."""
+    """Clips on disk, and what is known of each: the tags that `scores.evaluation_tables` asks
+    for."""
 
-    ids: list[str]
-    paths: list[str]
-    texts: list[str]
-    contest_types: list[str]
-    sample_types: list[str]
-    conditions: list[str]
-    callsigns: list[list[str]]
-    exchanges: list[str]
-    wpm: np.ndarray
-    snr_db: np.ndarray
-    is_noise_only: np.ndarray
-    lengths: np.ndarray
-    offsets: np.ndarray
-    durations: np.ndarray
-    channels: np.ndarray | None = None
-    starts: None = None  # clips are not trimmed
-    cache_audio: str | None = None
-    repeats_texts: bool = True  # short texts of callsigns and numbers
+    corpus: Corpus
+    tags: list[dict]
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self.corpus)
 
     def text_length(self, index: int) -> int:
-        return len(self.texts[index])
+        return len(self.corpus.texts[index])
 
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths of the clips, the same in every epoch."""
-        return self.lengths
-
-    def where(self, index: int) -> str:
-        """The file of a clip, for messages."""
-        return self.paths[index]
+        return self.corpus.seconds
 
     def load(self, index: int, epoch: int) -> tuple[torch.Tensor, str, str, None]:
         """(waveform (T,), text, name, None: recordings do not say when each symbol is sent). Raises
         `BadAudio`."""
-        waveform = read_utterance(self, index, SAMPLE_RATE)
-        return waveform, self.texts[index], self.paths[index], None
+        waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
+        return waveform, self.corpus.texts[index], self.corpus.paths[index], None
 
     def row(self, index: int, hypothesis: str) -> dict:
         """A row for `scores.evaluation_tables`."""
-        return {
-            "file": self.paths[index],
-            "reference": self.texts[index],
-            "hypothesis": hypothesis,
-            "condition": self.conditions[index],
-            "contest_type": self.contest_types[index],
-            "sample_type": self.sample_types[index],
-            "wpm": float(self.wpm[index]),
-            "snr_db": float(self.snr_db[index]),
-            "is_noise_only": bool(self.is_noise_only[index]),
-            "callsigns": self.callsigns[index],
-            "exchange": self.exchanges[index],
-        }
+        texts = {"reference": self.corpus.texts[index], "hypothesis": hypothesis}
+        return {"file": self.corpus.paths[index], **texts, **self.tags[index]}
 
     def fingerprint(self) -> str:
         """Changes when the clips, their texts or their order do."""
-        digest = hashlib.blake2b(digest_size=16)
-        for row in zip(self.paths, self.texts, self.offsets.tolist(), strict=True):
-            digest.update(repr(row).encode("utf-8", "surrogateescape"))
-        return digest.hexdigest()
-
-    def as_corpus(self) -> Corpus:
-        """The clips as a corpus for the report of --check_data, without speakers and languages."""
-        count = len(self)
-        return Corpus(
-            paths=Strings(self.paths),
-            texts=Strings(self.texts),
-            seconds=self.lengths,
-            offsets=self.offsets,
-            durations=self.durations,
-            speakers=Codes([""] * count),
-            languages=Codes([""] * count),
-            lines=np.arange(1, count + 1),
-            repeats_texts=self.repeats_texts,
-        )
+        return self.corpus.fingerprint()
 
     def select(self, indices: np.ndarray) -> "Recordings":
         """The clips at `indices`, in that order."""
-        columns = {}
-        for field in dataclasses.fields(self):
-            column = getattr(self, field.name)
-            if isinstance(column, np.ndarray):
-                columns[field.name] = column[indices]
-            elif isinstance(column, list):
-                columns[field.name] = [column[i] for i in indices]
-        return dataclasses.replace(self, **columns)
+        return Recordings(self.corpus.select(indices), [self.tags[index] for index in indices])
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -149,7 +81,7 @@ def read_splits(folder: str | Path, checks: Checks) -> dict[str, Recordings]:
     names = {"train": "train", "validation": "val", "test": "test"}
     splits = {}
     for split, recordings in read_dataset(folder, checks.cache_dir, checks.strict).items():
-        lengths = recordings.lengths
+        lengths = recordings.seconds(0)
         kept = np.flatnonzero((lengths >= checks.min_duration) & (lengths <= checks.max_duration))
         if len(kept) < len(recordings):
             print(
@@ -161,9 +93,8 @@ def read_splits(folder: str | Path, checks: Checks) -> dict[str, Recordings]:
         if split == "train":
             kept = kept[draw(len(kept), checks)]
         if len(kept):
-            splits[names[split]] = dataclasses.replace(
-                recordings.select(kept), cache_audio=checks.cache_audio
-            )
+            splits[names[split]] = recordings.select(kept)
+            splits[names[split]].corpus.cache_audio = checks.cache_audio
     if "val" not in splits and "test" in splits:
         splits["val"] = splits["test"]
     return splits
@@ -203,9 +134,9 @@ def read_dataset(
                 rejections[name].add(reason, f"{row['place']}: {row['audio_file']}")
             else:
                 usable.append(row)
-        columns = _in_columns(usable)
-        report_rejections(f"{name} set ({folder})", columns.lengths, rejections[name], strict)
-        recordings[name] = columns
+        recordings[name] = _recordings(usable)
+        seconds = recordings[name].seconds(0)
+        report_rejections(f"{name} set ({folder})", seconds, rejections[name], strict)
     if not recordings:
         raise DataError(f"{folder}: its tables have no rows")
     return recordings
@@ -261,10 +192,10 @@ def _read_table(path: Path, rejected: Rejections) -> list[dict]:
 
 
 def _parse_row(cells: dict[str, str]) -> dict:
-    """All columns of METADATA and MORE_METADATA, numbers as floats. Raises `ValueError` that says
-    what is wrong."""
+    """The columns "id", "audio_file", "text", "duration" and TAGS, numbers as floats. Raises
+    `ValueError` that says what is wrong."""
     check_encoding("".join(cells.values()))
-    row = {**dict.fromkeys(METADATA + MORE_METADATA, ""), **cells}
+    row = {**dict.fromkeys(("id", "duration", *TAGS), ""), **cells}
     for column in ("audio_file", "text"):
         if column not in cells:
             raise ValueError(f"no column {column}")
@@ -297,26 +228,20 @@ def find_callsigns(text: str) -> list[str]:
     return [word for word in text.split() if CALLSIGN.fullmatch(word)]
 
 
-def _in_columns(rows: list[dict]) -> Recordings:
-    def column(name: str) -> list:
-        return [row[name] for row in rows]
-
-    return Recordings(
-        ids=column("id"),
-        paths=column("path"),
-        texts=column("text"),
-        contest_types=column("contest_type"),
-        sample_types=column("sample_type"),
-        conditions=column("condition"),
-        callsigns=column("callsigns"),
-        exchanges=column("exchange"),
-        wpm=np.array(column("wpm"), dtype=float),
-        snr_db=np.array(column("snr_db"), dtype=float),
-        is_noise_only=np.array(column("is_noise_only"), dtype=bool),
-        lengths=np.array(column("seconds"), dtype=float),
+def _recordings(rows: list[dict]) -> Recordings:
+    nothing = [""] * len(rows)
+    corpus = Corpus(
+        paths=Strings(row["path"] for row in rows),
+        texts=Strings(row["text"] for row in rows),
+        seconds=np.array([row["seconds"] for row in rows], dtype=float),
         offsets=np.zeros(len(rows)),
         durations=np.full(len(rows), np.nan),
+        speakers=Codes(nothing),
+        languages=Codes(nothing),
+        lines=np.arange(1, len(rows) + 1),
+        repeats_texts=True,  # short texts of callsigns and numbers
     )
+    return Recordings(corpus, [{name: row[name] for name in TAGS} for row in rows])
 
 
 def from_corpus(corpus: Corpus, name: str, strict: bool) -> Recordings:
@@ -331,23 +256,8 @@ def from_corpus(corpus: Corpus, name: str, strict: bool) -> Recordings:
         return NO_CODE, f"{corpus.texts[index][:60]} ({named(others, 5)})"
 
     corpus = drop(corpus, name, fault, strict)
-    count = len(corpus)
-    texts = list(corpus.texts)
-    return Recordings(
-        ids=[corpus.where(index) for index in range(count)],
-        paths=list(corpus.paths),
-        texts=texts,
-        contest_types=[""] * count,
-        sample_types=[""] * count,
-        conditions=[""] * count,
-        callsigns=[find_callsigns(text) for text in texts],
-        exchanges=[""] * count,
-        wpm=np.full(count, np.nan),
-        snr_db=np.full(count, np.nan),
-        is_noise_only=np.zeros(count, dtype=bool),
-        lengths=corpus.seconds,
-        offsets=corpus.offsets,
-        durations=corpus.durations,
-        channels=corpus.channels,
-        cache_audio=corpus.cache_audio,
-    )
+    unknown = dict.fromkeys(TAGS, "") | {"wpm": math.nan, "snr_db": math.nan}
+    tags = []
+    for text in corpus.texts:
+        tags.append({**unknown, "is_noise_only": False, "callsigns": find_callsigns(text)})
+    return Recordings(dataclasses.replace(corpus, repeats_texts=True), tags)
