@@ -6,10 +6,9 @@ trains.
     python recipes/whisper_morse.py --transcribe recording.wav folder/ --resume checkpoints/best.safetensors
 
 Data: clips that the worker processes make from (seed, number), see speech/morse/synthesis.py; or a
-folder of recordings, --data_dir DIR, with metadata.csv (id, audio_file, text, contest_type, ...),
-which --write_dataset DIR N writes; or manifests, as in the other recipes. At the end the errors by
-condition, contest, speed and SNR are printed and kept in evaluation.json. Every SNR is stated in
-2,500 Hz.
+folder of recordings, --data_dir DIR, with metadata.csv (id, audio_file, text, contest_type, ...);
+or manifests, as in the other recipes. At the end the errors by condition, contest, speed and SNR
+are printed and kept in evaluation.json. Every SNR is stated in 2,500 Hz.
 
 --model_dir takes a Hugging Face folder, --model_file OpenAI's .pt with its tokenizer beside it;
 --from_scratch --model_size base trains a model whose tokens are Morse's symbols. --export DIR
@@ -501,11 +500,9 @@ def make_task(
 
 def main(args) -> None:
     asked, source = resolve(args)
-    if args.write_dataset:
-        return clips.write(source)
     if args.check_data:
         sets = read_data(args, source)
-        return splits.report_checked({name: part.as_corpus() for name, part in sets.items()})
+        return splits.report_checked({name: part.corpus for name, part in sets.items()})
     if args.transcribe:
         return transcribe(args, asked)
     if adapters.exports_only(asked.origin):

@@ -5,7 +5,7 @@ import argparse
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +16,6 @@ from common import options
 from common.errors import DataError, UsageError
 from common.options import BESIDE, USUAL, OnOff, flag
 from speech.data import replay, watching
-from speech.data.annotations.rows import has_tiers
 from speech.data.checks import report_texts
 from speech.data.columns import (
     Codes,
@@ -179,10 +178,8 @@ def resolve(
         raise UsageError(
             f"--min_duration {args.min_duration:g} is not below --max_duration {max_duration:g}"
         )
-    if args.tier and not any(map(has_tiers, itertools.chain(*manifests.values()))):
-        raise UsageError(
-            "--tier: none of the manifests is an .eaf or a .TextGrid, which have tiers"
-        )
+    if args.tier:
+        require_tiers(itertools.chain(*manifests.values()))
     planned = options.plans(args)
     # A check leaves nothing in the current folder.
     keeps = not planned and not (args.check_data and "output_dir" not in args.given)
@@ -208,6 +205,16 @@ def resolve(
     return DataOptions(
         manifests, checks, planned, had_others=before is not None and not before.demo
     )
+
+
+def require_tiers(manifests: Iterable[str]) -> None:
+    """Raises `UsageError` if --tier has no effect."""
+    from speech.data.annotations.rows import has_tiers
+
+    if not any(map(has_tiers, manifests)):
+        raise UsageError(
+            "--tier: none of the manifests is an .eaf or a .TextGrid, which have tiers"
+        )
 
 
 def load_splits(

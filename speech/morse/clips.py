@@ -1,28 +1,20 @@
 """Which Morse clips a run trains on and is evaluated on: the flags, synthetic clips or
 recordings."""
 
-import argparse
-import os
 from dataclasses import dataclass, replace
 
 from common import options
 from common.errors import DataError, UsageError
-from common.options import ALONE, TRAINS, USUAL, flag
+from common.options import TRAINS, USUAL, flag
 from speech.data import splits
 from speech.data.splits import TRAINED
 from speech.morse.alphabet import normalise
-from speech.morse.recordings import (
-    DATASET_MIX,
-    MOST_CLIPS,
-    Recordings,
-    from_corpus,
-    read_splits,
-    write_dataset,
-)
+from speech.morse.recordings import Recordings, from_corpus, read_splits
 from speech.morse.synthesis import CONDITIONS, LIMITS, LONGEST, Choice, Synthetic
 
 EPOCH_CLIPS = 4000
 EVAL_CLIPS = 200
+MOST_CLIPS = 10_000_000
 MOST_EVAL_CLIPS = 1_000_000
 DEMO_SECONDS = 3.0  # the longest clip of the demo
 DRAWN = ("conditions", "wpm", "tone", "snr_db", "clip_seconds")  # flags: what clips are drawn from
@@ -70,16 +62,12 @@ Clips = Synthetic | Recordings
 @dataclass(frozen=True)
 class Options:
     """The request of the flags. `named`: whether they name clips, synthetic ones or recordings.
-    `counts`: synthetic clips in an epoch by split. `write`: the folder that a data set of
-    `write_count` clips is written to, with so many `workers`, or None."""
+    `counts`: synthetic clips in an epoch by split."""
 
     choice: Choice
     named: bool
     counts: dict[str, int]
     data_dir: str | None
-    write: str | None
-    write_count: int
-    workers: int
     seed: int
 
 
@@ -117,9 +105,6 @@ class Flags:
         options.SHARE, None, "X",
         "share of an auxiliary loss on the encoder (which symbol is sent in every frame), for"
         " synthetic clips from scratch (0.3 there)", TRAINS)
-    write_dataset: list[str] | None = flag(
-        None, None, ("DIR", "N"),
-        "write such a folder with N synthetic clips of --conditions, and exit", ALONE, nargs=2)
     # fmt: on
 
 
@@ -142,13 +127,8 @@ def resolve(args, is_demo: bool, alignment_weight: float) -> Options:
             f"--{flag} would move what --alignment_weight trains on; synthetic clips have speeds,"
             " silence and noise of their own: --wpm LOW HIGH, --snr_db LOW HIGH"
         )
-    write = None
-    write_count = 0
     conditions = [name for name in CONDITIONS if name != "demo"]
-    if args.write_dataset:
-        write, write_count = dataset_to_write(args.write_dataset)
-        conditions = list(DATASET_MIX)
-    elif is_demo:
+    if is_demo:
         conditions = ["demo"]
         if args.clip_seconds is None:
             args.clip_seconds = DEMO_SECONDS
@@ -160,33 +140,13 @@ def resolve(args, is_demo: bool, alignment_weight: float) -> Options:
         args.eval_clips = EVAL_CLIPS
     choice = Choice(*(getattr(args, name) for name in DRAWN))
     choice.mix()  # what is wrong with it is reported now
-    workers = os.cpu_count() or 1
-    if args.dataloader_num_workers != "auto":
-        workers = min(args.dataloader_num_workers, workers)
     return Options(
         choice=choice,
         named=bool(args.given & {*DRAWN, *RECORDED}),
         counts={"train": args.clips_per_epoch, "val": args.eval_clips, "test": args.eval_clips},
         data_dir=args.data_dir,
-        write=write,
-        write_count=write_count,
-        workers=workers,
         seed=args.seed,
     )
-
-
-def dataset_to_write(words: list[str]) -> tuple[str, int]:
-    """The folder and the number of clips of --write_dataset. Raises `UsageError`."""
-    try:
-        return options.path(words[0]), options.number(int, 1, MOST_CLIPS)(words[1])
-    except argparse.ArgumentTypeError as error:
-        raise UsageError(f"--write_dataset {' '.join(words)}: {error}") from None
-
-
-def write(source: Options) -> None:
-    """--write_dataset DIR N. Raises `UsageError` and `RunError`."""
-    mix = source.choice.mix()
-    write_dataset(source.write, source.write_count, source.seed, mix, source.workers)
 
 
 def read(source: Options, data: splits.DataOptions, trains: bool = True) -> dict[str, Clips]:
@@ -232,7 +192,7 @@ def run_info(data: splits.DataOptions, sets: dict[str, Clips]) -> splits.RunInfo
     """The record of these sets in a checkpoint."""
     held_out = []
     if "train" in data.manifests and "val" not in data.manifests:
-        held_out = splits.held_out_keys(sets["val"])
+        held_out = splits.held_out_keys(sets["val"].corpus)
     return splits.RunInfo(
         held_out=held_out,
         longest=max(float(sets[name].seconds(0).max()) for name in TRAINED if name in sets),

@@ -10,7 +10,8 @@ from common import options
 from common.checkpoint import list_checkpoints
 from common.errors import UsageError
 from speech.data.columns import Rejections
-from speech.data.manifest import LANGUAGE_KEYS, parse
+from speech.data.fields import LANGUAGE_KEYS
+from speech.data.manifest import parse
 
 # The code, other codes (ISO 639-2 and 639-3, older ones, other forms of it), English names.
 TABLE = """
