@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from speech.decoding.search import CTCPrefixScores, autoregressive_beam, ctc_prefix_beam
+from speech.decoding.ngram import NGram
+from speech.decoding.search import CTCPrefixScores, Fusion, autoregressive_beam, ctc_prefix_beam
 
 
 def all_ctc(log_probs, blank):
@@ -94,3 +95,33 @@ def test_ctc_prefix_scores_are_sums_over_all_outputs_that_begin_so(seed):
                 assert total[prefix] + added[token] == pytest.approx(expected, abs=1e-9)
         if len(prefixes) < len(labels) ** length:
             break
+
+
+# --- a language model in the beam -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_beam_is_exact_with_a_language_model(seed):
+    random = np.random.default_rng(seed)
+    frames, size = int(random.integers(1, 6)), int(random.integers(3, 5))
+    log_probs = np.log(random.dirichlet(np.full(size, 0.5), frames))
+    blank = size - 1
+    texts = random.integers(0, blank, (30, 5)).tolist()
+    fusion = Fusion(NGram(texts, blank, mark=0), weight=0.8, bonus=0.5)
+    expected = {}
+    for labels, score in all_ctc(log_probs, blank).items():
+        state = fusion.start()
+        for label in labels:
+            added, state = fusion.step(state, label)
+            score += added
+        expected[labels] = score + 0.8 * fusion.model.end(state)
+    found = ctc_prefix_beam(log_probs, 1000, blank, fusion)
+    assert found[0][0] == max(expected, key=expected.get)
+    for labels, score in found[:5]:
+        assert score == pytest.approx(expected[labels], abs=1e-3)  # without impossible labels
+
+
+def test_a_language_model_of_no_weight_changes_nothing():
+    log_probs = np.log(np.random.default_rng(7).dirichlet(np.full(6, 0.9), 40))
+    fusion = Fusion(NGram([[1, 2, 3]], 5, mark=0), weight=0.0, bonus=0.0)
+    assert ctc_prefix_beam(log_probs, 6, 5, fusion) == ctc_prefix_beam(log_probs, 6, 5)

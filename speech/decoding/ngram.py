@@ -1,0 +1,138 @@
+"""A language model of plain text: an n-gram over token ids, such as a model's characters, by
+interpolated modified Kneser-Ney smoothing (Chen and Goodman 1999).
+
+The text is one circular stream, in which a mark (the space, where a vocabulary has one) stands
+between sentences. So a sentence begins after a mark and ends with one, an n-gram has the same
+meaning everywhere, and a piece of a long recording can begin anywhere."""
+
+import math
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+ORDER = 6
+FALLBACK = (0.5, 1.0, 1.5)  # discounts of a text that is too short to tell them, as lmplz has them
+
+
+class NGram:
+    """The model of token sequences below `size`, with this `mark` between them. A state stands for
+    the last tokens, as many as the text has in this order; `start` is the one after a mark."""
+
+    def __init__(self, texts: Iterable[list[int]], size: int, mark: int, order: int = ORDER):
+        stream = [token for text in texts for token in (mark, *text)] or [mark]
+        self.size = size
+        self.mark = mark
+        self.order = order
+        self._count(np.array(stream, dtype=np.int64))
+        self._known: dict[tuple[int, int], tuple[float, int]] = {}
+        _, self.start = self.step(0, mark)
+
+    def _count(self, stream: np.ndarray) -> None:
+        """Makes the arrays. Nodes are the empty sequence, then all sequences of one token, of two,
+        up to order - 1. `keys`: node * size + next token, ascending, for each n-gram; `log_probs`
+        and `following` of each, where `following` is the node after it. `back_off` and `shorter` of
+        each node: the logarithm of the weight of shorter contexts, and the node without the first
+        token."""
+        count = len(stream)
+        wrapped = np.resize(stream, count + self.order)
+        places = np.zeros(count, dtype=np.int64)  # the number of the n-gram that begins at a place
+        levels = []
+        for n in range(1, self.order + 1):
+            keys = places * self.size + wrapped[n - 1 : n - 1 + count]
+            suffixes = np.roll(places, -1)
+            keys, first, places = np.unique(keys, return_index=True, return_inverse=True)
+            levels.append((keys, suffixes[first]))
+        # Of the highest order count the n-grams, of the others the tokens that come before them.
+        counts = [np.bincount(suffixes) for _, suffixes in levels[1:]] + [np.bincount(places)]
+
+        sizes = [1, *(len(keys) for keys, _ in levels)]
+        offsets = np.cumsum([0, *sizes]).tolist()  # of the nodes of each order
+        lower = np.array([1.0 / self.size])
+        self.keys, self.following, log_probs = [], [], []
+        self.shorter, back_off = [np.zeros(1, dtype=np.int64)], []
+        for n, ((keys, suffixes), seen) in enumerate(zip(levels, counts, strict=True), start=1):
+            contexts = keys // self.size
+            discounts = discounts_of(seen)[np.minimum(seen, 3)]
+            total = np.bincount(contexts, seen)
+            weights = np.bincount(contexts, discounts) / total
+            lower = (seen - discounts) / total[contexts] + weights[contexts] * lower[suffixes]
+            self.keys.append(keys + offsets[n - 1] * self.size)
+            log_probs.append(np.log(lower))
+            back_off.append(np.log(np.maximum(weights, 1e-30)))
+            if n < self.order:
+                self.following.append(offsets[n] + np.arange(len(keys)))
+                self.shorter.append(offsets[n - 1] + suffixes)
+            else:
+                self.following.append(offsets[n - 1] + suffixes)
+        self.keys = np.concatenate(self.keys)
+        self.following = np.concatenate(self.following)
+        self.log_probs = np.concatenate(log_probs)
+        self.shorter = np.concatenate(self.shorter)
+        self.back_off = np.concatenate(back_off)
+
+    def step(self, state: int, token: int) -> tuple[float, int]:
+        """The log-probability of a token after a state, and the state after it."""
+        known = self._known.get((state, token))
+        if known is None:
+            known = self._known[state, token] = self._step(state, token)
+        return known
+
+    def _step(self, state: int, token: int) -> tuple[float, int]:
+        key = state * self.size + token
+        place = int(np.searchsorted(self.keys, key))
+        if place < len(self.keys) and self.keys[place] == key:
+            return float(self.log_probs[place]), int(self.following[place])
+        weight = float(self.back_off[state])
+        if state == 0:
+            return weight - math.log(self.size), 0
+        log_prob, following = self.step(int(self.shorter[state]), token)
+        return weight + log_prob, following
+
+    def end(self, state: int) -> float:
+        """The log-probability that a sentence ends after a state: 0 where it has just ended."""
+        return 0.0 if state == self.start else self.step(state, self.mark)[0]
+
+    def arpa(self, names: dict[int, str]) -> Iterator[str]:
+        """The lines of an ARPA file, the form that other programs read, of the tokens that have
+        names."""
+        grams = [()]  # of each node
+        lines: list[list[str]] = [[] for _ in range(self.order)]
+        contexts, tokens = np.divmod(self.keys, self.size)
+        for place, (context, token) in enumerate(
+            zip(contexts.tolist(), tokens.tolist(), strict=True)
+        ):
+            gram = (*grams[context], token)
+            if len(gram) < self.order:
+                grams.append(gram)
+            if any(each not in names for each in gram):
+                continue
+            line = f"{self.log_probs[place] / math.log(10):.6f}\t{' '.join(names[t] for t in gram)}"
+            if len(gram) < self.order:
+                line += f"\t{self.back_off[place + 1] / math.log(10):.6f}"
+            lines[len(gram) - 1].append(line)
+        unseen = f"{(self.back_off[0] - math.log(self.size)) / math.log(10):.6f}"
+        seen = set(tokens[contexts == 0].tolist())
+        lines[0] += [f"{unseen}\t{name}\t0" for token, name in names.items() if token not in seen]
+        lines[0] += ["-99\t<s>\t0", "-99\t</s>", f"{unseen}\t<unk>"]
+        yield "\\data\\"
+        yield from (f"ngram {n}={len(rows)}" for n, rows in enumerate(lines, start=1))
+        for n, rows in enumerate(lines, start=1):
+            yield f"\n\\{n}-grams:"
+            yield from rows
+        yield "\n\\end\\"
+
+
+def discounts_of(counts: np.ndarray) -> np.ndarray:
+    """(4,) what is taken from n-grams that were counted 0, once, twice, and three times or more."""
+    once, twice, thrice, four = (int((counts == number).sum()) for number in range(1, 5))
+    if not (once and twice and thrice):
+        return np.array([0.0, *FALLBACK])
+    share = once / (once + 2 * twice)
+    found = [
+        1 - 2 * share * twice / once,
+        2 - 3 * share * thrice / twice,
+        3 - 4 * share * four / thrice,
+    ]
+    if any(not 0 <= discount <= number for number, discount in enumerate(found, start=1)):
+        return np.array([0.0, *FALLBACK])
+    return np.array([0.0, *found])
