@@ -391,7 +391,7 @@ def xtts_clips(args) -> list[dict]:
     gaps."""
     random = torch.Generator().manual_seed(1)
     clips = []
-    shortest, longest = xtts_start.SLICES["full"]
+    shortest, longest = xtts_start.SLICE
     lengths = torch.linspace(args.seconds, args.seconds / 2, args.clips).tolist()
     for number, seconds in enumerate(lengths):
         waveform = noise(seconds, codec.SAMPLE_RATE, random)
@@ -430,11 +430,10 @@ def padded_place(batch: dict, latents: int) -> tuple[torch.Tensor, dict[str, tor
 
 
 def xtts_step(args, options: tuple[str, ...], clips: list[dict]) -> tuple:
-    config = {**xtts_formats.SIZES["full"], "layers": args.layers}
+    config = {**xtts_formats.RELEASED, "layers": args.layers}
     model = xtts.GPT(config)
     xtts.use_sdpa(model, "sdpa" in options)
-    groups = frozen.random_groups({**config, "hifigan": False})
-    fixed = frozen.make_frozen(config, groups).to(torch.device(args.device))
+    fixed = frozen.make_frozen(config).to(torch.device(args.device), speaking=False)
     if "padded" in options:
         xtts_amharic.place = padded_place
 
