@@ -373,7 +373,7 @@ def speak_held_out(
     usual, sampling = 20, decoding.GREEDY
     if synthesiser.frozen.vocoder:
         usual, sampling = 2, Sampling(seed=asked.seed)
-    count = usual if asked.count is None else asked.count
+    count = usual if asked.speak_held_out is None else asked.speak_held_out
     if not (count and clips):
         return
     corpus = corpus.select(np.arange(min(count, len(corpus))))
