@@ -39,8 +39,7 @@ def parse(*flags) -> object:
 
 def resolved(*flags) -> start.Options:
     args = parse(*flags)
-    needs = (*start.NEEDS, *speaking.NEEDS)
-    options.resolve(args, False, 1, start.EXCLUDES, needs)
+    options.resolve(args, False, 0)
     return start.resolve(args, recipe="xtts_amharic")
 
 
