@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 
 import torch
 
-from common import checkpoint, optim
+from common import checkpoint, files, optim
 from common.device import Setup, rng_state
 from common.errors import Failure, RunError, Stopped, cannot_write
 from common.memory import size
@@ -131,6 +131,8 @@ def keep_best(training: Training, values: dict[str, float]) -> None:
         state = training.engine.state()
         if ranks.first:
             checkpoint.save_weights(path, state, task, summary, record_of(training))
+            for name, text in task.beside.items():
+                files.save(path.with_name(name), lambda place, text=text: place.write_text(text))
         ranks.gather(None)  # the others wait for the first
 
 

@@ -201,7 +201,7 @@ def prepare_folders(args, run: Run, progress: Progress, task: Task) -> None:
             if run.resumed and run.resumed.path.resolve().parent == args.checkpoint_dir.resolve():
                 has_best = checkpoint.best_step(args.checkpoint_dir) >= progress.best_step
             else:
-                checkpoint.make_room(args.checkpoint_dir, args.log_dir, task.reports)
+                checkpoint.make_room(args.checkpoint_dir, args.log_dir, task.reports, task.beside)
             if run.setup.ranks.size > 1:
                 from common.parts import machines
 

@@ -61,6 +61,7 @@ class Task:
                          for each token are copied by number
     `reports`            files and folders that the recipe writes, by their names in the log folder
                          or by their absolute paths; a new run moves an earlier run's aside
+    `beside`             files that are kept beside the best weights, {name: text}
     `new_rows`           rows of weights that learn at a rate of their own (`parts.new_rows`); of a
                          new run only, because a resumed run has them in its checkpoint
     `further`            sets that are evaluated with the evaluation set (`parts.watching`)
@@ -85,6 +86,7 @@ class Task:
     not_begun: Callable[[float], str | None] | None = None
     vocabulary: checkpoint.Vocabulary | None = None
     reports: tuple[str, ...] = ()
+    beside: dict[str, str] = field(default_factory=dict)
     new_rows: Any = None
     further: Any = None
     plans: ForPlans = ForPlans()

@@ -1,0 +1,168 @@
+"""The language model of a recogniser: its training texts, which are kept as texts.txt beside the
+weights, and other texts of the language. It is used where it helps on held-out utterances."""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from common import files, options
+from common.errors import DataError, UsageError
+from common.options import flag
+from speech.decoding.ngram import NGram
+from speech.decoding.search import Fusion
+from speech.writing import metrics
+from speech.writing.text import normalise
+
+TEXTS = "texts.txt"  # beside the weights, a text a line; anybody can add lines
+BEST = "best.json"  # beside the weights; it also says whether the language model helps them
+HELPS = "language_model_helps"  # a key of it
+MOST_CHARACTERS = 20_000_000  # of all texts: an n-gram of them takes 3 GB while it is counted
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of the language model."""
+
+    # fmt: off
+    lm: str | None = flag(
+        ("on", "off"), None, None,
+        "decode with a language model of the training texts, which are kept in texts.txt beside the"
+        " weights (on where it helps on the held-out set)")
+    lm_text: list[str] | None = flag(
+        options.path, None, "FILE",
+        "further texts for the language model, plain text in UTF-8: a book, scripts, a list of"
+        " names", nargs="+")
+    # fmt: on
+
+
+EXCLUDES = (("lm off", "lm_text", "the second is for the language model; leave one of them out"),)
+
+
+def add_arguments(parser) -> None:
+    options.add_record(parser, "language model", Flags)
+    parser.refuse(EXCLUDES)
+
+
+def resolve(args) -> Flags:
+    """The request of the flags. Raises `UsageError`."""
+    for path in args.lm_text or []:
+        files.require_file(Path(path), "--lm_text")
+    return options.read_record(Flags, args)
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A language model that is ready to use. `helps`: what is known of it (None: nothing yet);
+    `weights`: the file whose folder keeps that, or None."""
+
+    fusion: Fusion
+    helps: bool | None
+    weights: Path | None
+
+    def used(self) -> Fusion | None:
+        """The model in the search, None where it is known not to help."""
+        return None if self.helps is False else self.fusion
+
+    def judged(self, rows_of: Callable[[Fusion | None], list[dict]], name: str) -> Fusion | None:
+        """The model in the search if it lowers the error rates of the set `name`, whose rows
+        `rows_of` decodes with it and without it. Prints both, and keeps the answer beside the
+        weights."""
+        if self.helps is not None:
+            return self.used()
+        without, with_it = (shares(rows_of(fusion)) for fusion in (None, self.fusion))
+        helps = sum(with_it) < sum(without)
+        print(
+            f"language model on the {name} set: CER {100 * with_it[0]:.1f} %, WER"
+            f" {100 * with_it[1]:.1f} %; without it {100 * without[0]:.1f} and"
+            f" {100 * without[1]:.1f} %: it is {'on' if helps else 'off'}"
+        )
+        if self.weights:
+            keep(self.weights, helps)
+        return self.fusion if helps else None
+
+
+def shares(rows: list[dict]) -> tuple[float, float]:
+    """CER and WER of decoded rows."""
+    scores = metrics.score(rows)
+    return tuple(scores[name][0] / max(1, scores[name][1]) for name in ("cer", "wer"))
+
+
+def make(
+    flags: Flags,
+    tokenizer,
+    weights: Path | None,
+    texts: Iterable[str] | None = None,
+    held_out: Iterable[str] = (),
+) -> LanguageModel | None:
+    """The language model that the flags ask for; None if it is off, or without any text. `texts`:
+    the training texts, if they are at hand; otherwise those beside the `weights`. Sentences of the
+    `held_out` sets are left out of it. Raises `UsageError` and `DataError`."""
+    if flags.lm == "off":
+        return None
+    if texts is None:
+        texts = read_lines(weights.with_name(TEXTS)) if weights else []
+    texts = [*texts]
+    more = [line for path in flags.lm_text or [] for line in read_lines(Path(path))]
+    if not texts and not more:
+        if flags.lm == "on":
+            raise UsageError(
+                f"--lm on: there is no {TEXTS} beside the weights; give texts with --lm_text"
+            )
+        return None
+    known = set(held_out)
+    every = [text for text in (*texts, *more) if text not in known]
+    if left_out := len(texts) + len(more) - len(every):
+        print(f"language model: {left_out} sentences of held-out sets are left out of its texts")
+    if sum(map(len, every)) > MOST_CHARACTERS:
+        raise DataError(
+            f"--lm_text: the texts have more than {MOST_CHARACTERS:,} characters; give a part of them"
+        )
+    helps = True if flags.lm == "on" else None
+    if helps is None and not more and weights:
+        helps = kept(weights)
+    return LanguageModel(Fusion(of_texts(every, tokenizer)), helps, weights)
+
+
+def of_texts(texts: Iterable[str], tokenizer) -> NGram:
+    """The n-gram of texts in the tokens of a model; characters that it lacks are left out. The mark
+    between sentences is its space, or a token beyond its own."""
+    mark = min(
+        (i for i in tokenizer.spaces if len(tokenizer.pieces[i]) == 1), default=tokenizer.size
+    )
+    unknown = tokenizer.unknown
+    tokens = [[i for i in tokenizer.encode(text) if i != unknown] for text in texts]
+    return NGram(tokens, max(tokenizer.size, mark + 1), mark)
+
+
+def read_lines(path: Path) -> list[str]:
+    """The texts of a file, as training reads them; none if there is no such file."""
+    if not path.is_file():
+        return []
+    return [line for line in map(normalise, files.read_text(path).splitlines()) if line]
+
+
+def as_file(texts: Iterable[str]) -> dict[str, str]:
+    """The file of the training texts, for `Task.beside`."""
+    return {TEXTS: "".join(f"{text}\n" for text in texts)}
+
+
+def kept(weights: Path) -> bool | None:
+    """Whether the language model is known to help these weights."""
+    answer = summary_of(weights).get(HELPS)
+    return answer if isinstance(answer, bool) else None
+
+
+def keep(weights: Path, helps: bool) -> None:
+    """Notes beside the weights whether the language model helps them."""
+    if summary := summary_of(weights):
+        text = json.dumps({**summary, HELPS: helps}, indent=1)
+        files.write_text(weights.with_name(BEST), f"{text}\n")
+
+
+def summary_of(weights: Path) -> dict:
+    """The content of best.json; empty if there is none, or if it is not sound."""
+    try:
+        return files.read_json(weights.with_name(BEST))
+    except (OSError, UsageError):
+        return {}
