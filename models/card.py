@@ -17,6 +17,19 @@ from speech.writing.text import NAMES, for_scoring, in_lower_case
 
 RECOGNITION = "automatic-speech-recognition"  # Hugging Face's pipeline_tag
 SYNTHESIS = "text-to-speech"
+# How an export is used: a recogniser in transformers; adapters of the class CLASS in peft.
+PIPELINE = """
+from transformers import pipeline
+
+print(pipeline("automatic-speech-recognition", "FOLDER")("recording.wav")["text"])
+"""
+PEFT = """
+from peft import PeftModel
+from transformers import CLASS
+
+base = CLASS.from_pretrained("BASE")  # the folder of the base model
+model = PeftModel.from_pretrained(base, "FOLDER")
+"""
 CPML = {
     "license": "other",
     "license_name": "coqui-public-model-license",

@@ -46,7 +46,7 @@ from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.parts import lora
 from common.parts.new_rows import NewRows
 from common.report import check_folder
-from models import adapters, card, released
+from models import card, released
 from models.parakeet import decoding, languages, live, start, vocabulary
 from models.parakeet.loss import Lattice
 from models.parakeet.model import CHECKPOINTED, COMPILED, Parakeet, encoder_frames
@@ -55,10 +55,7 @@ from models.parakeet.settings import kind_of
 from models.parakeet.start import (
     ModelInfo,
     Options,
-    first_model,
     learning_rate,
-    released_model,
-    rows_by_piece,
     tokenizer_of,
 )
 from models.parakeet.tokenizer import SPACE, ParakeetTokenizer
@@ -448,7 +445,7 @@ def report_results(
     spoken = eval_batches.dataset.data.corpus.languages
     recogniser.print_results(rows, title, asked.how, languages=spoken)
     if compares and asked.origin.path:
-        info, untrained = released_model(asked)
+        info, untrained = start.Family(asked).released_model()
         memory.replace_on_device(model, untrained)
         before = decode_words(tokenizer_of(info), untrained, eval_batches)
         recogniser.print_improvement(before, rows, asked.origin.path, asked.how)
@@ -459,7 +456,7 @@ def report_results(
 
 def trained(asked: Options, setup: device.Setup) -> tuple[Parakeet, ModelInfo, RunInfo | None]:
     """The model that is used without training, and what the run that trained it has saved."""
-    return start.trained(asked, RECIPE, setup)
+    return start.Family(asked).trained(RECIPE, RunInfo, setup)
 
 
 def transcribe(args, asked: Options) -> None:
@@ -529,7 +526,7 @@ def export(
 ) -> None:
     """--export and --export_adapter."""
     about = card.About(RECIPE, asked.origin.path, weights, data, results)
-    adapters.export_trained(asked.origin, start.family(asked), info, model, about)
+    start.Family(asked).export(info, model, about)
 
 
 def make_sets(args, info: ModelInfo, corpora: dict[str, Corpus]) -> dict[str, Utterances]:
@@ -590,6 +587,7 @@ def make_task(
         f" {args.learning_rate or lora.rate(model, rate):g}"
     )
     terms = loss_weights(info)
+    family = start.Family(asked)
     return Task(
         RECIPE,
         compute_loss,
@@ -611,10 +609,10 @@ def make_task(
         augmented_share=None if info.pretrained else asked.how.augmented_share,
         not_begun=None if info.pretrained else recogniser.not_begun,
         new_rows=new_rows(info, model),
-        vocabulary=rows_by_piece(info, run.initial),
+        vocabulary=family.vocabulary(info, run.initial),
         plans=ForPlans(
             compares=bool(asked.origin.path),
-            adapters=functools.partial(adapters.usual, start.family(asked), info),
+            adapters=family.usual_adapters(info),
         ),
     )
 
@@ -627,8 +625,8 @@ def main(args) -> None:
         return transcribe(args, asked)
     if request := alignment.resolve(args):
         return alignment.align_files(request, lambda: recogniser_to_align(args, asked))
-    if adapters.exports_only(asked.origin):
-        return adapters.export_saved(asked.origin, start.family(asked), RECIPE)
+    if released.exports_adapter_only(asked.origin):
+        return start.Family(asked).export_adapter(RECIPE)
     if args.evaluate or released.exports_only(asked.origin):
         return evaluate_only(args, asked)
     run = begin(args, RECIPE)
@@ -636,10 +634,7 @@ def main(args) -> None:
 
     # A fault of the model is found before all data are checked, unless it needs a new vocabulary.
     read = functools.cache(lambda: read_data(args, before))
-    with run.model_device():
-        info, model = first_model(
-            asked, run.resumed, run.initial, lambda: replay.texts(read()), args.seed
-        )
+    info, model = start.Family(asked).first_model(run, lambda: replay.texts(read()), args.seed)
     model.trains_ctc = "ctc" in loss_weights(info)
     corpora = read()
     check_texts(args, asked, corpora, tokenizer_of(info), info.own_vocabulary)

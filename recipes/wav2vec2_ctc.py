@@ -49,17 +49,14 @@ from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.parts import lora
 from common.parts.new_rows import NewRows
 from common.report import check_folder
-from models import adapters, card, released
+from models import card, released
 from models.wav2vec2 import decoding, start, vocabulary
 from models.wav2vec2.model import CHECKPOINTED, COMPILED, Wav2Vec2, frame_samples, frames
 from models.wav2vec2.scratch import fit_to_data
 from models.wav2vec2.start import (
     ModelInfo,
     Options,
-    first_model,
     learning_rate,
-    released_model,
-    rows_by_piece,
     tokenizer_of,
 )
 from models.wav2vec2.texts import Style, prepare
@@ -407,7 +404,7 @@ def report_results(
     spoken = eval_batches.dataset.data.corpus.languages
     recogniser.print_results(rows, title, asked.how, languages=spoken)
     if compares and asked.origin.path and info.had_head:
-        info, untrained = released_model(asked)
+        info, untrained = start.Family(asked).released_model()
         memory.replace_on_device(model, untrained)
         before = decode_words(tokenizer_of(info), untrained, eval_batches)
         recogniser.print_improvement(before, rows, asked.origin.path, asked.how)
@@ -418,7 +415,7 @@ def report_results(
 
 def trained(asked: Options, setup: device.Setup) -> tuple[Wav2Vec2, ModelInfo, RunInfo | None]:
     """The model that is used without training, and what the run that trained it has saved."""
-    return start.trained(asked, RECIPE, setup)
+    return start.Family(asked).trained(RECIPE, RunInfo, setup)
 
 
 def transcribe(args, asked: Options) -> None:
@@ -479,7 +476,7 @@ def export(
 ) -> None:
     """--export and --export_adapter."""
     about = card.About(RECIPE, asked.origin.path, weights, data, results)
-    adapters.export_trained(asked.origin, start.family(asked), info, model, about)
+    start.Family(asked).export(info, model, about)
 
 
 def make_sets(args, info: ModelInfo, corpora: dict[str, Corpus]) -> dict[str, Utterances]:
@@ -523,6 +520,7 @@ def make_task(
     if info.new_pieces and not info.has_new_head:
         rows = dict.fromkeys(vocabulary.ROWS, info.new_pieces)
         new_rows = NewRows(rows, start.NEW_ROWS_RATE)
+    family = start.Family(asked)
     return Task(
         RECIPE,
         compute_loss,
@@ -544,10 +542,10 @@ def make_task(
         augmented_share=asked.how.augmented_share if starts_silent else None,
         not_begun=recogniser.not_begun,
         new_rows=new_rows,
-        vocabulary=rows_by_piece(info, run.initial),
+        vocabulary=family.vocabulary(info, run.initial),
         plans=ForPlans(
             compares=bool(asked.origin.path) and info.had_head,
-            adapters=functools.partial(adapters.usual, start.family(asked), info),
+            adapters=family.usual_adapters(info),
         ),
     )
 
@@ -560,8 +558,8 @@ def main(args) -> None:
         return transcribe(args, asked)
     if request := alignment.resolve(args):
         return alignment.align_files(request, lambda: recogniser_to_align(args, asked))
-    if adapters.exports_only(asked.origin):
-        return adapters.export_saved(asked.origin, start.family(asked), RECIPE)
+    if released.exports_adapter_only(asked.origin):
+        return start.Family(asked).export_adapter(RECIPE)
     if args.evaluate or released.exports_only(asked.origin):
         return evaluate_only(args, asked)
     run = begin(args, RECIPE)
@@ -569,14 +567,11 @@ def main(args) -> None:
 
     # Texts are read as the model writes, so it is known before the data.
     read = functools.cache(functools.partial(read_data, args, before))
-    with run.model_device():
-        info, model = first_model(
-            asked,
-            run.resumed,
-            run.initial,
-            lambda info: in_its_letters(read(info.read_style()), info)["train"].texts,
-            args.seed,
-        )
+    info, model = start.Family(asked).first_model(
+        run,
+        lambda info: in_its_letters(read(info.read_style()), info)["train"].texts,
+        args.seed,
+    )
     if not args.spec_augment:
         model.masked_spec_embed.requires_grad_(False)  # no frame becomes it
     corpora = dict(in_its_letters(read(info.read_style()), info))

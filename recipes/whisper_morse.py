@@ -44,7 +44,7 @@ from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.report import check_folder
-from models import adapters, card, released
+from models import card, released
 from models.whisper import decoding, formats, start
 from models.whisper.model import FRAME, Whisper, alignment_loss, ctc_loss, token_loss
 from models.whisper.padding import Padding, middle_epoch, note_longer_epochs
@@ -54,12 +54,9 @@ from models.whisper.start import (
     ModelInfo,
     Options,
     check_limits,
-    first_model,
-    for_task,
     input_seconds,
     long_recordings,
     make_search,
-    usual_adapters,
     with_longest,
 )
 from models.whisper.tokenizer import WhisperTokenizer, train_symbols
@@ -398,7 +395,7 @@ def report_results(
 
 def trained(asked: Options, setup: device.Setup) -> tuple[Whisper, ModelInfo, RunInfo | None]:
     """The model that is used without training, and what the run that trained it has saved."""
-    return start.trained(asked, RECIPE, RunInfo, setup)
+    return start.Family(asked).trained(RECIPE, RunInfo, setup)
 
 
 def transcribe(args, asked: Options) -> None:
@@ -440,7 +437,7 @@ def export(
 ) -> None:
     """--export and --export_adapter."""
     about = card.About(RECIPE, asked.origin.path, weights, data, results, **CARD)
-    adapters.export_trained(asked.origin, start.family(asked), info, model, about)
+    start.Family(asked).export(info, model, about)
 
 
 def make_sets(
@@ -491,6 +488,7 @@ def make_task(
     rate = decoding.TokenRate(heard, args.seed)
     terms = loss_weights(args, info)
     last_steps = decoding.last_steps(search, info.config)
+    family = start.Family(asked)
     return Task(
         RECIPE,
         compute_loss,
@@ -507,9 +505,9 @@ def make_task(
         plans=ForPlans(
             freeze=Whisper.freeze_encoder if info.pretrained else None,
             last_steps=functools.partial(evaluate, tokenizer, last_steps, rate, terms),
-            adapters=usual_adapters(asked, info),
+            adapters=family.usual_adapters(info),
         ),
-        **for_task(asked, info, run.initial),
+        **family.for_task(info, run.initial),
     )
 
 
@@ -522,15 +520,16 @@ def main(args) -> None:
         return splits.report_checked({name: part.as_corpus() for name, part in sets.items()})
     if args.transcribe:
         return transcribe(args, asked)
-    if adapters.exports_only(asked.origin):
-        return adapters.export_saved(asked.origin, start.family(asked), RECIPE)
+    if released.exports_adapter_only(asked.origin):
+        return start.Family(asked).export_adapter(RECIPE)
     if args.evaluate or released.exports_only(asked.origin, (*released.GOALS, *clips.GOALS)):
         return evaluate_only(args, asked, source)
     run = begin(args, RECIPE)
     before = released.read_run_info(RunInfo, run.resumed)
 
     corpora = read_data(args, source, before)
-    info, model = first_model(asked, run, lambda: train_symbols(SYMBOLS, args.language))
+    new_tokenizer = functools.partial(train_symbols, SYMBOLS, args.language)
+    info, model = start.Family(asked).first_model(run, new_tokenizer, args.seed)
     sets = make_sets(args, asked, info, corpora)
 
     learned = {name: sets.pop(name) for name in splits.TRAINED if name in sets}

@@ -44,7 +44,7 @@ from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.report import check_folder
-from models import adapters, card, released
+from models import card, released
 from models.whisper import comparing, decoding, formats, kept_times, packs, start, timed
 from models.whisper.model import Whisper, ctc_loss, token_loss
 from models.whisper.padding import Padding, middle_epoch, note_longer_epochs
@@ -54,14 +54,11 @@ from models.whisper.start import (
     Options,
     check_languages,
     check_limits,
-    first_model,
-    for_task,
     input_seconds,
     long_recordings,
     make_search,
     read_released,
     say_language,
-    usual_adapters,
     with_longest,
 )
 from models.whisper.tokenizer import WhisperTokenizer, train_bpe
@@ -483,7 +480,7 @@ def report_long(args, asked: Options, info: ModelInfo, model: Whisper) -> None:
 
 def trained(asked: Options, setup: device.Setup) -> tuple[Whisper, ModelInfo, RunInfo | None]:
     """The model that is used without training, and what the run that trained it has saved."""
-    return start.trained(asked, RECIPE, RunInfo, setup)
+    return start.Family(asked).trained(RECIPE, RunInfo, setup)
 
 
 def transcribe(args, asked: Options) -> None:
@@ -537,7 +534,7 @@ def export(
 ) -> None:
     """--export and --export_adapter."""
     about = card.About(RECIPE, asked.origin.path, weights, data, results, reading=READING)
-    adapters.export_trained(asked.origin, start.family(asked), info, model, about)
+    start.Family(asked).export(info, model, about)
 
 
 def make_sets(
@@ -606,6 +603,7 @@ def make_task(
     rate = decoding.TokenRate(heard, args.seed)
     terms = loss_weights(args, info)
     last_steps = decoding.last_steps(search, info.config)
+    family = start.Family(asked)
     return Task(
         RECIPE,
         compute_loss,
@@ -623,9 +621,9 @@ def make_task(
             freeze=Whisper.freeze_encoder if info.pretrained else None,
             last_steps=functools.partial(evaluate, tokenizer, last_steps, rate, terms),
             compares=bool(args.compare_to),
-            adapters=usual_adapters(asked, info),
+            adapters=family.usual_adapters(info),
         ),
-        **for_task(asked, info, run.initial),
+        **family.for_task(info, run.initial),
     )
 
 
@@ -635,8 +633,8 @@ def main(args) -> None:
         return check_data(args, asked)
     if args.transcribe:
         return transcribe(args, asked)
-    if adapters.exports_only(asked.origin):
-        return adapters.export_saved(asked.origin, start.family(asked), RECIPE)
+    if released.exports_adapter_only(asked.origin):
+        return start.Family(asked).export_adapter(RECIPE)
     if args.evaluate or released.exports_only(asked.origin):
         return evaluate_only(args, asked)
     run = begin(args, RECIPE)
@@ -649,7 +647,7 @@ def main(args) -> None:
         spoken = replay.languages(corpora)
         return train_bpe(replay.texts(corpora), args.vocab_size, asked.language, spoken)
 
-    info, model = first_model(asked, run, new_tokenizer)
+    info, model = start.Family(asked).first_model(run, new_tokenizer, args.seed)
     corpora, share = read_for(args, info, before is not None, read)
     info = dataclasses.replace(info, times=share > 0)
     sets = make_sets(args, asked, info, corpora)

@@ -13,9 +13,9 @@ from models.whisper.decoding import Search
 from models.whisper.model import Whisper
 from models.whisper.start import (
     FORMS,
+    Family,
     ModelInfo,
     Options,
-    family,
     make_model,
     make_search,
     read_released,
@@ -78,8 +78,8 @@ def read(
     name = Path(path).name
     if name.endswith(".safetensors") or name.startswith("checkpoint_step_"):
         saved = checkpoint.read_weights(path, recipe, "--compare_to")
-        info = released.check_saved(family(asked), saved, FORMS.family)
-        return info, released.whole_weights(asked.origin, family(asked), saved)
+        family = Family(asked)
+        return family.check_saved(saved), family.whole_weights(saved)
     released.require_source(path, "--compare_to", FORMS)
     if not asked.origin.path:  # then --tokenizer_file is not a released model's
         asked = dataclasses.replace(asked, tokenizer_file=None)

@@ -31,6 +31,7 @@ from common import checkpoint, layers, memory, optim, records
 from common.batches import to_device
 from common.device import Setup
 from common.engine import run_global_batch
+from common.loop import Run
 from common.parts import compiling
 from models.parakeet import archive, decoding, formats, onnx, settings, start, vocabulary
 from models.parakeet import model as network
@@ -89,7 +90,7 @@ def make_utterances(noise: tuple[str, Corpus], *flags, training: bool = True, **
     args = runs.parse(
         recipe, "--train_manifest", path, "--from_scratch", "--model_size", "demo", *flags
     )
-    info, _ = start.first_model(recipe.resolve(args), None, None, lambda: corpus.texts, 1)
+    info, _ = start.Family(recipe.resolve(args)).first_model(Run(Setup()), lambda: corpus.texts, 1)
     info = dataclasses.replace(info, config={**info.config, **config})
     return recipe.Utterances(args, corpus, start.tokenizer_of(info), info, training), info
 
@@ -298,7 +299,7 @@ def test_adapters_are_as_exact(noise, monkeypatch):
 
     def make():
         model = make_model(info.config).train()
-        return adapters.beside(model, start.adapted_layers(info, "linear"))
+        return adapters.beside(model, adapters.layers_of(start, info))
 
     def train_on(model, sizes: list[int]) -> None:
         rest = iter(items)
@@ -1071,7 +1072,7 @@ def test_two_ranks_train_as_one_does(released, manifests, tmp_path):
 )
 def test_the_share_of_the_ctc_head(noise, line, expected):
     args = runs.parse(recipe, "--train_manifest", noise[0], *DEMO, *line.split())
-    info, _ = start.first_model(recipe.resolve(args), None, None, lambda: TEXTS, 1)
+    info, _ = start.Family(recipe.resolve(args)).first_model(Run(Setup()), lambda: TEXTS, 1)
     assert recipe.loss_weights(info) == expected and info.config["ctc"] == ("ctc" in expected)
 
 
