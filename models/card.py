@@ -92,7 +92,7 @@ class About:
     `base`: the folder or file of released weights that a flag names. `weights`: the file of a
     run whose weights these are, beside which the loop has noted how they came about; None for
     released weights, which are only converted. `data`: what the run has saved about its data.
-    `results`: what `recogniser.results_of` returns.
+    `results`: what `results.results_of` returns.
     `reading`: how the recipe compares texts in training. What a family fills in: `languages` by
     their codes, unless a recipe does; whether the weights began at random (`is_new`); the `licence`
     of all that derives from the base, whatever its name is; a `note`, a sentence on the model."""

@@ -24,7 +24,6 @@ Sources: FastConformer (Rekesh et al. 2023); TDT (Xu et al. 2023); relative posi
 not be installed.
 """
 
-import dataclasses
 import functools
 import sys
 from pathlib import Path
@@ -64,7 +63,7 @@ from speech.alignment.letters import of_pieces
 from speech.data import demo, feasible, replay, splits, watching
 from speech.data.columns import Corpus
 from speech.data.splits import RunInfo
-from speech.decoding import recogniser, timed, windows
+from speech.decoding import recogniser, results, timed, windows
 from speech.decoding.long import PARTS, by_length
 from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
@@ -404,7 +403,7 @@ def evaluate(
     eval_batches,
 ) -> dict[str, tuple[float, float]]:
     """The losses named in `terms`, CER and WER of greedy decoding, as (numerator, denominator).
-    `texts`: as in `recogniser.warn_of_style`."""
+    `texts`: as in `results.warn_of_style`."""
 
     def decode_batch(batch: dict) -> tuple[list[str], dict]:
         encoded, frames = model.encode(batch)
@@ -413,18 +412,8 @@ def evaluate(
         return decoded, losses(model, batch, encoded, frames)
 
     rows, sums = recogniser.decode_set(model, decode_batch, eval_batches, terms)
-    recogniser.warn_of_style(texts, rows)
+    results.warn_of_style(texts, rows)
     return {**sums, **metrics.score(rows)}
-
-
-def decode_words(tokenizer: ParakeetTokenizer, model: Parakeet, eval_batches) -> list[dict]:
-    """The rows of a decoded set, with the times of their words."""
-    decode = functools.partial(decoding.transcripts, model, tokenizer)
-    rows = []
-    for row in recogniser.decode_texts(model, decode, eval_batches):
-        decoded = row["hypothesis"]
-        rows.append({**row, "hypothesis": decoded["text"], "words": decoded["words"]})
-    return rows
 
 
 def report_results(
@@ -438,17 +427,14 @@ def report_results(
     """Prints the error rates of the test set, or of "val" without one, and examples with the times
     of their words. If it `compares`, also the error rates of the released model that a flag names;
     `model` is then moved to the host. `weights`: which weights the model has, for the title."""
-    name = "test" if "test" in evaluation else "val"
-    eval_batches = evaluation[name].whole()
-    rows = decode_words(tokenizer_of(info), model, eval_batches)
-    title = f"{name} set, {weights}, {len(rows)} utterances"
-    spoken = eval_batches.dataset.data.corpus.languages
-    recogniser.print_results(rows, title, asked.how, languages=spoken)
+    decode = functools.partial(decoding.transcripts, model, tokenizer_of(info))
+    rows, eval_batches = results.report(asked.how, model, decode, evaluation, weights)
     if compares and asked.origin.path:
         info, untrained = start.Family(asked).released_model()
         memory.replace_on_device(model, untrained)
-        before = decode_words(tokenizer_of(info), untrained, eval_batches)
-        recogniser.print_improvement(before, rows, asked.origin.path, asked.how)
+        decode = functools.partial(decoding.transcripts, untrained, tokenizer_of(info))
+        before = recogniser.decode_texts(untrained, decode, eval_batches)
+        results.print_improvement(before, rows, asked.origin.path, asked.how)
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -512,31 +498,18 @@ def evaluate_only(args, asked: Options) -> None:
         with setup.autocast():
             report_results(asked, info, model, evaluation, before is not None, "the given weights")
     weights = released.weights_file(asked.origin)
-    results = recogniser.results_of(args.log_dir, weights, bool(args.evaluate))
-    export(asked, info, model, weights, before, results)
-
-
-def export(
-    asked: Options,
-    info: ModelInfo,
-    model: Parakeet,
-    weights: Path | None,
-    data: RunInfo | None,
-    results: dict | None,
-) -> None:
-    """--export and --export_adapter."""
-    about = card.About(RECIPE, asked.origin.path, weights, data, results)
+    found = results.results_of(args.log_dir, weights, bool(args.evaluate))
+    about = card.About(RECIPE, asked.origin.path, weights, before, found)
     start.Family(asked).export(info, model, about)
 
 
 def make_sets(args, info: ModelInfo, corpora: dict[str, Corpus]) -> dict[str, Utterances]:
     """The sets of utterances."""
     tokenizer = tokenizer_of(info)
-    sets = {}
-    for name, corpus in corpora.items():
-        is_trained = name in splits.TRAINED
-        sets[name] = Utterances(args, corpus, tokenizer, info, is_trained)
-    return sets
+    return {
+        name: Utterances(args, corpus, tokenizer, info, training=name in splits.TRAINED)
+        for name, corpus in corpora.items()
+    }
 
 
 def fit(seed: int, model: Parakeet, data: Utterances) -> None:
@@ -544,16 +517,6 @@ def fit(seed: int, model: Parakeet, data: Utterances) -> None:
     items = splits.some_items(data, seed, FIT_UTTERANCES)
     if items:
         fit_to_data(model, next(to_device([collate(items)], torch.device("cpu"))))
-
-
-def about_run(args, info: ModelInfo, corpora: dict[str, Corpus], before: RunInfo | None) -> RunInfo:
-    """The record of the run. `before`: the same of the run that is resumed. Recordings are later
-    cut into pieces as long as any utterance that the model was trained on."""
-    if before is None and info.pretrained:
-        before = RELEASED
-    run_info = splits.run_info(splits.resolve(args), corpora)
-    longest = max(run_info.longest, before.longest if before else 0.0)
-    return dataclasses.replace(run_info, longest=longest)
 
 
 def new_rows(info: ModelInfo, model: Parakeet) -> NewRows | None:
@@ -600,7 +563,7 @@ def make_task(
         fit=None if info.pretrained else functools.partial(fit, args.seed),
         learning_rate=rate,
         checkpointed=CHECKPOINTED,
-        reports=recogniser.REPORTS,
+        reports=results.REPORTS,
         further=watching.watched(evaluation, args.stop_when_watched_rises),
         compiled=COMPILED,
         evaluate_first=info.pretrained,
@@ -643,16 +606,19 @@ def main(args) -> None:
 
     new, old = sets.pop("train"), sets.pop(replay.REPLAY, None)
     global_batches = batches.global_batches(args, new, collate, run.setup, old)
-    run_info = about_run(args, info, corpora, before)
+    if before is None and info.pretrained:
+        before = RELEASED
+    run_info = splits.run_info(splits.resolve(args), corpora, before)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
     task = make_task(args, asked, run, info, run_info, corpora["train"], model, evaluation)
     progress = train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, asked, info, model, evaluation, True)
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
-        recogniser.add_watched(asked.how, task.further, progress)
-        results = recogniser.results_of(args.log_dir, weights, are_new=True)
-        export(asked, info, model, weights, run_info, results)
+        results.add_watched(asked.how, task.further, progress)
+        found = results.results_of(args.log_dir, weights, are_new=True)
+        about = card.About(RECIPE, asked.origin.path, weights, run_info, found)
+        start.Family(asked).export(info, model, about)
 
 
 if __name__ == "__main__":

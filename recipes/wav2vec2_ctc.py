@@ -66,7 +66,7 @@ from speech.alignment.letters import of_characters
 from speech.data import demo, feasible, splits
 from speech.data.columns import Corpus, Strings
 from speech.data.splits import RunInfo
-from speech.decoding import recogniser, timed, windows
+from speech.decoding import recogniser, results, timed, windows
 from speech.decoding.long import PARTS, by_length
 from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
@@ -376,16 +376,6 @@ def evaluate(
     return {**sums, **metrics.score(rows)}
 
 
-def decode_words(tokenizer: Wav2Vec2Tokenizer, model: Wav2Vec2, eval_batches) -> list[dict]:
-    """The rows of a decoded set, with the times of their words."""
-    decode = functools.partial(decoding.transcripts, model, tokenizer)
-    rows = []
-    for row in recogniser.decode_texts(model, decode, eval_batches):
-        decoded = row["hypothesis"]
-        rows.append({**row, "hypothesis": decoded["text"], "words": decoded["words"]})
-    return rows
-
-
 def report_results(
     asked: Options,
     info: ModelInfo,
@@ -397,17 +387,14 @@ def report_results(
     """Prints the error rates of the test set, or of "val" without one, and examples with the times
     of their words. If it `compares`, also the error rates of the released model that a flag names;
     `model` is then moved to the host. `weights`: which weights the model has, for the title."""
-    name = "test" if "test" in evaluation else "val"
-    eval_batches = evaluation[name].whole()
-    rows = decode_words(tokenizer_of(info), model, eval_batches)
-    title = f"{name} set, {weights}, {len(rows)} utterances"
-    spoken = eval_batches.dataset.data.corpus.languages
-    recogniser.print_results(rows, title, asked.how, languages=spoken)
+    decode = functools.partial(decoding.transcripts, model, tokenizer_of(info))
+    rows, eval_batches = results.report(asked.how, model, decode, evaluation, weights)
     if compares and asked.origin.path and info.had_head:
         info, untrained = start.Family(asked).released_model()
         memory.replace_on_device(model, untrained)
-        before = decode_words(tokenizer_of(info), untrained, eval_batches)
-        recogniser.print_improvement(before, rows, asked.origin.path, asked.how)
+        decode = functools.partial(decoding.transcripts, untrained, tokenizer_of(info))
+        before = recogniser.decode_texts(untrained, decode, eval_batches)
+        results.print_improvement(before, rows, asked.origin.path, asked.how)
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -462,20 +449,8 @@ def evaluate_only(args, asked: Options) -> None:
         with setup.autocast():
             report_results(asked, info, model, evaluation, before is not None, "the given weights")
     weights = released.weights_file(asked.origin)
-    results = recogniser.results_of(args.log_dir, weights, bool(args.evaluate))
-    export(asked, info, model, weights, before, results)
-
-
-def export(
-    asked: Options,
-    info: ModelInfo,
-    model: Wav2Vec2,
-    weights: Path | None,
-    data: RunInfo | None,
-    results: dict | None,
-) -> None:
-    """--export and --export_adapter."""
-    about = card.About(RECIPE, asked.origin.path, weights, data, results)
+    found = results.results_of(args.log_dir, weights, bool(args.evaluate))
+    about = card.About(RECIPE, asked.origin.path, weights, before, found)
     start.Family(asked).export(info, model, about)
 
 
@@ -493,16 +468,6 @@ def fit(seed: int, model: Wav2Vec2, data: Utterances) -> None:
     items = splits.some_items(data, seed, FIT_UTTERANCES)
     if items:
         fit_to_data(model, torch.cat([item["audio"] for item in items]))
-
-
-def about_run(args, info: ModelInfo, corpora: dict[str, Corpus], before: RunInfo | None) -> RunInfo:
-    """The record of the run. `before`: the same of the run that is resumed. Recordings are later
-    cut into pieces as long as any utterance that the model was trained on."""
-    if before is None and info.pretrained and not info.has_new_head:
-        before = RELEASED
-    run_info = splits.run_info(splits.resolve(args), corpora)
-    longest = max(run_info.longest, before.longest if before else 0.0)
-    return dataclasses.replace(run_info, longest=longest)
 
 
 def make_task(
@@ -533,7 +498,7 @@ def make_task(
         fit=None if info.pretrained else functools.partial(fit, args.seed),
         learning_rate=rate,
         checkpointed=CHECKPOINTED,
-        reports=recogniser.REPORTS,
+        reports=results.REPORTS,
         compiled=COMPILED,
         evaluate_first=info.pretrained and not info.has_new_head,
         # A new head learns alone during the warm-up: its first gradients would spoil the encoder.
@@ -580,15 +545,18 @@ def main(args) -> None:
     sets = make_sets(args, info, corpora)
 
     global_batches = GlobalBatches(args, sets.pop("train"), collate, run.setup)
-    run_info = about_run(args, info, corpora, before)
+    if before is None and info.pretrained and not info.has_new_head:
+        before = RELEASED
+    run_info = splits.run_info(splits.resolve(args), corpora, before)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
     task = make_task(args, run, asked, info, run_info, model)
     train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, asked, info, model, evaluation, True)
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
-        results = recogniser.results_of(args.log_dir, weights, are_new=True)
-        export(asked, info, model, weights, run_info, results)
+        found = results.results_of(args.log_dir, weights, are_new=True)
+        about = card.About(RECIPE, asked.origin.path, weights, run_info, found)
+        start.Family(asked).export(info, model, about)
 
 
 if __name__ == "__main__":

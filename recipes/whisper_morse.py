@@ -61,7 +61,7 @@ from models.whisper.start import (
 )
 from models.whisper.tokenizer import WhisperTokenizer, train_symbols
 from speech.data import replay, splits, watching
-from speech.decoding import recogniser
+from speech.decoding import recogniser, results
 from speech.decoding.long import BY_SILENCES
 from speech.decoding.recogniser import SPEEDS, decode_set, decode_texts
 from speech.morse import clips, scores
@@ -80,7 +80,7 @@ TIME_MASKS = 2
 TIME_MASK_WIDTH = 0.05  # share of the utterance
 DEMO_STEPS = 1100
 SIZES = {"demo": formats.make_config(128, (4, 2), 4), **formats.SIZES}
-CARD = {"languages": (), "reading": recogniser.AS_SENT}  # what a model card has of the symbols
+CARD = {"languages": (), "reading": results.AS_SENT}  # what a model card has of the symbols
 EXCLUDES = (
     *recogniser.EXCLUDES,
     *replay.EXCLUDES,
@@ -384,7 +384,7 @@ def report_results(
         {**corpus.row(row["index"], row["hypothesis"]), "seconds": row["seconds"]} for row in rows
     ]
     title = f"{name} set, {weights}, {len(rows)} clips, decoding: {args.decoding}"
-    recogniser.print_results(rows, title, asked.how, for_scoring)
+    results.print_results(rows, title, asked.how, for_scoring)
     tables = scores.evaluation_tables(rows)
     scores.print_tables(tables)
     scores.write_evaluation(tables, args.log_dir / "evaluation.json")
@@ -423,20 +423,9 @@ def evaluate_only(args, asked: Options, source: clips.Options) -> None:
         with setup.autocast():
             report_results(args, asked, info, model, evaluation, "the given weights")
     weights = released.weights_file(asked.origin)
-    results = recogniser.results_of(args.log_dir, weights, bool(args.evaluate))
-    export(asked, info, model, weights, before and before.data, results)
-
-
-def export(
-    asked: Options,
-    info: ModelInfo,
-    model: Whisper,
-    weights: Path | None,
-    data: splits.RunInfo | None,
-    results: dict | None,
-) -> None:
-    """--export and --export_adapter."""
-    about = card.About(RECIPE, asked.origin.path, weights, data, results, **CARD)
+    found = results.results_of(args.log_dir, weights, bool(args.evaluate))
+    data = before and before.data
+    about = card.About(RECIPE, asked.origin.path, weights, data, found, **CARD)
     start.Family(asked).export(info, model, about)
 
 
@@ -500,7 +489,7 @@ def make_task(
         higher_is_better=False,
         augmented_share=None if info.pretrained else asked.how.augmented_share,
         not_begun=None if info.pretrained else recogniser.not_begun,
-        reports=(*recogniser.REPORTS, "evaluation.json"),
+        reports=(*results.REPORTS, "evaluation.json"),
         further=watched,
         plans=ForPlans(
             freeze=Whisper.freeze_encoder if info.pretrained else None,
@@ -545,9 +534,10 @@ def main(args) -> None:
     report = functools.partial(report_results, args, asked, info, model, evaluation)
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
-        recogniser.add_watched(asked.how, task.further, progress)
-        results = recogniser.results_of(args.log_dir, weights, are_new=True)
-        export(asked, info, model, weights, run_info.data, results)
+        results.add_watched(asked.how, task.further, progress)
+        found = results.results_of(args.log_dir, weights, are_new=True)
+        about = card.About(RECIPE, asked.origin.path, weights, run_info.data, found, **CARD)
+        start.Family(asked).export(info, model, about)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ from models.whisper.start import (
 from models.whisper.tokenizer import WhisperTokenizer, train_bpe
 from speech.data import demo, replay, splits, watching
 from speech.data.columns import Corpus
-from speech.decoding import recogniser
+from speech.decoding import recogniser, results
 from speech.decoding.recogniser import SPEEDS, decode_set, decode_texts
 from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
@@ -438,25 +438,20 @@ def report_results(
     --decoding, and what `measure_times` finds now and found before training; with --compare_to also
     a baseline's, for which the model is moved to the host. `weights`: which weights the model has,
     for the title."""
-    name = "test" if "test" in evaluation else "val"
-    eval_batches = evaluation[name].whole()
-    corpus = eval_batches.dataset.data.corpus
-    texts_of = functools.partial(final_texts, model, *make_search(asked, info))
-    rows = decode_texts(model, texts_of, eval_batches)
-    title = f"{name} set, {weights}, {len(rows)} utterances, decoding: {args.decoding}"
-    recogniser.print_results(rows, title, asked.how, for_scoring, corpus.languages)
+    decode = functools.partial(final_texts, model, *make_search(asked, info))
+    rows, eval_batches = results.report(asked.how, model, decode, evaluation, weights, for_scoring)
     measured = "val" if "val" in evaluation else "test"  # as before training
     if times := measure_times(evaluation[measured].dataset.data, info, model):
         before = kept_times.from_list(times_before)
         print(kept_times.report(times, before, measured))
         if warning := kept_times.warning(times, before):
             print(warning)
-            recogniser.add_warning(asked.how, warning)
+            results.add_warning(asked.how, warning)
     if args.compare_to:
         baseline, search = comparing.baseline(asked, RECIPE, args.compare_to, model, info)
         texts_of = functools.partial(final_texts, baseline, *search)
         theirs = decode_texts(baseline, texts_of, eval_batches)
-        recogniser.print_improvement(theirs, rows, args.compare_to, asked.how, for_scoring)
+        results.print_improvement(theirs, rows, args.compare_to, asked.how, for_scoring)
 
 
 def report_long(args, asked: Options, info: ModelInfo, model: Whisper) -> None:
@@ -472,7 +467,7 @@ def report_long(args, asked: Options, info: ModelInfo, model: Whisper) -> None:
     if path := args.compare_to:
         baseline, search = comparing.baseline(asked, RECIPE, path, model, info)
         before = timed.decode_corpus(baseline, *search, corpus, f"--compare_to {path}")
-    comparing.print_recordings(rows, before, path, asked.how, for_scoring)
+    results.print_recordings(rows, before, path, asked.how, for_scoring)
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -520,20 +515,9 @@ def evaluate_only(args, asked: Options) -> None:
             report_results(args, asked, info, model, evaluation, times_before, "the given weights")
     weights = released.weights_file(asked.origin)
     is_new = bool(args.evaluate and not args.long)
-    results = recogniser.results_of(args.log_dir, weights, is_new)
-    export(asked, info, model, weights, before and before.data, results)
-
-
-def export(
-    asked: Options,
-    info: ModelInfo,
-    model: Whisper,
-    weights: Path | None,
-    data: splits.RunInfo | None,
-    results: dict | None,
-) -> None:
-    """--export and --export_adapter."""
-    about = card.About(RECIPE, asked.origin.path, weights, data, results, reading=READING)
+    found = results.results_of(args.log_dir, weights, is_new)
+    data = before and before.data
+    about = card.About(RECIPE, asked.origin.path, weights, data, found, reading=READING)
     start.Family(asked).export(info, model, about)
 
 
@@ -615,7 +599,7 @@ def make_task(
         higher_is_better=False,
         augmented_share=None if info.pretrained else asked.how.augmented_share,
         not_begun=None if info.pretrained else recogniser.not_begun,
-        reports=recogniser.REPORTS,
+        reports=results.REPORTS,
         further=watched,
         plans=ForPlans(
             freeze=Whisper.freeze_encoder if info.pretrained else None,
@@ -668,9 +652,12 @@ def main(args) -> None:
     report = functools.partial(report_results, args, asked, info, model, evaluation, times_before)
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
-        recogniser.add_watched(asked.how, task.further, progress)
-        results = recogniser.results_of(args.log_dir, weights, are_new=True)
-        export(asked, info, model, weights, run_info.data, results)
+        results.add_watched(asked.how, task.further, progress)
+        found = results.results_of(args.log_dir, weights, are_new=True)
+        about = card.About(
+            RECIPE, asked.origin.path, weights, run_info.data, found, reading=READING
+        )
+        start.Family(asked).export(info, model, about)
 
 
 if __name__ == "__main__":

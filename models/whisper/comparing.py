@@ -1,7 +1,6 @@
 """Another model on the same data (--compare_to), and whole recordings (--timestamps, --long)."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,8 +20,6 @@ from models.whisper.start import (
     read_released,
 )
 from models.whisper.tokenizer import WhisperTokenizer
-from speech.decoding import recogniser
-from speech.writing import metrics
 
 # Rows for common.options: flags that exclude each other, and flags that need another one.
 MANIFESTS = ("train_manifest", "val_manifest", "test_manifest")
@@ -98,24 +95,3 @@ def baseline(
     other = make_model(info, weights=weights).eval()
     memory.replace_on_device(model, other)
     return other, make_search(asked, info)
-
-
-def print_recordings(
-    rows: list[dict],
-    before: list[dict] | None,
-    path: str | None,
-    how: recogniser.Options,
-    normalise: Callable[[str], str],
-) -> None:
-    """Prints the error rates of whole recordings and what they lose in a row, from the `rows` of
-    `timed.decode_corpus`, which are written to the log folder; then those of the model at `path`
-    from its rows `before`. Raises `RunError`."""
-    readings = recogniser.readings_of(rows, how, normalise)
-    errors = metrics.read_by(rows, readings)
-    print(metrics.error_table(errors, metrics.rates(errors)))
-    print(metrics.recordings_table(rows, normalise))
-    recogniser.write_rows(rows, how, recogniser.LONG)
-    if before:
-        print(f"{path} on the same recordings:")
-        print(metrics.recordings_table(before, normalise))
-        print(metrics.improvement_table(metrics.read_by(before, readings), errors))
