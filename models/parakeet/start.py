@@ -79,19 +79,10 @@ FORMS = released.Forms(
     exported="in --export_format",
     fetch="hf download nvidia/parakeet-tdt-0.6b-v3 --local-dir parakeet",
 )
-TRAINING = (
-    "ctc_weight", "tdt_sigma", "tdt_omega", "fastemit_lambda", "loss_reduction", "joint_dropout",
-    "vocab_size",
-)  # fmt: skip
+TRAINING = ("ctc_weight", "joint_dropout", "vocab_size")
 # What prepare.py does, and this recipe once did.
 PREPARED = ("--add_tokens", "--train_tokenizer", "--tokenizer", "--new_language", "--like")
-LOSS_FLAGS = {  # of one kind of model or two
-    "tdt_sigma": ("tdt",),
-    "tdt_omega": ("tdt",),
-    "fastemit_lambda": ("tdt", "rnnt"),
-    "joint_dropout": ("tdt", "rnnt"),
-    "ctc_weight": ("tdt", "rnnt"),
-}
+TRANSDUCERS = {"ctc_weight", "joint_dropout"}  # flags for models that have a transducer
 # Rows for common.options: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
     *released.EXCLUDES,
@@ -150,9 +141,9 @@ class ModelInfo:
 @dataclass(frozen=True)
 class Options:
     """The request of the flags. `origin`: where the model starts. `how`: decoding and transcribing.
-    `vocab_size`: pieces of a model from scratch, None for the usual number. `loss`: settings that
-    replace the model's. `loss_flags`: those of LOSS_FLAGS that were given. `dropouts`: in the
-    encoder, and in the prediction and joint networks. `export_format`: "hf", "nemo" or "onnx".
+    `vocab_size`: pieces of a model from scratch, None for the usual number. `ctc_weight`: the share
+    of a CTC head's loss, None for the model's. `dropouts`: in the encoder, and in the prediction
+    and joint networks. `export_format`: "hf", "nemo" or "onnx".
     `decoding`: "transducer", "ctc", or None for the model's usual one. `language`: what a model
     with a prompt is told where the data do not say it; `lookahead`: frames that a streaming model
     waits for in evaluation; `stream`: milliseconds, for words as they come."""
@@ -160,8 +151,7 @@ class Options:
     origin: Origin
     how: recogniser.Options
     vocab_size: int | None
-    loss: dict
-    loss_flags: frozenset[str]
+    ctc_weight: float | None
     dropouts: tuple[float, float]
     export_format: str
     decoding: str | None
@@ -235,32 +225,6 @@ def add_language_arguments(parser) -> None:
 def add_loss_arguments(parser) -> None:
     loss = parser.add_argument_group("loss")
     loss.add_argument(
-        "--tdt_sigma",
-        type=options.number(float, 0.0, 1.0),
-        metavar="X",
-        help="taken from every token's log-probability; favours long durations (the model's, 0.02)",
-    )
-    loss.add_argument(
-        "--tdt_omega",
-        type=options.SHARE,
-        metavar="P",
-        help="chance that an utterance of TDT has the RNN-T loss (the model's, 0.1)",
-    )
-    loss.add_argument(
-        "--fastemit_lambda",
-        type=options.SHARE,
-        metavar="X",
-        help="FastEmit: a transducer writes labels earlier, 0.001 to 0.01 is usual (the model's)",
-    )
-    loss.add_argument(
-        "--loss_reduction",
-        choices=REDUCTIONS,
-        help=(
-            "the mean over utterances of the loss per label (mean), of the loss (mean_batch), or"
-            " over labels (mean_volume) (the model's)"
-        ),
-    )
-    loss.add_argument(
         "--ctc_weight",
         type=options.SHARE,
         metavar="X",
@@ -284,21 +248,12 @@ def add_loss_arguments(parser) -> None:
 def resolve(args, is_demo: bool) -> Options:
     """Fills in the defaults of these flags and returns what they ask for. Raises `UsageError`."""
     origin = released.resolve(args, FORMS, settings.SIZES, "110m", is_demo)
-    loss = {
-        "sigma": args.tdt_sigma,
-        "omega": args.tdt_omega,
-        "fastemit": args.fastemit_lambda,
-        "reduction": args.loss_reduction,
-        "ctc_reduction": args.loss_reduction,
-        "ctc": args.ctc_weight,
-    }
     live.check_source(args.transcribe or [], args.stream)
     return Options(
         origin=origin,
         how=recogniser.resolve(args, is_demo, has_times=True),
         vocab_size=args.vocab_size,
-        loss={name: value for name, value in loss.items() if value is not None},
-        loss_flags=args.given & LOSS_FLAGS.keys(),
+        ctc_weight=args.ctc_weight,
         dropouts=(args.dropout, args.joint_dropout),
         export_format=args.export_format or "hf",
         decoding=args.decoding,
@@ -361,8 +316,8 @@ class Family(released.Family):
             source(), kind, self.asked.vocab_size or size["vocabulary"]
         )
         has_ctc = size["ctc"]
-        if "ctc" in self.asked.loss:
-            has_ctc = self.asked.loss["ctc"] > 0
+        if self.asked.ctc_weight is not None:
+            has_ctc = self.asked.ctc_weight > 0
         config = {**size, "vocabulary": len(pieces(state)), "ctc": has_ctc}
         settings.check_config(config, "--from_scratch")
         is_tdt = settings.kind_of(config) == "tdt"
@@ -516,27 +471,30 @@ def exported(info: ModelInfo) -> dict:
 
 
 def with_loss(info: ModelInfo, asked: Options) -> ModelInfo:
-    """`info` with the settings of the loss that the flags ask for. Raises `UsageError`."""
+    """`info` with the loss that it is trained with: the model's own, with --ctc_weight. Raises
+    `UsageError`."""
     kind = settings.kind_of(info.config)
-    for flag in sorted(asked.loss_flags):
-        if kind not in LOSS_FLAGS[flag]:
+    for flag in sorted(asked.origin.given & TRANSDUCERS):
+        if kind == "ctc":
             name = settings.family_of(info.config).name
             raise UsageError(f"--{flag}: a {name} model has no use for it; leave it out")
-    loss = {**info.loss, **asked.loss}
-    reductions = [loss["reduction"], loss.get("ctc_reduction")]
-    if not {*reductions} <= {*REDUCTIONS, None}:
+    loss = dict(info.loss)
+    for name in ("reduction", "ctc_reduction"):
+        if loss.get(name) == "sum":
+            print(
+                "the model's loss is a sum over a batch, which would depend on the batch's size:"
+                " here it is a mean over labels"
+            )
+            loss[name] = "mean_volume"
+    if not info.config["ctc"] and asked.ctc_weight:
         raise UsageError(
-            f"{asked.origin.path}: the model's loss reduction is 'sum', and its sum over a batch"
-            " depends on the batch's size; choose a --loss_reduction"
+            f"--ctc_weight {asked.ctc_weight:g}: the model has no CTC head; leave it out"
         )
-    if not info.config["ctc"] and asked.loss.get("ctc"):
-        raise UsageError(f"--ctc_weight {loss['ctc']:g}: the model has no CTC head; leave it out")
     if loss["omega"] and not {0, 1} <= set(info.config["durations"]):
-        raise UsageError(
-            "the RNN-T loss needs the durations 0 and 1, which this model does not have: add"
-            " --tdt_omega 0"
-        )
-    loss.setdefault("ctc", CTC_WEIGHT if info.config["ctc"] else 0.0)
+        print("without the durations 0 and 1 no utterance has the RNN-T loss")
+        loss["omega"] = 0.0
+    usual = CTC_WEIGHT if info.config["ctc"] else 0.0
+    loss["ctc"] = loss.get("ctc", usual) if asked.ctc_weight is None else asked.ctc_weight
     return dataclasses.replace(info, loss=loss)
 
 
