@@ -49,7 +49,8 @@ import torch
 
 from common import checkpoint
 from common.errors import RunError, UsageError, exit_with_one_line, first_line
-from speech.signal.audio import SAMPLE_RATE, read_audio
+from speech.morse.synthesis import Choice, Synthetic
+from speech.signal.audio import SAMPLE_RATE, int16, read_audio, write_wav
 
 ANSWER = "texts: "  # begins the line that a reading process prints
 SECONDS = 1800  # of a process
@@ -440,9 +441,13 @@ def clips_of(recipe: str, run: Path, count: int, folder: Path) -> list[Path]:
     """Held-out clips; Morse's demo has no files, so they are made in `folder`."""
     if recipe != "whisper_morse":
         return [row["audio_filepath"] for row in held_out(run, "test", count)]
-    flags = ["--conditions", "demo", "--clip_seconds", 3, "--seed", 77]
-    recipe_of(recipe, "--write_dataset", folder / "clips", count, *flags)
-    return sorted((folder / "clips" / "audio").glob("*.wav"))
+    clips = Synthetic(Choice(["demo"], clip_seconds=3.0).mix(), count, seed=77)
+    files = []
+    for index in range(count):
+        waveform, *_ = clips.load(index, 0)
+        files.append(folder / f"{index:06}.wav")
+        write_wav(files[-1], int16(waveform), SAMPLE_RATE)
+    return files
 
 
 def texts_of(recipe: str, weights: list, files: list[Path], folder: Path) -> list[str]:

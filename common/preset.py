@@ -67,7 +67,7 @@ RESTARTS = "5"
 # Flags that name the training data.
 RECORDED = ("--train_csv", "--train_manifest", "--data_dir")
 # With one of these a recipe trains nothing.
-USES = ("--transcribe", "--align", "--synthesize", "--evaluate", "--write_dataset")
+USES = ("--transcribe", "--align", "--synthesize", "--evaluate")
 # With --export and a model it trains nothing either, unless one of these is given.
 TRAINS = (*RECORDED, "--conditions", "--from_scratch", "--max_steps", "--num_epochs")
 TRAINS += ("--dry_run", "--verify_gpu")

@@ -23,6 +23,7 @@ import torch
 from common import checkpoint, device, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
+from common.options import TRAINS, USUAL, OnOff, flag
 from common.parts import lora
 from models import adapters, card, model_files, peft_files
 from models.model_files import MODELS
@@ -41,7 +42,7 @@ FROM_SCRATCH = (
     " weights that fit"
 )
 
-# Rows for common.options: flags that exclude each other.
+# Rows for `Parser.refuse`: flags that exclude each other.
 EXCLUDES = (
     ("model_dir", "model_file", "both say where the model starts; give one of them"),
     *(
@@ -52,7 +53,6 @@ EXCLUDES = (
         (model, "model_size", "a released model has its own shape; leave one of them out")
         for model in MODELS
     ),
-    ("from_scratch", options.COMMAND, options.TRAINS),
 )
 
 
@@ -97,36 +97,47 @@ class Origin:
 # --- flags ----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Flags:
+    """Flags that say where a model starts."""
+
+    # fmt: off
+    model_dir: str | None = flag(
+        options.path, None, "DIR", "fine-tune a released model; without training, use it", USUAL)
+    model_file: str | None = flag(options.path, None, "FILE", "the same for a file", USUAL)
+    from_scratch: bool = flag(
+        OnOff, False, None, "train all weights from random ones (on for the demo)", USUAL, TRAINS)
+    model_size: str | None = flag(None, None, None, "shape of a model from scratch ()", USUAL)
+    export: str | None = flag(
+        options.path, None, "DIR",
+        "write the weights for other programs", USUAL)
+    # fmt: on
+
+
 def add_arguments(parser, forms: Forms, sizes: Iterable[str], usual_size: str):
     """Adds the flags that say where a model starts, and --export. `sizes` are the choices of
     --model_size; the first is the demo's, and `usual_size` is the default with data. Returns the
     group of flags, so that a family can add its own to it."""
     sizes = list(sizes)
-    group = parser.add_argument_group(
-        "model: where it starts (its shape comes from the checkpoint when resuming)"
+    title = "model: where it starts (its shape comes from the checkpoint when resuming)"
+    usual = f"{sizes[0]}, without data; {usual_size} with data"
+    folder = f"fine-tune {forms.family}, {forms.folder}; without training, use it"
+    export = (
+        f"write the weights as a folder {forms.exported}; after training, or alone with --resume"
+        " PATH or --model_dir"
     )
-    options.add_rows(
-        group,
-        ("model_dir", options.path, None, "DIR",
-         f"fine-tune {forms.family}, {forms.folder}; without training, use it"),
-    )  # fmt: skip
-    if forms.file:
-        options.add_rows(
-            group, ("model_file", options.path, None, "FILE", f"the same for {forms.file}")
-        )
-        parser.usual("model_file")
-    options.add_rows(
-        group,
-        ("from_scratch", options.OnOff, False, None,
-         "train all weights from random ones (on for the demo)"),
-        ("model_size", sizes, None, None,
-         f"shape of a model from scratch ({sizes[0]}, without data; {usual_size} with data)"),
-        ("export", options.path, None, "DIR",
-         f"write the weights as a folder {forms.exported}; after training, or alone with --resume"
-         " PATH or --model_dir"),
-    )  # fmt: skip
-    parser.usual("model_dir", "from_scratch", "model_size", "export")
-    return group
+    file = {"help": f"the same for {forms.file}"} if forms.file else options.LEAVE_OUT
+    size = {"choices": sizes, "help": f"shape of a model from scratch ({usual})"}
+    parser.refuse(EXCLUDES)
+    return options.add_record(
+        parser,
+        title,
+        Flags,
+        model_dir={"help": folder},
+        model_file=file,
+        model_size=size,
+        export={"help": export},
+    )
 
 
 def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo: bool) -> Origin:
@@ -139,7 +150,7 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
     if forms.file:
         ways += f"--model_file FILE ({forms.file}), "
     ways += "or --from_scratch"
-    is_command = any(options.is_on(vars(args), name) for name in args.commands)
+    is_command = any(options.is_on(vars(args), name) for name in args.rules.commands)
     trains = options.plans(args) or not is_command
     starts_somewhere = path or args.from_scratch or is_demo or args.resume or args.init_from
     if trains and not starts_somewhere:
@@ -173,13 +184,13 @@ def require_exports(flags: dict, inputs: list[str]) -> None:
     holds, another place that the command writes, or one of its `inputs`: now, not after hours of
     training. `flags`: the values of the command line, by name."""
     places = {name: flags.get(name) for name in (*EXPORTS, *WRITTEN)}
-    for flag in EXPORTS:
-        if not (export := places[flag]):
+    for name in EXPORTS:
+        if not (export := places[name]):
             continue
         model_files.require_export(export)
-        others = [place for name, place in places.items() if place and name != flag]
+        others = [place for other, place in places.items() if place and other != name]
         for other in (*others, *inputs):
-            refuse_overlap(export, other, f"--{flag}")
+            refuse_overlap(export, other, f"--{name}")
 
 
 def refuse_overlap(export: str, other: str | Path, flag: str = "--export") -> None:

@@ -28,6 +28,7 @@ not used.
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -40,12 +41,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import batches, checkpoint, device, memory, optim, options
+from common import checkpoint, device, memory, optim, options
 from common.batches import EvalBatches, GlobalBatches, pad, to_device
 from common.device import upcast
 from common.errors import DataError, exit_with_one_line
 from common.layers import finite_layers
 from common.loop import ForPlans, Run, Task, begin, finish, train
+from common.options import flag
+from common.parts.replay import make_batches
 from models import card, released
 from models.xtts import codec_training, new_tokens, speaking, start, texts
 from models.xtts.codec import SAMPLE_RATE, SAMPLES_PER_CODE, code_count
@@ -83,37 +86,41 @@ DEMO_MANNER = demo.Manner(
 )
 DEMO_STEPS = 1600  # updates without data
 FULL_DEMO_STEPS = 200  # of a full size, which only shows that it works
-EXCLUDES = (
-    *start.EXCLUDES,
-    *replay.EXCLUDES,
-    *watching.EXCLUDES,
-    ("max_audio_length", "max_duration", "both limit clips; give one"),
-)
-NEEDS = (*splits.NEEDS, *replay.NEEDS, *watching.NEEDS, *start.NEEDS, *speaking.NEEDS)
+# Rows for `Parser.refuse`.
+EXCLUDES = (("max_audio_length", "max_duration", "both limit clips; give one"),)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of this recipe alone."""
+
+    # fmt: off
+    max_audio_length: int | None = flag(
+        options.number(int, SAMPLE_RATE // 2, 600_000), None, "N",
+        f"longest clip, samples at 22.05 kHz, in place of --max_duration ({MAX_SAMPLES})")
+    # fmt: on
 
 
 def add_arguments(parser) -> None:
     start.add_arguments(parser)
     speaking.add_arguments(parser)
-    splits.add_arguments(parser, allow_unknown=True)
+    limits = {"max_duration": (MAX_SAMPLES / SAMPLE_RATE, "11.6"), "min_duration": MIN_SECONDS}
+    splits.add_arguments(parser, allow_unknown=True, **limits)
     replay.add_arguments(parser)
     watching.add_arguments(parser)
     options.add_arguments(
         parser,
         learning_rate=(None, "5e-6 for released weights, 2e-3 from scratch"),
         keep_last=2,
-        max_duration=(MAX_SAMPLES / SAMPLE_RATE, "11.6"),
-        min_duration=MIN_SECONDS,
     )
-    count = options.number(int, SAMPLE_RATE // 2, 600_000)
-    longest = f"longest clip, samples at 22.05 kHz, in place of --max_duration ({MAX_SAMPLES})"
-    parser.add_argument("--max_audio_length", type=count, metavar="N", help=longest)
+    options.add_record(parser, parser, Flags)
+    parser.refuse(EXCLUDES)
 
 
 def resolve(args) -> Options:
     is_demo = not args.train_manifest
     steps = FULL_DEMO_STEPS if args.model_dir or args.model_size == "full" else DEMO_STEPS
-    options.resolve(args, is_demo, steps, EXCLUDES, NEEDS)
+    options.resolve(args, is_demo, steps)
     if args.max_audio_length:
         args.max_duration = args.max_audio_length / SAMPLE_RATE
     if is_demo and "min_duration" not in args.given:
@@ -499,7 +506,7 @@ def evaluate_only(args, asked: Options) -> None:
         evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
         with setup.autocast():
             report_results(synthesiser, evaluation, "the given weights")
-        if asked.held_out.count != 0:
+        if asked.held_out.speak_held_out != 0:
             clips = speaking.speakers_of(voices)
             speaking.speak_held_out(asked.held_out, setup, synthesiser, corpora[name], clips)
     about = card.About(RECIPE, args.model_dir, released.weights_file(asked.origin), before)
@@ -571,7 +578,7 @@ def main(args) -> None:
     sets = make_sets(args, corpora, synthesiser.texts, info)
 
     new, old = sets.pop("train"), sets.pop(replay.REPLAY, None)
-    global_batches = batches.global_batches(args, new, collate, run.setup, old)
+    global_batches = make_batches(args, new, collate, run.setup, old)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
     first_fit = functools.partial(fit, info, synthesiser.frozen, added, draw_seed(args))
     task = make_task(args, asked, run, info, run_info, synthesiser, first_fit, evaluation)

@@ -16,8 +16,9 @@ from common.errors import Failure, UsageError, first_line
 from common.files import TEXT_BYTES, require_file
 from speech.data.annotations.rows import READERS, is_annotations
 from speech.data.columns import Rejections, printable
+from speech.data.fields import AUDIO_KEYS
 from speech.data.headers import audio_suffix
-from speech.data.manifest import AUDIO_KEYS, parse
+from speech.data.manifest import parse
 
 FILE_BYTES = 200 << 20  # of a dropped file, and of a file in a .zip
 ZIP_BYTES = 2 << 30  # of a .zip

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 
-from common import checkpoint, files, options, setting_up
+from common import checkpoint, files, options
 from common.checkpoint import Saved
 from common.device import Setup
 from common.errors import UsageError, cannot_write
 from common.ranks import Ranks, torchrun
+from common.report import check_folder
 from common.task import Run
 
 PIECE = 2**26  # bytes that are sent at a time
@@ -28,10 +29,13 @@ def begin(args, name: str, setup: Setup) -> Run:
     ranks = setup.ranks
     folder = args.checkpoint_dir
     keeps = keeps_folder(folder, ranks)
-    locks = setting_up.lock_folders(args) if keeps else []
+    locks = []
+    if keeps:
+        check_folder(args.log_dir)
+        locks.append(checkpoint.lock_folder(folder))
     restarted = is_restarted(folder, ranks)
     resumed = resume(args.resume, folder, name, ranks, restarted)
-    initial = setting_up.read_initial(args, name, resumed)
+    initial = checkpoint.read_initial(args.init_from, name, resumed)
     options.freeze(args)
     return Run(setup, resumed, initial, locks, keeps_folder=keeps, restarted=restarted)
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from common import memory, options
 from common.device import Setup
 from common.errors import UsageError
+from common.options import ALONE, USUAL, flag
 from models.xtts import decoding
 from models.xtts.codec import SAMPLE_RATE, code_count
 from models.xtts.decoding import Sampling, Speech
@@ -39,7 +40,7 @@ EXPORTED_SECONDS = 10.0  # the length that the clip of a speaker in an export sh
 SHORTEST_LIMIT = 40  # codes that a held-out sentence may have
 LIMIT = 2  # times the codes of its recording, if that is more
 
-# Rows for common.options: flags that need another one.
+# Rows for `Parser.refuse`: flags that need another one.
 NEEDS = (
     ("synthesize", ("speaker_wav",), "a reference clip of the voice"),
     ("speaker_wav", ("synthesize", "export"), ""),
@@ -75,64 +76,37 @@ class Voice:
 # --- flags ----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Flags:
+    """Flags of speaking."""
+
+    # fmt: off
+    synthesize: list[str] | None = flag(
+        None, None, "TEXT",
+        "speak texts, or a file with a text in each line, with the weights of --resume"
+        " (OUTPUT_DIR/checkpoints/best.safetensors)", USUAL, ALONE, nargs="+")
+    speaker_wav: list[str] | None = flag(
+        options.path, None, "FILE",
+        "reference clips of the voice; with --export, clips of one voice each, which get the names"
+        " of the files", USUAL, nargs="+")
+    output: str = flag(
+        options.file, "speech.wav", "FILE", "the wav; several texts get numbers (speech.wav)", USUAL)
+    temperature: float = flag(
+        options.number(float, 0.0, 10.0, open_low=True), 0.75, "X", "(0.75)")
+    top_k: int = flag(
+        options.COUNT, 50, "N", "draw among the N likeliest codes; 0 = all (50)")
+    top_p: float = flag(
+        options.number(float, 0.0, 1.0, open_low=True), 0.85, "P",
+        "draw among the likeliest codes with this probability in all (0.85)")
+    repetition_penalty: float = flag(
+        options.number(float, 1.0, 100.0), 5.0, "X",
+        "divides the scores of codes that have been spoken (5)")
+    # fmt: on
+
+
 def add_arguments(parser) -> None:
-    group = parser.add_argument_group("speaking")
-    parser.add_command(
-        group,
-        "--synthesize",
-        nargs="+",
-        metavar="TEXT",
-        help=(
-            "speak texts, or a file with a text in each line, with the weights of --resume"
-            " (OUTPUT_DIR/checkpoints/best.safetensors)"
-        ),
-    )
-    group.add_argument(
-        "--speaker_wav",
-        nargs="+",
-        type=options.path,
-        metavar="FILE",
-        help=(
-            "reference clips of the voice; with --export, clips of one voice each, which get the"
-            " names of the files"
-        ),
-    )
-    group.add_argument(
-        "--output",
-        type=options.file,
-        default="speech.wav",
-        metavar="FILE",
-        help="the wav; several texts get numbers (speech.wav)",
-    )
-    group.add_argument(
-        "--temperature",
-        type=options.number(float, 0.0, 10.0, open_low=True),
-        default=0.75,
-        metavar="X",
-        help="(0.75)",
-    )
-    group.add_argument(
-        "--top_k",
-        type=options.COUNT,
-        default=50,
-        metavar="N",
-        help="draw among the N likeliest codes; 0 = all (50)",
-    )
-    group.add_argument(
-        "--top_p",
-        type=options.number(float, 0.0, 1.0, open_low=True),
-        default=0.85,
-        metavar="P",
-        help="draw among the likeliest codes with this probability in all (0.85)",
-    )
-    group.add_argument(
-        "--repetition_penalty",
-        type=options.number(float, 1.0, 100.0),
-        default=5.0,
-        metavar="X",
-        help="divides the scores of codes that have been spoken (5)",
-    )
-    parser.usual("synthesize", "speaker_wav", "output")
+    options.add_record(parser, "speaking", Flags)
+    parser.refuse((), NEEDS)
 
 
 def resolve(args, count: int) -> tuple[Sampling, list[Path]]:
@@ -399,7 +373,7 @@ def speak_held_out(
     usual, sampling = 20, decoding.GREEDY
     if synthesiser.frozen.vocoder:
         usual, sampling = 2, Sampling(seed=asked.seed)
-    count = usual if asked.count is None else asked.count
+    count = usual if asked.speak_held_out is None else asked.speak_held_out
     if not (count and clips):
         return
     corpus = corpus.select(np.arange(min(count, len(corpus))))

@@ -17,6 +17,7 @@ from torch import nn
 from common import device, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
+from common.options import TRAINS, USUAL, OnOff, flag
 from common.parts import lora
 from common.parts.new_rows import NewRows
 from models import adapters, card, released
@@ -95,7 +96,6 @@ FINE_TUNING_RATE = 5e-6
 SCRATCH_RATE = 2e-3
 NEW_ROWS_RATE = 1e-4  # of tokens that are new in a released model
 TEXT_FLAGS = {"use_amharic_g2p", "extend_vocab"}
-TRAINING = ("condition", "freeze_layers", "dropout", "sdpa")  # flags for training alone
 
 EXCLUDES = (
     ("custom_model", "from_scratch", "the first is an already tuned model; leave one of them out"),
@@ -103,18 +103,11 @@ EXCLUDES = (
     *splits.unused_by("synthesize"),
     ("evaluate", "export", "give one of them"),
     ("show_text", "export", "give one of them"),
-    *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
-    *released.EXCLUDES,
-    *adapters.EXCLUDES,
-    *texts.EXCLUDES,
-    *judge.EXCLUDES,
 )
 NEEDS = (
-    *adapters.NEEDS,
     ("adapter", ("synthesize", "evaluate", "export"), "--init_from trains them"),
     ("custom_model", ("model_dir",), "it holds the GPT only"),
     ("model_size", ("from_scratch",), ""),
-    *texts.NEEDS,
 )
 
 
@@ -140,28 +133,73 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
-class Training:
-    """How the GPT is trained, and which parts of it."""
+class Start:
+    """Flags of the model that is trained, and of what it hears."""
 
-    freeze_layers: int
-    dropout: float
-    sdpa: bool
-    seed: int
+    # fmt: off
+    custom_model: str | None = flag(
+        options.optional_path, None, "FILE",
+        "take the GPT from an already tuned .pth, and the rest from --model_dir")
+    language: str | None = flag(
+        None, None, "NAME",
+        "language of the texts, such as sw or Swahili; one that the vocabulary lacks gets a token"
+        " (with your data it has to be given; am for the demo)", USUAL)
+    condition: str | None = flag(
+        ["same", "other"], None, None,
+        "the voice comes from the clip that is learned, or from another one of its speaker (same;"
+        " other from scratch)", TRAINS)
+    version: str | None = flag(
+        list(VERSIONS), None, None, "the version that the weights should have; another is an error")
+    # fmt: on
 
 
 @dataclass(frozen=True)
-class Options:
-    """The model to start from, as the flags ask. `recipe`: its name in checkpoints; `voices`: the
-    clips of --speaker_wav; `planned`: this is a dry run."""
+class Training:
+    """Flags of how the GPT is trained, and which parts of it."""
+
+    # fmt: off
+    sdpa: bool = flag(
+        OnOff, True, None, "fused attention; off: all scores in memory (on)", TRAINS)
+    freeze_layers: int = flag(
+        options.COUNT, 0, "N", "leave the first N layers of the GPT as they are (0)", TRAINS)
+    dropout: float = flag(options.SHARE, 0.1, "P", "(0.1)", TRAINS)
+    # fmt: on
+
+
+def _other_name(dest: str, kind=None, unit: str | None = None, **settings):
+    """The name that a flag has in the project that this recipe replaces."""
+    text = (
+        "another name of the flag without enable_ or of --train_manifest, --val_manifest,"
+        " --output_dir, --gradient_accumulation_steps"
+    )
+    return flag(kind, argparse.SUPPRESS, unit, text, dest=dest, **settings)
+
+
+@dataclass(frozen=True)
+class OtherNames:
+    """Flags under the names that they have in the project that this recipe replaces."""
+
+    # fmt: off
+    enable_sdpa: bool = _other_name("sdpa", OnOff)
+    enable_grad_checkpoint: bool = _other_name("gradient_checkpointing", OnOff)
+    enable_mixed_precision: str = _other_name(
+        "mixed_precision", action="store_const", const="auto")
+    train_csv: list[str] = _other_name("train_manifest", options.path, "FILE", nargs="+")
+    eval_csv: list[str] = _other_name("val_manifest", options.path, "FILE", nargs="+")
+    output_path: str = _other_name("output_dir", options.path, "DIR")
+    grad_acumm: int = _other_name("gradient_accumulation_steps", options.POSITIVE, "N")
+    # fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Start, Training):
+    """The request of the flags. `recipe`: its name in checkpoints; `voices`: the clips of
+    --speaker_wav; `planned`: this is a dry run."""
 
     origin: Origin
     recipe: str
-    custom_model: str | None
-    language: str | None
-    version: str | None
-    condition: str | None
     text: texts.TextOptions
-    training: Training
+    seed: int
     voices: list[str]
     held_out: judge.HeldOut
     planned: bool
@@ -172,48 +210,13 @@ class Options:
 
 def add_arguments(parser) -> None:
     group = released.add_arguments(parser, FORMS, formats.SIZES, "demo")
-    group.add_argument(
-        "--custom_model",
-        type=options.optional_path,
-        metavar="FILE",
-        help="take the GPT from an already tuned .pth, and the rest from --model_dir",
-    )
-    group.add_argument(
-        "--language",
-        metavar="NAME",
-        help=(
-            "language of the texts, such as sw or Swahili; one that the vocabulary lacks gets a"
-            " token (with your data it has to be given; am for the demo)"
-        ),
-    )
-    group.add_argument(
-        "--condition",
-        choices=["same", "other"],
-        help=(
-            "the voice comes from the clip that is learned, or from another one of its speaker"
-            " (same; other from scratch)"
-        ),
-    )
-    group.add_argument(
-        "--version",
-        choices=list(VERSIONS),
-        help="the version that the weights should have; another is an error",
-    )
+    options.add_record(parser, group, Start)
     adapters.add_arguments(parser, has_peft=False)
     texts.add_arguments(parser)
-    add_training(parser)
+    options.add_record(parser, "the GPT in training", Training)
     judge.add_arguments(parser, "2; 20 from scratch")
-    add_other_names(parser)
-    parser.usual("language")
-
-
-def add_training(parser) -> None:
-    add = parser.add_argument_group("the GPT in training").add_argument
-    fused = "fused attention; off: all scores in memory (on)"
-    add("--sdpa", action=options.OnOff, default=True, help=fused)
-    few = "leave the first N layers of the GPT as they are (0)"
-    add("--freeze_layers", type=options.COUNT, default=0, metavar="N", help=few)
-    add("--dropout", type=options.SHARE, default=0.1, metavar="P", help="(0.1)")
+    options.add_record(parser, parser, OtherNames)
+    parser.refuse(EXCLUDES, NEEDS)
 
 
 def resolve_language(args, origin: Origin) -> str | None:
@@ -229,39 +232,6 @@ def resolve_language(args, origin: Origin) -> str | None:
     if not LANGUAGE.fullmatch(f"[{code}]"):
         raise UsageError(f"--language {language[:40]}: it must be a code such as am or en")
     return code
-
-
-def add_other_names(parser) -> None:
-    """The names that the flags have in the project that this recipe replaces."""
-
-    def add(name: str, **settings) -> None:
-        parser.add_argument(
-            name,
-            default=argparse.SUPPRESS,
-            help=(
-                "another name of the flag without enable_ or of --train_manifest, --val_manifest,"
-                " --output_dir, --gradient_accumulation_steps"
-            ),
-            **settings,
-        )
-
-    add("--enable_sdpa", dest="sdpa", action=options.OnOff)
-    add("--enable_grad_checkpoint", dest="gradient_checkpointing", action=options.OnOff)
-    add(
-        "--enable_mixed_precision",
-        dest="mixed_precision",
-        action="store_const",
-        const="auto",
-    )
-    for flag, name in (("--train_csv", "train_manifest"), ("--eval_csv", "val_manifest")):
-        add(flag, dest=name, type=options.path, nargs="+", metavar="FILE")
-    add("--output_path", dest="output_dir", type=options.path, metavar="DIR")
-    add(
-        "--grad_acumm",
-        dest="gradient_accumulation_steps",
-        type=options.POSITIVE,
-        metavar="N",
-    )
 
 
 def resolve(args, is_demo: bool, recipe: str) -> Options:
@@ -282,15 +252,14 @@ def resolve(args, is_demo: bool, recipe: str) -> Options:
         text = replace(text, g2p=language == texts.AMHARIC)
     if args.export and args.speaker_wav:
         speaking.named_clips(args.speaker_wav)  # what is wrong with them is reported now
-    return Options(
+    return options.read_record(
+        Options,
+        args,
         origin=origin,
         recipe=recipe,
-        custom_model=args.custom_model,
         language=language,
-        version=args.version,
-        condition=args.condition,
         text=text,
-        training=Training(args.freeze_layers, args.dropout, args.sdpa, args.seed),
+        seed=args.seed,
         voices=args.speaker_wav or [],
         held_out=judge.resolve(args, released.exports_only(origin)),
         planned=options.plans(args),
@@ -320,7 +289,7 @@ class Family(released.Family):
         return GPT(info.config)
 
     def make_model(self, info: ModelInfo, weights, trains: bool = False) -> GPT:
-        return make_model(info.config, weights, self.asked.training.dropout if trains else 0.0)
+        return make_model(info.config, weights, self.asked.dropout if trains else 0.0)
 
     def check(self, info: ModelInfo, name: str) -> None:
         formats.check_config(info.config, name)
@@ -382,7 +351,6 @@ def first_model(
     """The model that the training `run` (`common.loop.begin`) starts with, with all that it takes
     to use it, its info, and how many tokens were added to its vocabulary for the training texts. It
     reads the texts of the `corpora`. `train_dvae`: see `choose`. Raises `UsageError`."""
-    training = asked.training
     added = 0
     with run.model_device():
         info, weights, parts = choose(asked, run.resumed, run.initial, train_dvae)
@@ -390,11 +358,11 @@ def first_model(
         if not run.resumed:
             learned = corpora["train"].read
             info, weights, added = new_tokens.extend(info, weights, learned, asked.text)
-        device.seed_everything(training.seed)  # the DVAE's training has drawn random numbers
-        model = make_model(info.config, weights, training.dropout)
-    freeze(model, info, training.freeze_layers)
-    adapters.adapt(Family(asked), info, model, weights, run, training.seed)
-    use_sdpa(model, training.sdpa)
+        device.seed_everything(asked.seed)  # the DVAE's training has drawn random numbers
+        model = make_model(info.config, weights, asked.dropout)
+    freeze(model, info, asked.freeze_layers)
+    adapters.adapt(Family(asked), info, model, weights, run, asked.seed)
+    use_sdpa(model, asked.sdpa)
     print(f"attention: {attention_kernel(model, run.setup.device, run.setup.dtype)}")
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -599,7 +567,7 @@ def frozen_parts(asked: Options, info: ModelInfo) -> Frozen:
     else:
         folders = [Path(folder)]
         if not origin.path:
-            # The run's folder may have moved, or the GPT alone: to abandoned-1/.
+            # The folder of the run may have moved, or the GPT alone to a subfolder.
             place = checkpoints_of(origin)
             folders = [place / DVAE_FOLDER, place.parent / DVAE_FOLDER, *folders]
         groups, coder = read_dvae(asked.recipe, info.config, folders, info.dvae)

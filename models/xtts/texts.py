@@ -19,6 +19,7 @@ import numpy as np
 
 from common import options
 from common.errors import UsageError
+from common.options import ALONE, USUAL, OnOff, flag
 from models.xtts import cleaners
 from models.xtts.tokenizer import MOST_TOKENS, Vocabulary
 from speech import amharic
@@ -67,54 +68,40 @@ class TextOptions:
     vocab_size: int = VOCAB_SIZE
 
 
+@dataclass(frozen=True)
+class Flags:
+    """Flags of how a new model reads texts."""
+
+    # fmt: off
+    use_amharic_g2p: bool | None = flag(
+        OnOff, None, None,
+        "read Amharic as phonemes in Latin letters, which the released vocabulary has (off: as it"
+        " is written, with numbers in words)", USUAL)
+    lexicon: str | None = flag(
+        options.path, None, "FILE",
+        "with --use_amharic_g2p: pronunciations of words, above all their long consonants, which"
+        " are not written")
+    epenthesis: bool = flag(
+        OnOff, True, None,
+        "with --use_amharic_g2p: write the vowel ı that breaks up clusters of consonants (on)")
+    extend_vocab: str | None = flag(
+        KINDS, None, None,
+        "add to the vocabulary the characters of the training texts that it lacks; bpe: also pieces"
+        " of Ethiopic words", USUAL)
+    vocab_size: int = flag(
+        options.number(int, 1, MOST_TOKENS), VOCAB_SIZE, "N",
+        f"with --extend_vocab bpe: tokens to add at most ({VOCAB_SIZE})")
+    show_text: list[str] | None = flag(
+        None, None, "TEXT",
+        "print what the model reads of texts, or of a file with a text in each line, and exit",
+        ALONE, nargs="+")
+    # fmt: on
+
+
 def add_arguments(parser) -> None:
-    group = parser.add_argument_group("text (of a new model; a checkpoint keeps how it reads)")
-    group.add_argument(
-        "--use_amharic_g2p",
-        action=options.OnOff,
-        help=(
-            "read Amharic as phonemes in Latin letters, which the released vocabulary has (off: as"
-            " it is written, with numbers in words)"
-        ),
-    )
-    group.add_argument(
-        "--lexicon",
-        type=options.path,
-        metavar="FILE",
-        help=(
-            "with --use_amharic_g2p: pronunciations of words, above all their long consonants,"
-            " which are not written"
-        ),
-    )
-    group.add_argument(
-        "--epenthesis",
-        action=options.OnOff,
-        default=True,
-        help="with --use_amharic_g2p: write the vowel ı that breaks up clusters of consonants (on)",
-    )
-    group.add_argument(
-        "--extend_vocab",
-        choices=KINDS,
-        help=(
-            "add to the vocabulary the characters of the training texts that it lacks; bpe: also"
-            " pieces of Ethiopic words"
-        ),
-    )
-    group.add_argument(
-        "--vocab_size",
-        type=options.number(int, 1, MOST_TOKENS),
-        default=VOCAB_SIZE,
-        metavar="N",
-        help=f"with --extend_vocab bpe: tokens to add at most ({VOCAB_SIZE})",
-    )
-    parser.add_command(
-        group,
-        "--show_text",
-        nargs="+",
-        metavar="TEXT",
-        help="print what the model reads of texts, or of a file with a text in each line, and exit",
-    )
-    parser.usual("use_amharic_g2p", "extend_vocab")
+    title = "text (of a new model; a checkpoint keeps how it reads)"
+    options.add_record(parser, title, Flags)
+    parser.refuse(EXCLUDES, NEEDS)
 
 
 def resolve(args, language: str | None) -> TextOptions:

@@ -45,7 +45,7 @@ def report(
     rows = decode_texts(model, decode, eval_batches)
     title = f"{name} set, {weights}, {len(rows)} utterances"
     if how.beam_size:  # of several searches
-        title += f", decoding: {how.method}"
+        title += f", decoding: {how.decoding}"
     languages = eval_batches.dataset.data.corpus.languages
     print_results(rows, title, how, normalise, languages)
     return rows, eval_batches

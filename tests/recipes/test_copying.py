@@ -146,13 +146,12 @@ def test_a_copy_of_every_recipe_reads_its_own_checkpoints(name, konkani, noise, 
 WITHOUT_TEXT = """
 def add_arguments(parser) -> None:
     splits.add_arguments(parser)
-    model = parser.add_argument_group("model")
-    model.add_argument("--dropout", type=options.SHARE, default=0.1, metavar="P", help="(0.1)")
+    options.add_record(parser, "model", Flags)
     options.add_arguments(parser)
 
 
 def resolve(args) -> None:
-    options.resolve(args, False, 0, needs=splits.NEEDS)
+    options.resolve(args, False, 0)
 
 
 def read_data(args, before: splits.RunInfo | None = None) -> dict[str, Corpus]:

@@ -171,7 +171,7 @@ def test_a_command_that_trains_nothing_is_not_planned(recipe, monkeypatch):
     monkeypatch.setattr(common.parts.planned, "plan", lambda *inputs: pytest.fail("it was planned"))
     parser = options.Parser("")
     recipe.add_arguments(parser)
-    commands = parser.commands.keys() - {"dry_run", "verify_gpu"}
+    commands = parser.rules.commands.keys() - {"dry_run", "verify_gpu"}
     assert {"evaluate", "check_data"} <= commands
     for command in commands:
         action = parser._option_string_actions[f"--{command}"]

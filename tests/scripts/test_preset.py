@@ -197,8 +197,6 @@ def test_using_a_model_brings_no_flags_of_training(script):
         uses += [["--transcribe", "a.wav"]]
     if script in (KONKANI, PARAKEET):
         uses += ["--align a.wav a.txt --output a.json".split()]
-    if script == MORSE:
-        uses += [["--write_dataset", "d", "9"]]
     for use in uses:
         on_cpu = ["--mixed_precision", "--device", "cpu", *declared(script).always.split(), *use]
         assert flags_of(script, "cpu", *use) == on_cpu

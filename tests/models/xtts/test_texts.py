@@ -38,8 +38,7 @@ def parse(*flags) -> object:
 
 def resolved(*flags) -> start.Options:
     args = parse(*flags)
-    needs = (*start.NEEDS, *speaking.NEEDS)
-    options.resolve(args, False, 1, start.EXCLUDES, needs)
+    options.resolve(args, False, 1)
     return start.resolve(args, is_demo=False, recipe="xtts_amharic")
 
 
