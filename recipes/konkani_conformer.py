@@ -27,6 +27,7 @@ End-to-end Speech Recognition With Rotary Position Embedding"); joint CTC/attent
 import functools
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -55,9 +56,9 @@ from speech.alignment import command as alignment
 from speech.alignment.letters import of_characters
 from speech.data import demo, feasible, splits
 from speech.data.columns import Corpus
-from speech.decoding import recogniser, results, timed, windows
+from speech.decoding import language_model, recogniser, results, timed, windows
 from speech.decoding.long import PARTS, by_length
-from speech.decoding.search import joint_beam, rescored_beam
+from speech.decoding.search import Fusion, joint_beam, rescored_beam
 from speech.signal import augment, nemo_features
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.signal.features import random_masks, spec_augment, valid_mask
@@ -105,7 +106,13 @@ NEW_VOCABULARY = (
 )
 LAYERS = options.number(int, 1, 128)
 # Rows for `Parser.refuse`.
-EXCLUDES = (("transcribe", "export", "give one of them"),)
+EXCLUDES = (
+    ("transcribe", "export", "give one of them"),
+    *(
+        (f"decoding {other}", "lm on", "it is a part of --decoding rescore")
+        for other in ("greedy", "beam")
+    ),
+)
 NEEDS = (("beam_size", ("decoding rescore", "decoding beam"), ""),)
 
 
@@ -140,6 +147,7 @@ class Flags:
 def add_arguments(parser) -> None:
     splits.add_arguments(parser, allow_unknown=True)
     recogniser.add_arguments(parser, ("greedy", "rescore", "beam"), "rescore", BEAM_SIZE)
+    language_model.add_arguments(parser)
     alignment.add_arguments(parser)
     options.add_record(parser, "model (the checkpoint decides when resuming)", Flags)
     options.add_arguments(parser)
@@ -615,19 +623,26 @@ def ctc_greedy(model: Conformer, encoded: Tensor, lengths: Tensor) -> list[list[
 
 
 def decode(
-    model: Conformer, encoded: Tensor, lengths: Tensor, method: str, beam_size: int
+    model: Conformer,
+    encoded: Tensor,
+    lengths: Tensor,
+    how: recogniser.Options,
+    fusion: Fusion | None = None,
 ) -> list[list[int]]:
     """Tokens of every utterance of (B, T, D) by one of --decoding's methods. Both searches mix the
-    log-probabilities of CTC and the decoder by SEARCH_WEIGHTS."""
-    if method == "greedy":
+    log-probabilities of CTC and the decoder by SEARCH_WEIGHTS. `fusion`: a language model in the
+    first of them."""
+    if how.decoding == "greedy":
         return ctc_greedy(model, encoded, lengths)
-    search = rescored_beam if method == "rescore" else joint_beam
+    search = joint_beam
+    if how.decoding == "rescore":
+        search = functools.partial(rescored_beam, fusion=fusion)
     hypotheses = []
     for row, length in enumerate(lengths.tolist()):
         utterance = encoded[row : row + 1, :length]
         log_probs = upcast(model.ctc_head(utterance[0])).log_softmax(-1)
         decoder = functools.partial(decode_prefixes, model, utterance)
-        hypotheses.append(search(log_probs, decoder, model.eos, beam_size, SEARCH_WEIGHTS))
+        hypotheses.append(search(log_probs, decoder, model.eos, how.beam_size, SEARCH_WEIGHTS))
     return hypotheses
 
 
@@ -649,18 +664,30 @@ def evaluate(tokenizer, model: Conformer, eval_batches) -> dict[str, tuple[float
     return {**sums, **metrics.score(rows)}
 
 
-def final_texts(how: recogniser.Options, tokenizer, model: Conformer, batch: dict) -> list[str]:
+def final_texts(
+    how: recogniser.Options,
+    tokenizer,
+    model: Conformer,
+    batch: dict,
+    fusion: Fusion | None = None,
+) -> list[str]:
     """The texts of a batch by --decoding."""
     encoded, _, lengths = model.encode(batch)
-    hypotheses = decode(model, encoded, lengths, how.decoding, how.beam_size)
+    hypotheses = decode(model, encoded, lengths, how, fusion)
     return [tokenizer.decode(tokens) for tokens in hypotheses]
 
 
 @torch.no_grad()
-def timed_texts(how: recogniser.Options, tokenizer, model: Conformer, batch: dict) -> list[dict]:
+def timed_texts(
+    how: recogniser.Options,
+    tokenizer,
+    model: Conformer,
+    fusion: Fusion | None,
+    batch: dict,
+) -> list[dict]:
     """The texts of a batch by --decoding, with the times at which CTC has them."""
     encoded, _, lengths = model.encode(batch)
-    hypotheses = decode(model, encoded, lengths, how.decoding, how.beam_size)
+    hypotheses = decode(model, encoded, lengths, how, fusion)
     log_probs = upcast(model.ctc_head(encoded)).log_softmax(-1)
     frames = lengths.tolist()
     tokens = [
@@ -675,12 +702,24 @@ def report_results(
     tokenizer,
     model: Conformer,
     evaluation: dict[str, EvalBatches],
+    folder: Path,
     weights: str,
 ) -> None:
     """Prints error rates and examples of the test set, or of "val" without one, decoded by
-    --decoding. `weights`: which weights the model has, for the title."""
+    --decoding, with and without the language model. `weights`: which weights of the `folder` the
+    model has, for the title."""
     decode = functools.partial(final_texts, how, tokenizer, model)
-    results.report(how, model, decode, evaluation, weights)
+    lm = make_language_model(how, tokenizer, folder, results.held_out_texts(evaluation))
+    results.report(how, model, decode, evaluation, weights, lm=lm)
+
+
+def make_language_model(
+    how: recogniser.Options, tokenizer, folder: Path, held_out: Iterable[str] = ()
+) -> language_model.LanguageModel | None:
+    """The language model, which is a part of one search only."""
+    if how.decoding != "rescore":
+        return None
+    return language_model.make(how.lm, tokenizer, folder, held_out)
 
 
 # --- set-up ---------------------------------------------------------------------------------------
@@ -791,7 +830,9 @@ def trained(args, setup: device.Setup) -> tuple[Conformer, text.CharTokenizer, s
 def transcribe(args, how: recogniser.Options) -> None:
     setup = device.setup(args, quiet=True)
     model, tokenizer, before = trained(args, setup)
-    texts_of = functools.partial(timed_texts, how, tokenizer, model)
+    folder = checkpoint.path_to_use(args.resume, args.checkpoint_dir).parent
+    lm = make_language_model(how, tokenizer, folder)
+    texts_of = functools.partial(timed_texts, how, tokenizer, model, lm and lm.used())
     cutting = by_length(before.longest, windows.by_time(tokenizer, model.frame_samples))
     recogniser.transcribe_files(how, texts_of, setup, before.longest, cutting, PARTS)
 
@@ -819,6 +860,7 @@ def evaluate_only(args, how: recogniser.Options) -> None:
     """--evaluate on the test set, --export, or both, without training."""
     setup = device.setup(args)
     model, tokenizer, before = trained(args, setup)
+    weights = checkpoint.path_to_use(args.resume, args.checkpoint_dir)
     if args.evaluate:
         check_folder(args.log_dir)
         corpora = read_data(args, model.config, before)
@@ -827,8 +869,7 @@ def evaluate_only(args, how: recogniser.Options) -> None:
         sets = make_sets(args, corpora, tokenizer, model.config)
         evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
         with setup.autocast():
-            report_results(how, tokenizer, model, evaluation, "the given weights")
-    weights = checkpoint.path_to_use(args.resume, args.checkpoint_dir)
+            report_results(how, tokenizer, model, evaluation, weights.parent, "the given weights")
     found = results.results_of(args.log_dir, weights, bool(args.evaluate))
     export(args, tokenizer, model, card.About(RECIPE, None, weights, before, found, is_new=True))
 
@@ -881,9 +922,15 @@ def vocabulary(
 
 
 def make_task(
-    how: recogniser.Options, run: Run, info: ModelInfo, run_info: splits.RunInfo, tokenizer
+    how: recogniser.Options,
+    run: Run,
+    info: ModelInfo,
+    run_info: splits.RunInfo,
+    tokenizer,
+    texts: Iterable[str],
 ) -> Task:
-    """The task, all that the loop knows of this recipe."""
+    """The task, all that the loop knows of this recipe. `texts`: those of training, which are kept
+    for the language model."""
     return Task(
         RECIPE,
         compute_loss,
@@ -900,6 +947,7 @@ def make_task(
         checkpointed=CHECKPOINTED,
         compiled=COMPILED,
         reports=results.REPORTS,
+        beside=language_model.as_file(texts),
     )
 
 
@@ -929,9 +977,11 @@ def main(args) -> None:
     global_batches = GlobalBatches(args, sets.pop("train"), collate, run.setup)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
     run_info = splits.run_info(splits.resolve(args), corpora)
-    task = make_task(how, run, model_info, run_info, tokenizer)
+    task = make_task(how, run, model_info, run_info, tokenizer, corpora["train"].texts)
     train(args, run, model, task, global_batches, evaluation["val"])
-    report = functools.partial(report_results, how, tokenizer, model, evaluation)
+    report = functools.partial(
+        report_results, how, tokenizer, model, evaluation, args.checkpoint_dir
+    )
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
         found = results.results_of(args.log_dir, weights, are_new=True)

@@ -45,20 +45,20 @@ def add_arguments(parser) -> None:
 
 
 def resolve(args) -> Flags:
-    """The request of the flags. Raises `UsageError`."""
-    for path in args.lm_text or []:
+    """The request of the flags, also of a recipe without them. Raises `UsageError`."""
+    for path in getattr(args, "lm_text", None) or []:
         files.require_file(Path(path), "--lm_text")
     return options.read_record(Flags, args)
 
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A language model that is ready to use. `helps`: what is known of it (None: nothing yet);
-    `weights`: the file whose folder keeps that, or None."""
+    """A language model that is ready to use. `helps`: what is known of it (None: nothing yet), which
+    the `folder` of the weights keeps, if there is one."""
 
     fusion: Fusion
     helps: bool | None
-    weights: Path | None
+    folder: Path | None
 
     def used(self) -> Fusion | None:
         """The model in the search, None where it is known not to help."""
@@ -77,8 +77,8 @@ class LanguageModel:
             f" {100 * with_it[1]:.1f} %; without it {100 * without[0]:.1f} and"
             f" {100 * without[1]:.1f} %: it is {'on' if helps else 'off'}"
         )
-        if self.weights:
-            keep(self.weights, helps)
+        if self.folder:
+            keep(self.folder, helps)
         return self.fusion if helps else None
 
 
@@ -89,20 +89,14 @@ def shares(rows: list[dict]) -> tuple[float, float]:
 
 
 def make(
-    flags: Flags,
-    tokenizer,
-    weights: Path | None,
-    texts: Iterable[str] | None = None,
-    held_out: Iterable[str] = (),
+    flags: Flags, tokenizer, folder: Path | None, held_out: Iterable[str] = ()
 ) -> LanguageModel | None:
-    """The language model that the flags ask for; None if it is off, or without any text. `texts`:
-    the training texts, if they are at hand; otherwise those beside the `weights`. Sentences of the
-    `held_out` sets are left out of it. Raises `UsageError` and `DataError`."""
+    """The language model that the flags ask for; None if it is off, or without any text. `folder`:
+    that of the weights, with the texts of their training. Sentences of the `held_out` sets are left
+    out. Raises `UsageError` and `DataError`."""
     if flags.lm == "off":
         return None
-    if texts is None:
-        texts = read_lines(weights.with_name(TEXTS)) if weights else []
-    texts = [*texts]
+    texts = read_lines(folder / TEXTS) if folder else []
     more = [line for path in flags.lm_text or [] for line in read_lines(Path(path))]
     if not texts and not more:
         if flags.lm == "on":
@@ -110,18 +104,19 @@ def make(
                 f"--lm on: there is no {TEXTS} beside the weights; give texts with --lm_text"
             )
         return None
-    known = set(held_out)
+    known = {normalise(text) for text in held_out}
     every = [text for text in (*texts, *more) if text not in known]
     if left_out := len(texts) + len(more) - len(every):
         print(f"language model: {left_out} sentences of held-out sets are left out of its texts")
     if sum(map(len, every)) > MOST_CHARACTERS:
         raise DataError(
-            f"--lm_text: the texts have more than {MOST_CHARACTERS:,} characters; give a part of them"
+            f"--lm_text: the texts have more than {MOST_CHARACTERS:,} characters; give a part of"
+            " them"
         )
     helps = True if flags.lm == "on" else None
-    if helps is None and not more and weights:
-        helps = kept(weights)
-    return LanguageModel(Fusion(of_texts(every, tokenizer)), helps, weights)
+    if helps is None and folder and not more:
+        helps = kept(folder)
+    return LanguageModel(Fusion(of_texts(every, tokenizer)), helps, None if more else folder)
 
 
 def of_texts(texts: Iterable[str], tokenizer) -> NGram:
@@ -147,22 +142,22 @@ def as_file(texts: Iterable[str]) -> dict[str, str]:
     return {TEXTS: "".join(f"{text}\n" for text in texts)}
 
 
-def kept(weights: Path) -> bool | None:
-    """Whether the language model is known to help these weights."""
-    answer = summary_of(weights).get(HELPS)
+def kept(folder: Path) -> bool | None:
+    """Whether the language model is known to help the best weights in a folder."""
+    answer = summary_of(folder).get(HELPS)
     return answer if isinstance(answer, bool) else None
 
 
-def keep(weights: Path, helps: bool) -> None:
-    """Notes beside the weights whether the language model helps them."""
-    if summary := summary_of(weights):
+def keep(folder: Path, helps: bool) -> None:
+    """Notes beside the best weights whether the language model helps them."""
+    if summary := summary_of(folder):
         text = json.dumps({**summary, HELPS: helps}, indent=1)
-        files.write_text(weights.with_name(BEST), f"{text}\n")
+        files.write_text(folder / BEST, f"{text}\n")
 
 
-def summary_of(weights: Path) -> dict:
+def summary_of(folder: Path) -> dict:
     """The content of best.json; empty if there is none, or if it is not sound."""
     try:
-        return files.read_json(weights.with_name(BEST))
+        return files.read_json(folder / BEST)
     except (OSError, UsageError):
         return {}

@@ -15,7 +15,7 @@ from common.errors import DataError, UsageError
 from common.layers import finite_layers
 from common.options import ALONE, TRAINS, USUAL, OnOff, flag
 from speech.data import splits
-from speech.decoding import transcripts
+from speech.decoding import language_model, transcripts
 from speech.decoding.long import BY_SILENCES, Cutting, Piece, by_length, unless_silent
 from speech.signal.audio import SAMPLE_RATE, audio_files, read_audio
 from speech.signal.augment import read_noises
@@ -91,6 +91,7 @@ class Options:
     log_dir: Path = Path("logs")
     seed: int = 0
     augmented_share: Callable[[float], float] | None = None
+    lm: language_model.Flags = language_model.Flags()
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -172,6 +173,7 @@ def resolve(
         log_dir=args.log_dir,
         seed=args.seed,
         augmented_share=augmented_share if augment else None,
+        lm=language_model.resolve(args),
     )
 
 

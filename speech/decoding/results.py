@@ -1,8 +1,9 @@
 """The results of a recogniser: its error rates and examples, and the files in the log folder that
 keep them."""
 
+import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,9 @@ from common import files
 from common.batches import EvalBatches
 from common.errors import cannot_write
 from speech.data.columns import Codes
+from speech.decoding.language_model import LanguageModel
 from speech.decoding.recogniser import NORMALISERS, Options, decode_texts
+from speech.decoding.search import Fusion
 from speech.writing import metrics
 from speech.writing.text import NAMES, for_scoring, in_lower_case, mark_share, style
 
@@ -32,23 +35,48 @@ STYLES = {  # what a warning says, and the difference between shares of texts th
 def report(
     how: Options,
     model: torch.nn.Module,
-    decode: Callable[[dict], list],
+    decode: Callable[..., list],
     evaluation: dict[str, EvalBatches],
     weights: str,
     normalise: Callable[[str], str] = for_scoring,
+    lm: LanguageModel | None = None,
 ) -> tuple[list[dict], EvalBatches]:
     """Prints and keeps the results of the test set, or of "val" without one (`print_results`), as
-    `decode` decodes it (`decode_texts`). Returns its rows and its batches. `weights`: which weights
-    the model has, for the title."""
+    `decode(batch)` decodes it (`decode_texts`). With a language model `lm` it is
+    `decode(batch, fusion=...)`, if that is better on "val", and what it has changed is printed, too.
+    Returns the rows and the batches of the set. `weights`: which weights the model has, for the
+    title."""
+
+    @functools.cache
+    def rows_of(name: str, fusion: Fusion | None = None) -> list[dict]:
+        with_fusion = functools.partial(decode, fusion=fusion) if fusion else decode
+        return decode_texts(model, with_fusion, evaluation[name].whole())
+
     name = "test" if "test" in evaluation else "val"
+    fusion = None
+    if lm:
+        judge = "val" if "val" in evaluation else name
+        fusion = lm.judged(functools.partial(rows_of, judge), judge)
+    rows = rows_of(name, fusion)
     eval_batches = evaluation[name].whole()
-    rows = decode_texts(model, decode, eval_batches)
     title = f"{name} set, {weights}, {len(rows)} utterances"
     if how.beam_size:  # of several searches
         title += f", decoding: {how.decoding}"
+    if fusion:
+        title += ", with the language model"
     languages = eval_batches.dataset.data.corpus.languages
     print_results(rows, title, how, normalise, languages)
+    if fusion:
+        print_improvement(
+            rows_of(name), rows, "decoding without the language model", how, normalise
+        )
     return rows, eval_batches
+
+
+def held_out_texts(evaluation: dict[str, EvalBatches]) -> Iterator[str]:
+    """The texts of the sets that a model is evaluated on."""
+    for batches in evaluation.values():
+        yield from batches.dataset.data.corpus.texts
 
 
 def print_results(

@@ -18,6 +18,7 @@ from speech.decoding.ngram import NGram
 # within 3 % of WER of its own best weights.
 LM_WEIGHT = 0.6
 LM_BONUS = 1.0
+LM_BEAM = 32  # hypotheses
 LM_LABELS = 8  # by which a frame extends a prefix
 LEAST_LABEL = -12.0  # log-probability of a label that is tried
 
@@ -202,7 +203,8 @@ def rescored_beam(
     `log_probs`: (T, V) of CTC, whose blank is `eos`. `decoder` maps tokens (N, U), which begin with
     `eos`, to the logits (N, U, V) of the token after each. `weights`: {"ctc": ..., "attention":
     ...}."""
-    hypotheses = ctc_prefix_beam(log_probs.cpu().numpy(), beam_size, eos, fusion)
+    width = max(beam_size, LM_BEAM) if fusion else beam_size
+    hypotheses = ctc_prefix_beam(log_probs.cpu().numpy(), width, eos, fusion)[:beam_size]
     labels, _ = pad([torch.tensor([*tokens, eos]) for tokens, _ in hypotheses], -100)
     labels = labels.to(log_probs.device)  # (N, U + 1)
     inputs = F.pad(labels[:, :-1].clamp_min(0), (1, 0), value=eos)
