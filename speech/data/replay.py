@@ -11,10 +11,7 @@ REPLAY = "replay"
 FLAGS = ("replay_manifest", "replay_share")
 # Rows for `common.options`.
 EXCLUDES = (*((flag, options.COMMAND, options.TRAINS) for flag in FLAGS),)
-NEEDS = (
-    ("replay_manifest", ("train_manifest",), ""),
-    ("replay_share", ("replay_manifest",), ""),
-)
+NEEDS = (("replay_manifest", ("train_manifest",), ""), ("replay_share", ("replay_manifest",), ""))
 
 
 def add_arguments(parser) -> None:

@@ -24,12 +24,7 @@ from speech.data.columns import (
     describe_utterances,
     report_rejections,
 )
-from speech.data.loading import (
-    MOST_CHARACTERS,
-    Checks,
-    held_out_keys,
-    load_corpus,
-)
+from speech.data.loading import MOST_CHARACTERS, Checks, held_out_keys, load_corpus
 from speech.writing.changes import Changes
 
 DRAW = 1  # joins the seed of --max_samples, whose order must not be that of the held-out part

@@ -52,10 +52,7 @@ EXCLUDES = (
     *splits.unused_by("transcribe"),
     ("normaliser", "transcribe", "files to transcribe have no reference; leave the first out"),
 )
-NEEDS = (
-    ("output", ("transcribe", "align"), ""),
-    ("piece_seconds", ("transcribe",), ""),
-)
+NEEDS = (("output", ("transcribe", "align"), ""), ("piece_seconds", ("transcribe",), ""))
 
 
 @dataclass(frozen=True)

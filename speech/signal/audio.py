@@ -139,11 +139,7 @@ def _checked(path: str, pieces: Iterator[torch.Tensor]) -> Iterator[torch.Tensor
 
 
 def _read(
-    file: soundfile.SoundFile,
-    path: str,
-    offset: float,
-    duration: float | None,
-    channel: int | None,
+    file: soundfile.SoundFile, path: str, offset: float, duration: float | None, channel: int | None
 ) -> torch.Tensor:
     rate = file.samplerate
     start = min(round(offset * rate), file.frames)

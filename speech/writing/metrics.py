@@ -55,10 +55,7 @@ class Errors:
 
 
 def errors_of_each(
-    references: list[str],
-    hypotheses: list[str],
-    unit: str,
-    normalise: Normaliser = for_scoring,
+    references: list[str], hypotheses: list[str], unit: str, normalise: Normaliser = for_scoring
 ) -> list[Errors]:
     """The edit distance of each pair, in "words" or "characters" (including spaces), after
     `normalise` on both sides."""
@@ -79,10 +76,7 @@ def errors_of_each(
 
 
 def count_errors(
-    references: list[str],
-    hypotheses: list[str],
-    unit: str,
-    normalise: Normaliser = for_scoring,
+    references: list[str], hypotheses: list[str], unit: str, normalise: Normaliser = for_scoring
 ) -> Errors:
     """The sum of `errors_of_each`."""
     return sum(errors_of_each(references, hypotheses, unit, normalise), Errors())

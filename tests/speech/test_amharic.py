@@ -561,14 +561,7 @@ def test_command(tmp_path):
     text = "\ufeffትምህርት፡አለ።\n\n".encode() + b"\xff\xfe 5\r\n\x0c\x1c\n" + "\u2028ቤት".encode()
     result = command("--lexicon", str(path), stdin=text, env={"LC_ALL": "C", "PYTHONUTF8": "0"})
     assert (result.returncode, result.stderr) == (0, b"")
-    assert result.stdout.decode().split("\n") == [
-        "tımhırt allə.",
-        "",
-        "amıst",
-        "",
-        "bet",
-        "",
-    ]
+    assert result.stdout.decode().split("\n") == ["tımhırt allə.", "", "amıst", "", "bet", ""]
     assert command("--no_epenthesis", stdin="ትምህርት".encode()).stdout.decode() == "tımıhırıt\n"
 
 
