@@ -149,7 +149,7 @@ def _pieces(
     if isinstance(file, Stream):
         pieces = file.pieces(first, channel)
     else:
-        size = int(min(left, seconds * file.samplerate))
+        size = int(max(1, min(left, seconds * file.samplerate)))
         pieces = _sound_pieces(file, path, first, channel, size)
     try:
         for samples in pieces:
