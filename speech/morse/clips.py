@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from common import options
 from common.errors import DataError, UsageError
+from common.options import TRAINS, USUAL, flag
 from speech.data import splits
 from speech.data.splits import TRAINED
 from speech.morse.alphabet import normalise
@@ -26,7 +27,7 @@ GOALS = (
 )  # flags that ask for training, see `models.released.exports_only`
 ALIGNED = "a released encoder is aligned already; leave the first out"
 NOT_ALIGNED = "recordings do not say when a symbol is sent; give --ctc_weight instead"
-# Rows for common.options: flags that exclude each other, and flags that need another one.
+# Rows for `Parser.refuse`: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
     ("train_manifest", "data_dir", "both name recordings; give one of them"),
     ("test_manifest", "data_dir", "both name recordings to test on; give one of them"),
@@ -44,7 +45,7 @@ EXCLUDES = (
         (flag, "transcribe", "the first is for training and --evaluate")
         for flag in (*SYNTHETIC_ONLY, "data_dir")
     ),
-    ("clips_per_epoch", "evaluate", options.TRAINS),
+    ("clips_per_epoch", "evaluate", "the first is for training; leave it out"),
     (
         "alignment_weight",
         "ctc_weight",
@@ -52,7 +53,6 @@ EXCLUDES = (
     ),
     *(("alignment_weight", model, ALIGNED) for model in RELEASED),
     *(("alignment_weight", source, NOT_ALIGNED) for source in RECORDED),
-    ("alignment_weight", options.COMMAND, options.TRAINS),
 )
 NEEDS = tuple((flag, RECORDED, "") for flag in ("max_samples", "cache_audio", "audio_root"))
 
@@ -71,61 +71,46 @@ class Options:
     seed: int
 
 
+def _range(what: str, name: str):
+    """The flag of a range that clips are drawn from."""
+    kind = options.number(float, *LIMITS[name])
+    return flag(kind, None, ("LOW", "HIGH"), f"{what} (the conditions' own)", nargs=2)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of Morse clips."""
+
+    # fmt: off
+    conditions: list[str] | None = flag(
+        list(CONDITIONS), None, "NAME",
+        f"conditions that clips are drawn from, each equally likely: {', '.join(CONDITIONS)}"
+        " (demo; all but demo with a released model or --from_scratch)", USUAL, nargs="+")
+    wpm: list[float] | None = _range("speed, words a minute", "wpm")
+    tone: list[float] | None = _range("tone, Hz", "tone")
+    snr_db: list[float] | None = _range("SNR in 2,500 Hz, dB", "snr_db")
+    clip_seconds: float | None = flag(
+        options.number(float, 1.0, LONGEST), None, "S",
+        "longest clip; a slow symbol is sent whole (29; 3 in the demo)")
+    clips_per_epoch: int | None = flag(
+        options.number(int, 1, MOST_CLIPS), None, "N",
+        f"synthetic clips in an epoch; every epoch has new ones ({EPOCH_CLIPS})")
+    eval_clips: int | None = flag(
+        options.number(int, 1, MOST_EVAL_CLIPS), None, "N",
+        f"synthetic clips in the evaluation set, and in the test set ({EVAL_CLIPS})")
+    data_dir: str | None = flag(
+        options.path, None, "DIR",
+        "train and evaluate on a folder of recordings with metadata.csv or splits/", USUAL)
+    alignment_weight: float | None = flag(
+        options.SHARE, None, "X",
+        "share of an auxiliary loss on the encoder (which symbol is sent in every frame), for"
+        " synthetic clips from scratch (0.3 there)", TRAINS)
+    # fmt: on
+
+
 def add_arguments(parser) -> None:
-    group = parser.add_argument_group("Morse clips")
-    group.add_argument(
-        "--conditions",
-        nargs="+",
-        choices=list(CONDITIONS),
-        metavar="NAME",
-        help=(
-            f"conditions that clips are drawn from, each equally likely: {', '.join(CONDITIONS)}"
-            " (demo; all but demo with a released model or --from_scratch)"
-        ),
-    )
-    units = {"wpm": "speed, words a minute", "tone": "tone, Hz", "snr_db": "SNR in 2,500 Hz, dB"}
-    for name, what in units.items():
-        group.add_argument(
-            f"--{name}",
-            type=options.number(float, *LIMITS[name]),
-            nargs=2,
-            metavar=("LOW", "HIGH"),
-            help=f"{what} (the conditions' own)",
-        )
-    group.add_argument(
-        "--clip_seconds",
-        type=options.number(float, 1.0, LONGEST),
-        metavar="S",
-        help="longest clip; a slow symbol is sent whole (29; 3 in the demo)",
-    )
-    group.add_argument(
-        "--clips_per_epoch",
-        type=options.number(int, 1, MOST_CLIPS),
-        metavar="N",
-        help=f"synthetic clips in an epoch; every epoch has new ones ({EPOCH_CLIPS})",
-    )
-    group.add_argument(
-        "--eval_clips",
-        type=options.number(int, 1, MOST_EVAL_CLIPS),
-        metavar="N",
-        help=f"synthetic clips in the evaluation set, and in the test set ({EVAL_CLIPS})",
-    )
-    group.add_argument(
-        "--data_dir",
-        type=options.path,
-        metavar="DIR",
-        help="train and evaluate on a folder of recordings with metadata.csv or splits/",
-    )
-    group.add_argument(
-        "--alignment_weight",
-        type=options.SHARE,
-        metavar="X",
-        help=(
-            "share of an auxiliary loss on the encoder (which symbol is sent in every frame), for"
-            " synthetic clips from scratch (0.3 there)"
-        ),
-    )
-    parser.usual("conditions", "data_dir")
+    options.add_record(parser, "Morse clips", Flags)
+    parser.refuse(EXCLUDES, NEEDS)
 
 
 def resolve(args, is_demo: bool, alignment_weight: float) -> Options:

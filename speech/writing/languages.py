@@ -102,7 +102,7 @@ def resolve(args, demo: str | None, may_tell: bool = False) -> str | None:
     `UsageError` if nothing tells."""
     if args.language is not None:
         return args.language
-    used = {name for name in args.commands if options.is_on(vars(args), name)} - PLANS
+    used = {name for name in args.rules.commands if options.is_on(vars(args), name)} - PLANS
     if not args.train_manifest:
         return None if used else demo
     is_saved = args.resume and (args.resume != "auto" or list_checkpoints(args.checkpoint_dir))
