@@ -214,7 +214,6 @@ def make_app(page, places, settings):
 
     from webui.guard import OLD_TOKEN, Guard
     from webui.media import routes
-    from webui.uploads import ZIP_BYTES
 
     sizes = ("0.625rem", "0.75rem", "0.875rem", "1rem", "1.125rem", "1.375rem", "1.625rem")
     theme = gr.themes.Base(
@@ -235,7 +234,6 @@ def make_app(page, places, settings):
         run_history=False,
         show_error=False,  # of errors that nobody expects: gradio shows them as HTML
         allowed_paths=[],
-        max_file_size=ZIP_BYTES,  # other files may have less: `uploads.check_size`
         ssr_mode=False,
         enable_monitoring=False,
         pwa=False,
