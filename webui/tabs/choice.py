@@ -174,5 +174,5 @@ def model_of(context: Context, chosen: Chosen) -> tuple[Recipe, Run | None, Mode
     recipe = recipe_of(context, chosen.recipe)
     if not chosen.path:
         raise UsageError("there is no released model in the folder of the data: copy one there")
-    model = trials.releasedmodel_of(context.places, recipe, chosen.path, chosen.language)
+    model = trials.released_model(context.places, recipe, chosen.path, chosen.language)
     return recipe, None, model
