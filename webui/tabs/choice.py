@@ -169,7 +169,7 @@ def model_of(context: Context, chosen: Chosen) -> tuple[Recipe, Run | None, Mode
         return (
             recipe_of(context, run.recipe),
             run,
-            trials.model_of_run(context.places, run, chosen.weights),
+            trials.model_of_run(run, chosen.weights),
         )
     recipe = recipe_of(context, chosen.recipe)
     if not chosen.path:
