@@ -257,8 +257,7 @@ def recipe_of(name: str, *flags: object) -> str:
 
 
 def random_xtts(folder: Path) -> None:
-    """Writes a folder in Coqui's form, as small as the demo's model, with random weights and a
-    vocoder."""
+    """Writes a small folder in Coqui's form, with random weights and a vocoder."""
     from models.xtts import formats, frozen, texts
     from models.xtts.model import GPT
     from models.xtts.tokenizer import new_vocabulary
@@ -266,7 +265,7 @@ def random_xtts(folder: Path) -> None:
     torch.manual_seed(0)
     parts = {"code_dim": 64, "dvae_hidden": 128}
     config = formats.make_config(128, 4, 2, text_tokens=512, codes=512, **parts)
-    groups = {"gpt": GPT(config).state_dict(), **frozen.random_groups(config)}
+    groups = {"gpt": GPT(config).state_dict(), **frozen.make_frozen(config).groups()}
     vocab = new_vocabulary(texts.CHARACTERS, [texts.CARRIER, "am"], config["text_tokens"])
     formats.export(folder, groups, config, {"config": {}, "vocab": vocab, "licence": False}, {})
 

@@ -8,7 +8,7 @@ have them, and what checkpoints, exports and folders of the library peft have of
 """
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from common import checkpoint, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
+from common.options import TRAINS, USUAL, flag
 from common.parts import lora
 from models import card, model_files, peft_files, released
 
@@ -27,9 +28,8 @@ WHOLE_ONLY = {
     "sharded": "shards are of a model that is trained",
     "use_cpu_offload": "adapters and their states are small",
 }
-# Rows for common.options.
+# Rows for `Parser.refuse`.
 EXCLUDES = (
-    *((flag, options.COMMAND, options.TRAINS) for flag in ("lora", "lora_targets", "lora_alpha")),
     ("adapter", "resume", "both name weights to use; leave one of them out"),
     *(("lora", flag, f"{reason}; leave the second out") for flag, reason in WHOLE_ONLY.items()),
 )
@@ -44,30 +44,41 @@ NEEDS = (
 )
 
 
+RANKS = options.number(int, 1, lora.MOST_RANK)
+ALPHAS = options.number(float, 0.0, lora.MOST_ALPHA)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of adapters."""
+
+    # fmt: off
+    lora: int | None = flag(
+        RANKS, None, "RANK",
+        "train adapters of this rank beside a released model, whose weights stay as they are, on"
+        " the GPU in 16 bits (off; 8 to 32 are usual)", USUAL, TRAINS)
+    lora_targets: str | None = flag(
+        TARGETS, None, None,
+        "which layers get adapters: all linear ones, those of attention, or two of these"
+        f" ({TARGETS[0]})", TRAINS)
+    lora_alpha: float | None = flag(
+        ALPHAS, None, "X",
+        "adapters count X / RANK times (twice RANK)", TRAINS)
+    adapter: str | None = flag(
+        options.path, None, "PATH",
+        "without training, use --model_dir with these adapters: best.safetensors of a run, or a"
+        " folder of peft's")
+    export_adapter: str | None = flag(
+        options.path, None, "DIR",
+        "write the adapters for peft and transformers; after training, or alone with --resume PATH")
+    # fmt: on
+
+
 def add_arguments(parser, has_peft: bool) -> None:
-    group = parser.add_argument_group("low-rank adapters, in place of training all weights")
-    options.add_rows(
-        group,
-        ("lora", options.number(int, 1, lora.MOST_RANK), None, "RANK",
-         "train adapters of this rank beside a released model, whose weights stay as they are, on"
-         " the GPU in 16 bits (off; 8 to 32 are usual)"),
-        ("lora_targets", TARGETS, None, None,
-         "which layers get adapters: all linear ones, those of attention, or two of these"
-         f" ({TARGETS[0]})"),
-        ("lora_alpha", options.number(float, 0.0, lora.MOST_ALPHA), None, "X",
-         "adapters count X / RANK times (twice RANK)"),
-        ("adapter", options.path, None, "PATH",
-         "without training, use --model_dir with these adapters: best.safetensors of a run, or a"
-         " folder of peft's"),
-    )  # fmt: skip
-    if has_peft:
-        options.add_rows(
-            group,
-            ("export_adapter", options.path, None, "DIR",
-             "write the adapters for peft and transformers; after training, or alone with --resume"
-             " PATH"),
-        )  # fmt: skip
-    parser.usual("lora")
+    title = "low-rank adapters, in place of training all weights"
+    changes = {} if has_peft else {"export_adapter": options.LEAVE_OUT}
+    options.add_record(parser, title, Flags, **changes)
+    parser.refuse(EXCLUDES, NEEDS)
 
 
 def resolve(args) -> tuple[lora.Settings | None, str | None]:
@@ -144,9 +155,9 @@ def adapt(
         raise UsageError("--export_adapter writes adapters, and this run trains none: add --lora")
     else:
         return
-    for flag, reason in WHOLE_ONLY.items():
-        if flag in origin.given:
-            raise UsageError(f"--{flag} with adapters: {reason}; leave the flag out")
+    for name, reason in WHOLE_ONLY.items():
+        if name in origin.given:
+            raise UsageError(f"--{name} with adapters: {reason}; leave the flag out")
     if stuck := [name for name in adapters.layers.adapted if f"{name}.weight" in frozen]:
         raise UsageError(
             f"{len(stuck)} of {len(adapters.layers.adapted)} adapters are beside frozen layers:"

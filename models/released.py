@@ -23,6 +23,7 @@ import torch
 from common import checkpoint, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
+from common.options import TRAINS, USUAL, OnOff, flag
 from models import model_files
 
 MODELS = ("model_dir", "model_file")  # flags that name released weights
@@ -35,12 +36,10 @@ LEAVE_OUT = (
     "leave it out to continue, or start a new run with another --output_dir, or from the weights"
     " that fit with --init_from in place of --resume"
 )
-FROM_SCRATCH = (
-    "leave it out to take that model, or add --from_scratch to make a new one, which takes the"
-    " weights that fit"
-)
+TAKE = "leave it out to take that model"
+FROM_SCRATCH = f"{TAKE}, or add --from_scratch to make a new one, which takes the weights that fit"
 
-# Rows for common.options: flags that exclude each other.
+# Rows for `Parser.refuse`: flags that exclude each other.
 EXCLUDES = (
     ("model_dir", "model_file", "both say where the model starts; give one of them"),
     *(
@@ -51,7 +50,6 @@ EXCLUDES = (
         (model, "model_size", "a released model has its own shape; leave one of them out")
         for model in MODELS
     ),
-    ("from_scratch", options.COMMAND, options.TRAINS),
 )
 
 
@@ -65,6 +63,14 @@ class Forms:
     exported: str  # what loads an export: "for transformers, with OpenAI's model.pt"
     fetch: str  # the command that fetches a released model
     fetch_file: str = ""  # the one that fetches a file, if `fetch` does not
+    scratch: bool = True  # whether a recipe has --from_scratch and --model_size
+
+    def ways(self) -> str:
+        """The flags that say where a training starts, for a message."""
+        ways = f"--model_dir DIR ({self.folder})"
+        if self.file:
+            ways += f", --model_file FILE ({self.file})"
+        return f"{ways}, or --from_scratch" if self.scratch else ways
 
 
 @dataclass(frozen=True)
@@ -125,36 +131,51 @@ class Family:
 # --- flags ----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Flags:
+    """Flags that say where a model starts."""
+
+    # fmt: off
+    model_dir: str | None = flag(
+        options.path, None, "DIR", "fine-tune a released model; without training, use it", USUAL)
+    model_file: str | None = flag(options.path, None, "FILE", "the same for a file", USUAL)
+    from_scratch: bool = flag(
+        OnOff, False, None, "train all weights from random ones (on for the demo)", USUAL, TRAINS)
+    model_size: str | None = flag(None, None, None, "shape of a model from scratch ()", USUAL)
+    export: str | None = flag(
+        options.path, None, "DIR",
+        "write the weights for other programs", USUAL)
+    # fmt: on
+
+
 def add_arguments(parser, forms: Forms, sizes: Iterable[str], usual_size: str):
     """Adds the flags that say where a model starts, and --export. `sizes` are the choices of
     --model_size; the first is the demo's, and `usual_size` is the default with data. Returns the
     group of flags, so that a family can add its own to it."""
-    sizes = list(sizes)
-    group = parser.add_argument_group(
-        "model: where it starts (its shape comes from the checkpoint when resuming)"
+    title = "model: where it starts (its shape comes from the checkpoint when resuming)"
+    folder = f"fine-tune {forms.family}, {forms.folder}; without training, use it"
+    export = (
+        f"write the weights as a folder {forms.exported}; after training, or alone with --resume"
+        " PATH or --model_dir"
     )
-    options.add_rows(
-        group,
-        ("model_dir", options.path, None, "DIR",
-         f"fine-tune {forms.family}, {forms.folder}; without training, use it"),
-    )  # fmt: skip
-    if forms.file:
-        options.add_rows(
-            group, ("model_file", options.path, None, "FILE", f"the same for {forms.file}")
-        )
-        parser.usual("model_file")
-    options.add_rows(
-        group,
-        ("from_scratch", options.OnOff, False, None,
-         "train all weights from random ones (on for the demo)"),
-        ("model_size", sizes, None, None,
-         f"shape of a model from scratch ({sizes[0]}, without data; {usual_size} with data)"),
-        ("export", options.path, None, "DIR",
-         f"write the weights as a folder {forms.exported}; after training, or alone with --resume"
-         " PATH or --model_dir"),
-    )  # fmt: skip
-    parser.usual("model_dir", "from_scratch", "model_size", "export")
-    return group
+    file = {"help": f"the same for {forms.file}"} if forms.file else options.LEAVE_OUT
+    size = scratch = options.LEAVE_OUT
+    if forms.scratch:
+        sizes = list(sizes)
+        usual = f"{sizes[0]}, without data; {usual_size} with data"
+        size = {"choices": sizes, "help": f"shape of a model from scratch ({usual})"}
+        scratch = {}
+    parser.refuse(EXCLUDES)
+    return options.add_record(
+        parser,
+        title,
+        Flags,
+        model_dir={"help": folder},
+        model_file=file,
+        from_scratch=scratch,
+        model_size=size,
+        export={"help": export},
+    )
 
 
 def path_of(args) -> str | None:
@@ -170,29 +191,27 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
 
     path = path_of(args)
     flag = "--model_dir" if args.model_dir else "--model_file"
-    ways = f"--model_dir DIR ({forms.folder}), "
-    if forms.file:
-        ways += f"--model_file FILE ({forms.file}), "
-    ways += "or --from_scratch"
-    is_command = any(options.is_on(vars(args), name) for name in args.commands)
+    from_scratch = forms.scratch and args.from_scratch
+    is_command = any(options.is_on(vars(args), name) for name in args.rules.commands)
     trains = options.plans(args) or not is_command
-    starts_somewhere = path or args.from_scratch or is_demo or args.resume or args.init_from
+    starts_somewhere = path or from_scratch or is_demo or args.resume or args.init_from
     if trains and not starts_somewhere:
-        raise UsageError(f"training needs a model to start from: add {ways}")
+        raise UsageError(f"training needs a model to start from: add {forms.ways()}")
     if path:
         require_source(path, flag, forms)
     require_exports(vars(args), options.paths_in(args, *EXPORTS))
-    if not path and args.model_size is None:
+    if forms.scratch and not path and args.model_size is None:
         args.model_size = next(iter(sizes)) if is_demo else usual_size
+    size_name = args.model_size if forms.scratch else None
     settings, adapter = adapters.resolve(args)
     return Origin(
         given=args.given,
         path=path,
         flag=flag,
-        from_scratch=args.from_scratch,
-        may_be_random=args.from_scratch or (is_demo and not path and not args.init_from),
-        size_name=args.model_size,
-        size=sizes.get(args.model_size),
+        from_scratch=from_scratch,
+        may_be_random=from_scratch or (is_demo and not path and not args.init_from),
+        size_name=size_name,
+        size=sizes.get(size_name),
         resume=args.resume,
         checkpoint_dir=args.checkpoint_dir,
         export=args.export,
@@ -208,13 +227,13 @@ def require_exports(flags: dict, inputs: list[str]) -> None:
     holds, another place that the command writes, or one of its `inputs`: now, not after hours of
     training. `flags`: the values of the command line, by name."""
     places = {name: flags.get(name) for name in (*EXPORTS, *WRITTEN)}
-    for flag in EXPORTS:
-        if not (export := places[flag]):
+    for name in EXPORTS:
+        if not (export := places[name]):
             continue
         model_files.require_export(export)
-        others = [place for name, place in places.items() if place and name != flag]
+        others = [place for other, place in places.items() if place and other != name]
         for other in (*others, *inputs):
-            refuse_overlap(export, other, f"--{flag}")
+            refuse_overlap(export, other, f"--{name}")
 
 
 def refuse_overlap(export: str, other: str | Path, flag: str = "--export") -> None:
@@ -292,12 +311,12 @@ def choose(
     if origin.path:
         return family.read(origin.path)
     if initial and not origin.may_be_random:
-        return read_info(origin, family, initial, FROM_SCRATCH), None
+        advice = FROM_SCRATCH if origin.forms.scratch else TAKE
+        return read_info(origin, family, initial, advice), None
     if not origin.may_be_random:  # which is known only when --resume auto has found no checkpoint
-        ways = "--model_dir, --model_file" if origin.forms.file else "--model_dir"
         raise UsageError(
             "there is no checkpoint to resume from, and nothing says where the model starts: add"
-            f" {ways} or --from_scratch"
+            f" {origin.forms.ways()}"
         )
     info = create()
     shapes = checkpoint.shapes_of(lambda: family.network(info))

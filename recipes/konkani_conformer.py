@@ -48,6 +48,7 @@ from common.device import upcast
 from common.errors import UsageError, exit_with_one_line
 from common.layers import lean_chain, quieten_branches
 from common.loop import Run, Task, begin, finish, train
+from common.options import TRAINS, USUAL, flag
 from common.report import check_folder
 from models import card, model_files, onnx_files, released
 from speech.alignment import command as alignment
@@ -102,17 +103,10 @@ NEW_VOCABULARY = (
     "leave --vocab_file out, or start a new run with another --output_dir (--init_from takes the"
     " weights that fit): its characters are its training texts'"
 )
-EXCLUDES = (
-    *recogniser.EXCLUDES,
-    *alignment.EXCLUDES,
-    ("transcribe", "export", "give one of them"),
-)
-NEEDS = (
-    *splits.NEEDS,
-    *recogniser.NEEDS,
-    *alignment.NEEDS,
-    ("beam_size", ("decoding rescore", "decoding beam"), ""),
-)
+LAYERS = options.number(int, 1, 128)
+# Rows for `Parser.refuse`.
+EXCLUDES = (("transcribe", "export", "give one of them"),)
+NEEDS = (("beam_size", ("decoding rescore", "decoding beam"), ""),)
 
 
 @dataclass(frozen=True)
@@ -123,30 +117,40 @@ class ModelInfo:
     characters: list[str]
 
 
+@dataclass(frozen=True)
+class Flags:
+    """Flags of the model."""
+
+    # fmt: off
+    d_model: int | None = flag(options.number(int, 1, 8192), None, "N", "width (192)", USUAL)
+    encoder_layers: int | None = flag(LAYERS, None, "N", "Conformer blocks (8)", USUAL)
+    decoder_layers: int | None = flag(LAYERS, None, "N", "Transformer decoder layers (4)")
+    attention_heads: int | None = flag(LAYERS, None, "N", "heads in every attention (4)")
+    subsampling: int | None = flag(
+        int, None, None, "frames of 10 ms in an encoder frame (4)", choices=[4, 8])
+    dropout: float = flag(options.SHARE, 0.1, "P", "(0.1)", TRAINS)
+    label_smoothing: float = flag(
+        options.SHARE, 0.1, "P", "of the attention decoder's targets (0.1)", TRAINS)
+    vocab_file: str | None = flag(options.path, None, "FILE", "characters in JSON (char2idx)")
+    export: str | None = flag(
+        options.path, None, "DIR", "CTC model for sherpa-onnx and onnx-asr", USUAL)
+    # fmt: on
+
+
 def add_arguments(parser) -> None:
     splits.add_arguments(parser, allow_unknown=True)
     recogniser.add_arguments(parser, ("greedy", "rescore", "beam"), "rescore", BEAM_SIZE)
     alignment.add_arguments(parser)
-    add = parser.add_argument_group("model (the checkpoint decides when resuming)").add_argument
-    count = options.number(int, 1, 128)
-    add("--d_model", type=options.number(int, 1, 8192), metavar="N", help="width (192)")
-    add("--encoder_layers", type=count, metavar="N", help="Conformer blocks (8)")
-    add("--decoder_layers", type=count, metavar="N", help="Transformer decoder layers (4)")
-    add("--attention_heads", type=count, metavar="N", help="heads in every attention (4)")
-    add("--subsampling", type=int, choices=[4, 8], help="frames of 10 ms in an encoder frame (4)")
-    share = {"type": options.SHARE, "default": 0.1, "metavar": "P"}
-    add("--dropout", **share, help="(0.1)")
-    add("--label_smoothing", **share, help="of the attention decoder's targets (0.1)")
-    add("--vocab_file", type=options.path, metavar="FILE", help="characters in JSON (char2idx)")
-    add("--export", type=options.path, metavar="DIR", help="CTC model for sherpa-onnx and onnx-asr")
+    options.add_record(parser, "model (the checkpoint decides when resuming)", Flags)
     options.add_arguments(parser)
+    parser.refuse(EXCLUDES, NEEDS)
     parser.hints["--features"] = "every model has the features that other programs compute"
-    parser.usual("d_model", "encoder_layers", "decoding", "export")
+    parser.usual("decoding")
 
 
 def resolve(args) -> recogniser.Options:
     is_demo = not args.train_manifest
-    options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, NEEDS)
+    options.resolve(args, is_demo, DEMO_STEPS)
     if is_demo and args.max_steps and args.warmup_steps is None:
         args.warmup_steps = round(DEMO_WARMUP * args.max_steps)
     if args.export:
@@ -647,7 +651,7 @@ def evaluate(tokenizer, model: Conformer, eval_batches) -> dict[str, tuple[float
 def final_texts(how: recogniser.Options, tokenizer, model: Conformer, batch: dict) -> list[str]:
     """The texts of a batch by --decoding."""
     encoded, _, lengths = model.encode(batch)
-    hypotheses = decode(model, encoded, lengths, how.method, how.beam_size)
+    hypotheses = decode(model, encoded, lengths, how.decoding, how.beam_size)
     return [tokenizer.decode(tokens) for tokens in hypotheses]
 
 
@@ -655,7 +659,7 @@ def final_texts(how: recogniser.Options, tokenizer, model: Conformer, batch: dic
 def timed_texts(how: recogniser.Options, tokenizer, model: Conformer, batch: dict) -> list[dict]:
     """The texts of a batch by --decoding, with the times at which CTC has them."""
     encoded, _, lengths = model.encode(batch)
-    hypotheses = decode(model, encoded, lengths, how.method, how.beam_size)
+    hypotheses = decode(model, encoded, lengths, how.decoding, how.beam_size)
     log_probs = upcast(model.ctc_head(encoded)).log_softmax(-1)
     frames = lengths.tolist()
     tokens = [
@@ -683,7 +687,7 @@ def report_results(
     eval_batches = evaluation[name].whole()
     texts_of = functools.partial(final_texts, how, tokenizer, model)
     rows = recogniser.decode_texts(model, texts_of, eval_batches)
-    title = f"{name} set, {weights}, {len(rows)} utterances, decoding: {how.method}"
+    title = f"{name} set, {weights}, {len(rows)} utterances, decoding: {how.decoding}"
     spoken = eval_batches.dataset.data.corpus.languages
     recogniser.print_results(rows, title, how, languages=spoken)
 

@@ -25,6 +25,7 @@ from these and from the names and shapes of the released checkpoints.
 import functools
 import math
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -42,6 +43,7 @@ from common.device import upcast
 from common.errors import DataError, exit_with_one_line
 from common.layers import finite_layers
 from common.loop import ForPlans, Run, Task, begin, finish, train
+from common.options import ALONE, USUAL, flag
 from models import card, released
 from models.matcha import alignment, decoding, held_out, mels, start, vocoder_training
 from models.matcha.decoding import Settings, Voice
@@ -72,35 +74,37 @@ DEMO_MANNER = demo.Manner(rate=(170, 170), pitch=(50, 50), words=(1, 4), trimmed
 DEMO_STEPS = 1000  # updates without data
 FULL_DEMO_STEPS = 200  # of a full size, which only shows that it works
 USUAL_STEPS = 40_000  # with data, from random weights
-EXCLUDES = start.EXCLUDES
-NEEDS = (
-    *splits.NEEDS,
-    *start.NEEDS,
-    *((flag, ("synthesize",), "") for flag in ("output", "speed", "temperature", "speaker")),
-)
+# Rows for `Parser.refuse`.
+NEEDS = [(name, ("synthesize",), "") for name in ("output", "speed", "temperature", "speaker")]
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of speaking."""
+
+    # fmt: off
+    synthesize: list[str] | None = flag(
+        None, None, "TEXT",
+        "speak texts, or a file with a text in each line, with the weights of --resume",
+        USUAL, ALONE, nargs="+")
+    output: str = flag(
+        options.file, "speech.wav", "FILE", "the wav; several texts get numbers (speech.wav)", USUAL)
+    speed: float = flag(
+        options.number(float, 0.25, 4.0), 1.0, "X", "2 is twice as fast (1)", USUAL)
+    temperature: float = flag(
+        options.number(float, 0.0, 2.0), decoding.TEMPERATURE, "X",
+        "of the noise that the speech is made of; 0: always the same (0.3)")
+    speaker: str | None = flag(
+        None, None, "NAME", "the manifest's name (who spoke most in training)")
+    # fmt: on
 
 
 def add_arguments(parser) -> None:
     start.add_arguments(parser)
-    speaking = parser.add_argument_group("speaking")
-    parser.add_command(
-        speaking,
-        "--synthesize",
-        nargs="+",
-        metavar="TEXT",
-        help="speak texts, or a file with a text in each line, with the weights of --resume",
-    )
-    options.add_rows(
-        speaking,
-        ("output", options.file, "speech.wav", "FILE",
-         "the wav; several texts get numbers (speech.wav)"),
-        ("speed", options.number(float, 0.25, 4.0), 1.0, "X", "2 is twice as fast (1)"),
-        ("temperature", options.number(float, 0.0, 2.0), decoding.TEMPERATURE, "X",
-         "of the noise that the speech is made of; 0: always the same (0.3)"),
-        ("speaker", None, None, "NAME", "the manifest's name (who spoke most in training)"),
-    )  # fmt: skip
-    parser.usual("synthesize", "output", "speed")
-    splits.add_arguments(parser, allow_unknown=True)
+    options.add_record(parser, "speaking", Flags)
+    parser.refuse((), NEEDS)
+    limits = {"max_duration": MAX_SECONDS, "min_duration": MIN_SECONDS}
+    splits.add_arguments(parser, allow_unknown=True, **limits)
     options.add_arguments(
         parser,
         batch_size=16,
@@ -110,8 +114,6 @@ def add_arguments(parser) -> None:
             "1e-3 for the demo's size, 5e-4 for others, 1e-4 for released weights",
         ),
         max_grad_norm=5.0,
-        max_duration=MAX_SECONDS,
-        min_duration=MIN_SECONDS,
     )
 
 
@@ -119,7 +121,7 @@ def resolve(args) -> Options:
     is_demo = not args.train_manifest
     steps = FULL_DEMO_STEPS if args.model_size in ("full", "large") else DEMO_STEPS
     usual = None if args.model_file or args.init_from else USUAL_STEPS
-    options.resolve(args, is_demo, steps, EXCLUDES, NEEDS, usual_steps=usual)
+    options.resolve(args, is_demo, steps, usual_steps=usual)
     return start.resolve(args, is_demo)
 
 

@@ -39,12 +39,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import batches, device, memory, optim, options
+from common import device, memory, optim, options
 from common.batches import EvalBatches, pad, to_device
 from common.errors import UsageError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.parts import lora
 from common.parts.new_rows import NewRows
+from common.parts.replay import make_batches
 from common.report import check_folder
 from models import adapters, card, released
 from models.parakeet import decoding, languages, live, start, vocabulary
@@ -91,7 +92,7 @@ RELEASED = RunInfo(held_out=[], longest=MAX_SECONDS, demo=False)  # how a releas
 
 def add_arguments(parser) -> None:
     start.add_arguments(parser)
-    splits.add_arguments(parser, allow_unknown=True)
+    splits.add_arguments(parser, allow_unknown=True, max_duration=MAX_SECONDS)
     replay.add_arguments(parser)
     watching.add_arguments(parser)
     recogniser.add_arguments(parser)
@@ -102,16 +103,12 @@ def add_arguments(parser) -> None:
         learning_rate=(None, rates),
         weight_decay=1e-3,
         keep_last=2,
-        max_duration=MAX_SECONDS,
     )
 
 
 def resolve(args) -> Options:
     is_demo = not args.train_manifest
-    parts = (recogniser, alignment, replay, watching, start)
-    excludes = [row for part in parts for row in part.EXCLUDES]
-    needs = [row for part in (splits, *parts) for row in part.NEEDS]
-    options.resolve(args, is_demo, DEMO_STEPS, excludes, needs)
+    options.resolve(args, is_demo, DEMO_STEPS)
     return start.resolve(args, is_demo)
 
 
@@ -647,7 +644,7 @@ def main(args) -> None:
     sets = make_sets(args, info, corpora)
 
     new, old = sets.pop("train"), sets.pop(replay.REPLAY, None)
-    global_batches = batches.global_batches(args, new, collate, run.setup, old)
+    global_batches = make_batches(args, new, collate, run.setup, old)
     run_info = about_run(args, info, corpora, before)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
     task = make_task(args, asked, run, info, run_info, corpora["train"], model, evaluation)

@@ -38,6 +38,7 @@ from common.batches import EvalBatches, GlobalBatches, pad
 from common.device import upcast
 from common.errors import exit_with_one_line
 from common.loop import Task, begin, finish, train
+from common.options import TRAINS, flag
 from common.report import check_folder
 from speech.data import demo, feasible, splits
 from speech.data.columns import Corpus
@@ -68,18 +69,23 @@ class ModelInfo:
     characters: list[str]
 
 
+@dataclass(frozen=True)
+class Flags:
+    """Flags of the model."""
+
+    dropout: float = flag(options.SHARE, 0.1, "P", "(0.1)", TRAINS)
+
+
 def add_arguments(parser) -> None:
     splits.add_arguments(parser, allow_unknown=True)
     recogniser.add_decoding(parser)
-    model = parser.add_argument_group("model")
-    model.add_argument("--dropout", type=options.SHARE, default=0.1, metavar="P", help="(0.1)")
+    options.add_record(parser, "model", Flags)
     options.add_arguments(parser)
 
 
 def resolve(args) -> recogniser.Options:
     is_demo = not args.train_manifest
-    needs = (*splits.NEEDS, *recogniser.NEEDS)
-    options.resolve(args, is_demo, DEMO_STEPS, recogniser.EXCLUDES, needs)
+    options.resolve(args, is_demo, DEMO_STEPS)
     return recogniser.resolve(args, is_demo)
 
 

@@ -94,7 +94,7 @@ NEW_VOCABULARY = "add --vocab extended or --vocab own to a new run with another 
 
 def add_arguments(parser) -> None:
     start.add_arguments(parser)
-    splits.add_arguments(parser, allow_unknown=True)
+    splits.add_arguments(parser, allow_unknown=True, max_duration=MAX_SECONDS)
     recogniser.add_arguments(parser)
     alignment.add_arguments(parser)
     rates = (
@@ -106,15 +106,12 @@ def add_arguments(parser) -> None:
         learning_rate=(None, rates),
         weight_decay=0.0,
         keep_last=2,
-        max_duration=MAX_SECONDS,
     )
 
 
 def resolve(args) -> Options:
     is_demo = not args.train_manifest
-    excludes = (*recogniser.EXCLUDES, *alignment.EXCLUDES, *start.EXCLUDES)
-    needs = (*splits.NEEDS, *recogniser.NEEDS, *alignment.NEEDS, *start.NEEDS)
-    options.resolve(args, is_demo, DEMO_STEPS, excludes, needs)
+    options.resolve(args, is_demo, DEMO_STEPS)
     return start.resolve(args, is_demo)
 
 

@@ -6,10 +6,9 @@ trains.
     python recipes/whisper_morse.py --transcribe recording.wav folder/ --resume checkpoints/best.safetensors
 
 Data: clips that the worker processes make from (seed, number), see speech/morse/synthesis.py; or a
-folder of recordings, --data_dir DIR, with metadata.csv (id, audio_file, text, contest_type, ...),
-which --write_dataset DIR N writes; or manifests, as in the other recipes. At the end the errors by
-condition, contest, speed and SNR are printed and kept in evaluation.json. Every SNR is stated in
-2,500 Hz.
+folder of recordings, --data_dir DIR, with metadata.csv (id, audio_file, text, contest_type, ...);
+or manifests, as in the other recipes. At the end the errors by condition, contest, speed and SNR
+are printed and kept in evaluation.json. Every SNR is stated in 2,500 Hz.
 
 --model_dir takes a Hugging Face folder, --model_file OpenAI's .pt with its tokenizer beside it;
 --from_scratch --model_size base trains a model whose tokens are Morse's symbols. --export DIR
@@ -39,10 +38,11 @@ common.spin_briefly()  # before torch is imported
 import numpy as np
 import torch
 
-from common import batches, device, options, run_length
+from common import device, options, run_length
 from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
+from common.parts.replay import make_batches
 from common.report import check_folder
 from models import adapters, card, released
 from models.whisper import decoding, formats, start
@@ -84,21 +84,6 @@ TIME_MASK_WIDTH = 0.05  # share of the utterance
 DEMO_STEPS = 1100
 SIZES = {"demo": formats.make_config(128, (4, 2), 4), **formats.SIZES}
 CARD = {"languages": (), "reading": recogniser.AS_SENT}  # what a model card has of the symbols
-EXCLUDES = (
-    *recogniser.EXCLUDES,
-    *replay.EXCLUDES,
-    *watching.EXCLUDES,
-    *start.EXCLUDES,
-    *clips.EXCLUDES,
-)
-NEEDS = (
-    *splits.NEEDS,
-    *recogniser.NEEDS,
-    *replay.NEEDS,
-    *watching.NEEDS,
-    *start.NEEDS,
-    *clips.NEEDS,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +113,7 @@ def resolve(args) -> tuple[Options, clips.Options]:
     is_released = any(getattr(args, name) for name in released.MODELS)
     is_demo = not (recorded or is_released or args.from_scratch or args.conditions)
     usual = (None, None) if recorded else (20_000, 1000)  # updates, and between evaluations
-    options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, NEEDS, *usual)
+    options.resolve(args, is_demo, DEMO_STEPS, *usual)
     # Without augmentation by default: a masked span would take symbols away.
     how = recogniser.resolve(args, is_demo, BEAM_SIZE, augments=False)
     source = clips.resolve(args, is_demo, AUXILIARY_WEIGHT)
@@ -515,11 +500,9 @@ def make_task(
 
 def main(args) -> None:
     asked, source = resolve(args)
-    if args.write_dataset:
-        return clips.write(source)
     if args.check_data:
         sets = read_data(args, source)
-        return splits.report_checked({name: part.as_corpus() for name, part in sets.items()})
+        return splits.report_checked({name: part.corpus for name, part in sets.items()})
     if args.transcribe:
         return transcribe(args, asked)
     if adapters.exports_only(asked.origin):
@@ -535,7 +518,7 @@ def main(args) -> None:
 
     learned = {name: sets.pop(name) for name in splits.TRAINED if name in sets}
     new, old = learned["train"], learned.get(replay.REPLAY)
-    global_batches = batches.global_batches(args, new, collate, run.setup, old)
+    global_batches = make_batches(args, new, collate, run.setup, old)
     run_info = about_run(args, info, source, corpora, global_batches, before)
     for each in learned.values():
         each.padding.begin = run_info.pad_from

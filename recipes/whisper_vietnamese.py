@@ -39,10 +39,12 @@ common.spin_briefly()  # before torch is imported
 import numpy as np
 import torch
 
-from common import batches, device, options, run_length
+from common import device, options, run_length
 from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
+from common.options import flag
+from common.parts.replay import make_batches
 from common.report import check_folder
 from models import adapters, card, released
 from models.whisper import comparing, decoding, formats, kept_times, packs, start, timed
@@ -92,24 +94,9 @@ PROMPT = 4  # tokens before a text
 SIZES = {"demo": formats.make_config(144, (4, 2), 4), **formats.SIZES}
 READING = text.NAMES[for_scoring]
 OWN_VOCABULARY = "trained weights have their own vocabulary; leave the first out"
-EXCLUDES = (
-    *recogniser.EXCLUDES,
-    *replay.EXCLUDES,
-    *watching.EXCLUDES,
-    *start.EXCLUDES,
+EXCLUDES = (  # rows for `Parser.refuse`
     *(("vocab_size", model, OWN_VOCABULARY) for model in released.MODELS),
     ("vocab_size", options.COMMAND, OWN_VOCABULARY),
-    *packs.EXCLUDES,
-    *comparing.EXCLUDES,
-)
-NEEDS = (
-    *splits.NEEDS,
-    *recogniser.NEEDS,
-    *replay.NEEDS,
-    *watching.NEEDS,
-    *start.NEEDS,
-    *packs.NEEDS,
-    *comparing.NEEDS,
 )
 
 
@@ -123,6 +110,18 @@ class RunInfo:
     times_before: list[float]
 
 
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    """Flags of this recipe alone."""
+
+    # fmt: off
+    vocab_size: int | None = flag(
+        options.number(int, 1, formats.CONFIG["vocab_size"][-1]), None, "N",
+        "tokens of a model from scratch: 256 bytes, 9 special tokens and pieces (500; 320 for the"
+        " demo)")
+    # fmt: on
+
+
 def add_arguments(parser) -> None:
     usual = "with your data it has to be given; vi for the demo"
     start.add_arguments(parser, SIZES, None, usual)
@@ -130,18 +129,10 @@ def add_arguments(parser) -> None:
     replay.add_arguments(parser)
     watching.add_arguments(parser)
     recogniser.add_arguments(parser, ("greedy", "beam"), "greedy", BEAM_SIZE)
-    own = parser.add_argument_group("Vietnamese")
-    own.add_argument(
-        "--vocab_size",
-        type=options.number(int, 1, formats.CONFIG["vocab_size"][-1]),
-        metavar="N",
-        help=(
-            "tokens of a model from scratch: 256 bytes, 9 special tokens and pieces (500; 320 for"
-            " the demo)"
-        ),
-    )
-    packs.add_arguments(own)
-    comparing.add_arguments(own)
+    own = options.add_record(parser, "Vietnamese", Flags)
+    packs.add_arguments(parser, own)
+    comparing.add_arguments(parser, own)
+    parser.refuse(EXCLUDES)
     rate = (None, "by the model's width, and whether it is fine-tuned")
     options.add_arguments(parser, learning_rate=rate)
     parser.usual("language")
@@ -149,7 +140,7 @@ def add_arguments(parser) -> None:
 
 def resolve(args) -> Options:
     is_demo = not args.train_manifest
-    options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, NEEDS)
+    options.resolve(args, is_demo, DEMO_STEPS)
     how = recogniser.resolve(args, is_demo, BEAM_SIZE, has_times=args.timestamps)
     if args.vocab_size is None:
         args.vocab_size = DEMO_TOKENS if is_demo else USUAL_TOKENS
@@ -659,7 +650,7 @@ def main(args) -> None:
     learned = {name: sets.pop(name) for name in splits.TRAINED if name in sets}
     new = as_windows(learned["train"], share)
     old = as_windows(learned[replay.REPLAY], share) if replay.REPLAY in learned else None
-    global_batches = batches.global_batches(args, new, collate, run.setup, old)
+    global_batches = make_batches(args, new, collate, run.setup, old)
     run_info = about_run(args, info, corpora, global_batches, before, times_before)
     for each in learned.values():
         each.padding.begin = run_info.pad_from

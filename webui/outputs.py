@@ -14,7 +14,7 @@ LOG = "run.log"
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
 TRANSCRIPTS = "transcripts.jsonl"
-ASIDE = re.compile(r"(earlier|abandoned)-\d+")  # folders of what the loop moves aside
+ASIDE = re.compile(r"earlier-\d+")  # folders of what the loop moves aside
 LOG_BYTES = 1 << 18  # of the end of a log that are shown
 END_BYTES = 1 << 13  # of the end of a file, to tell how far a run is
 LINE = 2000  # characters of a line that are shown
@@ -77,7 +77,7 @@ def _last_bytes(path: Path, size: int) -> bytes:
 
 
 def stage(folder: Path) -> str:
-    """The stage that was trained last, such as "dvae", of a training in several; "" for the main
+    """The stage that was trained last, such as "vocoder", of a training in several; "" for the main
     one, whose logs and checkpoints have no folder of their own."""
     found = {}
     for path in [folder / "logs", *(folder / "logs").glob("*/")]:

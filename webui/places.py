@@ -14,9 +14,10 @@ from common.errors import Failure, UsageError, cannot_write
 from common.files import require_file
 from speech.data.annotations.rows import files_of, is_annotations
 from speech.data.columns import Rejections, printable
+from speech.data.fields import AUDIO_KEYS
 from speech.data.folders import write_folder
 from speech.data.headers import AUDIO_SUFFIXES
-from speech.data.manifest import AUDIO_KEYS, parse
+from speech.data.manifest import parse
 from webui import uploads
 from webui.uploads import NOT_USED, START, TABLE_SUFFIXES
 

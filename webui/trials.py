@@ -19,9 +19,10 @@ from pathlib import Path
 from common.errors import Failure, UsageError, cannot_write
 from common.files import write_file
 from speech.data.columns import Rejections, printable
+from speech.data.fields import AUDIO_KEYS, SPEAKER_KEYS, START_KEYS, TEXT_KEYS
 from speech.data.finding import find_audio
 from speech.data.headers import audio_suffix
-from speech.data.manifest import AUDIO_KEYS, SPEAKER_KEYS, START_KEYS, TEXT_KEYS, parse
+from speech.data.manifest import parse
 from speech.writing import metrics, subtitles
 from webui import outputs, runs
 from webui.catalogue import Recipe

@@ -12,8 +12,9 @@ from common.errors import Failure, UsageError
 from common.files import TEXT_BYTES, require_file
 from speech.data.annotations.rows import READERS, is_annotations
 from speech.data.columns import Rejections, printable
+from speech.data.fields import AUDIO_KEYS
 from speech.data.headers import audio_suffix
-from speech.data.manifest import AUDIO_KEYS, parse
+from speech.data.manifest import parse
 
 FILE_BYTES = 200 << 20  # of a dropped file
 MANIFEST = "manifest.jsonl"  # of an upload

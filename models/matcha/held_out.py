@@ -95,7 +95,7 @@ def draw(path: Path, voice: Voice, corpus: Corpus) -> None:
 def speak_held_out(asked: judge.HeldOut, setup: Setup, voice: Voice, corpus: Corpus) -> None:
     """Speaks the first sentences of `corpus` and prints how well the judge understands them, beside
     their recordings, and beside the waveforms that are made of the recordings' mel frames."""
-    count = USUAL if asked.count is None else asked.count
+    count = USUAL if asked.speak_held_out is None else asked.speak_held_out
     if not count:
         return
     corpus = corpus.select(np.arange(min(count, len(corpus))))

@@ -15,6 +15,7 @@ import torch
 from common import checkpoint, options
 from common.checkpoint import Saved
 from common.errors import DataError, UsageError
+from common.options import TRAINS, USUAL, flag
 from models import model_files, released
 from models.matcha import formats, onnx
 from models.matcha.decoding import Voice
@@ -40,11 +41,6 @@ EXCLUDES = (
     ("synthesize", "export", "give one of them"),
     *splits.unused_by("synthesize"),
     ("evaluate", "export", "give one of them"),
-    *(
-        (flag, options.COMMAND, options.TRAINS)
-        for flag in ("model_file", "dropout", "vocoder_steps")
-    ),
-    *judge.EXCLUDES,
 )
 NEEDS = (
     ("export", ("consent",), EXPORTS_ONLY),
@@ -81,16 +77,44 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
-class Options:
-    """The model to start from, as the flags ask."""
+class Flags:
+    """Flags of the voice, and where it starts."""
+
+    # fmt: off
+    model_size: str | None = flag(
+        list(SIZES), None, None, "2.7, 18 or 50 million parameters (demo; full with data)", USUAL)
+    model_file: str | None = flag(
+        options.path, None, "FILE",
+        "fine-tune a released checkpoint, matcha_ljspeech.ckpt or matcha_vctk.ckpt", USUAL, TRAINS)
+    language: str | None = flag(
+        None, None, "NAME",
+        "the language of the texts, such as sw or Swahili: numbers are read in it (with your data"
+        " it has to be given; am for the demo)", USUAL)
+    dropout: float = flag(
+        options.SHARE, DROPOUT, "P",
+        "of the encoder; its first layers have five times as much, at most 0.5, and the decoder"
+        " half of it (0.1)", TRAINS)
+    vocoder_steps: int = flag(
+        options.COUNT, 0, "N",
+        "updates of a vocoder that is trained on the same recordings afterwards; 0: none, and the"
+        " algorithm of Griffin and Lim makes the sound, which is rough (0)", TRAINS)
+    export: str | None = flag(
+        options.path, None, "DIR",
+        "write the voice as a folder that Piper and sherpa-onnx speak with; after training, or"
+        " alone with --resume PATH", USUAL)
+    consent: str | None = flag(
+        None, None, "TEXT",
+        "with --export, for its model card: whose voice it is, that they agree, and the licence of"
+        " the data", USUAL)
+    # fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Flags):
+    """The request of the flags. `size`: the name of the model's size."""
 
     size: str
-    model_file: str | None
-    language: str | None
     given: frozenset[str]
-    dropout: float
-    export: str | None
-    consent: str | None
     held_out: judge.HeldOut
     resume: str | None
     checkpoint_dir: Path
@@ -100,31 +124,10 @@ class Options:
 
 
 def add_arguments(parser) -> None:
-    group = parser.add_argument_group("model (its shape comes from the checkpoint when resuming)")
-    options.add_rows(
-        group,
-        ("model_size", list(SIZES), None, None,
-         "2.7, 18 or 50 million parameters (demo; full with data)"),
-        ("model_file", options.path, None, "FILE",
-         "fine-tune a released checkpoint, matcha_ljspeech.ckpt or matcha_vctk.ckpt"),
-        ("language", None, None, "NAME",
-         "the language of the texts, such as sw or Swahili: numbers are read in it (with your data"
-         " it has to be given; am for the demo)"),
-        ("dropout", options.SHARE, DROPOUT, "P",
-         "of the encoder; its first layers have five times as much, at most 0.5, and the decoder"
-         " half of it (0.1)"),
-        ("vocoder_steps", options.COUNT, 0, "N",
-         "updates of a vocoder that is trained on the same recordings afterwards; 0: none, and the"
-         " algorithm of Griffin and Lim makes the sound, which is rough (0)"),
-        ("export", options.path, None, "DIR",
-         "write the voice as a folder that Piper and sherpa-onnx speak with; after training, or"
-         " alone with --resume PATH"),
-        ("consent", None, None, "TEXT",
-         "with --export, for its model card: whose voice it is, that they agree, and the licence"
-         " of the data"),
-    )  # fmt: skip
-    parser.usual("model_size", "model_file", "language", "export", "consent")
+    title = "model (its shape comes from the checkpoint when resuming)"
+    options.add_record(parser, title, Flags)
     judge.add_arguments(parser, "20")
+    parser.refuse(EXCLUDES, NEEDS)
 
 
 def resolve(args, is_demo: bool) -> Options:
@@ -140,14 +143,12 @@ def resolve(args, is_demo: bool) -> Options:
         released.require_exports(vars(args), options.paths_in(args, *released.EXPORTS))
         onnx.require_packages()
     language = languages.resolve(args, AMHARIC)
-    return Options(
+    return options.read_record(
+        Options,
+        args,
         size=args.model_size or ("demo" if is_demo else "full"),
-        model_file=args.model_file,
         language=language and code_of(language),
         given=args.given,
-        dropout=args.dropout,
-        export=args.export,
-        consent=args.consent,
         held_out=judge.resolve(args, exports_only(args)),
         resume=args.resume,
         checkpoint_dir=args.checkpoint_dir,

@@ -13,10 +13,11 @@ from common import checkpoint, device, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
 from common.layers import quieten_branches
+from common.options import TRAINS, USUAL, flag
 from common.parts import lora
 from models import adapters, card, onnx_files, released
 from models.parakeet import formats, live, settings, vocabulary
-from models.parakeet.languages import AUTO, USUAL, are_slots, slot_of
+from models.parakeet.languages import AUTO, SLOTS, are_slots, slot_of
 from models.parakeet.model import Parakeet
 from models.parakeet.tokenizer import STATE, ParakeetTokenizer, make_tokenizer, pieces
 from models.released import Origin
@@ -115,10 +116,6 @@ FORMS = released.Forms(
     exported="in --export_format",
     fetch="hf download nvidia/parakeet-tdt-0.6b-v3 --local-dir parakeet",
 )
-TRAINING = (
-    "ctc_weight", "tdt_sigma", "tdt_omega", "fastemit_lambda", "loss_reduction", "joint_dropout",
-    "vocab_size",
-)  # fmt: skip
 # What prepare.py does, and this recipe once did.
 PREPARED = ("--add_tokens", "--train_tokenizer", "--tokenizer", "--new_language", "--like")
 LOSS_FLAGS = {  # of one kind of model or two
@@ -128,10 +125,8 @@ LOSS_FLAGS = {  # of one kind of model or two
     "joint_dropout": ("tdt", "rnnt"),
     "ctc_weight": ("tdt", "rnnt"),
 }
-# Rows for common.options: flags that exclude each other, and flags that need another one.
+# Rows for `Parser.refuse`: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
-    *released.EXCLUDES,
-    *adapters.EXCLUDES,
     *(
         (model, "vocab_size", "a released model has its own vocabulary")
         for model in released.MODELS
@@ -141,10 +136,8 @@ EXCLUDES = (
     ("stream", "lookahead", "the first says how long the model waits; leave the second out"),
     ("stream", "piece_seconds", "a stream is not cut; leave the second out"),
     ("stream", "decoding ctc", "words as they come are the transducer's; leave the second out"),
-    *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
 )
 NEEDS = (
-    *adapters.NEEDS,
     ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
     ("export_format", ("export",), ""),
     ("stream", ("transcribe",), ""),
@@ -184,26 +177,94 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
-class Options:
+class Start:
+    """Flags of the model that is made, read and written."""
+
+    # fmt: off
+    export_format: str = flag(
+        ["hf", "nemo", "onnx"], None, None,
+        "form of --export: a folder for transformers, one with NeMo's model.nemo, or one for"
+        " sherpa-onnx and onnx-asr (hf)", USUAL)
+    decoding: str | None = flag(
+        ["transducer", "ctc"], None, None,
+        "which part of a hybrid model writes the text (transducer)")
+    vocab_size: int | None = flag(
+        options.number(int, 2, vocabulary.MOST), None, "N",
+        "pieces of a model from scratch (by --model_size; demo: characters)", TRAINS)
+    # fmt: on
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Flags of the loss and of dropout."""
+
+    # fmt: off
+    tdt_sigma: float | None = flag(
+        options.number(float, 0.0, 1.0), None, "X",
+        "taken from every token's log-probability; favours long durations (the model's, 0.02)",
+        TRAINS)
+    tdt_omega: float | None = flag(
+        options.SHARE, None, "P",
+        "chance that an utterance of TDT has the RNN-T loss (the model's, 0.1)", TRAINS)
+    fastemit_lambda: float | None = flag(
+        options.SHARE, None, "X",
+        "FastEmit: a transducer writes labels earlier, 0.001 to 0.01 is usual (the model's)", TRAINS)
+    loss_reduction: str | None = flag(
+        REDUCTIONS, None, None,
+        "the mean over utterances of the loss per label (mean), of the loss (mean_batch), or over"
+        " labels (mean_volume) (the model's)", TRAINS)
+    ctc_weight: float | None = flag(
+        options.SHARE, None, "X",
+        f"share of a CTC head's loss; from scratch it adds the head ({CTC_WEIGHT} for a model with"
+        " a CTC head, else 0)", TRAINS)
+    dropout: float = flag(options.SHARE, 0.1, "P", "in the encoder (0.1)", TRAINS)
+    joint_dropout: float = flag(
+        options.SHARE, 0.2, "P", "in the prediction and joint networks (0.2)", TRAINS)
+    # fmt: on
+
+    @property
+    def loss(self) -> dict:
+        """The settings of the loss that replace those of the model."""
+        settings = {
+            "sigma": self.tdt_sigma,
+            "omega": self.tdt_omega,
+            "fastemit": self.fastemit_lambda,
+            "reduction": self.loss_reduction,
+            "ctc_reduction": self.loss_reduction,
+            "ctc": self.ctc_weight,
+        }
+        return {name: value for name, value in settings.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Nemotron:
+    """Flags of models that are told a language and of those that hear a stream. `language`: what a
+    model is told where the data do not say it."""
+
+    # fmt: off
+    language: str | None = flag(
+        None, None, "NAME",
+        "the language of utterances whose manifest has none (lang, language, locale, target_lang),"
+        " and of files to transcribe (these: auto), such as fi-FI", USUAL)
+    lookahead: int | None = flag(
+        options.number(int, 0, 1000), None, "FRAMES",
+        "of 80 ms that a streaming model waits for in evaluation and transcripts (the model's usual"
+        " one); in training each utterance has one of the model's")
+    stream: int | None = flag(
+        options.POSITIVE, None, "MS",
+        "print the words of --transcribe FILE, or of - (16 kHz mono 16-bit samples on standard"
+        " input), as they come, after so many milliseconds: 80, 160, 320, 560, 640 or 1120")
+    # fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Start, Nemotron, Loss):
     """The request of the flags. `origin`: where the model starts. `how`: decoding and transcribing.
-    `vocab_size`: pieces of a model from scratch, None for the usual number. `loss`: settings that
-    replace the model's. `loss_flags`: those of LOSS_FLAGS that were given. `dropouts`: in the
-    encoder, and in the prediction and joint networks. `export_format`: "hf", "nemo" or "onnx".
-    `decoding`: "transducer", "ctc", or None for the model's usual one. `language`: what a model
-    with a prompt is told where the data do not say it; `lookahead`: frames that a streaming model
-    waits for in evaluation; `stream`: milliseconds, for words as they come."""
+    `loss_flags`: those of LOSS_FLAGS that were given."""
 
     origin: Origin
     how: recogniser.Options
-    vocab_size: int | None
-    loss: dict
     loss_flags: frozenset[str]
-    dropouts: tuple[float, float]
-    export_format: str
-    decoding: str | None
-    language: str | None
-    lookahead: int | None
-    stream: int | None
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -211,136 +272,26 @@ class Options:
 
 def add_arguments(parser) -> None:
     group = released.add_arguments(parser, FORMS, settings.SIZES, "110m")
-    group.add_argument(
-        "--export_format",
-        choices=["hf", "nemo", "onnx"],
-        help=(
-            "form of --export: a folder for transformers, one with NeMo's model.nemo, or one for"
-            " sherpa-onnx and onnx-asr (hf)"
-        ),
-    )
-    group.add_argument(
-        "--decoding",
-        choices=["transducer", "ctc"],
-        help="which part of a hybrid model writes the text (transducer)",
-    )
-    group.add_argument(
-        "--vocab_size",
-        type=options.number(int, 2, vocabulary.MOST),
-        metavar="N",
-        help="pieces of a model from scratch (by --model_size; demo: characters)",
-    )
+    options.add_record(parser, group, Start)
     adapters.add_arguments(parser, has_peft=True)
-    add_language_arguments(parser)
-    add_loss_arguments(parser)
-    parser.usual("export_format", "language")
+    options.add_record(parser, "Nemotron: language and streaming", Nemotron)
+    options.add_record(parser, "loss", Loss)
+    parser.refuse(EXCLUDES, NEEDS)
     prepared = f"{vocabulary.COMMAND} makes a model with it, which --model_dir then names"
     parser.hints |= dict.fromkeys(PREPARED, prepared)
-
-
-def add_language_arguments(parser) -> None:
-    group = parser.add_argument_group("Nemotron: language and streaming")
-    group.add_argument(
-        "--language",
-        metavar="NAME",
-        help=(
-            "the language of utterances whose manifest has none (lang, language, locale,"
-            " target_lang), and of files to transcribe (these: auto), such as fi-FI"
-        ),
-    )
-    group.add_argument(
-        "--lookahead",
-        type=options.number(int, 0, 1000),
-        metavar="FRAMES",
-        help=(
-            "of 80 ms that a streaming model waits for in evaluation and transcripts (the model's"
-            " usual one); in training each utterance has one of the model's"
-        ),
-    )
-    group.add_argument(
-        "--stream",
-        type=options.POSITIVE,
-        metavar="MS",
-        help=(
-            "print the words of --transcribe FILE, or of - (16 kHz mono 16-bit samples on standard"
-            " input), as they come, after so many milliseconds: 80, 160, 320, 560, 640 or 1120"
-        ),
-    )
-
-
-def add_loss_arguments(parser) -> None:
-    loss = parser.add_argument_group("loss")
-    loss.add_argument(
-        "--tdt_sigma",
-        type=options.number(float, 0.0, 1.0),
-        metavar="X",
-        help="taken from every token's log-probability; favours long durations (the model's, 0.02)",
-    )
-    loss.add_argument(
-        "--tdt_omega",
-        type=options.SHARE,
-        metavar="P",
-        help="chance that an utterance of TDT has the RNN-T loss (the model's, 0.1)",
-    )
-    loss.add_argument(
-        "--fastemit_lambda",
-        type=options.SHARE,
-        metavar="X",
-        help="FastEmit: a transducer writes labels earlier, 0.001 to 0.01 is usual (the model's)",
-    )
-    loss.add_argument(
-        "--loss_reduction",
-        choices=REDUCTIONS,
-        help=(
-            "the mean over utterances of the loss per label (mean), of the loss (mean_batch), or"
-            " over labels (mean_volume) (the model's)"
-        ),
-    )
-    loss.add_argument(
-        "--ctc_weight",
-        type=options.SHARE,
-        metavar="X",
-        help=(
-            f"share of a CTC head's loss; from scratch it adds the head ({CTC_WEIGHT} for a model"
-            " with a CTC head, else 0)"
-        ),
-    )
-    loss.add_argument(
-        "--dropout", type=options.SHARE, default=0.1, metavar="P", help="in the encoder (0.1)"
-    )
-    loss.add_argument(
-        "--joint_dropout",
-        type=options.SHARE,
-        default=0.2,
-        metavar="P",
-        help="in the prediction and joint networks (0.2)",
-    )
 
 
 def resolve(args, is_demo: bool) -> Options:
     """Fills in the defaults of these flags and returns what they ask for. Raises `UsageError`."""
     origin = released.resolve(args, FORMS, settings.SIZES, "110m", is_demo)
-    loss = {
-        "sigma": args.tdt_sigma,
-        "omega": args.tdt_omega,
-        "fastemit": args.fastemit_lambda,
-        "reduction": args.loss_reduction,
-        "ctc_reduction": args.loss_reduction,
-        "ctc": args.ctc_weight,
-    }
     live.check_source(args.transcribe or [], args.stream)
-    return Options(
+    return options.read_record(
+        Options,
+        args,
+        export_format=args.export_format or "hf",
         origin=origin,
         how=recogniser.resolve(args, is_demo, has_times=True),
-        vocab_size=args.vocab_size,
-        loss={name: value for name, value in loss.items() if value is not None},
         loss_flags=args.given & LOSS_FLAGS.keys(),
-        dropouts=(args.dropout, args.joint_dropout),
-        export_format=args.export_format or "hf",
-        decoding=args.decoding,
-        language=args.language,
-        lookahead=args.lookahead,
-        stream=args.stream,
     )
 
 
@@ -475,7 +426,7 @@ def first_model(
         info = dataclasses.replace(info, new_pieces=new)
     check_export(asked, info)
     info = with_loss(info, asked)
-    model = make_model(info, weights, *asked.dropouts)
+    model = make_model(info, weights, asked.dropout, asked.joint_dropout)
     tell(asked, info, model)
     if is_unified(info):
         print("trained offline only: what this model does in streaming is not looked at")
@@ -559,7 +510,7 @@ def from_scratch(asked: Options, texts: Callable[[], Iterable[str]]) -> ModelInf
         loss=SCRATCH_LOSS if is_tdt else settings.family_of(config).loss,
         source={},
         pretrained=False,
-        languages=dict(USUAL) if "prompts" in size else {},
+        languages=dict(SLOTS) if "prompts" in size else {},
     )
 
 
@@ -597,10 +548,10 @@ def rows_by_piece(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabula
 def with_loss(info: ModelInfo, asked: Options) -> ModelInfo:
     """`info` with the settings of the loss that the flags ask for. Raises `UsageError`."""
     kind = settings.kind_of(info.config)
-    for flag in sorted(asked.loss_flags):
-        if kind not in LOSS_FLAGS[flag]:
-            name = settings.family_of(info.config).name
-            raise UsageError(f"--{flag}: a {name} model has no use for it; leave it out")
+    for name in sorted(asked.loss_flags):
+        if kind not in LOSS_FLAGS[name]:
+            model = settings.family_of(info.config).name
+            raise UsageError(f"--{name}: a {model} model has no use for it; leave it out")
     loss = {**info.loss, **asked.loss}
     reductions = [loss["reduction"], loss.get("ctc_reduction")]
     if not {*reductions} <= {*REDUCTIONS, None}:

@@ -12,6 +12,7 @@ import torch
 from common import checkpoint, device, options
 from common.checkpoint import Saved
 from common.errors import UsageError
+from common.options import TRAINS, USUAL, OnOff, flag
 from common.parts import lora
 from models import adapters, card, released
 from models.released import Origin
@@ -81,20 +82,15 @@ FORMS = released.Forms(
     f" {settings.PUBLISHED}omniASR-CTC-300M.pt {settings.PUBLISHED}omniASR_tokenizer.model",
 )
 VOCABULARIES = ("released", "extended", "own")
-TRAINING = ("train_extractor", "vocab", "mask_time", "mask_channels", "layer_drop", "keep_text")
-# Rows for common.options: flags that exclude each other, and flags that need another one.
+# Rows for `Parser.refuse`: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
-    *released.EXCLUDES,
-    *adapters.EXCLUDES,
     ("transcribe", "export", "give one of them"),
     ("transcribe", "export_adapter", "give one of them"),
     ("vocab", "from_scratch", "a new model's vocabulary is its training texts'"),
     ("spec_augment False", "mask_time", "the first turns masks off; leave one of them out"),
     ("spec_augment False", "mask_channels", "the first turns masks off; leave one of them out"),
-    *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
 )
 NEEDS = (
-    *adapters.NEEDS,
     ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
     ("export_format", ("export",), ""),
     ("vocab", (*released.MODELS, "resume"), "it changes the vocabulary of a released model"),
@@ -137,20 +133,69 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
-class Options:
-    """The request of the flags. `origin`: where the model starts. `how`: decoding and transcribing.
-    `vocab`: one of VOCABULARIES, or None. `keep_text`: texts are left as they are. `dropout`: in
-    the encoder. `train_extractor`: None for a new model only."""
+class Start:
+    """Flags of the model that is read and written."""
+
+    # fmt: off
+    export_format: str = flag(
+        ("hf", "onnx"), None, None,
+        "form of --export: a folder for transformers, or one for sherpa-onnx and onnx-asr (hf)",
+        USUAL)
+    tokenizer: str | None = flag(
+        options.file, None, "FILE",
+        "SentencePiece file of omniASR's weights (the one beside them)")
+    language: str | None = flag(
+        str, None, "CODE", "whose adapter of an MMS folder is used (the folder's)")
+    # fmt: on
+
+
+@dataclass(frozen=True)
+class Text:
+    """Flags of texts and of the vocabulary."""
+
+    # fmt: off
+    vocab: str | None = flag(
+        VOCABULARIES, None, None,
+        "the released model's characters, these with the ones that they lack, or only those of the"
+        " training texts (released; own for a model without a head)", USUAL, TRAINS)
+    keep_text: bool = flag(
+        OnOff, False, None,
+        "leave texts as they are, with capitals, punctuation and digits (off: as the released model"
+        " writes; a vocabulary of one's own always takes them as they are)", USUAL, TRAINS)
+    # fmt: on
+
+
+@dataclass(frozen=True)
+class Regularisation:
+    """Flags of masks and dropout. `train_extractor`: None for a new model only."""
+
+    # fmt: off
+    mask_time: float | None = flag(
+        options.SHARE, None, "P",
+        "share of the frames that spans of --spec_augment begin with, times their length"
+        f" ({KEPT_HEAD_MASKS[0]:g}; {NEW_HEAD_MASKS[0]:g} with a new head)", TRAINS)
+    mask_channels: float | None = flag(
+        options.SHARE, None, "P",
+        f"the same for channels ({KEPT_HEAD_MASKS[1]:g}; {NEW_HEAD_MASKS[1]:g} with a new head)",
+        TRAINS)
+    layer_drop: float | None = flag(
+        options.SHARE, None, "P",
+        f"chance that an utterance skips a layer ({LAYER_DROP:g}; from scratch 0)", TRAINS)
+    dropout: float = flag(options.SHARE, 0.1, "P", "after attention and feed-forward (0.1)", TRAINS)
+    train_extractor: bool | None = flag(
+        OnOff, None, None,
+        "train the convolutions over the waveform, too (from scratch only), which needs more"
+        " memory", TRAINS)
+    # fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Start, Text, Regularisation):
+    """The request of the flags. `origin`: where the model starts. `how`: decoding and
+    transcribing."""
 
     origin: Origin
     how: recogniser.Options
-    vocab: str | None
-    keep_text: bool
-    dropout: float
-    train_extractor: bool | None
-    export_format: str
-    language: str | None
-    tokenizer: str | None
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -158,56 +203,21 @@ class Options:
 
 def add_arguments(parser) -> None:
     group = released.add_arguments(parser, FORMS, settings.SIZES, "300m")
-    options.add_rows(
-        group,
-        ("export_format", ("hf", "onnx"), None, None,
-         "form of --export: a folder for transformers, or one for sherpa-onnx and onnx-asr (hf)"),
-        ("tokenizer", options.file, None, "FILE",
-         "SentencePiece file of omniASR's weights (the one beside them)"),
-        ("language", str, None, "CODE", "whose adapter of an MMS folder is used (the folder's)"),
-    )  # fmt: skip
-    text = parser.add_argument_group("text and vocabulary")
-    options.add_rows(
-        text,
-        ("vocab", VOCABULARIES, None, None,
-         "the released model's characters, these with the ones that they lack, or only those of the"
-         " training texts (released; own for a model without a head)"),
-        ("keep_text", options.OnOff, False, None,
-         "leave texts as they are, with capitals, punctuation and digits (off: as the released"
-         " model writes; a vocabulary of one's own always takes them as they are)"),
-    )  # fmt: skip
+    options.add_record(parser, group, Start)
+    options.add_record(parser, "text and vocabulary", Text)
     adapters.add_arguments(parser, has_peft=True)
-    learning = parser.add_argument_group("regularisation")
-    options.add_rows(
-        learning,
-        ("mask_time", options.SHARE, None, "P",
-         "share of the frames that spans of --spec_augment begin with, times their length"
-         f" ({KEPT_HEAD_MASKS[0]:g}; {NEW_HEAD_MASKS[0]:g} with a new head)"),
-        ("mask_channels", options.SHARE, None, "P",
-         f"the same for channels ({KEPT_HEAD_MASKS[1]:g}; {NEW_HEAD_MASKS[1]:g} with a new head)"),
-        ("layer_drop", options.SHARE, None, "P",
-         f"chance that an utterance skips a layer ({LAYER_DROP:g}; from scratch 0)"),
-        ("dropout", options.SHARE, 0.1, "P", "after attention and feed-forward (0.1)"),
-        ("train_extractor", options.OnOff, None, None,
-         "train the convolutions over the waveform, too (from scratch only), which needs more"
-         " memory"),
-    )  # fmt: skip
-    parser.usual("export_format", "vocab", "keep_text")
+    options.add_record(parser, "regularisation", Regularisation)
+    parser.refuse(EXCLUDES, NEEDS)
 
 
 def resolve(args, is_demo: bool) -> Options:
     """Fills in the defaults of these flags and returns what they ask for. Raises `UsageError`."""
-    origin = released.resolve(args, FORMS, settings.SIZES, "300m", is_demo)
-    return Options(
-        origin=origin,
-        how=recogniser.resolve(args, is_demo, has_times=True),
-        vocab=args.vocab,
-        keep_text=args.keep_text,
-        dropout=args.dropout,
-        train_extractor=args.train_extractor,
+    return options.read_record(
+        Options,
+        args,
         export_format=args.export_format or "hf",
-        language=args.language,
-        tokenizer=args.tokenizer,
+        origin=released.resolve(args, FORMS, settings.SIZES, "300m", is_demo),
+        how=recogniser.resolve(args, is_demo, has_times=True),
     )
 
 

@@ -2,11 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from common import checkpoint, memory, options
+from common.options import OnOff, flag
 from models import released
 from models.whisper import timed
 from models.whisper.decoding import Search
@@ -24,7 +26,7 @@ from models.whisper.tokenizer import WhisperTokenizer
 from speech.decoding import recogniser
 from speech.writing import metrics
 
-# Rows for common.options: flags that exclude each other, and flags that need another one.
+# Rows for `Parser.refuse`: flags that exclude each other, and flags that need another one.
 MANIFESTS = ("train_manifest", "val_manifest", "test_manifest")
 EXCLUDES = (
     ("compare_to", "transcribe", "files to transcribe have no reference; leave the first out"),
@@ -34,31 +36,28 @@ EXCLUDES = (
 NEEDS = (("timestamps", ("transcribe",), ""), ("long", ("evaluate",), ""))
 
 
-def add_arguments(group) -> None:
-    group.add_argument(
-        "--compare_to",
-        type=options.path,
-        metavar="PATH",
-        help=(
-            "a baseline for the results at the end: a Hugging Face folder, OpenAI's .pt, or weights"
-            " of this recipe"
-        ),
-    )
-    group.add_argument(
-        "--timestamps",
-        action=options.OnOff,
-        default=False,
-        help="transcribe in segments with times, by the model's time tokens (off)",
-    )
-    group.add_argument(
-        "--long",
-        type=options.path,
-        metavar="FILE",
-        help=(
-            "evaluate on this manifest of whole recordings of any length, decoded in segments with"
-            " times"
-        ),
-    )
+@dataclass(frozen=True)
+class Flags:
+    """Flags of a baseline, and of whole recordings."""
+
+    # fmt: off
+    compare_to: str | None = flag(
+        options.path, None, "PATH",
+        "a baseline for the results at the end: a Hugging Face folder, OpenAI's .pt, or weights of"
+        " this recipe")
+    timestamps: bool = flag(
+        OnOff, False, None,
+        "transcribe in segments with times, by the model's time tokens (off)")
+    long: str | None = flag(
+        options.path, None, "FILE",
+        "evaluate on this manifest of whole recordings of any length, decoded in segments with"
+        " times")
+    # fmt: on
+
+
+def add_arguments(parser, group) -> None:
+    options.add_record(parser, group, Flags)
+    parser.refuse(EXCLUDES, NEEDS)
 
 
 def check(asked: Options, recipe: str, path: str, with_times: bool) -> None:

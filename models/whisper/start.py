@@ -5,7 +5,7 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +14,7 @@ import torch
 from common import checkpoint, device, options, records
 from common.checkpoint import Saved
 from common.errors import DataError, UsageError
+from common.options import TRAINS, USUAL, OnOff, flag
 from common.parts import lora
 from models import adapters, card, released
 from models.whisper import decoding, formats, scratch
@@ -76,13 +77,10 @@ model = PeftModel.from_pretrained(base, "FOLDER")
 )
 TOKENS = range(formats.CONFIG["vocab_size"][-1])
 
-# Rows for common.options: flags that exclude each other, and flags that need another one.
+# Rows for `Parser.refuse`: flags that exclude each other, and flags that need another one.
 OWN_SHAPE = "a released model has its own shape; leave one of them out"
 FROZEN = "a frozen encoder knows inputs of 30 s only; leave one of them out"
-TRAINING = ("freeze_encoder", "ctc_weight", "pad_share", "pad_to_30s")
 EXCLUDES = (
-    *released.EXCLUDES,
-    *adapters.EXCLUDES,
     ("transcribe", "export", "give one of them"),
     ("transcribe", "export_adapter", "give one of them"),
     *((model, flag, OWN_SHAPE) for model in released.MODELS for flag in SHAPE),
@@ -90,10 +88,8 @@ EXCLUDES = (
     ("pad_share", "pad_to_30s", "the second pads every utterance; leave one of them out"),
     ("pad_share", "freeze_encoder", "the second pads every utterance; leave one of them out"),
     ("max_target_tokens", "transcribe", "the first is for texts that are given; leave it out"),
-    *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
 )
 NEEDS = (
-    *adapters.NEEDS,
     ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
     (
         "tokenizer_file",
@@ -127,39 +123,80 @@ class ModelInfo:
     times: bool = False
 
 
+def _size(what: str, key: str):
+    """A flag of the size of a model from scratch, where it is not --model_size's."""
+    kind = options.number(int, 1, formats.CONFIG[key][-1])
+    return flag(kind, None, "N", f"{what} of a model from scratch (by --model_size)")
+
+
+@dataclass(frozen=True)
+class Start:
+    """Flags of the model, its vocabulary and its language."""
+
+    # fmt: off
+    tokenizer_file: str | None = flag(
+        options.path, None, "PATH",
+        "tokenizer.json, a folder or multilingual.tiktoken (next to the model)")
+    d_model: int | None = _size("width", "d_model")
+    encoder_layers: int | None = _size("encoder layers", "encoder_layers")
+    decoder_layers: int | None = _size("decoder layers", "decoder_layers")
+    attention_heads: int | None = _size("heads of every attention", "encoder_attention_heads")
+    language: str | None = flag(
+        language_code, None, "NAME",
+        "the language of the texts, such as sw or Swahili; one without a token borrows that of"
+        " another: mdw=ln ()")
+    freeze_encoder: bool = flag(
+        OnOff, False, None, "train the decoder only, with inputs of 30 s (off)", USUAL, TRAINS)
+    # fmt: on
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The flags that change the size of a model from scratch."""
+        return {name: getattr(self, name) for name in SHAPE if getattr(self, name)}
+
+
 @dataclass(frozen=True)
 class Training:
-    """The flags' settings of the model that is trained."""
+    """How the model is trained."""
 
-    dropout: float
-    label_smoothing: float
-    pad_to_30s: bool
-    freeze_encoder: bool
-    learning_rate: float | None
-    seed: int
+    # fmt: off
+    dropout: float = flag(options.SHARE, 0.0, "P", "(0)", TRAINS)
+    label_smoothing: float = flag(
+        options.SHARE, 0.0, "P", "label smoothing of the decoder's targets (0)", TRAINS)
+    ctc_weight: float | None = flag(
+        options.SHARE, None, "X",
+        "share of an auxiliary CTC loss on the encoder of a model from scratch (0.3 there)", TRAINS)
+    pad_share: float | None = flag(
+        options.SHARE, None, "X",
+        "share of utterances padded to 30 s from the middle epoch on, because transformers always"
+        " pads when it decodes (0.05)", TRAINS)
+    pad_to_30s: bool | None = flag(
+        OnOff, None, None,
+        "pad all utterances to 30 s, in training and decoding (off; on with --freeze_encoder)",
+        TRAINS)
+    max_target_tokens: int | None = flag(
+        options.number(int, 8, formats.CONFIG["max_target_positions"][-1]), None, "N",
+        "reject longer transcripts, in tokens with prompt and end (the decoder's positions)")
+    # fmt: on
 
 
-@dataclass(frozen=True)
-class Options:
+@dataclass(frozen=True, kw_only=True)
+class Options(Start, Training):
     """The request of a Whisper recipe's flags.
 
-    `origin`: where the model starts. `how`: how it decodes. `shape`: the flags that change the size
-    of a model from scratch. `vocabulary`: the tokens that a planned run without data has, None for
+    `origin`: where the model starts. `how`: how it decodes. `vocabulary`: the tokens that a planned run without data has, None for
     the tokenizer's. `auxiliary`: the shares of the encoder's auxiliary losses, by flag.
     `suppress`: whether the tokens that a released model does not generate are suppressed."""
 
     origin: released.Origin
     how: recogniser.Options
-    tokenizer_file: str | None
-    language: str | None
-    shape: dict[str, int]
     vocab_size: int | None
     vocabulary: int | None
     auxiliary: dict[str, float]
     suppress: bool
-    max_target_tokens: int | None
     max_duration: float
-    training: Training
+    learning_rate: float | None
+    seed: int
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -170,82 +207,10 @@ def add_arguments(parser, sizes: dict[str, dict], language: str | None, usual: s
     `usual`."""
     model = released.add_arguments(parser, FORMS, sizes, "base")
     parser.hints["--align"] = "recipes/wav2vec2_ctc.py aligns a recording with its text"
-    model.add_argument(
-        "--tokenizer_file",
-        type=options.path,
-        metavar="PATH",
-        help="tokenizer.json, a folder or multilingual.tiktoken (next to the model)",
-    )
-    shape = {
-        "d_model": ("width", "d_model"),
-        "encoder_layers": ("encoder layers", "encoder_layers"),
-        "decoder_layers": ("decoder layers", "decoder_layers"),
-        "attention_heads": ("heads of every attention", "encoder_attention_heads"),
-    }
-    for name, (what, key) in shape.items():
-        model.add_argument(
-            f"--{name}",
-            type=options.number(int, 1, formats.CONFIG[key][-1]),
-            metavar="N",
-            help=f"{what} of a model from scratch (by --model_size)",
-        )
-    model.add_argument(
-        "--language",
-        type=language_code,
-        default=language,
-        metavar="NAME",
-        help=(
-            "the language of the texts, such as sw or Swahili; one without a token borrows that of"
-            f" another: mdw=ln ({usual})"
-        ),
-    )
-    model.add_argument(
-        "--freeze_encoder",
-        action=options.OnOff,
-        default=False,
-        help="train the decoder only, with inputs of 30 s (off)",
-    )
+    options.add_record(parser, model, Start, language=(language, usual))
     adapters.add_arguments(parser, has_peft=True)
-    add_loss_arguments(parser.add_argument_group("losses and padding"))
-    parser.usual("freeze_encoder")
-
-
-def add_loss_arguments(losses) -> None:
-    """Adds the flags of losses and padding to this group."""
-    losses.add_argument("--dropout", type=options.SHARE, default=0.0, metavar="P", help="(0)")
-    losses.add_argument(
-        "--label_smoothing",
-        type=options.SHARE,
-        default=0.0,
-        metavar="P",
-        help="label smoothing of the decoder's targets (0)",
-    )
-    losses.add_argument(
-        "--ctc_weight",
-        type=options.SHARE,
-        metavar="X",
-        help="share of an auxiliary CTC loss on the encoder of a model from scratch (0.3 there)",
-    )
-    losses.add_argument(
-        "--pad_share",
-        type=options.SHARE,
-        metavar="X",
-        help=(
-            "share of utterances padded to 30 s from the middle epoch on, because transformers"
-            " always pads when it decodes (0.05)"
-        ),
-    )
-    losses.add_argument(
-        "--pad_to_30s",
-        action=options.OnOff,
-        help="pad all utterances to 30 s, in training and decoding (off; on with --freeze_encoder)",
-    )
-    losses.add_argument(
-        "--max_target_tokens",
-        type=options.number(int, 8, formats.CONFIG["max_target_positions"][-1]),
-        metavar="N",
-        help="reject longer transcripts, in tokens with prompt and end (the decoder's positions)",
-    )
+    options.add_record(parser, "losses and padding", Training)
+    parser.refuse(EXCLUDES, NEEDS)
 
 
 def resolve(
@@ -274,8 +239,8 @@ def resolve(
         args.pad_to_30s = args.freeze_encoder
     if args.pad_share is None:
         args.pad_share = PAD_SHARE
-    shape = {name: getattr(args, name) for name in SHAPE if getattr(args, name)}
     if origin.size:
+        shape = {name: getattr(args, name) for name in SHAPE if getattr(args, name)}
         origin = replace(origin, size=formats.reshape(origin.size, shape))
     vocab_size = args.vocab_size if "vocab_size" in args.given else None
     vocabulary = None
@@ -285,19 +250,19 @@ def resolve(
         vocabulary = vocab_size
         if vocabulary is None and origin.size_name in formats.SIZES:
             vocabulary = origin.size["vocab_size"]
-    return Options(
+    return options.read_record(
+        Options,
+        args,
         origin=origin,
         how=how,
-        tokenizer_file=args.tokenizer_file,
         language=language,
-        shape=shape,
         vocab_size=vocab_size,
         vocabulary=vocabulary,
         auxiliary={name: getattr(args, name) for name in auxiliary},
         suppress=suppress,
-        max_target_tokens=args.max_target_tokens,
         max_duration=args.max_duration,
-        training=Training(*(getattr(args, each.name) for each in fields(Training))),
+        learning_rate=args.learning_rate,
+        seed=args.seed,
     )
 
 
@@ -457,7 +422,6 @@ def first_model(
     """The model that the training `run` (`common.loop.begin`) starts with: that of its checkpoint,
     a released one, or a new one with the tokenizer that `new_tokenizer()` makes. Raises
     `UsageError`."""
-    training = asked.training
     kind = family(asked)
 
     def new() -> ModelInfo:
@@ -465,14 +429,14 @@ def first_model(
 
     with run.model_device():
         info, weights = released.choose(asked.origin, kind, run.resumed, run.initial, new)
-        info = replace(info, pad_to_30s=training.pad_to_30s)
+        info = replace(info, pad_to_30s=asked.pad_to_30s)
         check_limits(asked, info.config)
-        model = make_model(info, training.dropout, training.label_smoothing, weights)
-    if training.freeze_encoder:
+        model = make_model(info, asked.dropout, asked.label_smoothing, weights)
+    if asked.freeze_encoder:
         model.freeze_encoder()
     weights = (weights, run.resumed, run.initial)
-    adapters.adapt(asked.origin, kind, info, model, *weights, training.seed)
-    describe(info, model, training.learning_rate)
+    adapters.adapt(asked.origin, kind, info, model, *weights, asked.seed)
+    describe(info, model, asked.learning_rate)
     return info, model
 
 
@@ -494,7 +458,7 @@ def make_search(asked: Options, info: ModelInfo) -> tuple[WhisperTokenizer, deco
         tokenizer,
         info.generation,
         info.config["vocab_size"],
-        how.method,
+        how.decoding,
         how.beam_size,
         how.seed,
     )
@@ -576,9 +540,7 @@ def for_task(asked: Options, info: ModelInfo, initial: Saved | None) -> dict:
     --init_from."""
     fit = None
     if not info.pretrained:
-        fit = functools.partial(
-            scratch.fit, seed=asked.training.seed, initialised=initial is not None
-        )
+        fit = functools.partial(scratch.fit, seed=asked.seed, initialised=initial is not None)
     return {
         "fit": fit,
         "learning_rate": learning_rate(info),

@@ -5,7 +5,7 @@ import argparse
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -14,8 +14,8 @@ import numpy as np
 
 from common import options
 from common.errors import DataError, UsageError
+from common.options import BESIDE, USUAL, OnOff, flag
 from speech.data import replay, watching
-from speech.data.annotations.rows import has_tiers
 from speech.data.checks import report_texts
 from speech.data.columns import (
     Codes,
@@ -46,7 +46,7 @@ SPLITS = ("train", "val", "test", replay.REPLAY)
 TRAINED = ("train", replay.REPLAY)  # the sets that a model learns from
 SET = {"utterances": int, "hours": (int, float), "languages": [str]}  # of `RunInfo.sets`
 
-# Rows for `common.options`: (flag, flags of which one must be given, words to add to the message).
+# Rows for `Parser.refuse`.
 NEEDS = (
     ("val_manifest", ("train_manifest",), ""),
     ("test_manifest", ("train_manifest", "evaluate", "check_data"), ""),
@@ -98,59 +98,64 @@ def sample_count(text: str) -> int | None:
         raise argparse.ArgumentTypeError(f"{error} (-1 means all)") from None
 
 
-def add_arguments(parser, allow_unknown: bool = False) -> None:
-    """The flags of data. `allow_unknown`: with the flag for `speech.writing.unknown.check_unknown`,
-    for a recipe whose vocabulary can lack characters."""
-    group = parser.add_argument_group("data")
-    several = {"nargs": "+"}
-    options.add_rows(
-        group,
-        ("train_manifest", options.path, None, "FILE",
-         "JSON Lines, CSV/TSV with a header, LJSpeech's metadata.csv; .eaf, .TextGrid, .srt, .vtt"
-         " or Audacity's labels beside their audio, also 'files/*.eaf'; a folder of a.wav with"
-         " a.txt; or several of these (synthetic data)", several),
-        ("val_manifest", options.path, None, "FILE",
-         "for evaluation during training (a held-out part of the training data)", several),
-        ("test_manifest", options.path, None, "FILE",
-         "for the results at the end (the evaluation set)", several),
-        ("audio_root", options.path, None, "DIR",
-         "base of audio paths, also of absolute ones of another machine (the manifest's folder)"),
-        ("text_column", None, None, "NAME",
-         "the column of a table that has the texts (the only one called text, sentence ...)"),
-        ("tier", None, None, "NAME",
-         "the tiers with the texts in .eaf and .TextGrid: names, such as 'tx@*', or a type in ELAN"
-         " (the only one)", {"action": options.Repeated, "nargs": "+"}),
-        ("max_samples", sample_count, None, "N",
-         "use N training utterances, drawn by --seed: a larger N adds to them; -1 = all (all)"),
-        ("min_duration", options.number(float, 0.0), 0.1, "S",
-         "reject shorter utterances, seconds (0.1)"),
-        ("max_duration", options.RATE, 30.0, "S", "reject longer utterances, seconds (30)"),
-        ("use_chunking", options.OnOff, False, None,
-         "cut recordings over --max_duration by the manifest's segment times (off)"),
-        ("strict_data", options.OnOff, False, None, "stop if any utterance is rejected (off)"),
-    )  # fmt: skip
-    parser.add_command(
-        group,
-        "--check_data",
-        takes_training_flags=True,
-        action=options.OnOff,
-        default=False,
-        help="read and check all data, print what is wrong with them, and exit",
-    )
-    options.add_rows(
-        group,
-        ("check_audio", options.OnOff, True, None,
-         "decode all audio once before training, and reject silent clips (on)"),
-        ("cache_audio", options.path, None, "DIR",
-         "keep decoded audio in this folder, 230 MB an hour at 16 kHz (no cache)"),
-    )  # fmt: skip
-    if allow_unknown:
-        options.add_rows(
-            group,
-            ("allow_unknown", options.OnOff, False, None,
-             "also use texts of which the vocabulary lacks over 5 %% of the characters (off)"),
-        )  # fmt: skip
-    parser.usual("train_manifest", "val_manifest", "test_manifest", "check_data")
+@dataclass(frozen=True)
+class Flags:
+    """Flags of data."""
+
+    # fmt: off
+    train_manifest: list[str] | None = flag(
+        options.path, None, "FILE",
+        "JSON Lines, CSV/TSV with a header, LJSpeech's metadata.csv; .eaf, .TextGrid, .srt, .vtt"
+        " or Audacity's labels beside their audio, also 'files/*.eaf'; a folder of a.wav with"
+        " a.txt; or several of these (synthetic data)", USUAL, nargs="+")
+    val_manifest: list[str] | None = flag(
+        options.path, None, "FILE",
+        "for evaluation during training (a held-out part of the training data)", USUAL, nargs="+")
+    test_manifest: list[str] | None = flag(
+        options.path, None, "FILE",
+        "for the results at the end (the evaluation set)", USUAL, nargs="+")
+    audio_root: str | None = flag(
+        options.path, None, "DIR",
+        "base of audio paths, also of absolute ones of another machine (the manifest's folder)")
+    text_column: str | None = flag(
+        None, None, "NAME",
+        "the column of a table that has the texts (the only one called text, sentence ...)")
+    tier: list[str] | None = flag(
+        options.Repeated, None, "NAME",
+        "the tiers with the texts in .eaf and .TextGrid: names, such as 'tx@*', or a type in ELAN"
+        " (the only one)", nargs="+")
+    max_samples: int | None = flag(
+        sample_count, None, "N",
+        "use N training utterances, drawn by --seed: a larger N adds to them; -1 = all (all)")
+    min_duration: float = flag(
+        options.number(float, 0.0), 0.1, "S", "reject shorter utterances, seconds (0.1)")
+    max_duration: float = flag(options.RATE, 30.0, "S", "reject longer utterances, seconds (30)")
+    use_chunking: bool = flag(
+        OnOff, False, None,
+        "cut recordings over --max_duration by the manifest's segment times (off)")
+    strict_data: bool = flag(OnOff, False, None, "stop if any utterance is rejected (off)")
+    check_data: bool = flag(
+        OnOff, False, None, "read and check all data, print what is wrong with them, and exit",
+        USUAL, BESIDE)
+    check_audio: bool = flag(
+        OnOff, True, None,
+        "decode all audio once before training, and reject silent clips (on)")
+    cache_audio: str | None = flag(
+        options.path, None, "DIR",
+        "keep decoded audio in this folder, 230 MB an hour at 16 kHz (no cache)")
+    allow_unknown: bool = flag(
+        OnOff, False, None,
+        "also use texts of which the vocabulary lacks over 5 %% of the characters (off)")
+    # fmt: on
+
+
+def add_arguments(parser, allow_unknown: bool = False, **defaults) -> None:
+    """The flags of data, with a recipe's own `defaults`. `allow_unknown`: with the flag for
+    `speech.writing.unknown.check_unknown`, for a recipe whose vocabulary can lack characters."""
+    if not allow_unknown:
+        defaults["allow_unknown"] = options.LEAVE_OUT
+    options.add_record(parser, "data", Flags, **defaults)
+    parser.refuse((), NEEDS)
 
 
 def resolve(
@@ -173,10 +178,8 @@ def resolve(
         raise UsageError(
             f"--min_duration {args.min_duration:g} is not below --max_duration {max_duration:g}"
         )
-    if args.tier and not any(map(has_tiers, itertools.chain(*manifests.values()))):
-        raise UsageError(
-            "--tier: none of the manifests is an .eaf or a .TextGrid, which have tiers"
-        )
+    if args.tier:
+        require_tiers(itertools.chain(*manifests.values()))
     planned = options.plans(args)
     # A check leaves nothing in the current folder.
     keeps = not planned and not (args.check_data and "output_dir" not in args.given)
@@ -204,6 +207,16 @@ def resolve(
     )
 
 
+def require_tiers(manifests: Iterable[str]) -> None:
+    """Raises `UsageError` if --tier has no effect."""
+    from speech.data.annotations.rows import has_tiers
+
+    if not any(map(has_tiers, manifests)):
+        raise UsageError(
+            "--tier: none of the manifests is an .eaf or a .TextGrid, which have tiers"
+        )
+
+
 def load_splits(
     data: DataOptions,
     normalise: Callable[[str], str],
@@ -221,7 +234,9 @@ def load_splits(
         if data.planned and stand_in:
             return stand_in()
         if demo is None:
-            raise UsageError("there are no data: give --train_manifest")
+            raise UsageError(
+                "there are no data: give --train_manifest or, with --evaluate, --test_manifest"
+            )
         if data.had_others:
             raise UsageError(
                 "these weights were trained on other data than the demo corpus, which is used"

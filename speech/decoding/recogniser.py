@@ -5,7 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from common import batches, files, memory, options
 from common.device import Setup
 from common.errors import DataError, UsageError, cannot_write
 from common.layers import finite_layers
+from common.options import ALONE, TRAINS, USUAL, OnOff, flag
 from speech.data import splits
 from speech.data.columns import Codes
 from speech.decoding import transcripts
@@ -41,13 +42,8 @@ STYLES = {  # what a warning says, and the difference between shares of texts th
     "digits": ("digits are", 0.05),
 }
 
-REGULARISATION = (
-    "spec_augment speed_perturbation wave_augment noise_dir dropout label_smoothing".split()
-)
-
-# Rows for common.options: flags that exclude each other, and flags that need another one.
+# Rows for `Parser.refuse`: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
-    *((flag, options.COMMAND, options.TRAINS) for flag in REGULARISATION),
     ("noise_dir", "wave_augment False", "with the second no noise is added; leave one of them out"),
     *splits.unused_by("transcribe"),
     ("normaliser", "transcribe", "files to transcribe have no reference; leave the first out"),
@@ -59,21 +55,51 @@ NEEDS = (
 
 
 @dataclass(frozen=True)
-class Options:
-    """The flags' settings of decoding and transcribing: the `method` and `beam_size` of a search
-    (None if the recipe has one method only); a further way to compare texts; the files and folders
-    to transcribe, the file that the transcripts are written to (None: they are printed), the
-    longest piece of a recording in seconds (None: what the model reads), and whether they are
-    printed with times; where results are written, the seed that chooses examples, and
-    `Task.augmented_share` of a model that cannot write yet, None in a demo and in a recipe that
-    does not augment by default."""
+class Augmentation:
+    """Flags of augmentation."""
 
-    method: str | None = None
-    beam_size: int | None = None
-    normaliser: str | None = None
-    transcribe: list[str] = field(default_factory=list)
-    output: str | None = None
-    piece_seconds: float | None = None
+    # fmt: off
+    spec_augment: bool | None = flag(
+        OnOff, None, None,
+        "mask bands and spans of the features (on; off for the demo)", TRAINS)
+    speed_perturbation: bool | None = flag(
+        OnOff, None, None, "play at 0.9, 1.0 or 1.1 times the speed (on; off for the demo)", TRAINS)
+    wave_augment: bool | None = flag(
+        OnOff, None, None,
+        "add silence at the ends and noise, and change the level (on; off for the demo)", TRAINS)
+    noise_dir: str | None = flag(
+        options.path, None, "DIR",
+        "turns --wave_augment on, with the noise in these audio files", TRAINS)
+    # fmt: on
+
+
+@dataclass(frozen=True)
+class Options:
+    """The flags' settings of decoding and transcribing, None for flags that a recipe lacks, and
+    where results are written, the seed that chooses examples, and `Task.augmented_share` of a model
+    that cannot write yet, None in a demo and in a recipe that does not augment by default.
+    `timestamps`: whether transcripts are printed with times."""
+
+    # fmt: off
+    decoding: str | None = flag(None, None, None, "")  # by the recipe's methods
+    beam_size: int | None = flag(
+        options.number(int, 1, MOST_BEAMS), None, "N", "hypotheses of a beam search ()")
+    normaliser: str | None = flag(
+        tuple(NORMALISERS), None, None,
+        "also print error rates of texts that are normalised as Whisper's reports are (its"
+        " multilingual normaliser)")
+    transcribe: list[str] | None = flag(
+        options.path, None, "PATH",
+        "transcribe files and folders with the weights of --resume"
+        " (OUTPUT_DIR/checkpoints/best.safetensors)", USUAL, ALONE, nargs="+")
+    output: str | None = flag(
+        options.file, None, "FILE",
+        "write the transcripts to this file as JSON Lines, or subtitles to x.srt or x.vtt", USUAL)
+    piece_seconds: float | None = flag(
+        options.number(float, 1.0), None, "S",
+        "cut recordings at silences into pieces of at most S seconds, to train on with"
+        " --use_chunking (as long as the model reads)")
+    # fmt: on
     timestamps: bool = False
     batch_size: int = 8
     log_dir: Path = Path("logs")
@@ -86,17 +112,7 @@ class Options:
 
 def add_augmentation(parser) -> None:
     """The flags of augmentation alone, for a recipe that does not decode."""
-    options.add_rows(
-        parser.add_argument_group("augmentation"),
-        ("spec_augment", options.OnOff, None, None,
-         "mask bands and spans of the features (on; off for the demo)"),
-        ("speed_perturbation", options.OnOff, None, None,
-         "play at 0.9, 1.0 or 1.1 times the speed (on; off for the demo)"),
-        ("wave_augment", options.OnOff, None, None,
-         "add silence at the ends and noise, and change the level (on; off for the demo)"),
-        ("noise_dir", options.path, None, "DIR",
-         "turns --wave_augment on, with the noise in these audio files"),
-    )  # fmt: skip
+    options.add_record(parser, "augmentation", Augmentation)
 
 
 def add_arguments(
@@ -120,42 +136,17 @@ def add_decoding(
 ) -> None:
     """The flags of a recogniser that decodes by `methods`, `method` by default. Without
     `normalisers` its texts are compared in one way only."""
-    group = parser.add_argument_group("decoding and transcribing")
+    changes = dict.fromkeys(("decoding", "beam_size"), options.LEAVE_OUT)
     if methods:
-        options.add_rows(
-            group,
-            ("decoding", methods, method, None,
-             f"method for the results at the end, --evaluate and --transcribe ({method})"),
-            ("beam_size", options.number(int, 1, MOST_BEAMS), None, "N",
-             f"hypotheses of a beam search ({beam_size})"),
-        )  # fmt: skip
-    if normalisers:
-        options.add_rows(
-            group,
-            ("normaliser", tuple(NORMALISERS), None, None,
-             "also print error rates of texts that are normalised as Whisper's reports are (its"
-             " multilingual normaliser)"),
-        )  # fmt: skip
-    parser.add_command(
-        group,
-        "--transcribe",
-        nargs="+",
-        type=options.path,
-        metavar="PATH",
-        help=(
-            "transcribe files and folders with the weights of --resume"
-            " (OUTPUT_DIR/checkpoints/best.safetensors)"
-        ),
-    )
-    options.add_rows(
-        group,
-        ("output", options.file, None, "FILE",
-         "write the transcripts to this file as JSON Lines, or subtitles to x.srt or x.vtt"),
-        ("piece_seconds", options.number(float, 1.0), None, "S",
-         "cut recordings at silences into pieces of at most S seconds, to train on with"
-         " --use_chunking (as long as the model reads)"),
-    )  # fmt: skip
-    parser.usual("transcribe", "output")
+        what = f"method for the results at the end, --evaluate and --transcribe ({method})"
+        changes = {
+            "decoding": {"choices": methods, "default": method, "help": what},
+            "beam_size": (None, str(beam_size)),
+        }
+    if not normalisers:
+        changes["normaliser"] = options.LEAVE_OUT
+    options.add_record(parser, "decoding and transcribing", Options, **changes)
+    parser.refuse(EXCLUDES, NEEDS)
 
 
 def resolve(
@@ -187,13 +178,9 @@ def resolve(
             needed = "add --timestamps" if "timestamps" in vars(args) else "name a .jsonl file"
             raise UsageError(f"--output {output}: subtitles need times; {needed}")
         transcripts.check_output(output, options.paths_in(args, "output"))
-    return Options(
-        method=getattr(args, "decoding", None),
-        beam_size=getattr(args, "beam_size", None),
-        normaliser=getattr(args, "normaliser", None),
-        transcribe=getattr(args, "transcribe", None) or [],
-        output=output,
-        piece_seconds=getattr(args, "piece_seconds", None),
+    return options.read_record(
+        Options,
+        args,
         timestamps=getattr(args, "timestamps", False),
         batch_size=args.eval_batch_size,
         log_dir=args.log_dir,

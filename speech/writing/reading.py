@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from common import files
 from common.errors import UsageError, require
 from speech import amharic
-from speech.data.manifest import check_encoding
+from speech.data.fields import check_encoding
 from speech.writing import languages
 from speech.writing.text import normalise
 

@@ -41,9 +41,11 @@ from recipes import whisper_vietnamese as vietnamese
 from speech.data import splits
 from speech.data.columns import Codes
 from speech.morse import synthesis
+from speech.morse.synthesis import Choice
 from speech.signal.audio import SAMPLE_RATE, read_audio
 from tests.recipes import adapters, runs
 from tests.recipes.runs import SHORT, TINY, error_lines, newest, planned, ran, refused
+from tests.speech.morse.sets import write_set
 
 BOTH = pytest.mark.parametrize("recipe", [morse, vietnamese], ids=["morse", "vietnamese"])
 CLIPS = "--clips_per_epoch 8 --eval_clips 3 --clip_seconds 2".split()
@@ -309,22 +311,8 @@ def test_augmentation_depends_on_seed_epoch_and_utterance_alone(recipe, spoken, 
     assert all("time_masks" not in item and len(item["audio"]) == item["heard"] for item in items)
 
 
-def test_a_written_data_set_is_trained_on_and_evaluated(tmp_path):
-    made = [
-        "--write_dataset",
-        tmp_path / "set",
-        20,
-        "--clip_seconds",
-        2,
-        "--conditions",
-        "clean",
-        "wide",
-    ]
-    assert "data set: 20 clips" in ran(morse, *made, "--output_dir", tmp_path)
-    header = (tmp_path / "set" / "metadata.csv").read_text(encoding="utf-8").splitlines()[0]
-    assert header.startswith(
-        "id,audio_file,text,contest_type,sample_type,wpm,condition,duration,is_noise_only"
-    )
+def test_a_folder_of_recordings_is_trained_on_and_evaluated(tmp_path):
+    write_set(tmp_path / "set", 20, Choice(["clean", "wide"], clip_seconds=2.0).mix())
     flags = ["--data_dir", tmp_path / "set", "--output_dir", tmp_path]
     ran(morse, *flags, "--from_scratch", *TINY, *SHORT, "--speed_perturbation")
     path = tmp_path / "logs" / "evaluation.json"
@@ -333,20 +321,6 @@ def test_a_written_data_set_is_trained_on_and_evaluated(tmp_path):
     shutil.move(path, tmp_path / "before.json")
     ran(morse, *flags, "--evaluate")
     assert path.read_text() == (tmp_path / "before.json").read_text()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_while_a_data_set_is_written_leaves_nothing(number, tmp_path):
-    """It goes to the whole process group, as from a terminal, but only the main process acts on
-    it."""
-    made = ["--write_dataset", "set", 4000, "--clip_seconds", 1, "--dataloader_num_workers", 2]
-    process = runs.start(runs.command(morse, *made), tmp_path)
-    runs.wait_until(process, lambda: list(tmp_path.glob(".set.*.tmp/audio/*.wav")))
-    os.killpg(process.pid, number)
-    _, err = process.communicate()
-    assert (
-        process.returncode == 128 + number and err.count("\n") == 1 and not list(tmp_path.iterdir())
-    ), err
 
 
 def test_long_recordings_are_cut_by_their_segments_or_rejected(spoken, tmp_path):
@@ -1481,21 +1455,6 @@ MISTAKES = {  # flags, status and a part of the message; {released}, {corpus} an
             2,
             "the paths in metadata.csv start at --data_dir",
         ),
-        (
-            "--write_dataset {here}/foreign 9",
-            2,
-            "--write_dataset {here}/foreign: it holds files that are not replaced (mine.txt)",
-        ),
-        ("--write_dataset {here}/new many", 2, "'many' is not a whole number"),
-        ("--write_dataset {here}/new 0", 2, "0 is out of range: it must be at least 1"),
-        ("--write_dataset {here}/new 10000001", 2, "it must be at most 10000000"),
-        ("--write_dataset {empty} 5", 2, "the path is empty"),
-        (
-            "--write_dataset {here}/new 5 --max_steps 3",
-            2,
-            "--max_steps and --write_dataset: the first is for training",
-        ),
-        ("--write_dataset {here}/new 5 --wpm 30 20", 2, "--wpm 30 20: give two numbers"),
         (
             "--export {here}/foreign",
             2,
