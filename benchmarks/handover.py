@@ -7,7 +7,7 @@ recipe, every form of its export and every program.
     python benchmarks/handover.py --whisper_cpp whisper.cpp           # with its scripts of conversion
     python benchmarks/handover.py --python nemo-toolkit=nemo/bin/python   # a program elsewhere
 
-Each model is trained on its demo's corpus and exported, then held-out clips of the demo go through
+Each model is trained on its demo's corpus (XTTS, which has none, on Matcha's words) and exported, then held-out clips of the demo go through
 --transcribe and through each program, as the files are. A Whisper hears windows of 30 s there, so
 here as well, in one greedy pass over what is exported, or with a beam of five: with silence after
 the clip, or with zeros for features where the program fills its window with these, as
@@ -16,8 +16,8 @@ by each program, and the waveforms are compared; both take the likeliest code. A
 installed has a row that says so. Each reads in a separate process, because some end the process
 if a file displeases them.
 
-Two models begin with folders that are written here, as released ones. XTTS's has random weights and
-a vocoder, which the demo's model lacks. whisper_released, for whisper.cpp, is whisper_vietnamese's
+Two models begin with folders that are written here, as released ones. XTTS's has random weights.
+whisper_released, for whisper.cpp, is whisper_vietnamese's
 model with OpenAI's vocabulary; it is not trained, and its texts are no Vietnamese.
 
 A new row is a function that takes an export and files and returns texts, and a line of `ROWS`."""
@@ -358,7 +358,7 @@ def released_whisper(folder: Path, runs: dict[str, Path]) -> None:
 
 
 def released_xtts(folder: Path, runs: dict[str, Path]) -> None:
-    """A folder in Coqui's form, as small as the demo's model, with random weights."""
+    """A small folder in Coqui's form, with random weights."""
     from models.xtts import formats, frozen, texts
     from models.xtts.model import GPT
     from models.xtts.tokenizer import new_vocabulary
@@ -366,7 +366,7 @@ def released_xtts(folder: Path, runs: dict[str, Path]) -> None:
     torch.manual_seed(0)
     parts = {"code_dim": 64, "dvae_hidden": 128}
     config = formats.make_config(128, 4, 2, text_tokens=512, codes=512, **parts)
-    groups = {"gpt": GPT(config).state_dict(), **frozen.random_groups(config)}
+    groups = {"gpt": GPT(config).state_dict(), **frozen.make_frozen(config).groups()}
     vocab = new_vocabulary(texts.CHARACTERS, [texts.CARRIER, "am"], config["text_tokens"])
     formats.export(folder, groups, config, {"config": {}, "vocab": vocab, "licence": False}, {})
 
@@ -424,8 +424,19 @@ def made(args, name: str, folder: Path, runs: dict[str, Path]) -> list:
         words += ["--output_dir", runs[name], *model.training.split()]
         if args.updates:
             words += ["--max_steps", args.updates]
+        if model.recipe == "xtts_amharic":
+            words += ["--language", "am", *spoken_amharic(runs[name] / "data" / "amharic")]
         recipe_of(model.recipe, *words)
     return ["--resume", runs[name] / "checkpoints" / "best.safetensors"]
+
+
+def spoken_amharic(folder: Path) -> list[str]:
+    """Flags that name a corpus of spoken Amharic, which is written into `folder`."""
+    from speech.data import demo
+
+    sizes = {"train": 400, "val": 100}
+    made = demo.speech_corpus(folder, demo.AMHARIC_WORDS, demo.AMHARIC_VOICES, sizes)
+    return ["--train_manifest", made["train"], "--val_manifest", made["val"]]
 
 
 def held_out(run: Path, name: str, count: int) -> list[dict]:

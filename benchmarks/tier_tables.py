@@ -69,9 +69,7 @@ SCRIPTS = {
         "--from_scratch --no_train_extractor --layer_drop 0.1",
     ),
     "run_matcha_voice.sh": Script("recipes/matcha_voice.md", "utterances of 15 s"),
-    "run_xtts_amharic.sh": Script(
-        "recipes/xtts_amharic.md", "utterances of 11.6 s", "--from_scratch"
-    ),
+    "run_xtts_amharic.sh": Script("recipes/xtts_amharic.md", "utterances of 11.6 s"),
 }
 
 

@@ -551,6 +551,10 @@ def main() -> None:
     if user.gave("--rows"):
         print(script.rows)
         return
+    has_demo = "demo" in names(read_rows(script.rows), 1)
+    if script.brings and not has_demo and not user.flags:
+        flags = script.brings.replace(" ", ", ")
+        fail(f"{script.recipe} has no demo: give it a model and recordings, with {flags}")
     user, machines, words = choose(script, user)
     if user.gave("--print"):
         # As bash quotes it.

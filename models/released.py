@@ -37,10 +37,8 @@ LEAVE_OUT = (
     "leave it out to continue, or start a new run with another --output_dir, or from the weights"
     " that fit with --init_from in place of --resume"
 )
-FROM_SCRATCH = (
-    "leave it out to take that model, or add --from_scratch to make a new one, which takes the"
-    " weights that fit"
-)
+TAKE = "leave it out to take that model"
+FROM_SCRATCH = f"{TAKE}, or add --from_scratch to make a new one, which takes the weights that fit"
 
 # Rows for `Parser.refuse`: flags that exclude each other.
 EXCLUDES = (
@@ -66,6 +64,14 @@ class Forms:
     exported: str  # what loads an export: "for transformers, with OpenAI's model.pt"
     fetch: str  # the command that fetches a released model
     fetch_file: str = ""  # the one that fetches a file, if `fetch` does not
+    scratch: bool = True  # whether a recipe has --from_scratch and --model_size
+
+    def ways(self) -> str:
+        """The flags that say where a training starts, for a message."""
+        ways = f"--model_dir DIR ({self.folder})"
+        if self.file:
+            ways += f", --model_file FILE ({self.file})"
+        return f"{ways}, or --from_scratch" if self.scratch else ways
 
 
 @dataclass(frozen=True)
@@ -118,16 +124,19 @@ def add_arguments(parser, forms: Forms, sizes: Iterable[str], usual_size: str):
     """Adds the flags that say where a model starts, and --export. `sizes` are the choices of
     --model_size; the first is the demo's, and `usual_size` is the default with data. Returns the
     group of flags, so that a family can add its own to it."""
-    sizes = list(sizes)
     title = "model: where it starts (its shape comes from the checkpoint when resuming)"
-    usual = f"{sizes[0]}, without data; {usual_size} with data"
     folder = f"fine-tune {forms.family}, {forms.folder}; without training, use it"
     export = (
         f"write the weights as a folder {forms.exported}; after training, or alone with --resume"
         " PATH or --model_dir"
     )
     file = {"help": f"the same for {forms.file}"} if forms.file else options.LEAVE_OUT
-    size = {"choices": sizes, "help": f"shape of a model from scratch ({usual})"}
+    size = scratch = options.LEAVE_OUT
+    if forms.scratch:
+        sizes = list(sizes)
+        usual = f"{sizes[0]}, without data; {usual_size} with data"
+        size = {"choices": sizes, "help": f"shape of a model from scratch ({usual})"}
+        scratch = {}
     parser.refuse(EXCLUDES)
     return options.add_record(
         parser,
@@ -135,6 +144,7 @@ def add_arguments(parser, forms: Forms, sizes: Iterable[str], usual_size: str):
         Flags,
         model_dir={"help": folder},
         model_file=file,
+        from_scratch=scratch,
         model_size=size,
         export={"help": export},
     )
@@ -146,29 +156,27 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
     that does not train needs none. Raises `UsageError`."""
     path = args.model_dir or getattr(args, "model_file", None)
     flag = "--model_dir" if args.model_dir else "--model_file"
-    ways = f"--model_dir DIR ({forms.folder}), "
-    if forms.file:
-        ways += f"--model_file FILE ({forms.file}), "
-    ways += "or --from_scratch"
+    from_scratch = forms.scratch and args.from_scratch
     is_command = any(options.is_on(vars(args), name) for name in args.rules.commands)
     trains = options.plans(args) or not is_command
-    starts_somewhere = path or args.from_scratch or is_demo or args.resume or args.init_from
+    starts_somewhere = path or from_scratch or is_demo or args.resume or args.init_from
     if trains and not starts_somewhere:
-        raise UsageError(f"training needs a model to start from: add {ways}")
+        raise UsageError(f"training needs a model to start from: add {forms.ways()}")
     if path:
         require_source(path, flag, forms)
     require_exports(vars(args), options.paths_in(args, *EXPORTS))
-    if not path and args.model_size is None:
+    if forms.scratch and not path and args.model_size is None:
         args.model_size = next(iter(sizes)) if is_demo else usual_size
+    size_name = args.model_size if forms.scratch else None
     settings, adapter = adapters.resolve(args, path)
     return Origin(
         given=args.given,
         path=path,
         flag=flag,
-        from_scratch=args.from_scratch,
-        may_be_random=args.from_scratch or (is_demo and not path and not args.init_from),
-        size_name=args.model_size,
-        size=sizes.get(args.model_size),
+        from_scratch=from_scratch,
+        may_be_random=from_scratch or (is_demo and not path and not args.init_from),
+        size_name=size_name,
+        size=sizes.get(size_name),
         resume=args.resume,
         checkpoint_dir=args.checkpoint_dir,
         export=args.export,
@@ -410,12 +418,12 @@ class Family:
         if origin.path:
             return self.read(origin.path)
         if initial and not origin.may_be_random:
-            return self.read_info(initial, FROM_SCRATCH), None
+            advice = FROM_SCRATCH if origin.forms.scratch else TAKE
+            return self.read_info(initial, advice), None
         if not origin.may_be_random:  # known only when --resume auto has found no checkpoint
-            ways = "--model_dir, --model_file" if origin.forms.file else "--model_dir"
             raise UsageError(
                 "there is no checkpoint to resume from, and nothing says where the model starts:"
-                f" add {ways} or --from_scratch"
+                f" add {origin.forms.ways()}"
             )
         info = create()
         shapes = checkpoint.shapes_of(lambda: self.network(info))

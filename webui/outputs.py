@@ -86,7 +86,7 @@ def _open(path: Path):
 
 
 def stage(folder: Path) -> str:
-    """The stage that was trained last, such as "dvae", of a training in several; "" for the main
+    """The stage that was trained last, such as "vocoder", of a training in several; "" for the main
     one, whose logs and checkpoints have no folder of their own."""
     found = {}
     for path in [folder / "logs", *(folder / "logs").glob("*/")]:

@@ -125,7 +125,8 @@ def distribute(found: Path, own: Path, folder: Path, source: int, ranks: Ranks) 
     """Sends the checkpoint `found` of the rank `source` to the machines that have another one or
     none (`own`), where it comes into `folder`, and the best weights to the first rank. Returns its
     path on this machine."""
-    receivers = lacking(own, source, ranks)
+    digests = ranks.gather(digest_of(own) if ranks.leader else None)
+    receivers = [i for i, digest in enumerate(digests) if digest not in (None, digests[source])]
     send(ranks, found, folder / found.name, source, receivers)
     if 0 in receivers:
         for name in BEST:
@@ -135,22 +136,6 @@ def distribute(found: Path, own: Path, folder: Path, source: int, ranks: Ranks) 
     ranks.gather(None)  # all files are there
     leader = ranks.rank - torchrun("LOCAL_RANK", 0)
     return folder / found.name if leader in receivers else own
-
-
-def share_best(folder: Path, ranks: Ranks) -> None:
-    """Sends the best weights in `folder`, which the first rank has, to the machines that lack them.
-    All ranks call it."""
-    with ranks.patient():  # the first one may still evaluate them
-        receivers = lacking(folder / BEST[0], 0, ranks)
-        for name in BEST:
-            send(ranks, folder / name, folder / name, 0, receivers)
-        ranks.gather(None)  # all files are there
-
-
-def lacking(own: Path, source: int, ranks: Ranks) -> list[int]:
-    """The first ranks of the machines whose file `own` is not that of the rank `source`."""
-    digests = ranks.gather(digest_of(own) if ranks.leader else None)
-    return [rank for rank, digest in enumerate(digests) if digest not in (None, digests[source])]
 
 
 def send(ranks: Ranks, found: Path, path: Path, source: int, receivers: list[int]) -> None:

@@ -21,6 +21,7 @@ from models.xtts.decoding import Sampling, Speech
 from models.xtts.formats import Conditioning, Speaker
 from models.xtts.frozen import Frozen
 from models.xtts.texts import Texts
+from models.xtts.vocoder import OUTPUT_RATE
 from speech.data.columns import Corpus
 from speech.decoding import judge
 from speech.decoding.judge import KINDS, clip_name, write_corpus
@@ -37,6 +38,7 @@ QUIET_SECONDS = 0.3  # kept at the end; a natural end has 0.12 to 0.18 s
 FADE_SECONDS = 0.005
 
 EXPORTED_SECONDS = 10.0  # the length that the clip of a speaker in an export should have
+HELD_OUT = 2  # sentences that are spoken after training
 SHORTEST_LIMIT = 40  # codes that a held-out sentence may have
 LIMIT = 2  # times the codes of its recording, if that is more
 
@@ -66,11 +68,11 @@ class Synthesiser:
 
 @dataclass(frozen=True)
 class Voice:
-    """A voice as the model hears it: latents (1, L, d) for the GPT and, if there is a vocoder, a
-    speaker vector (1, 512)."""
+    """A voice as the model hears it: latents (1, L, d) for the GPT and a speaker vector (1, 512)
+    for the vocoder."""
 
     latents: torch.Tensor
-    speaker: torch.Tensor | None
+    speaker: torch.Tensor
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -117,9 +119,6 @@ def resolve(args, count: int) -> tuple[Sampling, list[Path]]:
         args.temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed
     )
     return sampling, outputs
-
-
-# --- sentences ------------------------------------------------------------------------------------
 
 
 # --- voices and texts -----------------------------------------------------------------------------
@@ -193,7 +192,7 @@ def voice_of(synthesiser: Synthesiser, waveforms: Sequence[torch.Tensor]) -> Voi
     lengths = synthesiser.lengths
     clips = [waveform[: lengths.max_ref_len * SAMPLE_RATE] for waveform in waveforms]
     latents = latents_of(synthesiser.model, frozen.conditioning_mel, torch.cat(clips), lengths)
-    return Voice(latents, frozen.speaker(clips) if frozen.vocoder else None)
+    return Voice(latents, frozen.speaker(clips))
 
 
 @torch.no_grad()
@@ -228,7 +227,7 @@ def speak(
     settings: Sampling,
     language: str | None = None,
 ) -> Iterator[torch.Tensor]:
-    """Texts as samples (T,) at `frozen.rate`, in order. Sentences of several texts are sampled
+    """Texts as samples (T,) at OUTPUT_RATE, in order. Sentences of several texts are sampled
     together, which changes none of them."""
     model = synthesiser.model
     frozen = synthesiser.frozen
@@ -240,7 +239,7 @@ def speak(
         spoken = iter(spoken)
         for sentences in part:
             waveforms = [_waveform(frozen, next(spoken), voice) for _ in sentences]
-            yield join(waveforms, frozen.rate)
+            yield torch.cat([finish(waveform) for waveform in waveforms])
 
 
 def _sentences(
@@ -272,34 +271,27 @@ def _parts(lines: list[list]) -> Iterator[list[list]]:
 def _waveform(frozen: Frozen, speech: Speech, voice: Voice) -> torch.Tensor:
     if not len(speech.codes):
         return voice.latents.new_zeros(0)
-    if frozen.vocoder:
-        return frozen.vocoder(speech.latents[None], voice.speaker)[0]
-    return frozen.resynthesise(speech.codes)
+    return frozen.vocoder(speech.latents[None], voice.speaker)[0]
 
 
 # --- waveforms ------------------------------------------------------------------------------------
 
 
-def finish(waveform: torch.Tensor, rate: int) -> torch.Tensor:
+def finish(waveform: torch.Tensor) -> torch.Tensor:
     """A waveform (T,) whose end is cut 0.3 s after it becomes quiet, and whose last 5 ms are faded
     out."""
-    size = round(FRAME_SECONDS * rate)
+    size = round(FRAME_SECONDS * OUTPUT_RATE)
     frames = F.pad(waveform, (0, -len(waveform) % size)).view(-1, size)
     levels = frames.square().mean(1).sqrt()
     end = 0
     if len(levels):
         loud = (levels > max(SILENT, QUIET * float(levels.max()))).nonzero()
         end = (int(loud[-1]) + 1) * size if len(loud) else 0
-    waveform = waveform[: end + round(QUIET_SECONDS * rate)].clone()
-    fade = min(len(waveform), round(FADE_SECONDS * rate))
+    waveform = waveform[: end + round(QUIET_SECONDS * OUTPUT_RATE)].clone()
+    fade = min(len(waveform), round(FADE_SECONDS * OUTPUT_RATE))
     factors = torch.linspace(1, 0, fade + 1, dtype=waveform.dtype, device=waveform.device)
     waveform[len(waveform) - fade :] *= factors[1:]
     return waveform
-
-
-def join(waveforms: Sequence[torch.Tensor], rate: int) -> torch.Tensor:
-    """The finished waveforms (T,) of sentences as one."""
-    return torch.cat([finish(waveform, rate) for waveform in waveforms])
 
 
 # --- held-out sentences ---------------------------------------------------------------------------
@@ -316,7 +308,7 @@ def speak_corpus(
     """Speaks the sentences of a corpus with the voices of `references`, {speaker: (int16 samples,
     Hz)}, and makes their recordings anew from their codes. Writes wav files into `folder`, and the
     manifests reference.csv, resynthesis.csv and synthesis.csv. Returns a message, with the
-    similarity of the voices if there is a speaker encoder. Raises `RunError` if the files cannot be
+    similarity of the voices. Raises `RunError` if the files cannot be
     written."""
     frozen = synthesiser.frozen
     device = next(synthesiser.model.parameters()).device
@@ -337,13 +329,13 @@ def speak_corpus(
         limited = replace(settings, max_codes=min(most, settings.max_codes))
         language = corpus.languages[index]
         [spoken] = speak(synthesiser, [text], voices[name], limited, language)
-        if frozen.vocoder and len(spoken) > frozen.rate // 2:
-            heard = frozen.speaker([spoken], frozen.rate)
+        if len(spoken) > OUTPUT_RATE // 2:
+            heard = frozen.speaker([spoken], OUTPUT_RATE)
             similarities.append(float(F.cosine_similarity(heard, voices[name].speaker)[0]))
         outputs = {
             "reference": (recording, SAMPLE_RATE),
             "resynthesis": (frozen.resynthesise(codes), SAMPLE_RATE),
-            "synthesis": (spoken, frozen.rate),
+            "synthesis": (spoken, OUTPUT_RATE),
         }
         for kind, (waveform, rate) in outputs.items():
             file = clip_name(index, kind)
@@ -370,17 +362,14 @@ def speak_held_out(
 ) -> None:
     """Speaks the first sentences of `corpus`, each in the voice of its speaker's clip in `clips`,
     of `speakers_of`, and prints how well the judge understands them."""
-    usual, sampling = 20, decoding.GREEDY
-    if synthesiser.frozen.vocoder:
-        usual, sampling = 2, Sampling(seed=asked.seed)
-    count = usual if asked.speak_held_out is None else asked.speak_held_out
+    count = HELD_OUT if asked.speak_held_out is None else asked.speak_held_out
     if not (count and clips):
         return
     corpus = corpus.select(np.arange(min(count, len(corpus))))
     folder = judge.folder_of(asked.output_dir)
     synthesiser.frozen.to(setup.device)
     with setup.autocast():
-        print(speak_corpus(folder, synthesiser, corpus, clips, sampling))
+        print(speak_corpus(folder, synthesiser, corpus, clips, Sampling(seed=asked.seed)))
     if asked.judge:
         synthesiser.model.cpu()
         synthesiser.frozen.to(torch.device("cpu"))

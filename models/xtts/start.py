@@ -5,7 +5,6 @@ import argparse
 import contextlib
 import functools
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -22,15 +21,7 @@ from common.parts import lora
 from common.parts.new_rows import NewRows
 from models import adapters, card, released
 from models.released import Forms, Origin
-from models.xtts import (
-    cleaners,
-    codec_training,
-    formats,
-    frozen,
-    new_tokens,
-    speaking,
-    texts,
-)
+from models.xtts import cleaners, formats, frozen, new_tokens, speaking, texts
 from models.xtts.frozen import Frozen
 from models.xtts.model import (
     CHECKPOINTED,
@@ -49,15 +40,18 @@ from speech.data.splits import RunInfo
 from speech.decoding import judge
 from speech.writing import languages
 
-DVAE_FOLDER = "dvae"  # beside the checkpoints of a model from scratch
-OF_DVAE = "it is of the DVAE's training; name a checkpoint or weights in the folder above it"
-DVAE_UPDATES = codec_training.STEPS["dvae"]
+TUNED_ONLY = "it began from random weights, and this recipe only tunes released ones"
 FORMS = Forms(
     family="XTTS-v2",
     folder=f"a folder with Coqui's {', '.join(formats.FILES)}",
     file="",
     exported="that Coqui's XTTS loads",
     fetch="hf download coqui/XTTS-v2 --local-dir XTTS-v2",
+    scratch=False,
+)
+NEEDED = (
+    "training needs --train_manifest FILE (clips and their texts) and --model_dir DIR"
+    f" ({FORMS.folder}; fetch them with: {FORMS.fetch})"
 )
 CARD = card.Form(
     library="coqui",
@@ -90,15 +84,12 @@ ADAPTED = {
 POSITIONS = ("text_pos_embedding.emb", "mel_pos_embedding.emb")
 # Rows of the text embedding.
 VERSIONS = {"v2.0.0": 6153, "v2.0.1": 6153, "v2.0.2": 6681, "v2.0.3": 6681}
-# The shortest and longest conditioning slice, samples.
-SLICES = {"full": (66_150, 132_300), "demo": (11_025, 22_050)}
-FINE_TUNING_RATE = 5e-6
-SCRATCH_RATE = 2e-3
-NEW_ROWS_RATE = 1e-4  # of tokens that are new in a released model
+SLICE = 66_150, 132_300  # the shortest and longest conditioning slice, samples
+LEARNING_RATE = 5e-6
+NEW_ROWS_RATE = 1e-4  # of tokens that are new
 TEXT_FLAGS = {"use_amharic_g2p", "extend_vocab"}
 
 EXCLUDES = (
-    ("custom_model", "from_scratch", "the first is an already tuned model; leave one of them out"),
     ("synthesize", "export", "give one of them"),
     *splits.unused_by("synthesize"),
     ("evaluate", "export", "give one of them"),
@@ -107,7 +98,6 @@ EXCLUDES = (
 NEEDS = (
     ("adapter", ("synthesize", "evaluate", "export"), "--init_from trains them"),
     ("custom_model", ("model_dir",), "it holds the GPT only"),
-    ("model_size", ("from_scratch",), ""),
 )
 
 
@@ -115,21 +105,22 @@ NEEDS = (
 class ModelInfo:
     """The record of a GPT that is saved with its weights."""
 
-    stage: Annotated[str, {"gpt"}, OF_DVAE]
     config: dict  # see `formats.CONFIG`
     vocab: str  # text of vocab.json
     language: str  # of rows without a language
     carried: bool  # the language's token follows English's
     text: texts.TextOptions
-    reads_stop: bool  # the codes follow the text's STOP in training
     condition: Annotated[str, {"same", "other"}]  # --condition
     slice: tuple[int, int]  # the shortest and longest conditioning slice, samples
-    pretrained: bool  # began from released weights
     settings: dict  # config.json of the released model
     licence: bool  # the weights derive from Coqui's
-    model_dir: str | None  # the folder of the frozen parts; None: random ones
+    model_dir: str | None  # the folder of the frozen parts; None in a plan without one
     dvae: str  # `digest` of the DVAE
     new_tokens: int = 0  # the last ones, which the released vocabulary lacked
+    # Earlier versions could begin at random weights. The others have these values.
+    pretrained: Annotated[bool, lambda pretrained: pretrained, TUNED_ONLY] = True
+    reads_stop: bool = False
+    stage: str = "gpt"
 
 
 @dataclass(frozen=True)
@@ -143,11 +134,11 @@ class Start:
     language: str | None = flag(
         None, None, "NAME",
         "language of the texts, such as sw or Swahili; one that the vocabulary lacks gets a token"
-        " (with your data it has to be given; am for the demo)", USUAL)
+        " (it has to be given)", USUAL)
     condition: str | None = flag(
         ["same", "other"], None, None,
-        "the voice comes from the clip that is learned, or from another one of its speaker (same;"
-        " other from scratch)", TRAINS)
+        "the voice comes from the clip that is learned, or from another one of its speaker (same)",
+        TRAINS)
     version: str | None = flag(
         list(VERSIONS), None, None, "the version that the weights should have; another is an error")
     # fmt: on
@@ -194,7 +185,7 @@ class OtherNames:
 @dataclass(frozen=True, kw_only=True)
 class Options(Start, Training):
     """The request of the flags. `recipe`: its name in checkpoints; `voices`: the clips of
-    --speaker_wav; `planned`: this is a dry run."""
+    --speaker_wav."""
 
     origin: Origin
     recipe: str
@@ -202,19 +193,18 @@ class Options(Start, Training):
     seed: int
     voices: list[str]
     held_out: judge.HeldOut
-    planned: bool
 
 
 # --- flags ----------------------------------------------------------------------------------------
 
 
 def add_arguments(parser) -> None:
-    group = released.add_arguments(parser, FORMS, formats.SIZES, "demo")
+    group = released.add_arguments(parser, FORMS, (), "")
     options.add_record(parser, group, Start)
     adapters.add_arguments(parser, has_peft=False)
     texts.add_arguments(parser)
     options.add_record(parser, "the GPT in training", Training)
-    judge.add_arguments(parser, "2; 20 from scratch")
+    judge.add_arguments(parser, str(speaking.HELD_OUT))
     options.add_record(parser, parser, OtherNames)
     parser.refuse(EXCLUDES, NEEDS)
 
@@ -224,8 +214,8 @@ def resolve_language(args, origin: Origin) -> str | None:
     --use_amharic_g2p. Raises `UsageError`."""
     if args.use_amharic_g2p and args.language is None:
         return texts.AMHARIC
-    demo = None if released.exports_only(origin) else texts.AMHARIC
-    language = languages.resolve(args, demo)
+    planned = None if released.exports_only(origin) else texts.AMHARIC
+    language = languages.resolve(args, planned)
     if language is None:
         return None
     code = texts.code_of(language)
@@ -234,22 +224,19 @@ def resolve_language(args, origin: Origin) -> str | None:
     return code
 
 
-def resolve(args, is_demo: bool, recipe: str) -> Options:
+def resolve(args, recipe: str) -> Options:
     """Checks these flags and returns what they ask for. Raises `UsageError`."""
-    origin = released.resolve(args, FORMS, formats.SIZES, "demo", is_demo)
+    is_command = any(options.is_on(vars(args), name) for name in args.rules.commands)
+    if not (is_command or args.train_manifest or args.export):
+        raise UsageError(NEEDED)
+    # A plan without weights is of a model with the shape of the released one.
+    origin = released.resolve(args, FORMS, {}, "", is_demo=options.plans(args))
     language = resolve_language(args, origin)
     if args.extend_vocab and released.exports_only(origin):
         raise UsageError(
             "--extend_vocab is for training, and --export alone trains nothing: add"
             " --train_manifest"
         )
-    if origin.may_be_random and not origin.resume:
-        require_vocoder(origin, origin.size)
-    text = texts.resolve(args, language)
-    is_read = args.synthesize or args.show_text or TEXT_FLAGS & args.given
-    if origin.path and not args.train_manifest and not args.test_manifest and not is_read:
-        # A released vocabulary lacks the letters of the demo's texts.
-        text = replace(text, g2p=language == texts.AMHARIC)
     if args.export and args.speaker_wav:
         speaking.named_clips(args.speaker_wav)  # what is wrong with them is reported now
     return options.read_record(
@@ -258,11 +245,10 @@ def resolve(args, is_demo: bool, recipe: str) -> Options:
         origin=origin,
         recipe=recipe,
         language=language,
-        text=text,
+        text=texts.resolve(args, language),
         seed=args.seed,
         voices=args.speaker_wav or [],
         held_out=judge.resolve(args, released.exports_only(origin)),
-        planned=options.plans(args),
     )
 
 
@@ -274,7 +260,6 @@ class Family(released.Family):
     layer of GPT-2 has queries, keys and values in one."""
 
     model_info = ModelInfo
-    sized = ("d_model",)
     adapted = ADAPTED
     whole = ("text_embedding.", "text_head.")
     rows = new_tokens.TEXT_ROWS
@@ -288,9 +273,6 @@ class Family(released.Family):
     def network(self, info: ModelInfo) -> GPT:
         return GPT(info.config)
 
-    def make_model(self, info: ModelInfo, weights, trains: bool = False) -> GPT:
-        return make_model(info.config, weights, self.asked.dropout if trains else 0.0)
-
     def check(self, info: ModelInfo, name: str) -> None:
         formats.check_config(info.config, name)
         size = Vocabulary(info.vocab).size
@@ -302,15 +284,13 @@ class Family(released.Family):
 
     def conflicts(self, info: ModelInfo, saved: Saved) -> list[str]:
         asked = self.asked
-        origin = asked.origin
-        if not info.pretrained and info.model_dir:
-            origin = replace(origin, path=None)  # --model_dir names the folder of its own DVAE
-        found = released.conflicts(origin, info, self.sized)
-        if "language" in origin.given and asked.language != info.language:
+        given = asked.origin.given
+        found = []
+        if "language" in given and asked.language != info.language:
             found.append(f"--language {asked.language} (the checkpoint has {info.language})")
         if asked.condition not in (None, info.condition):
             found.append(f"--condition {asked.condition} (the checkpoint has {info.condition})")
-        return found + texts.conflicts(origin.given, asked.text, info.text)
+        return found + texts.conflicts(given, asked.text, info.text)
 
     def layers(self, info: ModelInfo, targets: str) -> lora.Layers:
         with torch.device("meta"):
@@ -329,16 +309,12 @@ class Family(released.Family):
 
 
 def choose(
-    asked: Options,
-    resumed: Saved | None,
-    initial: Saved | None,
-    train_dvae: Callable[[dict], Path],
+    asked: Options, resumed: Saved | None, initial: Saved | None
 ) -> tuple[ModelInfo, dict[str, torch.Tensor] | None, Frozen]:
-    """The model to be trained: its info, the GPT's weights (None if they are random or the loop
-    loads them), and the frozen parts. `resumed` and `initial` are the checkpoints of --resume and
-    --init_from. `train_dvae(config)` returns the folder of a DVAE for a new model without a
-    vocoder; a dry run has a random one. Raises `UsageError`."""
-    create = functools.partial(new_info, asked, train_dvae)
+    """The model to be trained: its info, the GPT's weights (None if the loop loads them), and the
+    frozen parts. `resumed` and `initial` are the checkpoints of --resume and --init_from. Raises
+    `UsageError`."""
+    create = functools.partial(planned_info, asked)
     info, weights = Family(asked).choose(resumed, initial, create)
     if initial:
         check_initial(initial, info)
@@ -346,21 +322,21 @@ def choose(
 
 
 def first_model(
-    asked: Options, run, train_dvae: Callable[[dict], Path], corpora: dict[str, Corpus]
+    asked: Options, run, corpora: dict[str, Corpus]
 ) -> tuple[Synthesiser, ModelInfo, int]:
     """The model that the training `run` (`common.loop.begin`) starts with, with all that it takes
     to use it, its info, and how many tokens were added to its vocabulary for the training texts. It
-    reads the texts of the `corpora`. `train_dvae`: see `choose`. Raises `UsageError`."""
+    reads the texts of the `corpora`. Raises `UsageError`."""
     added = 0
     with run.model_device():
-        info, weights, parts = choose(asked, run.resumed, run.initial, train_dvae)
+        info, weights, parts = choose(asked, run.resumed, run.initial)
         texts.read_corpora(texts.Texts(info), corpora)
         if not run.resumed:
             learned = corpora["train"].read
             info, weights, added = new_tokens.extend(info, weights, learned, asked.text)
-        device.seed_everything(asked.seed)  # the DVAE's training has drawn random numbers
+        device.seed_everything(asked.seed)  # the frozen parts have drawn random numbers
         model = make_model(info.config, weights, asked.dropout)
-    freeze(model, info, asked.freeze_layers)
+    freeze(model, asked.freeze_layers)
     adapters.adapt(Family(asked), info, model, weights, run, asked.seed)
     use_sdpa(model, asked.sdpa)
     print(f"attention: {attention_kernel(model, run.setup.device, run.setup.dtype)}")
@@ -372,15 +348,12 @@ def first_model(
     return synthesiser_of(info, model, parts, vocabulary), info, added
 
 
-def freeze(model: GPT, info: ModelInfo, layers: int) -> None:
+def freeze(model: GPT, layers: int) -> None:
     """Freezes the first `layers` of the GPT. Raises `UsageError` if it has fewer."""
     if layers > len(model.gpt.h):
         raise UsageError(f"--freeze_layers {layers}: the GPT has {len(model.gpt.h)} layers")
     for block in model.gpt.h[:layers]:
         block.requires_grad_(False)
-    # In a short training a small conditioning encoder, which began at random, unlearns the voices.
-    if not (info.pretrained or info.config["hifigan"]):
-        model.conditioning_encoder.requires_grad_(False)
 
 
 def trained(asked: Options, setup: device.Setup) -> tuple[Synthesiser, ModelInfo, RunInfo | None]:
@@ -425,7 +398,7 @@ def reader_of(
         language = told(asked)
         reader = texts.FrontEnd(language, asked.text, language not in cleaners.LANGUAGES)
         texts.read_corpora(reader, corpora)
-        return reader, formats.SIZES["full"]
+        return reader, formats.RELEASED
     texts.read_corpora(texts.Texts(info), corpora)
     if is_new and "train" in corpora:
         info, _, _ = new_tokens.extend(info, None, corpora["train"].read, asked.text)
@@ -433,8 +406,7 @@ def reader_of(
 
 
 def told(asked: Options) -> str:
-    """The language of the texts of a new or released model. Raises `UsageError` if it is not
-    given."""
+    """The language of the texts of a released model. Raises `UsageError` if it is not given."""
     if asked.language is None:
         raise UsageError(languages.ASK)
     return asked.language
@@ -452,16 +424,13 @@ def read(asked: Options, folder: str) -> tuple[ModelInfo, dict[str, torch.Tensor
     if asked.custom_model:
         weights = formats.read_custom(asked.custom_model, config)
     info = ModelInfo(
-        stage="gpt",
         config=config,
         vocab=extras["vocab"],
         language=told(asked),
         carried=False,
         text=new_text(asked),
-        reads_stop=False,
         condition=asked.condition or "same",
-        slice=SLICES["full"],
-        pretrained=True,
+        slice=SLICE,
         settings=extras["config"],
         licence=extras["licence"] or asked.custom_model is not None,
         model_dir=os.path.abspath(folder),
@@ -470,33 +439,24 @@ def read(asked: Options, folder: str) -> tuple[ModelInfo, dict[str, torch.Tensor
     return new_tokens.add_language(info, weights)
 
 
-def new_info(asked: Options, train_dvae: Callable[[dict], Path]) -> ModelInfo:
-    """The info of a model from scratch, after the training of its DVAE."""
-    config = asked.origin.size
-    require_vocoder(asked.origin, config)
+def planned_info(asked: Options) -> ModelInfo:
+    """The info of a plan without a released model: one with the shape of XTTS-v2. All codes have a
+    loss, as with --condition other, so no batch takes more."""
     language = told(asked)
+    config = formats.RELEASED
     vocab = new_vocabulary(texts.CHARACTERS, [texts.CARRIER, language], config["text_tokens"])
-    if config["hifigan"] or asked.planned:
-        folder = None
-        groups = frozen.random_groups(config)
-    else:
-        folder = os.path.abspath(train_dvae(config))
-        groups, _ = read_dvae(asked.recipe, config, [Path(folder)])
     return ModelInfo(
-        stage="gpt",
         config={**config, "start_text": Vocabulary(vocab).start},
         vocab=vocab,
         language=language,
         carried=language != texts.CARRIER,
         text=new_text(asked),
-        reads_stop=True,
         condition=asked.condition or "other",
-        slice=SLICES[asked.origin.size_name],
-        pretrained=False,
+        slice=SLICE,
         settings={},
         licence=False,
-        model_dir=folder,
-        dvae=frozen.digest(groups["dvae"]),
+        model_dir=None,
+        dvae="",
     )
 
 
@@ -533,11 +493,11 @@ def for_task(asked: Options, info: ModelInfo, initial: Saved | None) -> dict:
     the weights of --init_from."""
     family = Family(asked)
     return {
-        "learning_rate": FINE_TUNING_RATE if info.pretrained else SCRATCH_RATE,
+        "learning_rate": LEARNING_RATE,
         "checkpointed": CHECKPOINTED,
         "compiled": COMPILED,
-        "evaluate_first": info.pretrained,
-        "fine_tunes": info.pretrained,
+        "evaluate_first": True,
+        "fine_tunes": True,
         "new_rows": new_rows(family, info, initial),
         "vocabulary": family.vocabulary(info, initial),
         "reports": (str(judge.folder_of(asked.held_out.output_dir)),),
@@ -550,32 +510,17 @@ def for_task(asked: Options, info: ModelInfo, initial: Saved | None) -> dict:
 def frozen_parts(asked: Options, info: ModelInfo) -> Frozen:
     """The parts that the GPT was trained with. Prints the licence of released ones. Raises
     `UsageError`."""
-    origin = asked.origin
-    require_vocoder(origin, info.config)
-    folder = origin.path or info.model_dir
-    if origin.export and folder:
-        released.refuse_overlap(origin.export, folder)
-    if info.pretrained:
-        if not os.path.isdir(folder):
-            raise UsageError(
-                f"the frozen parts come from {folder}, which is not there: name the folder with"
-                " --model_dir"
-            )
-        groups = formats.read_frozen(folder, info.config)
-    elif folder is None:
-        groups = frozen.random_groups(info.config)
-    else:
-        folders = [Path(folder)]
-        if not origin.path:
-            # The folder of the run may have moved, or the GPT alone to a subfolder.
-            place = checkpoints_of(origin)
-            folders = [place / DVAE_FOLDER, place.parent / DVAE_FOLDER, *folders]
-        groups, coder = read_dvae(asked.recipe, info.config, folders, info.dvae)
-        if coder.updates < DVAE_UPDATES:
-            print(
-                f"warning: the DVAE of this model had {coder.updates} of {DVAE_UPDATES} updates, so"
-                " speech is rough; a new --output_dir trains another"
-            )
+    folder = asked.origin.path or info.model_dir
+    if folder is None:
+        return frozen.make_frozen(info.config)
+    if asked.origin.export:
+        released.refuse_overlap(asked.origin.export, folder)
+    if not os.path.isdir(folder):
+        raise UsageError(
+            f"the frozen parts come from {folder}, which is not there: name the folder with"
+            " --model_dir"
+        )
+    groups = formats.read_frozen(folder, info.config)
     if frozen.digest(groups["dvae"]) not in ("", info.dvae):
         raise UsageError(
             "the DVAE is not the one that this GPT learned the codes of: name the same --model_dir"
@@ -584,35 +529,6 @@ def frozen_parts(asked: Options, info: ModelInfo) -> Frozen:
     if info.licence:
         print(formats.LICENCE)
     return frozen.make_frozen(info.config, groups)
-
-
-def checkpoints_of(origin: Origin) -> Path:
-    """The folder of the checkpoint that is resumed, or of this run's."""
-    return origin.checkpoint_dir if origin.resume in (None, "auto") else Path(origin.resume).parent
-
-
-def read_dvae(
-    recipe: str, config: dict, folders: list[Path], wanted: str = ""
-) -> tuple[dict, codec_training.ModelInfo]:
-    """The DVAE in the first of `folders` that has one with the digest `wanted`, else in the first
-    that has one. Raises `UsageError`."""
-    shapes = formats.expected_shapes(config)["dvae"]
-    there = [folder for folder in folders if (folder / "best.safetensors").exists()]
-    first = None
-    for folder in there or folders[-1:]:
-        found = codec_training.read_dvae(recipe, config, folder, shapes)
-        first = first or found
-        if frozen.digest(found[0]["dvae"]) == wanted:
-            return found
-    return first
-
-
-def require_vocoder(origin: Origin, config: dict) -> None:
-    """Raises `UsageError` if --export is given for a model without a vocoder."""
-    if origin.export and not config["hifigan"]:
-        raise UsageError(
-            "--export: the model has no vocoder, which Coqui's XTTS needs; a released model has one"
-        )
 
 
 def export_trained(
@@ -651,7 +567,6 @@ def export(
         about,
         base=about.base or info.model_dir,
         languages=tuple(about.languages or (info.language,)),
-        is_new=not info.pretrained,
         licence=card.CPML if info.licence else None,
     )
     # Coqui's code refuses a language that it does not know, and reads a token in the text.

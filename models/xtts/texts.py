@@ -34,7 +34,7 @@ KINDS = ("characters", "bpe")  # of --extend_vocab
 VOCAB_SIZE = 2000
 MAX_TEXT = 200  # tokens of a text, at most
 PHONEMES = "abcdefghijklmnopqrstuvwxyzäəčšžñı'"
-# The characters of a model from scratch.
+# The characters of a plan's vocabulary.
 CHARACTERS = "".join(map(chr, range(0x1200, 0x1380))) + "'.,;:?!-" + PHONEMES
 ETHIOPIC = re.compile(amharic.ETHIOPIC)
 
@@ -243,10 +243,6 @@ class Texts:
         self.unknown = self.vocabulary.unknown
         self.is_new = is_new
         self.front_end = FrontEnd(info.language, info.text, info.carried)
-        # When XTTS speaks, the codes follow STOP. In the training of the released model they do not
-        # attend to it. A model from scratch that is trained like that adds a syllable at the end,
-        # because it has never seen STOP.
-        self.ending = [self.vocabulary.stop] if info.reads_stop else []
 
     def language_of(self, language: str | None) -> str:
         """The language that a row is read in: its own, or the model's if the row has none or the
@@ -267,8 +263,7 @@ class Texts:
         the vocabulary lacks."""
         tokens = []
         for read, language in zip(corpus.read, corpus.languages, strict=True):
-            row = self.encode_read(read, language) + self.ending
-            tokens.append(np.array(row, dtype=np.int32))
+            tokens.append(np.array(self.encode_read(read, language), dtype=np.int32))
         foreign = [code for code in corpus.languages if code and not self._known(code)]
         if foreign:
             reason = f"a language that the vocabulary lacks, such as {foreign[0][:20]!r}"

@@ -234,7 +234,9 @@ def load_splits(
         if data.planned and stand_in:
             return stand_in()
         if demo is None:
-            raise UsageError("there are no data: give --train_manifest")
+            raise UsageError(
+                "there are no data: give --train_manifest or, with --evaluate, --test_manifest"
+            )
         if data.had_others:
             raise UsageError(
                 "these weights were trained on other data than the demo corpus, which is used"

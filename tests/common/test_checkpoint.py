@@ -543,20 +543,19 @@ def test_best_json_is_believed_only_if_it_is_sound(tmp_path):
 # --- branches -------------------------------------------------------------------------------------
 
 
-def test_an_earlier_run_moves_with_its_stages_and_folders(tmp_path):
+def test_an_earlier_run_moves_with_its_folders(tmp_path):
     folder, logs = tmp_path / "c", tmp_path / "l"
-    for place in (folder / "dvae", logs / "dvae", logs / "speech", logs / "mine"):
+    for place in (folder, logs / "speech", logs / "mine"):
         place.mkdir(parents=True)
         (place / "a").write_text(str(place))
     (tmp_path / "precious").mkdir()
     (logs / "reports").symlink_to(tmp_path / "precious")
     save(folder, 1)
-    checkpoint.make_room(folder, logs, ("speech", "reports"), ("dvae",))
-    assert {path.name for path in (folder / "earlier-1").iterdir()} == {
-        "dvae",
-        "checkpoint_step_00000001.pt",
-    }
+    checkpoint.make_room(folder, logs, ("speech", "reports"))
+    assert [path.name for path in (folder / "earlier-1").iterdir()] == [
+        "checkpoint_step_00000001.pt"
+    ]
     moved = {path.name: path for path in (logs / "earlier-1").iterdir()}
-    assert set(moved) == {"dvae", "speech", "reports"} and moved["reports"].is_symlink()
+    assert set(moved) == {"speech", "reports"} and moved["reports"].is_symlink()
     assert (moved["speech"] / "a").read_text() == str(logs / "speech")
     assert (logs / "mine" / "a").exists() and (tmp_path / "precious").is_dir()

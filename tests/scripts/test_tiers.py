@@ -28,7 +28,7 @@ parser.add_argument("--lora")
 parser.add_argument("--gradient_checkpointing", action="store_true")
 parser.add_argument("--no_gradient_checkpointing", action="store_false", dest="gradient_checkpointing")
 args, others = parser.parse_known_args()
-assert "--from_scratch" in others and os.environ["OMP_NUM_THREADS"] == "1" and not os.listdir()
+assert os.environ["OMP_NUM_THREADS"] == "1" and not os.listdir()
 if args.batch_size == 3:
     print("learning rate: 1")
     sys.exit("error: there is no such row")

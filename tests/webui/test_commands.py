@@ -149,7 +149,7 @@ def test_what_the_page_decides_is_refused(places):
 # --- commands -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "xtts_amharic"])  # no demo
 def test_the_command_is_that_of_the_preset_script(name, places):
     recipe = RECIPES[name]
     folder = places.runs / "a b"
@@ -167,7 +167,7 @@ def test_the_command_is_that_of_the_preset_script(name, places):
 
 def test_a_plan_has_the_tier_of_its_card(places):
     recipe = RECIPES["xtts_amharic"]
-    settings = {"values": {"train_manifest": "train.csv", "from_scratch": "on", "language": "am"}}
+    settings = {"values": {"train_manifest": "train.csv", "language": "am"}}
     made = commands.command(places, recipe, settings, places.runs / "new", "8GB")
     assert made.notes[0] == "tier: 8gb (auto)" and made.words[-1] == "--dry_run=8GB"
     values, notes = commands.preset(places, recipe, {**settings, "tier": "8gb", "size": "full"})

@@ -266,7 +266,7 @@ def test_the_worst_utterances_come_first(run):
 def test_an_export_is_the_recipes_command(places, run, recipes, monkeypatch):
     context = Context(places, recipes, Models())
     asked = []
-    answers = iter([(0, ""), (0, ""), (2, "loading\nerror: the model has no vocoder\n")])
+    answers = iter([(0, ""), (0, ""), (2, "loading\nerror: there is no such voice\n")])
 
     def ask(words, seconds):
         asked.append(words)
@@ -283,7 +283,7 @@ def test_an_export_is_the_recipes_command(places, run, recipes, monkeypatch):
     other = runs.Run(**{**vars(run), "recipe": "parakeet_tdt"})
     export.export(context, other, "best.safetensors", "nemo")
     assert asked[1][3] == str(run.folder / "export-2") and asked[1][-1] == "--export_format=nemo"
-    with pytest.raises(RunError, match=r"^the model has no vocoder$"):
+    with pytest.raises(RunError, match=r"^there is no such voice$"):
         export.export(context, run, "best.safetensors", None)
 
 

@@ -13,26 +13,13 @@ import pytest
 import soundfile
 
 from common.errors import RunError
-from models.xtts import formats
 from recipes import konkani_conformer, xtts_amharic
 from speech.data import demo
+from tests.models.xtts import small
 from tests.recipes import runs
 from webui import use
 
 CPU = ("--device", "cpu")
-SMALL = formats.make_config(
-    16,
-    2,
-    2,
-    450,
-    32,
-    latents=8,
-    perceiver_heads=2,
-    perceiver_head_dim=8,
-    code_dim=16,
-    dvae_hidden=16,
-    hifigan=False,
-)
 # A recipe whose model is a number.
 FAKE = '''"""A recipe that loads a number."""
 import os, sys, threading, time
@@ -139,13 +126,15 @@ def test_a_kept_model_transcribes_as_the_command_does(recogniser, loads, tmp_pat
 
 
 def test_a_kept_model_speaks_as_the_command_does(loads, tmp_path, monkeypatch):
-    monkeypatch.setitem(formats.SIZES, "demo", SMALL)
+    small.use_small_vocoder(monkeypatch)
+    released = small.write_released(tmp_path / "released")
     sizes = {"train": 8, "val": 2}
     corpus = demo.speech_corpus(
         tmp_path / "data", demo.AMHARIC_WORDS, demo.AMHARIC_VOICES[:2], sizes
     )
     flags = ["--train_manifest", corpus["train"], "--val_manifest", corpus["val"]]
-    flags += ["--from_scratch", "--speak_held_out", 0, "--max_steps", 1, "--min_duration", 0.2]
+    flags += ["--model_dir", released, "--use_amharic_g2p"]
+    flags += ["--speak_held_out", 0, "--max_steps", 1, "--min_duration", 0.2]
     runs.ran(xtts_amharic, *flags, "--output_dir", tmp_path / "run")
     [clip, *_] = (tmp_path / "data").rglob("*.wav")
     model = ["--resume", tmp_path / "run" / "checkpoints" / "best.safetensors", *CPU]
