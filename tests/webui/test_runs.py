@@ -449,36 +449,6 @@ def test_a_run_from_elsewhere_runs_no_words_of_its_own(folder, monkeypatch):
     assert not (folder / "evil").exists()
 
 
-def test_the_log_is_no_link_to_another_file(folder, tmp_path):
-    run = make(folder, "run")
-    (tmp_path / "mine").write_text("mine")
-    (run.folder / "run.log").symlink_to(tmp_path / "mine")
-    with pytest.raises(RunError, match="cannot be started"):
-        runs.start(run)
-    assert (tmp_path / "mine").read_text() == "mine" and outputs.log(run.folder) == ""
-
-
-def test_links_in_a_run_lead_nowhere(folder, tmp_path, monkeypatch):
-    run = make(folder, "run")
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2}\n')
-    (run.folder / "logs").symlink_to(tmp_path / "elsewhere")
-    assert outputs.metrics(run.folder) == []
-    monkeypatch.setattr(commands, "command", lambda *_: pytest.fail("it would write there"))
-    with pytest.raises(UsageError, match="outside"):
-        runs.resume(run, Places(folder, folder), {"program": None})
-
-
-def test_pipes_in_a_run_do_not_hang(folder):
-    (folder / "run" / "checkpoints").mkdir(parents=True)
-    os.mkfifo(folder / "run" / "checkpoints" / "best.safetensors")
-    assert [run.recipe for run in runs.list_runs(folder)] == [""]
-    os.mkfifo(folder / "run" / "run.json")
-    other = make(folder, "other", f"--train_manifest={folder}/uploads/1/manifest.jsonl")
-    runs.remove(other, Places(folder, folder))
-    assert [run.name for run in runs.list_runs(folder)] == ["run"]
-
-
 def test_removing_a_run_removes_its_own_uploads(folder):
     places = Places(folder, folder)
     for number in ("1", "2", "12"):
@@ -528,10 +498,3 @@ def test_runs_on_a_gpu(folder, monkeypatch):
     with held(*locks, folder / "by hand" / "checkpoints" / ".lock") as process:
         launch.write_word(launch.open_lock(folder / "waits"), process, "waiting", "gpu")
         assert {run.name for run in runs.on_gpu(folder)} == {"gpu", "by hand"}
-
-
-def test_numbers_of_a_hostile_log(folder):
-    run = make(folder, "run")
-    line = "step 1/2  loss x  lr 1  1 utterances/s  1 GiB  waiting 1%  1 min left\n"
-    (run.folder / "run.log").write_text(f"length: {'9' * 5000} updates\n{line}")
-    assert "loss" not in progress.numbers(run)
