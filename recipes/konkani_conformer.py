@@ -57,6 +57,7 @@ from speech.alignment.letters import of_characters
 from speech.data import demo, feasible, splits
 from speech.data.columns import Corpus
 from speech.decoding import language_model, recogniser, results, timed, windows
+from speech.decoding.language_model import tokens_of
 from speech.decoding.long import PARTS, by_length
 from speech.decoding.search import Fusion, joint_beam, rescored_beam
 from speech.signal import augment, nemo_features
@@ -719,7 +720,7 @@ def make_language_model(
     """The language model, which is a part of one search only."""
     if how.decoding != "rescore":
         return None
-    return language_model.make(how.lm, tokenizer, folder, held_out)
+    return language_model.make(how.lm, tokens_of(tokenizer), folder, held_out)
 
 
 # --- set-up ---------------------------------------------------------------------------------------

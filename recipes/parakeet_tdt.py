@@ -64,7 +64,8 @@ from speech.alignment.letters import of_pieces
 from speech.data import demo, feasible, replay, splits, watching
 from speech.data.columns import Corpus
 from speech.data.splits import RunInfo
-from speech.decoding import recogniser, results, timed, windows
+from speech.decoding import language_model, recogniser, results, timed, windows
+from speech.decoding.language_model import tokens_of
 from speech.decoding.long import PARTS, by_length
 from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
@@ -92,6 +93,7 @@ def add_arguments(parser) -> None:
     replay.add_arguments(parser)
     watching.add_arguments(parser)
     recogniser.add_arguments(parser)
+    language_model.add_arguments(parser)
     alignment.add_arguments(parser)
     rates = "fine-tuning 1e-4, or 3e-5 below 20 h of speech; from scratch by the model's width"
     options.add_arguments(
@@ -418,14 +420,19 @@ def report_results(
     info: ModelInfo,
     model: Parakeet,
     evaluation: dict[str, EvalBatches],
+    folder: Path | None,
     compares: bool,
     weights: str,
 ) -> None:
     """Prints the error rates of the test set, or of "val" without one, and examples with the times
     of their words. If it `compares`, also the error rates of the released model that a flag names;
-    `model` is then moved to the host. `weights`: which weights the model has, for the title."""
-    decode = functools.partial(decoding.transcripts, model, tokenizer_of(info))
-    rows, eval_batches = results.report(asked.how, model, decode, evaluation, weights)
+    `model` is then moved to the host. `weights`: which weights
+    of the `folder` the model has, for the title."""
+    tokenizer = tokenizer_of(info)
+    decode = functools.partial(decoding.transcripts, model, tokenizer)
+    held_out = results.held_out_texts(evaluation)
+    lm = language_model.make(asked.how.lm, tokens_of(tokenizer), folder, held_out)
+    rows, eval_batches = results.report(asked.how, model, decode, evaluation, weights, lm=lm)
     if compares and asked.origin.path:
         info, untrained = start.Family(asked).released_model()
         memory.replace_on_device(model, untrained)
@@ -448,7 +455,10 @@ def transcribe(args, asked: Options) -> None:
     tokenizer = tokenizer_of(info)
     if asked.stream:
         return live.transcribe(asked.how, asked.stream, model, tokenizer, setup)
-    decode = functools.partial(decoding.transcripts, model, tokenizer)
+    weights = released.weights_file(asked.origin)
+    lm = language_model.make(asked.how.lm, tokens_of(tokenizer), weights and weights.parent)
+    fusion = lm and lm.used()
+    decode = functools.partial(decoding.transcripts, model, tokenizer, fusion=fusion)
     longest = (before or RELEASED).longest
     cutting = by_length(longest, windows.by_time(tokenizer, decoding.frame_samples(model.config)))
     recogniser.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
@@ -485,6 +495,7 @@ def evaluate_only(args, asked: Options) -> None:
     """--evaluate on the test set, --export, or both, without training."""
     setup = device.setup(args)
     model, info, before = trained(asked, setup)
+    weights = released.weights_file(asked.origin)
     if args.evaluate:
         check_folder(args.log_dir)
         corpora = read_data(args, before or RELEASED)
@@ -493,8 +504,9 @@ def evaluate_only(args, asked: Options) -> None:
         sets = make_sets(args, info, corpora)
         evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
         with setup.autocast():
-            report_results(asked, info, model, evaluation, before is not None, "the given weights")
-    weights = released.weights_file(asked.origin)
+            folder = weights and weights.parent
+            compares = before is not None
+            report_results(asked, info, model, evaluation, folder, compares, "the given weights")
     found = results.results_of(args.log_dir, weights, bool(args.evaluate))
     about = card.About(RECIPE, asked.origin.path, weights, before, found)
     start.Family(asked).export(info, model, about)
@@ -561,6 +573,7 @@ def make_task(
         learning_rate=rate,
         checkpointed=CHECKPOINTED,
         reports=results.REPORTS,
+        beside=language_model.as_file(train_set.texts),
         further=watching.watched(evaluation, args.stop_when_watched_rises),
         compiled=COMPILED,
         evaluate_first=info.pretrained,
@@ -609,7 +622,9 @@ def main(args) -> None:
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
     task = make_task(args, asked, run, info, run_info, corpora["train"], model, evaluation)
     progress = train(args, run, model, task, global_batches, evaluation["val"])
-    report = functools.partial(report_results, asked, info, model, evaluation, True)
+    report = functools.partial(
+        report_results, asked, info, model, evaluation, args.checkpoint_dir, True
+    )
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
         results.add_watched(asked.how, task.further, progress)

@@ -18,6 +18,7 @@ Sources: CTC (Graves et al. 2006); gated convolutions (Dauphin et al. 2017).
 
 import functools
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -42,7 +43,8 @@ from common.options import TRAINS, flag
 from common.report import check_folder
 from speech.data import demo, feasible, splits
 from speech.data.columns import Corpus
-from speech.decoding import recogniser, results
+from speech.decoding import language_model, recogniser, results
+from speech.decoding.search import LM_BEAM, Fusion, ctc_prefix_beam
 from speech.signal.audio import SAMPLE_RATE, read_utterance
 from speech.signal.features import FeatureNorm, LogMel, frames, valid_mask
 from speech.writing import metrics, text, unknown
@@ -79,6 +81,7 @@ class Flags:
 def add_arguments(parser) -> None:
     splits.add_arguments(parser, allow_unknown=True)
     recogniser.add_decoding(parser)
+    language_model.add_arguments(parser)
     options.add_record(parser, "model", Flags)
     options.add_arguments(parser)
 
@@ -230,12 +233,15 @@ def compute_loss(model: Network, batch: dict) -> dict[str, torch.Tensor]:
     return {"ctc": loss}
 
 
-def texts_of(model: Network, batch: dict) -> list[str]:
-    """The most probable character of every frame, repeats merged, blanks removed."""
+def texts_of(model: Network, batch: dict, fusion: Fusion | None = None) -> list[str]:
+    """The most probable character of every frame, repeats merged, blanks removed; or the best text
+    together with a language model."""
     log_probs, lengths = model(batch)
     texts = []
-    for row, length in zip(log_probs.argmax(-1).cpu(), lengths.tolist(), strict=True):
-        path = row[:length].unique_consecutive().tolist()
+    for row, length in zip(log_probs.cpu(), lengths.tolist(), strict=True):
+        path = row[:length].argmax(-1).unique_consecutive().tolist()
+        if fusion:
+            path, _ = ctc_prefix_beam(row[:length].numpy(), LM_BEAM, model.blank, fusion)[0]
         texts.append("".join(model.characters[token] for token in path if token != model.blank))
     return texts
 
@@ -252,11 +258,30 @@ def evaluate(model: Network, eval_batches) -> dict[str, tuple[float, float]]:
 
 
 def report_results(
-    how: recogniser.Options, model: Network, evaluation: dict[str, EvalBatches], weights: str
+    how: recogniser.Options,
+    model: Network,
+    evaluation: dict[str, EvalBatches],
+    folder: Path,
+    weights: str,
 ) -> None:
-    """Prints error rates and examples of the test set, or of "val" without one. `weights`: which
-    weights the model has, for the title."""
-    results.report(how, model, functools.partial(texts_of, model), evaluation, weights)
+    """Prints error rates and examples of the test set, or of "val" without one, with and without
+    the language model. `weights`: which weights of the `folder` the model has, for the title."""
+    lm = make_language_model(how, model, folder, results.held_out_texts(evaluation))
+    results.report(how, model, functools.partial(texts_of, model), evaluation, weights, lm=lm)
+
+
+def make_language_model(
+    how: recogniser.Options, model: Network, folder: Path, held_out: Iterable[str] = ()
+) -> language_model.LanguageModel | None:
+    """That of the training texts. The character between its sentences is a space."""
+    tokens = {character: token for token, character in enumerate(model.characters)}
+
+    def encode(transcript: str) -> list[int]:
+        return [tokens[character] for character in transcript if character in tokens]
+
+    size = len(tokens)
+    known = language_model.Tokens(encode, size + 1, tokens.get(" ", size))
+    return language_model.make(how.lm, known, folder, held_out)
 
 
 def trained(args, setup: device.Setup) -> tuple[Network, splits.RunInfo]:
@@ -272,7 +297,10 @@ def trained(args, setup: device.Setup) -> tuple[Network, splits.RunInfo]:
 def transcribe(args, how: recogniser.Options) -> None:
     setup = device.setup(args, quiet=True)
     model, before = trained(args, setup)
-    recogniser.transcribe_files(how, functools.partial(texts_of, model), setup, before.longest)
+    folder = checkpoint.path_to_use(args.resume, args.checkpoint_dir).parent
+    lm = make_language_model(how, model, folder)
+    decode = functools.partial(texts_of, model, fusion=lm and lm.used())
+    recogniser.transcribe_files(how, decode, setup, before.longest)
 
 
 @torch.no_grad()
@@ -287,7 +315,8 @@ def evaluate_only(args, how: recogniser.Options) -> None:
     sets = {name: Utterances(corpora[name], model.characters) for name in corpora}
     evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
     with setup.autocast():
-        report_results(how, model, evaluation, "the given weights")
+        folder = checkpoint.path_to_use(args.resume, args.checkpoint_dir).parent
+        report_results(how, model, evaluation, folder, "the given weights")
 
 
 def main(args) -> None:
@@ -325,9 +354,10 @@ def main(args) -> None:
         not_begun=recogniser.not_begun,
         checkpointed=(Layer,),
         reports=results.REPORTS,
+        beside=language_model.as_file(corpora["train"].texts),
     )
     train(args, run, model, task, global_batches, evaluation["val"])
-    report = functools.partial(report_results, how, model, evaluation)
+    report = functools.partial(report_results, how, model, evaluation, args.checkpoint_dir)
     finish(args, run, model, task, report)
 
 

@@ -29,6 +29,7 @@ import dataclasses
 import functools
 import itertools
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -66,7 +67,8 @@ from speech.alignment.letters import of_characters
 from speech.data import demo, feasible, splits
 from speech.data.columns import Corpus, Strings
 from speech.data.splits import RunInfo
-from speech.decoding import recogniser, results, timed, windows
+from speech.decoding import language_model, recogniser, results, timed, windows
+from speech.decoding.language_model import tokens_of
 from speech.decoding.long import PARTS, by_length
 from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
@@ -93,6 +95,7 @@ def add_arguments(parser) -> None:
     start.add_arguments(parser)
     splits.add_arguments(parser, allow_unknown=True, max_duration=MAX_SECONDS)
     recogniser.add_arguments(parser)
+    language_model.add_arguments(parser)
     alignment.add_arguments(parser)
     rates = (
         f"{start.KEPT_HEAD_RATE:g} with a released head, {start.NEW_HEAD_RATE:g} with a new one;"
@@ -378,14 +381,19 @@ def report_results(
     info: ModelInfo,
     model: Wav2Vec2,
     evaluation: dict[str, EvalBatches],
+    folder: Path | None,
     compares: bool,
     weights: str,
 ) -> None:
     """Prints the error rates of the test set, or of "val" without one, and examples with the times
     of their words. If it `compares`, also the error rates of the released model that a flag names;
-    `model` is then moved to the host. `weights`: which weights the model has, for the title."""
-    decode = functools.partial(decoding.transcripts, model, tokenizer_of(info))
-    rows, eval_batches = results.report(asked.how, model, decode, evaluation, weights)
+    `model` is then moved to the host. `weights`: which weights
+    of the `folder` the model has, for the title."""
+    tokenizer = tokenizer_of(info)
+    decode = functools.partial(decoding.transcripts, model, tokenizer)
+    held_out = results.held_out_texts(evaluation)
+    lm = language_model.make(asked.how.lm, tokens_of(tokenizer), folder, held_out)
+    rows, eval_batches = results.report(asked.how, model, decode, evaluation, weights, lm=lm)
     if compares and asked.origin.path and info.had_head:
         info, untrained = start.Family(asked).released_model()
         memory.replace_on_device(model, untrained)
@@ -406,7 +414,10 @@ def transcribe(args, asked: Options) -> None:
     setup = device.setup(args, quiet=True)
     model, info, before = trained(asked, setup)
     tokenizer = tokenizer_of(info)
-    decode = functools.partial(decoding.transcripts, model, tokenizer)
+    weights = released.weights_file(asked.origin)
+    lm = language_model.make(asked.how.lm, tokens_of(tokenizer), weights and weights.parent)
+    fusion = lm and lm.used()
+    decode = functools.partial(decoding.transcripts, model, tokenizer, fusion=fusion)
     longest = (before or RELEASED).longest
     cutting = by_length(longest, windows.by_time(tokenizer, frame_samples(info.config)))
     recogniser.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
@@ -436,6 +447,7 @@ def evaluate_only(args, asked: Options) -> None:
     """--evaluate on the test set, --export, or both, without training."""
     setup = device.setup(args)
     model, info, before = trained(asked, setup)
+    weights = released.weights_file(asked.origin)
     if args.evaluate:
         check_folder(args.log_dir)
         corpora = read_data(args, before or RELEASED, info.read_style())
@@ -444,8 +456,9 @@ def evaluate_only(args, asked: Options) -> None:
         sets = make_sets(args, info, corpora)
         evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
         with setup.autocast():
-            report_results(asked, info, model, evaluation, before is not None, "the given weights")
-    weights = released.weights_file(asked.origin)
+            folder = weights and weights.parent
+            compares = before is not None
+            report_results(asked, info, model, evaluation, folder, compares, "the given weights")
     found = results.results_of(args.log_dir, weights, bool(args.evaluate))
     about = card.About(RECIPE, asked.origin.path, weights, before, found)
     start.Family(asked).export(info, model, about)
@@ -468,9 +481,16 @@ def fit(seed: int, model: Wav2Vec2, data: Utterances) -> None:
 
 
 def make_task(
-    args, run: Run, asked: Options, info: ModelInfo, run_info: RunInfo, model: Wav2Vec2
+    args,
+    run: Run,
+    asked: Options,
+    info: ModelInfo,
+    run_info: RunInfo,
+    model: Wav2Vec2,
+    texts: Iterable[str],
 ) -> Task:
-    """The task: all that the loop knows of this recipe."""
+    """The task: all that the loop knows of this recipe. `texts`: those of training, which are kept
+    for the language model."""
     rate = learning_rate(info)
     millions = optim.count_parameters(model)[0] / 1e6
     print(
@@ -496,6 +516,7 @@ def make_task(
         learning_rate=rate,
         checkpointed=CHECKPOINTED,
         reports=results.REPORTS,
+        beside=language_model.as_file(texts),
         compiled=COMPILED,
         evaluate_first=info.pretrained and not info.has_new_head,
         # A new head learns alone during the warm-up: its first gradients would spoil the encoder.
@@ -546,9 +567,11 @@ def main(args) -> None:
         before = RELEASED
     run_info = splits.run_info(splits.resolve(args), corpora, before)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
-    task = make_task(args, run, asked, info, run_info, model)
+    task = make_task(args, run, asked, info, run_info, model, corpora["train"].texts)
     train(args, run, model, task, global_batches, evaluation["val"])
-    report = functools.partial(report_results, asked, info, model, evaluation, True)
+    report = functools.partial(
+        report_results, asked, info, model, evaluation, args.checkpoint_dir, True
+    )
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
         found = results.results_of(args.log_dir, weights, are_new=True)

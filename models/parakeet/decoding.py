@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
+from common.device import upcast
 from models.parakeet.model import Parakeet
 from models.parakeet.tokenizer import ParakeetTokenizer
 from speech.decoding import timed
-from speech.decoding.timed import Token, greedy_ctc
+from speech.decoding.search import Fusion
+from speech.decoding.timed import Token, beam_ctc, greedy_ctc
 from speech.signal.audio import SAMPLE_RATE
 from speech.signal.nemo_features import HOP
 
@@ -33,6 +35,7 @@ def greedy(
     durations: tuple[int, ...],
     max_symbols: int,
     memory: Memory | None = None,
+    fusion: Fusion | None = None,
 ) -> list[list[Token]]:
     """The likeliest token at every frame, and the likeliest duration to the next one, for each of
     (B, T, J).
@@ -42,7 +45,9 @@ def greedy(
     a tuple of (L, B, H); tokens and state are None at the start. Only labels move the prediction
     network. A blank lasts at least a frame. Without `durations` (RNN-T) a label stays in its frame.
     After `max_symbols` labels in a frame, the next frame follows. With `memory`, the recordings go
-    on where it ended, and it is brought up to date."""
+    on where it ended, and it is brought up to date. With `fusion`, a language model helps to choose
+    among labels; whether one is written at all, and how long it lasts, is the model's alone, as in
+    NeMo."""
     device = encoded.device
     ends = torch.tensor(lengths, device=device)
     steps = torch.tensor(durations, device=device)
@@ -54,11 +59,14 @@ def greedy(
     else:
         predicted, state = step(None, None)
     history = []
+    states = [fusion.start() if fusion else 0] * len(lengths)
     active = frame < ends
     while bool(active.any()):
         logits = joint(encoded[rows, frame.clamp_max(encoded.shape[1] - 1)], predicted)
         blank = logits.shape[1] - len(durations) - 1
         token = logits[:, : blank + 1].argmax(1)
+        if fusion:
+            token = fused(token, logits[:, :blank], states, fusion)
         duration = torch.zeros_like(token)
         lasts = duration + 1
         if durations:
@@ -82,6 +90,23 @@ def greedy(
     return _by_utterance(history, len(lengths))
 
 
+def fused(
+    best: torch.Tensor, logits: torch.Tensor, states: list[int], fusion: Fusion
+) -> torch.Tensor:
+    """The labels (B,) by the logits (B, V) of labels together with a language model, where `best`
+    (B,) are no blanks. Brings the language model's `states` up to date."""
+    tokens = best.tolist()
+    values = upcast(logits).log_softmax(1).cpu().numpy()
+    for row, token in enumerate(tokens):
+        if token == logits.shape[1]:
+            continue
+        size = logits.shape[1]
+        scores = values[row] + fusion.weight * fusion.model.log_probs(states[row])[:size]
+        tokens[row] = int(scores.argmax())
+        _, states[row] = fusion.model.step(states[row], tokens[row])
+    return torch.tensor(tokens, device=best.device)
+
+
 def _by_utterance(history: list[torch.Tensor], batch: int) -> list[list[Token]]:
     """The tokens of each utterance. `history`: for each step (3, B) of pieces (-1: no label),
     frames and durations."""
@@ -100,9 +125,12 @@ def decode(
     encoded: torch.Tensor,
     frames: list[int],
     memory: Memory | None = None,
+    fusion: Fusion | None = None,
 ) -> list[list[Token]]:
-    """The tokens of every utterance of the encoder's output (B, T, D), with their times.
-    `memory`: as in `greedy`."""
+    """The tokens of every utterance of the encoder's output (B, T, D), with their times. `memory`:
+    as in `greedy`; `fusion`: a language model beside it."""
+    if model.decodes_ctc and fusion:
+        return beam_ctc(model.ctc_log_probs(encoded), frames, model.blank, fusion)
     if model.decodes_ctc:
         return greedy_ctc(model.ctc_log_probs(encoded), frames, model.blank)
 
@@ -115,7 +143,7 @@ def decode(
     projected = model.encoder_projector(encoded)
     most = model.config["max_symbols"]
     durations = model.joint.durations
-    return greedy(step, model.joint.logits, projected, frames, durations, most, memory)
+    return greedy(step, model.joint.logits, projected, frames, durations, most, memory, fusion)
 
 
 def frame_samples(config: dict) -> int:
@@ -123,8 +151,11 @@ def frame_samples(config: dict) -> int:
     return config["subsampling"] * HOP
 
 
-def transcripts(model: Parakeet, tokenizer: ParakeetTokenizer, batch: dict) -> list[dict]:
+def transcripts(
+    model: Parakeet, tokenizer: ParakeetTokenizer, batch: dict, fusion: Fusion | None = None
+) -> list[dict]:
     """The `timed.transcripts` of a batch."""
     encoded, frames = model.encode(batch)
     seconds = frame_samples(model.config) / SAMPLE_RATE
-    return timed.transcripts(decode(model, encoded, frames), frames, tokenizer, seconds)
+    hypotheses = decode(model, encoded, frames, fusion=fusion)
+    return timed.transcripts(hypotheses, frames, tokenizer, seconds)

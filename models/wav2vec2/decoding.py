@@ -1,4 +1,4 @@
-"""Greedy decoding of the CTC head, with times.
+"""Decoding of the CTC head, with times: greedy, or in a beam with a language model.
 
 CTC says most pieces in one or two frames, in which they begin: a piece lasts one frame longer than
 that, or until the next one."""
@@ -11,14 +11,21 @@ import torch
 from models.wav2vec2.model import Wav2Vec2, frame_samples
 from models.wav2vec2.tokenizer import Wav2Vec2Tokenizer
 from speech.decoding import timed
-from speech.decoding.timed import Token, greedy_ctc
+from speech.decoding.search import Fusion
+from speech.decoding.timed import Token, beam_ctc, greedy_ctc
 from speech.signal.audio import SAMPLE_RATE
 
 
-def decode(model: Wav2Vec2, encoded: torch.Tensor, frames: list[int]) -> list[list[Token]]:
+def decode(
+    model: Wav2Vec2, encoded: torch.Tensor, frames: list[int], fusion: Fusion | None = None
+) -> list[list[Token]]:
     """The tokens of every utterance of the encoder's output (B, T, D), with their times and
-    log-probabilities."""
-    found = greedy_ctc(model.ctc_log_probs(encoded), frames, model.blank)
+    log-probabilities: the likeliest at every frame, or the best with a language model."""
+    log_probs = model.ctc_log_probs(encoded)
+    if fusion:
+        found = beam_ctc(log_probs, frames, model.blank, fusion)
+    else:
+        found = greedy_ctc(log_probs, frames, model.blank)
     return [longer(tokens, count) for tokens, count in zip(found, frames, strict=True)]
 
 
@@ -33,8 +40,10 @@ def longer(tokens: list[Token], frames: int) -> list[Token]:
 
 
 @torch.no_grad()
-def transcripts(model: Wav2Vec2, tokenizer: Wav2Vec2Tokenizer, batch: dict) -> list[dict]:
+def transcripts(
+    model: Wav2Vec2, tokenizer: Wav2Vec2Tokenizer, batch: dict, fusion: Fusion | None = None
+) -> list[dict]:
     """The `timed.transcripts` of a batch."""
     encoded, frames = model.encode(batch)
     seconds = frame_samples(model.config) / SAMPLE_RATE
-    return timed.transcripts(decode(model, encoded, frames), frames, tokenizer, seconds)
+    return timed.transcripts(decode(model, encoded, frames, fusion), frames, tokenizer, seconds)

@@ -88,8 +88,31 @@ def shares(rows: list[dict]) -> tuple[float, float]:
     return tuple(scores[name][0] / max(1, scores[name][1]) for name in ("cer", "wer"))
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens that a language model counts: those of a model, below `size`, and a `mark` between
+    sentences. `encode`: a text to tokens, without those that the model lacks."""
+
+    encode: Callable[[str], list[int]]
+    size: int
+    mark: int
+
+
+def tokens_of(tokenizer) -> Tokens:
+    """Those of a recogniser's tokenizer, as `timed` describes it. The mark is its space or, if it
+    has none that stands alone, a token beyond its own."""
+    spaces = [i for i in tokenizer.spaces if len(tokenizer.pieces[i]) == 1]
+    mark = min(spaces, default=tokenizer.size)
+    unknown = tokenizer.unknown
+
+    def encode(text: str) -> list[int]:
+        return [token for token in tokenizer.encode(text) if token != unknown]
+
+    return Tokens(encode, max(tokenizer.size, mark + 1), mark)
+
+
 def make(
-    flags: Flags, tokenizer, folder: Path | None, held_out: Iterable[str] = ()
+    flags: Flags, tokens: Tokens, folder: Path | None, held_out: Iterable[str] = ()
 ) -> LanguageModel | None:
     """The language model that the flags ask for; None if it is off, or without any text. `folder`:
     that of the weights, with the texts of their training. Sentences of the `held_out` sets are left
@@ -116,18 +139,8 @@ def make(
     helps = True if flags.lm == "on" else None
     if helps is None and folder and not more:
         helps = kept(folder)
-    return LanguageModel(Fusion(of_texts(every, tokenizer)), helps, None if more else folder)
-
-
-def of_texts(texts: Iterable[str], tokenizer) -> NGram:
-    """The n-gram of texts in the tokens of a model; characters that it lacks are left out. The mark
-    between sentences is its space, or a token beyond its own."""
-    mark = min(
-        (i for i in tokenizer.spaces if len(tokenizer.pieces[i]) == 1), default=tokenizer.size
-    )
-    unknown = tokenizer.unknown
-    tokens = [[i for i in tokenizer.encode(text) if i != unknown] for text in texts]
-    return NGram(tokens, max(tokenizer.size, mark + 1), mark)
+    model = NGram(map(tokens.encode, every), tokens.size, tokens.mark)
+    return LanguageModel(Fusion(model), helps, None if more else folder)
 
 
 def read_lines(path: Path) -> list[str]:

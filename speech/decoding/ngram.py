@@ -5,6 +5,7 @@ The text is one circular stream, in which a mark (the space, where a vocabulary 
 between sentences. So a sentence begins after a mark and ends with one, an n-gram has the same
 meaning everywhere, and a piece of a long recording can begin anywhere."""
 
+import functools
 import math
 from collections.abc import Iterable, Iterator
 
@@ -29,8 +30,8 @@ class NGram:
 
     def _count(self, stream: np.ndarray) -> None:
         """Makes the arrays. Nodes are the empty sequence, then all sequences of one token, of two,
-        up to order - 1. `keys`: node * size + next token, ascending, for each n-gram; `log_probs`
-        and `following` of each, where `following` is the node after it. `back_off` and `shorter` of
+        up to order - 1. `keys`: node * size + next token, ascending, for each n-gram; `probabilities`
+        (logarithms) and `following` of each, where `following` is the node after it. `back_off` and `shorter` of
         each node: the logarithm of the weight of shorter contexts, and the node without the first
         token."""
         count = len(stream)
@@ -66,7 +67,7 @@ class NGram:
                 self.following.append(offsets[n - 1] + suffixes)
         self.keys = np.concatenate(self.keys)
         self.following = np.concatenate(self.following)
-        self.log_probs = np.concatenate(log_probs)
+        self.probabilities = np.concatenate(log_probs)
         self.shorter = np.concatenate(self.shorter)
         self.back_off = np.concatenate(back_off)
 
@@ -81,12 +82,23 @@ class NGram:
         key = state * self.size + token
         place = int(np.searchsorted(self.keys, key))
         if place < len(self.keys) and self.keys[place] == key:
-            return float(self.log_probs[place]), int(self.following[place])
+            return float(self.probabilities[place]), int(self.following[place])
         weight = float(self.back_off[state])
         if state == 0:
             return weight - math.log(self.size), 0
         log_prob, following = self.step(int(self.shorter[state]), token)
         return weight + log_prob, following
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019  a command has one or two of these objects
+    def log_probs(self, state: int) -> np.ndarray:
+        """(size,) the log-probabilities of all tokens after a state."""
+        if state:
+            values = self.back_off[state] + self.log_probs(int(self.shorter[state]))
+        else:
+            values = np.full(self.size, self.back_off[0] - math.log(self.size))
+        first, last = np.searchsorted(self.keys, [state * self.size, (state + 1) * self.size])
+        values[self.keys[first:last] - state * self.size] = self.probabilities[first:last]
+        return values
 
     def end(self, state: int) -> float:
         """The log-probability that a sentence ends after a state: 0 where it has just ended."""
@@ -106,7 +118,7 @@ class NGram:
                 grams.append(gram)
             if any(each not in names for each in gram):
                 continue
-            line = f"{self.log_probs[place] / math.log(10):.6f}\t{' '.join(names[t] for t in gram)}"
+            line = f"{self.probabilities[place] / math.log(10):.6f}\t{' '.join(names[t] for t in gram)}"
             if len(gram) < self.order:
                 line += f"\t{self.back_off[place + 1] / math.log(10):.6f}"
             lines[len(gram) - 1].append(line)

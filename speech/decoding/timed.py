@@ -15,6 +15,7 @@ import torch
 
 from common.device import upcast
 from speech.alignment import viterbi
+from speech.decoding.search import LM_BEAM, Fusion, ctc_prefix_beam
 from speech.writing.text import SENTENCE_ENDS, in_unspaced, spaces_before
 
 SPACE = "\u2581"  # in a piece
@@ -40,6 +41,19 @@ def greedy_ctc(log_probs: torch.Tensor, lengths: list[int], blank: int) -> list[
     hypotheses = []
     for path, values, length in zip(pieces.tolist(), best.tolist(), lengths, strict=True):
         hypotheses.append(_runs(path[:length], values, blank))
+    return hypotheses
+
+
+def beam_ctc(
+    log_probs: torch.Tensor, lengths: list[int], blank: int, fusion: Fusion
+) -> list[list[Token]]:
+    """The best tokens of log-probabilities (B, T, V) together with a language model, where CTC's
+    likeliest path through them has them."""
+    hypotheses = []
+    for values, length in zip(upcast(log_probs), lengths, strict=True):
+        own = values[:length]
+        tokens, _ = ctc_prefix_beam(own.cpu().numpy(), LM_BEAM, blank, fusion)[0]
+        hypotheses.append(aligned(own, [*tokens], blank))
     return hypotheses
 
 
