@@ -24,7 +24,6 @@ Sources: FastConformer (Rekesh et al. 2023); TDT (Xu et al. 2023); relative posi
 not be installed.
 """
 
-import dataclasses
 import functools
 import sys
 from pathlib import Path
@@ -47,7 +46,7 @@ from common.parts import lora
 from common.parts.new_rows import NewRows
 from common.parts.replay import make_batches
 from common.report import check_folder
-from models import adapters, card, released
+from models import card, released
 from models.parakeet import decoding, languages, live, start, vocabulary
 from models.parakeet.loss import Lattice
 from models.parakeet.model import CHECKPOINTED, COMPILED, Parakeet, encoder_frames
@@ -56,10 +55,7 @@ from models.parakeet.settings import kind_of
 from models.parakeet.start import (
     ModelInfo,
     Options,
-    first_model,
     learning_rate,
-    released_model,
-    rows_by_piece,
     tokenizer_of,
 )
 from models.parakeet.tokenizer import SPACE, ParakeetTokenizer
@@ -68,7 +64,7 @@ from speech.alignment.letters import of_pieces
 from speech.data import demo, feasible, replay, splits, watching
 from speech.data.columns import Corpus
 from speech.data.splits import RunInfo
-from speech.decoding import recogniser, timed, windows
+from speech.decoding import recogniser, results, timed, windows
 from speech.decoding.long import PARTS, by_length
 from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
@@ -404,7 +400,7 @@ def evaluate(
     eval_batches,
 ) -> dict[str, tuple[float, float]]:
     """The losses named in `terms`, CER and WER of greedy decoding, as (numerator, denominator).
-    `texts`: as in `recogniser.warn_of_style`."""
+    `texts`: as in `results.warn_of_style`."""
 
     def decode_batch(batch: dict) -> tuple[list[str], dict]:
         encoded, frames = model.encode(batch)
@@ -413,18 +409,8 @@ def evaluate(
         return decoded, losses(model, batch, encoded, frames)
 
     rows, sums = recogniser.decode_set(model, decode_batch, eval_batches, terms)
-    recogniser.warn_of_style(texts, rows)
+    results.warn_of_style(texts, rows)
     return {**sums, **metrics.score(rows)}
-
-
-def decode_words(tokenizer: ParakeetTokenizer, model: Parakeet, eval_batches) -> list[dict]:
-    """The rows of a decoded set, with the times of their words."""
-    decode = functools.partial(decoding.transcripts, model, tokenizer)
-    rows = []
-    for row in recogniser.decode_texts(model, decode, eval_batches):
-        decoded = row["hypothesis"]
-        rows.append({**row, "hypothesis": decoded["text"], "words": decoded["words"]})
-    return rows
 
 
 def report_results(
@@ -438,17 +424,14 @@ def report_results(
     """Prints the error rates of the test set, or of "val" without one, and examples with the times
     of their words. If it `compares`, also the error rates of the released model that a flag names;
     `model` is then moved to the host. `weights`: which weights the model has, for the title."""
-    name = "test" if "test" in evaluation else "val"
-    eval_batches = evaluation[name].whole()
-    rows = decode_words(tokenizer_of(info), model, eval_batches)
-    title = f"{name} set, {weights}, {len(rows)} utterances"
-    spoken = eval_batches.dataset.data.corpus.languages
-    recogniser.print_results(rows, title, asked.how, languages=spoken)
+    decode = functools.partial(decoding.transcripts, model, tokenizer_of(info))
+    rows, eval_batches = results.report(asked.how, model, decode, evaluation, weights)
     if compares and asked.origin.path:
-        info, untrained = released_model(asked)
+        info, untrained = start.Family(asked).released_model()
         memory.replace_on_device(model, untrained)
-        before = decode_words(tokenizer_of(info), untrained, eval_batches)
-        recogniser.print_improvement(before, rows, asked.origin.path, asked.how)
+        decode = functools.partial(decoding.transcripts, untrained, tokenizer_of(info))
+        before = recogniser.decode_texts(untrained, decode, eval_batches)
+        results.print_improvement(before, rows, asked.origin.path, asked.how)
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -456,7 +439,7 @@ def report_results(
 
 def trained(asked: Options, setup: device.Setup) -> tuple[Parakeet, ModelInfo, RunInfo | None]:
     """The model that is used without training, and what the run that trained it has saved."""
-    return start.trained(asked, RECIPE, setup)
+    return start.Family(asked).trained(RECIPE, RunInfo, setup)
 
 
 def transcribe(args, asked: Options) -> None:
@@ -512,31 +495,18 @@ def evaluate_only(args, asked: Options) -> None:
         with setup.autocast():
             report_results(asked, info, model, evaluation, before is not None, "the given weights")
     weights = released.weights_file(asked.origin)
-    results = recogniser.results_of(args.log_dir, weights, bool(args.evaluate))
-    export(asked, info, model, weights, before, results)
-
-
-def export(
-    asked: Options,
-    info: ModelInfo,
-    model: Parakeet,
-    weights: Path | None,
-    data: RunInfo | None,
-    results: dict | None,
-) -> None:
-    """--export and --export_adapter."""
-    about = card.About(RECIPE, asked.origin.path, weights, data, results)
-    adapters.export_trained(asked.origin, start.family(asked), info, model, about)
+    found = results.results_of(args.log_dir, weights, bool(args.evaluate))
+    about = card.About(RECIPE, asked.origin.path, weights, before, found)
+    start.Family(asked).export(info, model, about)
 
 
 def make_sets(args, info: ModelInfo, corpora: dict[str, Corpus]) -> dict[str, Utterances]:
     """The sets of utterances."""
     tokenizer = tokenizer_of(info)
-    sets = {}
-    for name, corpus in corpora.items():
-        is_trained = name in splits.TRAINED
-        sets[name] = Utterances(args, corpus, tokenizer, info, is_trained)
-    return sets
+    return {
+        name: Utterances(args, corpus, tokenizer, info, training=name in splits.TRAINED)
+        for name, corpus in corpora.items()
+    }
 
 
 def fit(seed: int, model: Parakeet, data: Utterances) -> None:
@@ -544,16 +514,6 @@ def fit(seed: int, model: Parakeet, data: Utterances) -> None:
     items = splits.some_items(data, seed, FIT_UTTERANCES)
     if items:
         fit_to_data(model, next(to_device([collate(items)], torch.device("cpu"))))
-
-
-def about_run(args, info: ModelInfo, corpora: dict[str, Corpus], before: RunInfo | None) -> RunInfo:
-    """The record of the run. `before`: the same of the run that is resumed. Recordings are later
-    cut into pieces as long as any utterance that the model was trained on."""
-    if before is None and info.pretrained:
-        before = RELEASED
-    run_info = splits.run_info(splits.resolve(args), corpora)
-    longest = max(run_info.longest, before.longest if before else 0.0)
-    return dataclasses.replace(run_info, longest=longest)
 
 
 def new_rows(info: ModelInfo, model: Parakeet) -> NewRows | None:
@@ -587,6 +547,7 @@ def make_task(
         f" {args.learning_rate or lora.rate(model, rate):g}"
     )
     terms = loss_weights(info)
+    family = start.Family(asked)
     return Task(
         RECIPE,
         compute_loss,
@@ -599,7 +560,7 @@ def make_task(
         fit=None if info.pretrained else functools.partial(fit, args.seed),
         learning_rate=rate,
         checkpointed=CHECKPOINTED,
-        reports=recogniser.REPORTS,
+        reports=results.REPORTS,
         further=watching.watched(evaluation, args.stop_when_watched_rises),
         compiled=COMPILED,
         evaluate_first=info.pretrained,
@@ -608,10 +569,10 @@ def make_task(
         augmented_share=None if info.pretrained else asked.how.augmented_share,
         not_begun=None if info.pretrained else recogniser.not_begun,
         new_rows=new_rows(info, model),
-        vocabulary=rows_by_piece(info, run.initial),
+        vocabulary=family.vocabulary(info, run.initial),
         plans=ForPlans(
             compares=bool(asked.origin.path),
-            adapters=functools.partial(adapters.usual, start.family(asked), info),
+            adapters=family.usual_adapters(info),
         ),
     )
 
@@ -624,8 +585,8 @@ def main(args) -> None:
         return transcribe(args, asked)
     if request := alignment.resolve(args):
         return alignment.align_files(request, lambda: recogniser_to_align(args, asked))
-    if adapters.exports_only(asked.origin):
-        return adapters.export_saved(asked.origin, start.family(asked), RECIPE)
+    if released.exports_adapter_only(asked.origin):
+        return start.Family(asked).export_adapter(RECIPE)
     if args.evaluate or released.exports_only(asked.origin):
         return evaluate_only(args, asked)
     run = begin(args, RECIPE)
@@ -633,10 +594,7 @@ def main(args) -> None:
 
     # A fault of the model is found before all data are checked, unless it needs a new vocabulary.
     read = functools.cache(lambda: read_data(args, before))
-    with run.model_device():
-        info, model = first_model(
-            asked, run.resumed, run.initial, lambda: replay.texts(read()), args.seed
-        )
+    info, model = start.Family(asked).first_model(run, lambda: replay.texts(read()), args.seed)
     model.trains_ctc = "ctc" in loss_weights(info)
     corpora = read()
     check_texts(args, asked, corpora, tokenizer_of(info), info.own_vocabulary)
@@ -645,16 +603,19 @@ def main(args) -> None:
 
     new, old = sets.pop("train"), sets.pop(replay.REPLAY, None)
     global_batches = make_batches(args, new, collate, run.setup, old)
-    run_info = about_run(args, info, corpora, before)
+    if before is None and info.pretrained:
+        before = RELEASED
+    run_info = splits.run_info(splits.resolve(args), corpora, before)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
     task = make_task(args, asked, run, info, run_info, corpora["train"], model, evaluation)
     progress = train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, asked, info, model, evaluation, True)
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
-        recogniser.add_watched(asked.how, task.further, progress)
-        results = recogniser.results_of(args.log_dir, weights, are_new=True)
-        export(asked, info, model, weights, run_info, results)
+        results.add_watched(asked.how, task.further, progress)
+        found = results.results_of(args.log_dir, weights, are_new=True)
+        about = card.About(RECIPE, asked.origin.path, weights, run_info, found)
+        start.Family(asked).export(info, model, about)
 
 
 if __name__ == "__main__":

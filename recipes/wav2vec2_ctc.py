@@ -49,17 +49,14 @@ from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.parts import lora
 from common.parts.new_rows import NewRows
 from common.report import check_folder
-from models import adapters, card, released
+from models import card, released
 from models.wav2vec2 import decoding, start, vocabulary
 from models.wav2vec2.model import CHECKPOINTED, COMPILED, Wav2Vec2, frame_samples, frames
 from models.wav2vec2.scratch import fit_to_data
 from models.wav2vec2.start import (
     ModelInfo,
     Options,
-    first_model,
     learning_rate,
-    released_model,
-    rows_by_piece,
     tokenizer_of,
 )
 from models.wav2vec2.texts import Style, prepare
@@ -69,7 +66,7 @@ from speech.alignment.letters import of_characters
 from speech.data import demo, feasible, splits
 from speech.data.columns import Corpus, Strings
 from speech.data.splits import RunInfo
-from speech.decoding import recogniser, timed, windows
+from speech.decoding import recogniser, results, timed, windows
 from speech.decoding.long import PARTS, by_length
 from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
@@ -376,16 +373,6 @@ def evaluate(
     return {**sums, **metrics.score(rows)}
 
 
-def decode_words(tokenizer: Wav2Vec2Tokenizer, model: Wav2Vec2, eval_batches) -> list[dict]:
-    """The rows of a decoded set, with the times of their words."""
-    decode = functools.partial(decoding.transcripts, model, tokenizer)
-    rows = []
-    for row in recogniser.decode_texts(model, decode, eval_batches):
-        decoded = row["hypothesis"]
-        rows.append({**row, "hypothesis": decoded["text"], "words": decoded["words"]})
-    return rows
-
-
 def report_results(
     asked: Options,
     info: ModelInfo,
@@ -397,17 +384,14 @@ def report_results(
     """Prints the error rates of the test set, or of "val" without one, and examples with the times
     of their words. If it `compares`, also the error rates of the released model that a flag names;
     `model` is then moved to the host. `weights`: which weights the model has, for the title."""
-    name = "test" if "test" in evaluation else "val"
-    eval_batches = evaluation[name].whole()
-    rows = decode_words(tokenizer_of(info), model, eval_batches)
-    title = f"{name} set, {weights}, {len(rows)} utterances"
-    spoken = eval_batches.dataset.data.corpus.languages
-    recogniser.print_results(rows, title, asked.how, languages=spoken)
+    decode = functools.partial(decoding.transcripts, model, tokenizer_of(info))
+    rows, eval_batches = results.report(asked.how, model, decode, evaluation, weights)
     if compares and asked.origin.path and info.had_head:
-        info, untrained = released_model(asked)
+        info, untrained = start.Family(asked).released_model()
         memory.replace_on_device(model, untrained)
-        before = decode_words(tokenizer_of(info), untrained, eval_batches)
-        recogniser.print_improvement(before, rows, asked.origin.path, asked.how)
+        decode = functools.partial(decoding.transcripts, untrained, tokenizer_of(info))
+        before = recogniser.decode_texts(untrained, decode, eval_batches)
+        results.print_improvement(before, rows, asked.origin.path, asked.how)
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -415,7 +399,7 @@ def report_results(
 
 def trained(asked: Options, setup: device.Setup) -> tuple[Wav2Vec2, ModelInfo, RunInfo | None]:
     """The model that is used without training, and what the run that trained it has saved."""
-    return start.trained(asked, RECIPE, setup)
+    return start.Family(asked).trained(RECIPE, RunInfo, setup)
 
 
 def transcribe(args, asked: Options) -> None:
@@ -462,21 +446,9 @@ def evaluate_only(args, asked: Options) -> None:
         with setup.autocast():
             report_results(asked, info, model, evaluation, before is not None, "the given weights")
     weights = released.weights_file(asked.origin)
-    results = recogniser.results_of(args.log_dir, weights, bool(args.evaluate))
-    export(asked, info, model, weights, before, results)
-
-
-def export(
-    asked: Options,
-    info: ModelInfo,
-    model: Wav2Vec2,
-    weights: Path | None,
-    data: RunInfo | None,
-    results: dict | None,
-) -> None:
-    """--export and --export_adapter."""
-    about = card.About(RECIPE, asked.origin.path, weights, data, results)
-    adapters.export_trained(asked.origin, start.family(asked), info, model, about)
+    found = results.results_of(args.log_dir, weights, bool(args.evaluate))
+    about = card.About(RECIPE, asked.origin.path, weights, before, found)
+    start.Family(asked).export(info, model, about)
 
 
 def make_sets(args, info: ModelInfo, corpora: dict[str, Corpus]) -> dict[str, Utterances]:
@@ -495,16 +467,6 @@ def fit(seed: int, model: Wav2Vec2, data: Utterances) -> None:
         fit_to_data(model, torch.cat([item["audio"] for item in items]))
 
 
-def about_run(args, info: ModelInfo, corpora: dict[str, Corpus], before: RunInfo | None) -> RunInfo:
-    """The record of the run. `before`: the same of the run that is resumed. Recordings are later
-    cut into pieces as long as any utterance that the model was trained on."""
-    if before is None and info.pretrained and not info.has_new_head:
-        before = RELEASED
-    run_info = splits.run_info(splits.resolve(args), corpora)
-    longest = max(run_info.longest, before.longest if before else 0.0)
-    return dataclasses.replace(run_info, longest=longest)
-
-
 def make_task(
     args, run: Run, asked: Options, info: ModelInfo, run_info: RunInfo, model: Wav2Vec2
 ) -> Task:
@@ -520,6 +482,7 @@ def make_task(
     if info.new_pieces and not info.has_new_head:
         rows = dict.fromkeys(vocabulary.ROWS, info.new_pieces)
         new_rows = NewRows(rows, start.NEW_ROWS_RATE)
+    family = start.Family(asked)
     return Task(
         RECIPE,
         compute_loss,
@@ -532,7 +495,7 @@ def make_task(
         fit=None if info.pretrained else functools.partial(fit, args.seed),
         learning_rate=rate,
         checkpointed=CHECKPOINTED,
-        reports=recogniser.REPORTS,
+        reports=results.REPORTS,
         compiled=COMPILED,
         evaluate_first=info.pretrained and not info.has_new_head,
         # A new head learns alone during the warm-up: its first gradients would spoil the encoder.
@@ -541,10 +504,10 @@ def make_task(
         augmented_share=asked.how.augmented_share if starts_silent else None,
         not_begun=recogniser.not_begun,
         new_rows=new_rows,
-        vocabulary=rows_by_piece(info, run.initial),
+        vocabulary=family.vocabulary(info, run.initial),
         plans=ForPlans(
             compares=bool(asked.origin.path) and info.had_head,
-            adapters=functools.partial(adapters.usual, start.family(asked), info),
+            adapters=family.usual_adapters(info),
         ),
     )
 
@@ -557,8 +520,8 @@ def main(args) -> None:
         return transcribe(args, asked)
     if request := alignment.resolve(args):
         return alignment.align_files(request, lambda: recogniser_to_align(args, asked))
-    if adapters.exports_only(asked.origin):
-        return adapters.export_saved(asked.origin, start.family(asked), RECIPE)
+    if released.exports_adapter_only(asked.origin):
+        return start.Family(asked).export_adapter(RECIPE)
     if args.evaluate or released.exports_only(asked.origin):
         return evaluate_only(args, asked)
     run = begin(args, RECIPE)
@@ -566,14 +529,11 @@ def main(args) -> None:
 
     # Texts are read as the model writes, so it is known before the data.
     read = functools.cache(functools.partial(read_data, args, before))
-    with run.model_device():
-        info, model = first_model(
-            asked,
-            run.resumed,
-            run.initial,
-            lambda info: in_its_letters(read(info.read_style()), info)["train"].texts,
-            args.seed,
-        )
+    info, model = start.Family(asked).first_model(
+        run,
+        lambda info: in_its_letters(read(info.read_style()), info)["train"].texts,
+        args.seed,
+    )
     if not args.spec_augment:
         model.masked_spec_embed.requires_grad_(False)  # no frame becomes it
     corpora = dict(in_its_letters(read(info.read_style()), info))
@@ -582,15 +542,18 @@ def main(args) -> None:
     sets = make_sets(args, info, corpora)
 
     global_batches = GlobalBatches(args, sets.pop("train"), collate, run.setup)
-    run_info = about_run(args, info, corpora, before)
+    if before is None and info.pretrained and not info.has_new_head:
+        before = RELEASED
+    run_info = splits.run_info(splits.resolve(args), corpora, before)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
     task = make_task(args, run, asked, info, run_info, model)
     train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, asked, info, model, evaluation, True)
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
-        results = recogniser.results_of(args.log_dir, weights, are_new=True)
-        export(asked, info, model, weights, run_info, results)
+        found = results.results_of(args.log_dir, weights, are_new=True)
+        about = card.About(RECIPE, asked.origin.path, weights, run_info, found)
+        start.Family(asked).export(info, model, about)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from common.errors import DataError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.parts.replay import make_batches
 from common.report import check_folder
-from models import adapters, card, released
+from models import card, released
 from models.whisper import decoding, formats, start
 from models.whisper.model import FRAME, Whisper, alignment_loss, ctc_loss, token_loss
 from models.whisper.padding import Padding, middle_epoch, note_longer_epochs
@@ -54,17 +54,14 @@ from models.whisper.start import (
     ModelInfo,
     Options,
     check_limits,
-    first_model,
-    for_task,
     input_seconds,
     long_recordings,
     make_search,
-    usual_adapters,
     with_longest,
 )
 from models.whisper.tokenizer import WhisperTokenizer, train_symbols
 from speech.data import replay, splits, watching
-from speech.decoding import recogniser
+from speech.decoding import recogniser, results
 from speech.decoding.long import BY_SILENCES
 from speech.decoding.recogniser import SPEEDS, decode_set, decode_texts
 from speech.morse import clips, scores
@@ -83,7 +80,7 @@ TIME_MASKS = 2
 TIME_MASK_WIDTH = 0.05  # share of the utterance
 DEMO_STEPS = 1100
 SIZES = {"demo": formats.make_config(128, (4, 2), 4), **formats.SIZES}
-CARD = {"languages": (), "reading": recogniser.AS_SENT}  # what a model card has of the symbols
+CARD = {"languages": (), "reading": results.AS_SENT}  # what a model card has of the symbols
 
 
 @dataclasses.dataclass(frozen=True)
@@ -372,7 +369,7 @@ def report_results(
         {**corpus.row(row["index"], row["hypothesis"]), "seconds": row["seconds"]} for row in rows
     ]
     title = f"{name} set, {weights}, {len(rows)} clips, decoding: {args.decoding}"
-    recogniser.print_results(rows, title, asked.how, for_scoring)
+    results.print_results(rows, title, asked.how, for_scoring)
     tables = scores.evaluation_tables(rows)
     scores.print_tables(tables)
     scores.write_evaluation(tables, args.log_dir / "evaluation.json")
@@ -383,7 +380,7 @@ def report_results(
 
 def trained(asked: Options, setup: device.Setup) -> tuple[Whisper, ModelInfo, RunInfo | None]:
     """The model that is used without training, and what the run that trained it has saved."""
-    return start.trained(asked, RECIPE, RunInfo, setup)
+    return start.Family(asked).trained(RECIPE, RunInfo, setup)
 
 
 def transcribe(args, asked: Options) -> None:
@@ -411,21 +408,10 @@ def evaluate_only(args, asked: Options, source: clips.Options) -> None:
         with setup.autocast():
             report_results(args, asked, info, model, evaluation, "the given weights")
     weights = released.weights_file(asked.origin)
-    results = recogniser.results_of(args.log_dir, weights, bool(args.evaluate))
-    export(asked, info, model, weights, before and before.data, results)
-
-
-def export(
-    asked: Options,
-    info: ModelInfo,
-    model: Whisper,
-    weights: Path | None,
-    data: splits.RunInfo | None,
-    results: dict | None,
-) -> None:
-    """--export and --export_adapter."""
-    about = card.About(RECIPE, asked.origin.path, weights, data, results, **CARD)
-    adapters.export_trained(asked.origin, start.family(asked), info, model, about)
+    found = results.results_of(args.log_dir, weights, bool(args.evaluate))
+    data = before and before.data
+    about = card.About(RECIPE, asked.origin.path, weights, data, found, **CARD)
+    start.Family(asked).export(info, model, about)
 
 
 def make_sets(
@@ -476,6 +462,7 @@ def make_task(
     rate = decoding.TokenRate(heard, args.seed)
     terms = loss_weights(args, info)
     last_steps = decoding.last_steps(search, info.config)
+    family = start.Family(asked)
     return Task(
         RECIPE,
         compute_loss,
@@ -487,14 +474,14 @@ def make_task(
         higher_is_better=False,
         augmented_share=None if info.pretrained else asked.how.augmented_share,
         not_begun=None if info.pretrained else recogniser.not_begun,
-        reports=(*recogniser.REPORTS, "evaluation.json"),
+        reports=(*results.REPORTS, "evaluation.json"),
         further=watched,
         plans=ForPlans(
             freeze=Whisper.freeze_encoder if info.pretrained else None,
             last_steps=functools.partial(evaluate, tokenizer, last_steps, rate, terms),
-            adapters=usual_adapters(asked, info),
+            adapters=family.usual_adapters(info),
         ),
-        **for_task(asked, info, run.initial),
+        **family.for_task(info, run.initial),
     )
 
 
@@ -505,15 +492,16 @@ def main(args) -> None:
         return splits.report_checked({name: part.corpus for name, part in sets.items()})
     if args.transcribe:
         return transcribe(args, asked)
-    if adapters.exports_only(asked.origin):
-        return adapters.export_saved(asked.origin, start.family(asked), RECIPE)
+    if released.exports_adapter_only(asked.origin):
+        return start.Family(asked).export_adapter(RECIPE)
     if args.evaluate or released.exports_only(asked.origin, (*released.GOALS, *clips.GOALS)):
         return evaluate_only(args, asked, source)
     run = begin(args, RECIPE)
     before = released.read_run_info(RunInfo, run.resumed)
 
     corpora = read_data(args, source, before)
-    info, model = first_model(asked, run, lambda: train_symbols(SYMBOLS, args.language))
+    new_tokenizer = functools.partial(train_symbols, SYMBOLS, args.language)
+    info, model = start.Family(asked).first_model(run, new_tokenizer, args.seed)
     sets = make_sets(args, asked, info, corpora)
 
     learned = {name: sets.pop(name) for name in splits.TRAINED if name in sets}
@@ -529,9 +517,10 @@ def main(args) -> None:
     report = functools.partial(report_results, args, asked, info, model, evaluation)
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
-        recogniser.add_watched(asked.how, task.further, progress)
-        results = recogniser.results_of(args.log_dir, weights, are_new=True)
-        export(asked, info, model, weights, run_info.data, results)
+        results.add_watched(asked.how, task.further, progress)
+        found = results.results_of(args.log_dir, weights, are_new=True)
+        about = card.About(RECIPE, asked.origin.path, weights, run_info.data, found, **CARD)
+        start.Family(asked).export(info, model, about)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.options import flag
 from common.parts.replay import make_batches
 from common.report import check_folder
-from models import adapters, card, released
+from models import card, released
 from models.whisper import comparing, decoding, formats, kept_times, packs, start, timed
 from models.whisper.model import Whisper, ctc_loss, token_loss
 from models.whisper.padding import Padding, middle_epoch, note_longer_epochs
@@ -56,20 +56,17 @@ from models.whisper.start import (
     Options,
     check_languages,
     check_limits,
-    first_model,
-    for_task,
     input_seconds,
     long_recordings,
     make_search,
     read_released,
     say_language,
-    usual_adapters,
     with_longest,
 )
 from models.whisper.tokenizer import WhisperTokenizer, train_bpe
 from speech.data import demo, replay, splits, watching
 from speech.data.columns import Corpus
-from speech.decoding import recogniser
+from speech.decoding import recogniser, results
 from speech.decoding.recogniser import SPEEDS, decode_set, decode_texts
 from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
@@ -432,25 +429,20 @@ def report_results(
     --decoding, and what `measure_times` finds now and found before training; with --compare_to also
     a baseline's, for which the model is moved to the host. `weights`: which weights the model has,
     for the title."""
-    name = "test" if "test" in evaluation else "val"
-    eval_batches = evaluation[name].whole()
-    corpus = eval_batches.dataset.data.corpus
-    texts_of = functools.partial(final_texts, model, *make_search(asked, info))
-    rows = decode_texts(model, texts_of, eval_batches)
-    title = f"{name} set, {weights}, {len(rows)} utterances, decoding: {args.decoding}"
-    recogniser.print_results(rows, title, asked.how, for_scoring, corpus.languages)
+    decode = functools.partial(final_texts, model, *make_search(asked, info))
+    rows, eval_batches = results.report(asked.how, model, decode, evaluation, weights, for_scoring)
     measured = "val" if "val" in evaluation else "test"  # as before training
     if times := measure_times(evaluation[measured].dataset.data, info, model):
         before = kept_times.from_list(times_before)
         print(kept_times.report(times, before, measured))
         if warning := kept_times.warning(times, before):
             print(warning)
-            recogniser.add_warning(asked.how, warning)
+            results.add_warning(asked.how, warning)
     if args.compare_to:
         baseline, search = comparing.baseline(asked, RECIPE, args.compare_to, model, info)
         texts_of = functools.partial(final_texts, baseline, *search)
         theirs = decode_texts(baseline, texts_of, eval_batches)
-        recogniser.print_improvement(theirs, rows, args.compare_to, asked.how, for_scoring)
+        results.print_improvement(theirs, rows, args.compare_to, asked.how, for_scoring)
 
 
 def report_long(args, asked: Options, info: ModelInfo, model: Whisper) -> None:
@@ -466,7 +458,7 @@ def report_long(args, asked: Options, info: ModelInfo, model: Whisper) -> None:
     if path := args.compare_to:
         baseline, search = comparing.baseline(asked, RECIPE, path, model, info)
         before = timed.decode_corpus(baseline, *search, corpus, f"--compare_to {path}")
-    comparing.print_recordings(rows, before, path, asked.how, for_scoring)
+    results.print_recordings(rows, before, path, asked.how, for_scoring)
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -474,7 +466,7 @@ def report_long(args, asked: Options, info: ModelInfo, model: Whisper) -> None:
 
 def trained(asked: Options, setup: device.Setup) -> tuple[Whisper, ModelInfo, RunInfo | None]:
     """The model that is used without training, and what the run that trained it has saved."""
-    return start.trained(asked, RECIPE, RunInfo, setup)
+    return start.Family(asked).trained(RECIPE, RunInfo, setup)
 
 
 def transcribe(args, asked: Options) -> None:
@@ -514,21 +506,10 @@ def evaluate_only(args, asked: Options) -> None:
             report_results(args, asked, info, model, evaluation, times_before, "the given weights")
     weights = released.weights_file(asked.origin)
     is_new = bool(args.evaluate and not args.long)
-    results = recogniser.results_of(args.log_dir, weights, is_new)
-    export(asked, info, model, weights, before and before.data, results)
-
-
-def export(
-    asked: Options,
-    info: ModelInfo,
-    model: Whisper,
-    weights: Path | None,
-    data: splits.RunInfo | None,
-    results: dict | None,
-) -> None:
-    """--export and --export_adapter."""
-    about = card.About(RECIPE, asked.origin.path, weights, data, results, reading=READING)
-    adapters.export_trained(asked.origin, start.family(asked), info, model, about)
+    found = results.results_of(args.log_dir, weights, is_new)
+    data = before and before.data
+    about = card.About(RECIPE, asked.origin.path, weights, data, found, reading=READING)
+    start.Family(asked).export(info, model, about)
 
 
 def make_sets(
@@ -597,6 +578,7 @@ def make_task(
     rate = decoding.TokenRate(heard, args.seed)
     terms = loss_weights(args, info)
     last_steps = decoding.last_steps(search, info.config)
+    family = start.Family(asked)
     return Task(
         RECIPE,
         compute_loss,
@@ -608,15 +590,15 @@ def make_task(
         higher_is_better=False,
         augmented_share=None if info.pretrained else asked.how.augmented_share,
         not_begun=None if info.pretrained else recogniser.not_begun,
-        reports=recogniser.REPORTS,
+        reports=results.REPORTS,
         further=watched,
         plans=ForPlans(
             freeze=Whisper.freeze_encoder if info.pretrained else None,
             last_steps=functools.partial(evaluate, tokenizer, last_steps, rate, terms),
             compares=bool(args.compare_to),
-            adapters=usual_adapters(asked, info),
+            adapters=family.usual_adapters(info),
         ),
-        **for_task(asked, info, run.initial),
+        **family.for_task(info, run.initial),
     )
 
 
@@ -626,8 +608,8 @@ def main(args) -> None:
         return check_data(args, asked)
     if args.transcribe:
         return transcribe(args, asked)
-    if adapters.exports_only(asked.origin):
-        return adapters.export_saved(asked.origin, start.family(asked), RECIPE)
+    if released.exports_adapter_only(asked.origin):
+        return start.Family(asked).export_adapter(RECIPE)
     if args.evaluate or released.exports_only(asked.origin):
         return evaluate_only(args, asked)
     run = begin(args, RECIPE)
@@ -640,7 +622,7 @@ def main(args) -> None:
         spoken = replay.languages(corpora)
         return train_bpe(replay.texts(corpora), args.vocab_size, asked.language, spoken)
 
-    info, model = first_model(asked, run, new_tokenizer)
+    info, model = start.Family(asked).first_model(run, new_tokenizer, args.seed)
     corpora, share = read_for(args, info, before is not None, read)
     info = dataclasses.replace(info, times=share > 0)
     sets = make_sets(args, asked, info, corpora)
@@ -661,9 +643,12 @@ def main(args) -> None:
     report = functools.partial(report_results, args, asked, info, model, evaluation, times_before)
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
-        recogniser.add_watched(asked.how, task.further, progress)
-        results = recogniser.results_of(args.log_dir, weights, are_new=True)
-        export(asked, info, model, weights, run_info.data, results)
+        results.add_watched(asked.how, task.further, progress)
+        found = results.results_of(args.log_dir, weights, are_new=True)
+        about = card.About(
+            RECIPE, asked.origin.path, weights, run_info.data, found, reading=READING
+        )
+        start.Family(asked).export(info, model, about)
 
 
 if __name__ == "__main__":

@@ -321,12 +321,19 @@ def stand_in(
     return {"train": corpus, "val": corpus}
 
 
-def run_info(data: DataOptions, corpora: dict[str, Corpus]) -> RunInfo:
-    """The record in a checkpoint of the `corpora` of `load_splits(data, ...)`."""
+def run_info(
+    data: DataOptions, corpora: dict[str, Corpus], before: RunInfo | None = None
+) -> RunInfo:
+    """The record in a checkpoint of the `corpora` of `load_splits(data, ...)`. `before`: that of the
+    run that is resumed, or of a released model's training, if recordings may later be cut into
+    pieces as long as its utterances."""
     held_out = "train" in data.manifests and "val" not in data.manifests
+    longest = [float(corpora[name].seconds.max()) for name in TRAINED if name in corpora]
+    if before:
+        longest.append(before.longest)
     return RunInfo(
         held_out=held_out_keys(corpora["val"]) if held_out else [],
-        longest=max(float(corpora[name].seconds.max()) for name in TRAINED if name in corpora),
+        longest=max(longest),
         demo=not data.manifests,
         sets=about_sets(corpora),
     )

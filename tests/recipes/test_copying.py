@@ -182,7 +182,7 @@ MAIN_WITHOUT_TEXT = (
     ("    if args.transcribe:\n        return transcribe(args, how)\n", ""),
     ("return evaluate_only(args, how)", "return evaluate_only(args)"),
     ("report_results, how, model,", "report_results, model,"),
-    ("        reports=recogniser.REPORTS,\n", ""),
+    ("        reports=results.REPORTS,\n", ""),
     ("    check_texts(args, corpora, model_info.characters)\n", ""),
 )
 

@@ -24,6 +24,7 @@ from common import checkpoint
 from common.batches import to_device
 from common.device import Setup
 from common.engine import run_global_batch
+from common.loop import Run
 from models.wav2vec2 import formats, settings, start, texts, vocabulary
 from models.wav2vec2 import model as network
 from models.wav2vec2.model import Wav2Vec2, frames
@@ -175,10 +176,10 @@ def test_adapters_are_as_exact(noise, released, monkeypatch):
     state = model.state_dict()
 
     def make() -> Wav2Vec2:
-        made = start.network(info).double().train()
+        made = Wav2Vec2(info.config).double().train()
         made.load_state_dict(state)
         made.feature_extractor.requires_grad_(False)
-        return adapters.beside(made, start.adapted_layers(info, "linear"))
+        return adapters.beside(made, adapters.layers_of(start, info))
 
     adapters.check_exact(
         make, lambda model, sizes: train_on(model, items, sizes), network.CHECKPOINTED, monkeypatch
@@ -231,7 +232,7 @@ def test_usual_masks_go_with_the_start(noise, released, unsupervised):
     args = runs.parse(recipe, *noise, "--model_dir", unsupervised)
     asked = recipe.resolve(args)
     written = corpus_of(noise, start.read(asked, str(unsupervised))[0]).texts
-    info, _ = start.first_model(asked, None, None, lambda info: written, 1)
+    info, _ = start.Family(asked).first_model(Run(Setup()), lambda info: written, 1)
     new = recipe.Utterances(args, corpus_of(noise, info), start.tokenizer_of(info), info, True)
     assert (kept.masks, new.masks) == (start.KEPT_HEAD_MASKS, start.NEW_HEAD_MASKS)
     assert info.has_new_head and kept.layer_drop == new.layer_drop == start.LAYER_DROP

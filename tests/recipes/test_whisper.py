@@ -261,7 +261,7 @@ def make_utterances(recipe, spoken, *flags, training: bool = True):
         asked = recipe.resolve(args)
         corpus = recipe.read_data(args)["train"]
         tokenizer = train_bpe(corpus.texts, 300, "vi")
-    info = start.new_info(asked, tokenizer)
+    info = start.Family(asked).create(lambda: tokenizer)
     info.config["max_source_positions"] = 300  # 6 s: padding to 30 s would take long
     return recipe.Utterances(args, corpus, tokenizer, info, training), info
 
@@ -424,7 +424,7 @@ def test_adapters_are_as_exact(monkeypatch):
         assert run_global_batch(*run).failed is None
 
     def make():
-        return adapters.beside(tiny_model(info), start.adapted_layers(info, "linear"))
+        return adapters.beside(tiny_model(info), adapters.layers_of(start, info))
 
     adapters.check_exact(make, train_on, LAYERS, monkeypatch)
 
@@ -1635,7 +1635,7 @@ def test_flags_that_contradict_the_checkpoint(saved, line, message, released, tm
     content = checkpoint.Saved(tmp_path / "x.pt", vietnamese.RECIPE, {}, {}, {}, state=state)
     words = line.format(released=released, other=tmp_path).split()
     asked = vietnamese.resolve(runs.parse(vietnamese, *words))
-    found = start.conflicts(asked, info, content)
+    found = start.Family(asked).conflicts(info, content)
     if message is None:
         assert found == []
     else:

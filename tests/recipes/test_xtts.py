@@ -344,7 +344,7 @@ def test_adapters_are_as_exact(noise, monkeypatch):
 
     def make():
         model = make_model().train()
-        layers = start.adapted_layers(SimpleNamespace(config=model.config), "linear")
+        layers = adapters.layers_of(start, SimpleNamespace(config=model.config))
         return adapters.beside(model, layers)
 
     def train_on(model, sizes: list[int]) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers.models.whisper.english_normalizer import BasicTextNormalizer
 
 from common.errors import DataError, UsageError
-from speech.decoding import recogniser
+from speech.decoding import results
 from speech.writing import text
 
 any_text = st.text(max_size=40)
@@ -280,4 +280,4 @@ def test_equal_texts_give_equal_tokenizers():
 def test_style_is_the_share_of_texts_with_capitals_punctuation_and_digits(texts, expected):
     shares = text.style(texts)
     assert tuple(shares.values()) == expected
-    assert shares.keys() == recogniser.STYLES.keys() == {"case", "punctuation", "digits"}
+    assert shares.keys() == results.STYLES.keys() == {"case", "punctuation", "digits"}
