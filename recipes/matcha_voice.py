@@ -42,14 +42,14 @@ from common.batches import EvalBatches, GlobalBatches, pad
 from common.device import upcast
 from common.errors import DataError, exit_with_one_line
 from common.layers import finite_layers
-from common.loop import ForPlans, Run, Task, begin, finish, train
+from common.loop import Run, Task, begin, finish, train
 from common.options import ALONE, USUAL, flag
 from models import card, released
 from models.matcha import alignment, decoding, held_out, mels, start, vocoder_training
 from models.matcha.decoding import Settings, Voice
 from models.matcha.mels import HOP, SAMPLE_RATE, LogMel, frame_count, with_edges
 from models.matcha.model import CHECKPOINTED, COMPILED, Matcha
-from models.matcha.start import ModelInfo, Options, speaker_numbers
+from models.matcha.start import Family, ModelInfo, Options, speaker_numbers
 from models.matcha.tokenizer import Tokens
 from models.matcha.vocoder import GriffinLim
 from speech.data import checks, demo, splits
@@ -351,13 +351,9 @@ def voice_of(info: ModelInfo, model: Matcha, folder: Path) -> Voice:
 
 def trained(asked: Options, setup: device.Setup) -> tuple[Voice, ModelInfo, RunInfo]:
     """The voice that is used without training, and what the run that trained it has saved."""
-    saved = checkpoint.weights_to_use(asked.resume, asked.checkpoint_dir, RECIPE)
-    info = start.known_info(asked, saved)
-    _, before = checkpoint.read_infos(saved, ModelInfo, RunInfo)
-    model = start.make_model(info, saved=saved)
-    checkpoint.load_weights(model, saved.model)
-    voice = voice_of(info, model.to(setup.device).eval(), Path(saved.path).parent)
-    return voice, info, before
+    model, info, before = start.Family(asked).trained(RECIPE, RunInfo, setup)
+    folder = released.weights_file(asked.origin).parent
+    return voice_of(info, model, folder), info, before
 
 
 def synthesise(args, asked: Options) -> None:
@@ -390,7 +386,7 @@ def evaluate_only(args, asked: Options) -> None:
         with setup.autocast():
             report_results(LogMel().to(setup.device), voice.model, evaluation, "the given weights")
             held_out.speak_held_out(asked.held_out, setup, voice, corpora[name])
-    weights = checkpoint.path_to_use(args.resume, args.checkpoint_dir)
+    weights = released.weights_file(asked.origin)
     start.export(asked, voice, info, card.About(RECIPE, asked.model_file, weights, before))
 
 
@@ -403,7 +399,9 @@ def evaluation_sets(
     }
 
 
-def make_task(args, run: Run, info: ModelInfo, run_info: RunInfo, log_mel: LogMel) -> Task:
+def make_task(
+    args, run: Run, family: Family, info: ModelInfo, run_info: RunInfo, log_mel: LogMel
+) -> Task:
     """The task, all that the loop knows of this recipe."""
     return Task(
         RECIPE,
@@ -420,12 +418,11 @@ def make_task(args, run: Run, info: ModelInfo, run_info: RunInfo, log_mel: LogMe
         compiled=COMPILED,
         adamw=optim.Settings(BETAS, decay_embeddings=False),
         fine_tunes=info.pretrained or run.initial is not None,
-        vocabulary=start.vocabulary(info, run.initial),
+        vocabulary=family.vocabulary(info, run.initial),
         reports=(
             *held_out.reports(args.output_dir),
             *vocoder_training.reports(args.checkpoint_dir),
         ),
-        plans=ForPlans(last_steps=functools.partial(evaluate, log_mel)),
     )
 
 
@@ -435,15 +432,14 @@ def main(args) -> None:
         return check_data(args, asked)
     if args.synthesize:
         return synthesise(args, asked)
-    if args.evaluate or start.exports_only(args):
+    if args.evaluate or released.exports_only(asked.origin):
         return evaluate_only(args, asked)
     run = begin(args, RECIPE)
     before = released.read_run_info(RunInfo, run.resumed)
     language = start.language_of(asked, run.resumed or run.initial)
     corpora = check_corpora(args, read_data(args, before), language)
-    with run.model_device():
-        info, weights = start.choose(asked, run.resumed, run.initial, corpora["train"])
-        model = start.make_model(info, weights, asked.dropout, run.resumed)
+    family = start.Family(asked)
+    info, model = family.first_model(run, lambda: corpora["train"], args.seed)
     start.check_known(corpora, info, args.allow_unknown)
     start.describe(info, model)
 
@@ -452,7 +448,7 @@ def main(args) -> None:
     evaluation = evaluation_sets(args, corpora, info, run.setup)
     run_info = splits.run_info(splits.resolve(args), {"train": data.corpus, **corpora})
     log_mel = LogMel().to(run.setup.device)
-    task = make_task(args, run, info, run_info, log_mel)
+    task = make_task(args, run, family, info, run_info, log_mel)
     train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, log_mel, model, evaluation)
     best = finish(args, run, model, task, report)
