@@ -187,7 +187,6 @@ def resolve(
         max_samples=args.max_samples,
         strict=args.strict_data,
         seed=args.seed,
-        held_out=tuple(before.held_out) if before else (),
         # The demo's audio is known to be good, and a plan needs only the lengths.
         listen=args.check_audio and bool(manifests) and not planned,
         skip_bad_audio=args.skip_bad_audio or args.check_data,
@@ -196,9 +195,16 @@ def resolve(
         tiers=tuple(args.tier or ()),
         text_column=args.text_column,
     )
-    return DataOptions(
-        manifests, checks, planned, had_others=before is not None and not before.demo
-    )
+    return again(DataOptions(manifests, checks, planned), before)
+
+
+def again(data: DataOptions, before: RunInfo | None) -> DataOptions:
+    """The request, if it is of the run `before` that is resumed or used: what that held out for
+    evaluation is held out again."""
+    if before is None:
+        return data
+    checks = replace(data.checks, held_out=tuple(before.held_out))
+    return replace(data, checks=checks, had_others=not before.demo)
 
 
 def require_tiers(manifests: Iterable[str]) -> None:
