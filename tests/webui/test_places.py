@@ -8,7 +8,7 @@ import pytest
 from common.errors import UsageError
 from speech.data.columns import Rejections
 from speech.data.manifest import parse
-from webui import places, uploads
+from webui import places
 from webui.places import Places
 
 
@@ -306,17 +306,13 @@ TABLE = b"audio_file,text\na.wav,one\n"
         (["a.wav", "t.csv"], b"day,price\n1,2\n", "t.csv"),
         (["a.wav", "t.csv"], b"PK\3\4", "t.csv"),
         (["a.wav", "t.csv"], "käse".encode("utf-16"), "t.csv"),
-        (["long.wav"], TABLE, "are taken"),
     ],
 )
-def test_uploads_that_are_refused(here, tmp_path, wav, monkeypatch, names, table, message):
-    monkeypatch.setattr(uploads, "FILE_BYTES", 100_000)
+def test_uploads_that_are_refused(here, tmp_path, wav, names, table, message):
     files = []
     for name in names:
-        if name.endswith(".wav"):
-            files.append(wav(tmp_path / name, 4 if name == "long.wav" else 1))
-        else:
-            files.append(written(tmp_path / name, table))
+        path = tmp_path / name
+        files.append(wav(path) if name.endswith(".wav") else written(path, table))
     with pytest.raises(UsageError) as error:
         here.save_upload(files, names)
     assert message in str(error.value) and str(tmp_path) not in str(error.value)
@@ -336,17 +332,6 @@ def test_a_corrected_file_beside_the_one_that_it_replaces(here, tmp_path, wav):
     notes = here.not_used(manifest)
     assert "2  a later file of this name is used" in notes
     assert "t.csv" in notes and "a.wav" in notes
-
-
-def test_uploads_are_bounded_in_sum(here, tmp_path, wav, monkeypatch):
-    clip = wav(tmp_path / "a.wav")
-    monkeypatch.setattr(places, "UPLOADS_BYTES", 2 * os.path.getsize(clip) + 2000)
-    first = here.save_upload([clip], ["a.wav"])
-    here.save_upload([clip], ["a.wav"])
-    with pytest.raises(UsageError, match="there is room for"):
-        here.save_upload([clip], ["a.wav"])
-    here.remove_upload(first)
-    here.save_upload([clip], ["a.wav"])
 
 
 def test_uploaded_names_are_no_paths(here, tmp_path, wav):
