@@ -17,6 +17,19 @@ from speech.writing.text import NAMES, for_scoring, in_lower_case
 
 RECOGNITION = "automatic-speech-recognition"  # Hugging Face's pipeline_tag
 SYNTHESIS = "text-to-speech"
+# How an export is used: a recogniser in transformers; adapters of the class CLASS in peft.
+PIPELINE = """
+from transformers import pipeline
+
+print(pipeline("automatic-speech-recognition", "FOLDER")("recording.wav")["text"])
+"""
+PEFT = """
+from peft import PeftModel
+from transformers import CLASS
+
+base = CLASS.from_pretrained("BASE")  # the folder of the base model
+model = PeftModel.from_pretrained(base, "FOLDER")
+"""
 CPML = {
     "license": "other",
     "license_name": "coqui-public-model-license",
@@ -79,7 +92,7 @@ class About:
     `base`: the folder or file of released weights that a flag names. `weights`: the file of a
     run whose weights these are, beside which the loop has noted how they came about; None for
     released weights, which are only converted. `data`: what the run has saved about its data.
-    `results`: what `recogniser.results_of` returns.
+    `results`: what `results.results_of` returns.
     `reading`: how the recipe compares texts in training. What a family fills in: `languages` by
     their codes, unless a recipe does; whether the weights began at random (`is_new`); the `licence`
     of all that derives from the base, whatever its name is; a `note`, a sentence on the model."""

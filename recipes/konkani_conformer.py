@@ -55,7 +55,7 @@ from speech.alignment import command as alignment
 from speech.alignment.letters import of_characters
 from speech.data import demo, feasible, splits
 from speech.data.columns import Corpus
-from speech.decoding import recogniser, timed, windows
+from speech.decoding import recogniser, results, timed, windows
 from speech.decoding.long import PARTS, by_length
 from speech.decoding.search import joint_beam, rescored_beam
 from speech.signal import augment, nemo_features
@@ -487,6 +487,7 @@ class Conformer(nn.Module):
         self.label_smoothing = label_smoothing
         self.eos = config["vocabulary"]
         self.head_dim = d // heads
+        self.frame_samples = nemo_features.HOP * config["subsampling"]  # from frame to frame
         kernel = 31 if config["subsampling"] == 4 else 15
         self.log_mel = nemo_features.MelFeatures(N_MELS)
         self.subsampling = Subsampling(N_MELS, d, config["subsampling"])
@@ -666,12 +667,7 @@ def timed_texts(how: recogniser.Options, tokenizer, model: Conformer, batch: dic
         timed.aligned(row[:count], hypothesis, model.eos)
         for row, count, hypothesis in zip(log_probs, frames, hypotheses, strict=True)
     ]
-    return timed.transcripts(tokens, frames, tokenizer, frame_samples(model) / SAMPLE_RATE)
-
-
-def frame_samples(model: Conformer) -> int:
-    """The samples between the beginnings of two frames of the encoder."""
-    return nemo_features.HOP * model.config["subsampling"]
+    return timed.transcripts(tokens, frames, tokenizer, model.frame_samples / SAMPLE_RATE)
 
 
 def report_results(
@@ -683,13 +679,8 @@ def report_results(
 ) -> None:
     """Prints error rates and examples of the test set, or of "val" without one, decoded by
     --decoding. `weights`: which weights the model has, for the title."""
-    name = "test" if "test" in evaluation else "val"
-    eval_batches = evaluation[name].whole()
-    texts_of = functools.partial(final_texts, how, tokenizer, model)
-    rows = recogniser.decode_texts(model, texts_of, eval_batches)
-    title = f"{name} set, {weights}, {len(rows)} utterances, decoding: {how.decoding}"
-    spoken = eval_batches.dataset.data.corpus.languages
-    recogniser.print_results(rows, title, how, languages=spoken)
+    decode = functools.partial(final_texts, how, tokenizer, model)
+    results.report(how, model, decode, evaluation, weights)
 
 
 # --- set-up ---------------------------------------------------------------------------------------
@@ -801,7 +792,7 @@ def transcribe(args, how: recogniser.Options) -> None:
     setup = device.setup(args, quiet=True)
     model, tokenizer, before = trained(args, setup)
     texts_of = functools.partial(timed_texts, how, tokenizer, model)
-    cutting = by_length(before.longest, windows.by_time(tokenizer, frame_samples(model)))
+    cutting = by_length(before.longest, windows.by_time(tokenizer, model.frame_samples))
     recogniser.transcribe_files(how, texts_of, setup, before.longest, cutting, PARTS)
 
 
@@ -817,7 +808,7 @@ def recogniser_to_align(args) -> alignment.Recogniser:
     return alignment.Recogniser(
         setup,
         log_probs,
-        frame=frame_samples(model) / SAMPLE_RATE,
+        frame=model.frame_samples / SAMPLE_RATE,
         vocabulary=of_characters(tokenizer.index, model.eos, model.eos + 1),
         longest=before.longest,
     )
@@ -838,8 +829,8 @@ def evaluate_only(args, how: recogniser.Options) -> None:
         with setup.autocast():
             report_results(how, tokenizer, model, evaluation, "the given weights")
     weights = checkpoint.path_to_use(args.resume, args.checkpoint_dir)
-    results = recogniser.results_of(args.log_dir, weights, bool(args.evaluate))
-    export(args, tokenizer, model, weights, before, results)
+    found = results.results_of(args.log_dir, weights, bool(args.evaluate))
+    export(args, tokenizer, model, card.About(RECIPE, None, weights, before, found, is_new=True))
 
 
 def exports_only(args) -> bool:
@@ -848,14 +839,7 @@ def exports_only(args) -> bool:
     return bool(args.export) and args.resume not in (None, "auto") and not trains
 
 
-def export(
-    args,
-    tokenizer,
-    model: Conformer,
-    weights: Path,
-    data: splits.RunInfo,
-    results: dict | None,
-) -> None:
+def export(args, tokenizer, model: Conformer, about: card.About) -> None:
     """--export: the encoder with its CTC head, and a model card."""
     if not args.export:
         return
@@ -869,7 +853,6 @@ def export(
         num_mel_bins=N_MELS,
         subsampling=model.config["subsampling"],
     )
-    about = card.About(RECIPE, None, weights, data, results, is_new=True)
     text_of_card = card.readme(Path(args.export).resolve().name, about, CARD)
     names = model_files.write_export(Path(args.export), fill, text_of_card)
     print(f"exported to {args.export}: {', '.join(names)}")
@@ -916,7 +899,7 @@ def make_task(
         vocabulary=vocabulary(info.characters, run.initial),
         checkpointed=CHECKPOINTED,
         compiled=COMPILED,
-        reports=recogniser.REPORTS,
+        reports=results.REPORTS,
     )
 
 
@@ -951,8 +934,9 @@ def main(args) -> None:
     report = functools.partial(report_results, how, tokenizer, model, evaluation)
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
-        results = recogniser.results_of(args.log_dir, weights, are_new=True)
-        export(args, tokenizer, model, weights, run_info, results)
+        found = results.results_of(args.log_dir, weights, are_new=True)
+        about = card.About(RECIPE, None, weights, run_info, found, is_new=True)
+        export(args, tokenizer, model, about)
 
 
 if __name__ == "__main__":

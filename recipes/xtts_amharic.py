@@ -63,7 +63,6 @@ from models.xtts.start import (
     for_task,
     known_info,
     reader_of,
-    usual_adapters,
 )
 from models.xtts.texts import FrontEnd, Texts, most_text
 from models.xtts.vocoder import OUTPUT_RATE
@@ -488,7 +487,7 @@ def make_task(
         fit=first_fit,
         adamw=optim.Settings(BETAS, decay_embeddings=False),
         further=watched,
-        plans=ForPlans(adapters=usual_adapters(asked, info)),
+        plans=ForPlans(adapters=start.Family(asked).usual_adapters(info)),
         **for_task(asked, info, run.initial),
     )
 

@@ -1,7 +1,6 @@
 """Another model on the same data (--compare_to), and whole recordings (--timestamps, --long)."""
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,16 +14,14 @@ from models.whisper.decoding import Search
 from models.whisper.model import Whisper
 from models.whisper.start import (
     FORMS,
+    Family,
     ModelInfo,
     Options,
-    family,
     make_model,
     make_search,
     read_released,
 )
 from models.whisper.tokenizer import WhisperTokenizer
-from speech.decoding import recogniser
-from speech.writing import metrics
 
 # Rows for `Parser.refuse`: flags that exclude each other, and flags that need another one.
 MANIFESTS = ("train_manifest", "val_manifest", "test_manifest")
@@ -77,8 +74,8 @@ def read(
     name = Path(path).name
     if name.endswith(".safetensors") or name.startswith("checkpoint_step_"):
         saved = checkpoint.read_weights(path, recipe, "--compare_to")
-        info = released.check_saved(family(asked), saved, FORMS.family)
-        return info, released.whole_weights(asked.origin, family(asked), saved)
+        family = Family(asked)
+        return family.check_saved(saved), family.whole_weights(saved)
     released.require_source(path, "--compare_to", FORMS)
     if not asked.origin.path:  # then --tokenizer_file is not a released model's
         asked = dataclasses.replace(asked, tokenizer_file=None)
@@ -97,24 +94,3 @@ def baseline(
     other = make_model(info, weights=weights).eval()
     memory.replace_on_device(model, other)
     return other, make_search(asked, info)
-
-
-def print_recordings(
-    rows: list[dict],
-    before: list[dict] | None,
-    path: str | None,
-    how: recogniser.Options,
-    normalise: Callable[[str], str],
-) -> None:
-    """Prints the error rates of whole recordings and what they lose in a row, from the `rows` of
-    `timed.decode_corpus`, which are written to the log folder; then those of the model at `path`
-    from its rows `before`. Raises `RunError`."""
-    readings = recogniser.readings_of(rows, how, normalise)
-    errors = metrics.read_by(rows, readings)
-    print(metrics.error_table(errors, metrics.rates(errors)))
-    print(metrics.recordings_table(rows, normalise))
-    recogniser.write_rows(rows, how, recogniser.LONG)
-    if before:
-        print(f"{path} on the same recordings:")
-        print(metrics.recordings_table(before, normalise))
-        print(metrics.improvement_table(metrics.read_by(before, readings), errors))

@@ -5,7 +5,6 @@ import argparse
 import contextlib
 import functools
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from common import checkpoint, device, options, records
+from common import device, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
 from common.options import TRAINS, USUAL, OnOff, flag
@@ -82,7 +81,6 @@ ADAPTED = {
     "attention": ATTENTION,
     "linear": ("",),
 }  # ends of names, for --lora_targets
-WHOLE = ("text_embedding.", "text_head.")
 POSITIONS = ("text_pos_embedding.emb", "mel_pos_embedding.emb")
 # Rows of the text embedding.
 VERSIONS = {"v2.0.0": 6153, "v2.0.1": 6153, "v2.0.2": 6681, "v2.0.3": 6681}
@@ -257,29 +255,57 @@ def resolve(args, recipe: str) -> Options:
 # --- the model ------------------------------------------------------------------------------------
 
 
-def family(asked: Options) -> released.Family:
-    return released.Family(
-        model_info=ModelInfo,
-        read=functools.partial(read, asked),
-        network=lambda info: GPT(info.config),
-        check=check_info,
-        conflicts=functools.partial(conflicts, asked),
-        layers=adapted_layers,
-        base=lambda path: read(replace(asked, language=texts.CARRIER), path)[1],
-    )
+class Family(released.Family):
+    """XTTS. Text embedding and head, whose tokens may be new, are trained whole beside adapters. A
+    layer of GPT-2 has queries, keys and values in one."""
 
+    model_info = ModelInfo
+    adapted = ADAPTED
+    whole = ("text_embedding.", "text_head.")
+    rows = new_tokens.TEXT_ROWS
 
-def adapted_layers(info: ModelInfo, targets: str) -> lora.Layers:
-    """The layers that --lora_targets means. A layer of GPT-2 has queries, keys and values in one.
-    The text embedding and head, whose tokens may be new, are trained whole."""
-    with torch.device("meta"):
-        model = GPT(info.config)
-    adapted = []
-    for name, module in model.named_modules():
-        is_linear = isinstance(module, Conv1D | nn.Linear)
-        if is_linear and name.endswith(ADAPTED[targets]) and not f"{name}.".startswith(WHOLE):
-            adapted.append(name)
-    return lora.Layers(adapted, WHOLE, kept=POSITIONS, transposed=("c_attn", "c_fc", "c_proj"))
+    def read(self, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+        return read(self.asked, path)
+
+    def base(self, path: str) -> dict[str, torch.Tensor]:
+        return read(replace(self.asked, language=texts.CARRIER), path)[1]
+
+    def network(self, info: ModelInfo) -> GPT:
+        return GPT(info.config)
+
+    def check(self, info: ModelInfo, name: str) -> None:
+        formats.check_config(info.config, name)
+        size = Vocabulary(info.vocab).size
+        if size != info.config["text_tokens"]:
+            raise UsageError(
+                f"{name}: the model has {info.config['text_tokens']} text tokens, and its"
+                f" vocabulary {size}"
+            )
+
+    def conflicts(self, info: ModelInfo, saved: Saved) -> list[str]:
+        asked = self.asked
+        given = asked.origin.given
+        found = []
+        if "language" in given and asked.language != info.language:
+            found.append(f"--language {asked.language} (the checkpoint has {info.language})")
+        if asked.condition not in (None, info.condition):
+            found.append(f"--condition {asked.condition} (the checkpoint has {info.condition})")
+        return found + texts.conflicts(given, asked.text, info.text)
+
+    def layers(self, info: ModelInfo, targets: str) -> lora.Layers:
+        with torch.device("meta"):
+            model = GPT(info.config)
+        adapted = []
+        for name, module in model.named_modules():
+            is_linear = isinstance(module, Conv1D | nn.Linear)
+            is_whole = f"{name}.".startswith(self.whole)
+            if is_linear and name.endswith(self.adapted[targets]) and not is_whole:
+                adapted.append(name)
+        transposed = ("c_attn", "c_fc", "c_proj")
+        return lora.Layers(adapted, self.whole, POSITIONS, transposed)
+
+    def tokens(self, info: ModelInfo) -> list[str]:
+        return Vocabulary(info.vocab).tokens()
 
 
 def choose(
@@ -289,7 +315,7 @@ def choose(
     frozen parts. `resumed` and `initial` are the checkpoints of --resume and --init_from. Raises
     `UsageError`."""
     create = functools.partial(planned_info, asked)
-    info, weights = released.choose(asked.origin, family(asked), resumed, initial, create)
+    info, weights = Family(asked).choose(resumed, initial, create)
     if initial:
         check_initial(initial, info)
     return info, weights, frozen_parts(asked, info)
@@ -311,8 +337,7 @@ def first_model(
         device.seed_everything(asked.seed)  # the frozen parts have drawn random numbers
         model = make_model(info.config, weights, asked.dropout)
     freeze(model, asked.freeze_layers)
-    began = (weights, run.resumed, run.initial)
-    adapters.adapt(asked.origin, family(asked), info, model, *began, asked.seed)
+    adapters.adapt(Family(asked), info, model, weights, run, asked.seed)
     use_sdpa(model, asked.sdpa)
     print(f"attention: {attention_kernel(model, run.setup.device, run.setup.dtype)}")
     total = sum(p.numel() for p in model.parameters())
@@ -351,7 +376,7 @@ def synthesiser_of(
 def use(asked: Options) -> tuple[ModelInfo, dict[str, torch.Tensor], Frozen, Saved | None]:
     """A model that is not trained further: its info, the GPT's weights, the frozen parts, and the
     checkpoint that it is from, None for a released model. Raises `UsageError`."""
-    info, weights, saved = released.use(asked.origin, family(asked), asked.recipe)
+    info, weights, saved = Family(asked).use(asked.recipe)
     return info, weights, frozen_parts(asked, info), saved
 
 
@@ -360,7 +385,7 @@ def known_info(asked: Options) -> tuple[ModelInfo | None, RunInfo | None]:
     has saved, which is None for a released one. Raises `UsageError`."""
     if asked.origin.resume == "auto" or not (asked.origin.resume or asked.origin.path):
         return None, None
-    info, _, saved = released.use(asked.origin, family(asked), asked.recipe)
+    info, _, saved = Family(asked).use(asked.recipe)
     return info, released.read_run_info(RunInfo, saved)
 
 
@@ -440,29 +465,6 @@ def new_text(asked: Options) -> texts.TextOptions:
     return replace(asked.text, extend_vocab=None, vocab_size=texts.VOCAB_SIZE)
 
 
-def check_info(info: ModelInfo, name: str) -> None:
-    """Raises `UsageError` if the configuration and the vocabulary in a checkpoint do not fit
-    together."""
-    formats.check_config(info.config, name)
-    size = Vocabulary(info.vocab).size
-    if size != info.config["text_tokens"]:
-        raise UsageError(
-            f"{name}: the model has {info.config['text_tokens']} text tokens, and its vocabulary"
-            f" {size}"
-        )
-
-
-def conflicts(asked: Options, info: ModelInfo, saved: Saved) -> list[str]:
-    """The flags that contradict a checkpoint, each with what the checkpoint has instead."""
-    given = asked.origin.given
-    found = []
-    if "language" in given and asked.language != info.language:
-        found.append(f"--language {asked.language} (the checkpoint has {info.language})")
-    if asked.condition not in (None, info.condition):
-        found.append(f"--condition {asked.condition} (the checkpoint has {info.condition})")
-    return found + texts.conflicts(given, asked.text, info.text)
-
-
 def check_initial(initial: Saved, info: ModelInfo) -> None:
     """Raises `UsageError` if the model of --init_from has learned other codes."""
     other = records.read(ModelInfo, initial.model_info, initial.path)
@@ -473,21 +475,12 @@ def check_initial(initial: Saved, info: ModelInfo) -> None:
         )
 
 
-def vocabulary(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
-    """The meaning of the rows of text embedding and head, here and in --init_from's weights."""
-    if initial is None:
-        return None
-    before = records.read(ModelInfo, initial.model_info, initial.path)
-    names = [Vocabulary(each.vocab).tokens() for each in (info, before)]
-    return checkpoint.Vocabulary(new_tokens.TEXT_ROWS, *names)
-
-
-def new_rows(info: ModelInfo, initial: Saved | None) -> NewRows | None:
+def new_rows(family: Family, info: ModelInfo, initial: Saved | None) -> NewRows | None:
     """The rows of tokens that the released vocabulary lacked, and that the weights of --init_from
     have not learned. They have a learning rate of their own."""
     size = info.config["text_tokens"]
     rows = range(size - info.new_tokens, size)
-    if named := vocabulary(info, initial):
+    if named := family.vocabulary(info, initial):
         known = set(named.saved)
         rows = [row for row in rows if named.tokens[row] not in known]
     if not rows:
@@ -498,21 +491,17 @@ def new_rows(info: ModelInfo, initial: Saved | None) -> NewRows | None:
 def for_task(asked: Options, info: ModelInfo, initial: Saved | None) -> dict:
     """The fields of the loop's `Task` that every XTTS has, by the names of its fields. `initial`:
     the weights of --init_from."""
+    family = Family(asked)
     return {
         "learning_rate": LEARNING_RATE,
         "checkpointed": CHECKPOINTED,
         "compiled": COMPILED,
         "evaluate_first": True,
         "fine_tunes": True,
-        "new_rows": new_rows(info, initial),
-        "vocabulary": vocabulary(info, initial),
+        "new_rows": new_rows(family, info, initial),
+        "vocabulary": family.vocabulary(info, initial),
         "reports": (str(judge.folder_of(asked.held_out.output_dir)),),
     }
-
-
-def usual_adapters(asked: Options, info: ModelInfo) -> Callable[[int], lora.Adapters]:
-    """The adapters that --lora adds, by their rank, for the advice of a dry run."""
-    return functools.partial(adapters.usual, family(asked), info)
 
 
 # --- frozen parts and exports ---------------------------------------------------------------------
@@ -559,7 +548,7 @@ def export_trained(
     has_adapters = lora.adapters_of(synthesiser.model)  # beside weights in 16 bits
     with setup.autocast() if has_adapters else contextlib.nullcontext():
         speakers = speaking.to_export(synthesiser, named | clips | named)
-    weights = released.trained_weights(asked.origin, family(asked), synthesiser.model)
+    weights = Family(asked).trained_weights(synthesiser.model)
     export(asked.origin.export, info, weights, synthesiser.frozen, speakers, about)
 
 

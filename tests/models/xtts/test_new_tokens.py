@@ -3,6 +3,7 @@ tokens."""
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -264,6 +265,7 @@ def test_the_new_tokens_are_counted():
     assert info.new_tokens == 1
     info, _, added = new_tokens.extend(info, None, ["გამარჯობა"], asked("characters", 10))
     assert info.new_tokens == 1 + added == 8
-    rows = start.new_rows(info, None).rows
+    family = start.Family(SimpleNamespace(origin=None))
+    rows = start.new_rows(family, info, None).rows
     assert rows == {name: [*range(ROWS, ROWS + 8)] for name in new_tokens.TEXT_ROWS}
-    assert start.new_rows(make_info(), None) is None
+    assert start.new_rows(family, make_info(), None) is None

@@ -11,7 +11,6 @@ import torch
 from common import options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
-from models import released
 from models.xtts import cleaners, formats, new_tokens, speaking, start, texts
 from models.xtts.tokenizer import Vocabulary, new_vocabulary
 from speech import amharic
@@ -343,7 +342,7 @@ def test_a_contradiction_ends_the_resumed_run(tmp_path):
 
     def read_info(*flags) -> start.ModelInfo:
         asked = resolved("--dry_run=8GB", "--resume", "auto", *flags)
-        return released.read_info(asked.origin, start.family(asked), saved)
+        return start.Family(asked).read_info(saved)
 
     assert read_info() == info
     with pytest.raises(
