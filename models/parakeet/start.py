@@ -189,11 +189,10 @@ class Nemotron:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Start, Nemotron, Loss):
-    """The request of the flags. `origin`: where the model starts. `how`: decoding and transcribing."""
+class Options(Start, Nemotron, Loss, recogniser.Request):
+    """The request of the flags. `origin`: where the model starts."""
 
     origin: Origin
-    how: recogniser.Options
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -219,7 +218,7 @@ def resolve(args, is_demo: bool) -> Options:
         args,
         export_format=args.export_format or "hf",
         origin=origin,
-        how=recogniser.resolve(args, is_demo, has_times=True),
+        **recogniser.request(args, recogniser.resolve(args, is_demo, has_times=True)),
     )
 
 
@@ -366,9 +365,7 @@ def tokenizer_of(info: ModelInfo) -> ParakeetTokenizer:
     return make_tokenizer(info.tokenizer, info.config["vocabulary"])
 
 
-def given_tokenizer(
-    asked: Options, recipe: str, init_from: str | None
-) -> tuple[ParakeetTokenizer | None, bool]:
+def given_tokenizer(asked: Options, recipe: str) -> tuple[ParakeetTokenizer | None, bool]:
     """The tokenizer that a training begins with, read without the weights of a released model, and
     `ModelInfo.own_vocabulary`. The tokenizer is None if the training texts will make it. Raises
     `UsageError`."""
@@ -378,8 +375,8 @@ def given_tokenizer(
         state = formats.read_tokenizer(origin.path)
         is_own = bool(formats.read_note(origin.path)["new_pieces"])
         return make_tokenizer(state, len(pieces(state))), is_own
-    if init_from and not (saved or origin.may_be_random):
-        saved = checkpoint.read_weights(init_from, recipe, "--init_from")
+    if asked.init_from and not (saved or origin.may_be_random):
+        saved = checkpoint.read_weights(asked.init_from, recipe, "--init_from")
     if not saved:
         return None, True
     info = records.read(ModelInfo, saved.model_info, saved.path)

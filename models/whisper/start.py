@@ -164,22 +164,18 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Start, Training):
+class Options(Start, Training, recogniser.Request):
     """The request of a Whisper recipe's flags.
 
-    `origin`: where the model starts. `how`: how it decodes. `vocabulary`: the tokens that a planned
-    run without data has, None for the tokenizer's. `auxiliary`: the shares of the encoder's auxiliary losses, by flag.
+    `origin`: where the model starts. `vocabulary`: the tokens that a planned run without data has,
+    None for the tokenizer's. `auxiliary`: the shares of the encoder's auxiliary losses, by flag.
     `suppress`: whether the tokens that a released model does not generate are suppressed."""
 
     origin: released.Origin
-    how: recogniser.Options
     vocab_size: int | None
     vocabulary: int | None
     auxiliary: dict[str, float]
     suppress: bool
-    max_duration: float
-    learning_rate: float | None
-    seed: int
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -204,10 +200,11 @@ def resolve(
     auxiliary: tuple[str, ...] = ("ctc_weight",),
     suppress: bool = True,
     demo_language: str | None = None,
+    record: type = Options,
 ) -> Options:
     """Fills in the defaults of these flags and returns what they ask for. `sizes`: as in
-    `add_arguments`. `auxiliary`: the flags that give shares to losses of the encoder. Raises
-    `UsageError`."""
+    `add_arguments`. `auxiliary`: the flags that give shares to losses of the encoder. `record`:
+    the class of what is returned. Raises `UsageError`."""
     origin = released.resolve(args, FORMS, sizes, "base", is_demo)
     if released.exports_only(origin):
         demo_language = None
@@ -234,18 +231,15 @@ def resolve(
         if vocabulary is None and origin.size_name in formats.SIZES:
             vocabulary = origin.size["vocab_size"]
     return options.read_record(
-        Options,
+        record,
         args,
         origin=origin,
-        how=how,
+        **recogniser.request(args, how),
         language=language,
         vocab_size=vocab_size,
         vocabulary=vocabulary,
         auxiliary={name: getattr(args, name) for name in auxiliary},
         suppress=suppress,
-        max_duration=args.max_duration,
-        learning_rate=args.learning_rate,
-        seed=args.seed,
     )
 
 

@@ -277,9 +277,6 @@ class Family(released.Family):
     def network(self, info: ModelInfo) -> GPT:
         return GPT(info.config)
 
-    def make_model(self, info: ModelInfo, weights, trains: bool = False) -> GPT:
-        return make_model(info.config, weights, self.asked.dropout if trains else 0.0)
-
     def check(self, info: ModelInfo, name: str) -> None:
         formats.check_config(info.config, name)
         size = Vocabulary(info.vocab).size

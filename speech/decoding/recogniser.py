@@ -4,7 +4,7 @@ results at the end are in results.py."""
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -93,6 +93,27 @@ class Options:
     augmented_share: Callable[[float], float] | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Request(Augmentation):
+    """The request of a recogniser's flags, by their names. `how`: decoding and transcribing. `data`:
+    what is read. Flags that a recipe lacks are None."""
+
+    how: Options
+    data: splits.DataOptions
+    train_manifest: list[str] | None
+    evaluate: bool
+    init_from: str | None
+    output_dir: str
+    log_dir: Path
+    seed: int
+    learning_rate: float | None
+    max_duration: float
+    use_chunking: bool
+    strict_data: bool
+    allow_unknown: bool | None
+    stop_when_watched_rises: bool | None
+
+
 # --- flags ----------------------------------------------------------------------------------------
 
 
@@ -173,6 +194,13 @@ def resolve(
         seed=args.seed,
         augmented_share=augmented_share if augment else None,
     )
+
+
+def request(args, how: Options) -> dict:
+    """The fields of a `Request`, for `options.read_record`. Raises `UsageError`."""
+    names = [each.name for each in fields(Request) if each.name not in ("how", "data")]
+    values = {name: getattr(args, name, None) for name in names}
+    return {**values, "how": how, "data": splits.resolve(args)}
 
 
 # --- the beginning of a training from scratch -----------------------------------------------------

@@ -109,7 +109,7 @@ def test_all_that_is_known(tmp_path):
 
 def test_an_export_alone_says_how_its_texts_were_compared(tmp_path):
     about = card.About("whisper_vietnamese", None, weights(tmp_path), DATA, reading=LOWER)
-    text = card.readme("mine", about, whisper.CARD)
+    text = card.readme("mine", about, WHISPER)
     assert f"| evaluation set, in training | {LOWER} | CER | 30.00 | 6.10 |" in text
 
 
@@ -284,7 +284,7 @@ def test_names_end_no_table_and_no_line(tmp_path):
     made = MADE["made_by"] | {"tier": hostile, "base": f"m/{hostile}"}
     series = {"watched": {hostile: [[400, 0.1]]}, "made_by": made}
     about = card.About("a", None, weights(tmp_path, MADE | series))
-    text = card.readme(hostile, about, whisper.CARD).split("---\n", 2)[2]
+    text = card.readme(hostile, about, WHISPER).split("---\n", 2)[2]
     assert "\n# c" not in text and not re.search(r"(?<!\\)<", text.split("## Use")[0])
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in rows} == {6}

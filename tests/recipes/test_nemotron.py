@@ -94,9 +94,9 @@ def make_data(manifest: Path, released: Path, *more, training: bool = True):
     asked = recipe.resolve(args)
     info, model = start.Family(asked).first_model(Run(Setup()), list, 1)
     weights = model.state_dict()
-    corpora = recipe.read_data(args)
+    corpora = recipe.read_data(asked)
     tokenizer = start.tokenizer_of(info)
-    data = recipe.Utterances(args, corpora["train"], tokenizer, info, training)
+    data = recipe.Utterances(asked, corpora["train"], tokenizer, info, training)
     return info, weights, data
 
 

@@ -92,10 +92,11 @@ def make_utterances(
     args = runs.parse(
         recipe, "--train_manifest", path, "--from_scratch", "--model_size", "demo", *flags
     )
-    info, _ = start.Family(recipe.resolve(args)).first_model(Run(Setup()), lambda: corpus.texts, 1)
+    asked = recipe.resolve(args)
+    info, _ = start.Family(asked).first_model(Run(Setup()), lambda: corpus.texts, 1)
     loss = {**info.loss, **(loss or {})}
     info = dataclasses.replace(info, config={**info.config, **config}, loss=loss)
-    return recipe.Utterances(args, corpus, start.tokenizer_of(info), info, training), info
+    return recipe.Utterances(asked, corpus, start.tokenizer_of(info), info, training), info
 
 
 def make_items(noise, loss: dict | None = None, **config) -> tuple[start.ModelInfo, list[dict]]:
@@ -346,7 +347,7 @@ def test_what_ctc_cannot_align_is_in_no_ctc_loss(kind, noise, capsys):
     data, info = make_utterances(noise, kind=kind, durations=[])
     texts = list(data.corpus.texts)
     dense = dataclasses.replace(data.corpus, texts=Strings([texts[0] * 50, *texts[1:]]))
-    found = recipe.drop_untrainable(data.args, {"train": dense, "val": dense}, info)
+    found = recipe.drop_untrainable(data.asked, {"train": dense, "val": dense}, info)
     assert len(found["train"]) == len(texts) - (kind == "ctc") and found["val"] is dense
     assert "in no CTC loss" in capsys.readouterr().out
     data.corpus = dense
@@ -568,7 +569,7 @@ def test_training_hears_silence_noise_and_other_levels(noise):
     plain, info = make_utterances(noise, "--no_speed_perturbation", "--no_wave_augment")
     data, _ = make_utterances(noise, "--no_speed_perturbation")
     assert data.augmentation and not plain.augmentation
-    held_out = (data.args, data.corpus, data.tokenizer, info)
+    held_out = (data.asked, data.corpus, data.tokenizer, info)
     assert not recipe.Utterances(*held_out, training=False).augmentation
     for index in range(8):
         item, before = data.item(index, 1), plain.item(index, 1)
@@ -917,7 +918,7 @@ def test_align_hears_with_the_ctc_head(best, released, konkani, tmp_path):
     status, _, err = runs.run(recipe, *words, "--resume", best)
     assert status == 1 and "nothing was found" in err and not (tmp_path / "a.json").exists()
     args = runs.parse(recipe, *words, "--resume", best)
-    heard_by = recipe.recogniser_to_align(args, recipe.resolve(args))
+    heard_by = recipe.recogniser_to_align(recipe.resolve(args), Setup())
     with torch.no_grad():
         log_probs = heard_by.hear(torch.randn(5 * recipe.SAMPLE_RATE))
     assert log_probs.shape[1] == len(heard_by.vocabulary.spellings)
@@ -1431,7 +1432,7 @@ def test_fitted_rows_begin_below_random_ones(noise, added, letters):
         state = vocabulary.train_tokenizer(others, "char", 0)
     new, changed = vocabulary.with_new_vocabulary(info, weights, state)
     corpus = dataclasses.replace(corpus, texts=Strings(others))
-    data = recipe.Utterances(data.args, corpus, start.tokenizer_of(new), new, training=False)
+    data = recipe.Utterances(data.asked, corpus, start.tokenizer_of(new), new, training=False)
     batch = moved([data.item(index, 0) for index in range(len(data))])
     fresh = start.make_model(new, None).state_dict()
     losses = {}

@@ -255,15 +255,15 @@ def make_utterances(recipe, spoken, *flags, training: bool = True):
     )
     if recipe is morse:
         asked, source = recipe.resolve(args)
-        corpus = recipe.read_data(args, source)["train"]
+        corpus = recipe.read_data(asked, source)["train"]
         tokenizer = train_symbols(morse.SYMBOLS, "en")
     else:
         asked = recipe.resolve(args)
-        corpus = recipe.read_data(args)["train"]
+        corpus = recipe.read_data(asked)["train"]
         tokenizer = train_bpe(corpus.texts, 300, "vi")
     info = start.Family(asked).create(lambda: tokenizer)
     info.config["max_source_positions"] = 300  # 6 s: padding to 30 s would take long
-    return recipe.Utterances(args, corpus, tokenizer, info, training), info
+    return recipe.Utterances(asked, corpus, tokenizer, info, training), info
 
 
 def test_training_hears_silence_noise_and_other_levels(spoken, tmp_path):
@@ -271,7 +271,7 @@ def test_training_hears_silence_noise_and_other_levels(spoken, tmp_path):
     plain, info = make_utterances(vietnamese, spoken, *flags, "--no_wave_augment")
     data, _ = make_utterances(vietnamese, spoken, *flags)
     assert data.augmentation and not plain.augmentation
-    held_out = (data.args, data.corpus, data.tokenizer, info)
+    held_out = (data.asked, data.corpus, data.tokenizer, info)
     assert not vietnamese.Utterances(*held_out, training=False).augmentation
     for index in range(5):
         item, before = data.item(index, 0), plain.item(index, 0)
@@ -600,11 +600,11 @@ def make_windows(with_times, recorded, folder, *flags, share: float = 0.5, name:
     source = ["--model_dir", with_times / name, "--output_dir", folder]
     args = runs.parse(vietnamese, *recorded, *source, *flags)
     asked = vietnamese.resolve(args)
-    corpus = vietnamese.read_data(args, times=True)["train"]
+    corpus = vietnamese.read_data(asked, times=True)["train"]
     info, _ = start.read_released(asked, args.model_dir)
     info = dataclasses.replace(info, times=True)
     tokenizer = make_tokenizer(info.tokenizer)
-    utterances = vietnamese.Utterances(args, corpus, tokenizer, info, training=True)
+    utterances = vietnamese.Utterances(asked, corpus, tokenizer, info, training=True)
     return vietnamese.as_windows(utterances, share)
 
 
@@ -792,8 +792,8 @@ def test_segments_are_utterances_only_for_training_with_times(with_times, record
     data = make_windows(with_times, flags, tmp_path)
     assert len(data) == len(rows) and data.packs.has_next.sum() == len(rows) - 1
     args = runs.parse(vietnamese, *flags, "--from_scratch", "--output_dir", tmp_path)
-    vietnamese.resolve(args)
-    assert len(vietnamese.read_data(args)["train"]) < len(rows) / 3
+    asked = vietnamese.resolve(args)
+    assert len(vietnamese.read_data(asked)["train"]) < len(rows) / 3
     released = [*flags, "--model_dir", with_times / "listed", "--output_dir", tmp_path / "checked"]
     checked = ran(vietnamese, *released, "--check_data")
     assert f"{len(rows)} utterances" in checked
@@ -816,9 +816,9 @@ def test_few_neighbours_leave_segments_joined(with_times, recorded, tmp_path, mo
 
     def read(times: bool) -> dict:
         asked_for.append(times)
-        return vietnamese.read_data(args, times=times)
+        return vietnamese.read_data(asked, times=times)
 
-    corpora, share = vietnamese.read_for(args, info, False, read)
+    corpora, share = vietnamese.read_for(asked, info, False, read)
     assert (share, asked_for, len(corpora["train"])) == (0.0, [True, False], 2)
     # Words are joined to phrases of a second.
     assert min(read(True)["train"].seconds) >= 0.9
