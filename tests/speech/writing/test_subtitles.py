@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from common import options
 from common.device import Setup
 from common.errors import DataError, UsageError
-from speech.decoding import recogniser, transcripts
+from speech.decoding import recogniser, transcribing, transcripts
 from speech.writing import subtitles
 
 srt = subtitles.FORMATS[".srt"].whole
@@ -171,7 +171,7 @@ def test_words_of_a_recogniser_are_written_and_corrections_kept(wav, tmp_path, c
 
     def write() -> str:
         transcripts.check_output(how.output, [path])
-        recogniser.transcribe_files(how, decode, Setup(), 30.0, parts=("words", "segments"))
+        transcribing.transcribe_files(how, decode, Setup(), 30.0, parts=("words", "segments"))
         return output.read_text(encoding="utf-8")
 
     written = write()
@@ -191,7 +191,7 @@ def test_if_nothing_can_be_transcribed_earlier_transcripts_stay(tmp_path):
     output.write_text("1\nearlier")
     how = recogniser.Options(transcribe=[str(tmp_path / "bad.wav")], output=str(output))
     with pytest.raises(DataError, match="1 of 1 files"):
-        recogniser.transcribe_files(how, None, Setup(), 30.0)
+        transcribing.transcribe_files(how, None, Setup(), 30.0)
     assert output.read_text() == "1\nearlier"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.wav", "good.srt"]
 
