@@ -151,7 +151,8 @@ def test_any_words_become_lines_that_fit(spoken, by_word):
     assert "".join("".join(cue["text"].split()) for cue in cues) == said
     for cue, following in itertools.pairwise([*cues, None]):
         lines = cue["text"].split("\n")
-        assert len(lines) <= 2 and all(0 < width(line) <= subtitles.LINE for line in lines)
+        assert len(lines) <= 2 and all(lines)
+        assert all(width(line) <= subtitles.LINE for line in lines)
         assert cue["end"] - cue["start"] >= subtitles.SHORTEST - 1e-6
         assert following is None or cue["end"] <= following["start"]
 
