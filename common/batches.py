@@ -328,15 +328,6 @@ class GlobalBatches:
         return float(np.sum(self.data.seconds(0))) / 3600
 
 
-def global_batches(args, data, collate: Callable, setup, old=None) -> GlobalBatches:
-    """The global batches of a training set and, with --replay_manifest, of a set `old`."""
-    if old is None:
-        return GlobalBatches(args, data, collate, setup)
-    from common.parts.replay import ReplayedBatches
-
-    return ReplayedBatches(args, data, old, collate, setup)
-
-
 def _loaded(loader: torch.utils.data.DataLoader) -> Iterator[GlobalBatch]:
     """The loader's global batches. Raises `DataError` for a global batch with an error, and
     `RunError` if a worker has died."""

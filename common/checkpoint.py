@@ -370,16 +370,13 @@ def continues(resume: str | None, folder: Path) -> bool:
     return bool(resume) and (resume == "auto" or Path(resume).resolve().parent == folder.resolve())
 
 
-def make_room(
-    folder: Path, log_dir: Path, reports: Iterable[str] = (), stages: Iterable[str] = ()
-) -> None:
+def make_room(folder: Path, log_dir: Path, reports: Iterable[str] = ()) -> None:
     """Moves all that an earlier run has written into subfolders when a new run starts in its
     folders. `reports`: files and folders of the recipe's, by their names in the log folder or by
-    their absolute paths. `stages`: folders in both that belong to the run (see
-    `options.for_stage`). Raises `RunError`."""
-    written = (*WEIGHTS, LIMITS.format("*"), *stages)
+    their absolute paths. Raises `RunError`."""
+    written = (*WEIGHTS, LIMITS.format("*"))
     earlier = [*list_checkpoints(folder), *_existing(folder, written)]
-    logs = _existing(log_dir, (*LOGS, *reports, *stages))
+    logs = _existing(log_dir, (*LOGS, *reports))
     try:
         name = files.move_aside([*earlier, *logs], (folder, log_dir))
     except OSError as error:
@@ -466,6 +463,14 @@ def read_weights(path: str | Path, recipe: str, flag: str = "--resume") -> Saved
         if records.mismatch(found[name], INFOS[name], name):
             raise Damaged(f"{path} is damaged: its {name} is not a record")
     return Saved(path=path, recipe=recipe, model=check_tensors(tensors, path), **found)
+
+
+def read_initial(path: str | None, recipe: str, resumed: Saved | None) -> Saved | None:
+    """The weights of --init_from, with which a run begins that does not resume another one. Raises
+    `UsageError`."""
+    if not path or resumed:
+        return None
+    return read_weights(path, recipe, "--init_from")
 
 
 def read_infos(saved: Saved | None, model_info: type, run_info: type) -> tuple:

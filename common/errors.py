@@ -39,6 +39,15 @@ class Stopped(Failure):
         self.status = status
 
 
+class Planned(Failure):
+    """The end of a run that is only planned, in place of a training; `status` is the plan's. All
+    that there is to say has been printed."""
+
+    def __init__(self, status: int):
+        super().__init__("")
+        self.status = status
+
+
 def cannot_write(folder, error: OSError, flag: str) -> RunError:
     """The error for a folder that cannot be created or written to. `flag` is the one that chooses
     the folder."""
@@ -123,6 +132,8 @@ def _run(main: Callable, *args) -> int | str:
         main(*args)
     except SystemExit as leaving:
         return leaving.code or 0
+    except Planned as planned:
+        return planned.status
     except Failure as failure:
         sys.stdout.flush()  # a log file has both streams
         print(failure if isinstance(failure, Stopped) else f"error: {failure}", file=sys.stderr)

@@ -78,7 +78,9 @@ def make_optimizer(
     if kind == "adamw_8bit":
         from common.parts import eight_bit
 
-        optimizer = eight_bit.make_optimizer(groups, model, learning_rate, settings.betas)
+        optimizer = eight_bit.make_optimizer(
+            groups, embedding_weights(model), learning_rate, settings.betas
+        )
     else:
         optimizer = torch.optim.AdamW(
             groups, lr=learning_rate, betas=settings.betas, eps=EPSILON, fused=True

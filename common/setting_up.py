@@ -5,10 +5,10 @@ import os
 
 import torch
 
-from common import checkpoint, device, errors, files, optim, options, run_length
+from common import checkpoint, device, errors, files, memory, optim, options, run_length
 from common.batches import EvalBatches, GlobalBatches
 from common.device import Setup, set_rng_state
-from common.engine import Engine, engine_for
+from common.engine import Engine
 from common.errors import UsageError
 from common.progress import Progress
 from common.report import Report, check_folder
@@ -35,25 +35,12 @@ def begin(args, name: str) -> Run:
         from common.parts import machines
 
         return machines.begin(args, name, setup)
-    locks = lock_folders(args)
+    check_folder(args.log_dir)
+    locks = [checkpoint.lock_folder(args.checkpoint_dir)]
     resumed = checkpoint.resume(args.resume, args.checkpoint_dir, name)
-    initial = read_initial(args, name, resumed)
+    initial = checkpoint.read_initial(args.init_from, name, resumed)
     options.freeze(args)
     return Run(setup, resumed, initial, locks)
-
-
-def lock_folders(args) -> list:
-    """The lock on the folder of a run. Raises `RunError` if another run has it, or if it cannot be
-    written."""
-    check_folder(args.log_dir)
-    return [checkpoint.lock_folder(args.checkpoint_dir)]
-
-
-def read_initial(args, name: str, resumed: checkpoint.Saved | None) -> checkpoint.Saved | None:
-    """The weights of --init_from, with which a run begins that does not resume another one."""
-    if not args.init_from or resumed:
-        return None
-    return checkpoint.read_weights(args.init_from, name, "--init_from")
 
 
 def prepare_model(args, run: Run, model: torch.nn.Module, task: Task, data) -> Engine:
@@ -70,6 +57,31 @@ def prepare_model(args, run: Run, model: torch.nn.Module, task: Task, data) -> E
         values = [t for t in model.state_dict().values() if t.is_floating_point()]
         run.setup.ranks.share_tensors(values, [0] * len(values))
     return engine_for(args, model, task, run.setup)
+
+
+def engine_for(args, model: torch.nn.Module, task: Task, setup: Setup) -> Engine:
+    """The engine that the flags ask for. The model is on the host."""
+    if args.sharded:
+        from common.parts import sharding
+
+        engine = sharding.Sharded(args, model, task, setup)
+    elif args.use_cpu_offload:
+        from common.parts import offload
+
+        engine = offload.Offloaded(args, model, task, setup)
+    elif checkpoint.partial_of(model):
+        from common.parts import lora
+
+        engine = lora.Adapted(args, model, task, setup)
+    else:
+        engine = Engine(args, model, task, setup)
+    if args.torch_compile:
+        from common.parts import compiling
+
+        compiling.compile_layers(engine.trained, task.compiled)
+    if args.gradient_checkpointing:
+        memory.checkpoint_layers(engine.trained, task.checkpointed)
+    return engine
 
 
 def begin_training(

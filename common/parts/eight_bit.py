@@ -6,7 +6,6 @@ import math
 import torch
 
 from common.errors import RunError, first_line, require
-from common.optim import embedding_weights
 
 # In 8 bits, second moments below 1.6e-7 of the largest in their block become zero, and epsilon
 # alone divides the first moment. The largest step is then 341 learning rates at 1e-9, and 1.05 at
@@ -17,15 +16,17 @@ BLOCK = 256  # values that share a scale
 
 
 def make_optimizer(
-    groups: list[dict], model: torch.nn.Module, learning_rate: float, betas: tuple[float, float]
+    groups: list[dict],
+    embeddings: set[torch.nn.Parameter],
+    learning_rate: float,
+    betas: tuple[float, float],
 ) -> torch.optim.Optimizer:
-    """bitsandbytes' AdamW of the parameter `groups` of a model, with its states. Tensors below 4096
-    values stay in 32 bits, which is bitsandbytes' rule, and so do embeddings:
+    """bitsandbytes' AdamW of the parameter `groups`, with its states. Tensors below 4096 values stay
+    in 32 bits, which is bitsandbytes' rule, and so do the `embeddings`:
     github.com/huggingface/transformers/issues/14819, by its author. Raises `RunError` if
     bitsandbytes does not work."""
     library = load_bitsandbytes(groups[0]["params"][0].device)
     optimizer = library.optim.AdamW8bit(groups, lr=learning_rate, betas=betas, eps=EPSILON)
-    embeddings = embedding_weights(model)
     for number, group in enumerate(optimizer.param_groups):
         for index, p in enumerate(group["params"]):
             if p in embeddings:

@@ -103,6 +103,13 @@ class ReplayedBatches(GlobalBatches):
         )
 
 
+def make_batches(args, data, collate: Callable, setup, old=None) -> GlobalBatches:
+    """The global batches of a training set and, with --replay_manifest, of a set `old`."""
+    if old is None:
+        return GlobalBatches(args, data, collate, setup)
+    return ReplayedBatches(args, data, old, collate, setup)
+
+
 def plan_epoch(
     seconds: np.ndarray, old: int, share: float, global_batch_size: int, key: tuple[int, int]
 ) -> list[np.ndarray]:

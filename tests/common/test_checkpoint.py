@@ -449,22 +449,22 @@ def test_best_json_is_believed_only_if_it_is_sound(tmp_path, text, step):
 # --- earlier runs ---------------------------------------------------------------------------------
 
 
-def test_an_earlier_run_moves_with_its_stages_and_folders(tmp_path):
+def test_an_earlier_run_moves_with_its_folders(tmp_path):
     folder, logs = tmp_path / "c", tmp_path / "l"
     (tmp_path / "precious").mkdir()
     for number in (1, 2):
-        for place in (folder / "dvae", logs / "dvae", logs / "speech", logs / "mine"):
+        for place in (folder, logs / "speech", logs / "mine"):
             place.mkdir(parents=True, exist_ok=True)
             (place / "a").write_text(str(place))
         (logs / "reports").symlink_to(tmp_path / "precious")
         (logs / "metrics.jsonl").touch()
         save(folder, number)
-        checkpoint.make_room(folder, logs, ("speech", "reports"), ("dvae",))
+        checkpoint.make_room(folder, logs, ("speech", "reports"))
         assert not checkpoint.list_checkpoints(folder)
-        names = {path.name for path in (folder / f"earlier-{number}").iterdir()}
-        assert names == {"dvae", f"checkpoint_step_{number:08}.pt"}
+        names = [path.name for path in (folder / f"earlier-{number}").iterdir()]
+        assert names == [f"checkpoint_step_{number:08}.pt"]
         moved = {path.name: path for path in (logs / f"earlier-{number}").iterdir()}
-        assert set(moved) == {"dvae", "speech", "reports", "metrics.jsonl"}
+        assert set(moved) == {"speech", "reports", "metrics.jsonl"}
         assert moved["reports"].is_symlink()
         assert (moved["speech"] / "a").read_text() == str(logs / "speech")
     assert (logs / "mine" / "a").exists() and (tmp_path / "precious").is_dir()

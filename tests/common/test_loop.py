@@ -21,13 +21,13 @@ from common import checkpoint, files, optim, report, update
 from common.batches import to_device
 from common.device import LossScale, Setup
 from common.engine import run_global_batch
-from common.errors import DataError, RunError, Stopped, UsageError
+from common.errors import DataError, Planned, RunError, Stopped, UsageError
 from common.evaluation import mean_values
+from common.limits import cut_to_fit, length_bucket
 from common.loop import Run, begin, finish
 from common.parts import offload
 from common.ranks import Ranks
 from common.saving import made_by
-from common.update import cut_to_fit, length_bucket
 from speech.signal import augment
 from tests import small
 
@@ -282,7 +282,7 @@ def test_a_checkpoint_has_the_flags_of_its_run(tmp_path):
     args = small.make_args(tmp_path, "--max_steps", "1", "--bf16")
     small.run(args, setup=Setup())
     saved = newest(args).state["args"]
-    assert saved.keys() == vars(args).keys() - {"given", "commands"}
+    assert saved.keys() == vars(args).keys() - {"given", "commands", "rules"}
     assert (saved["max_steps"], saved["mixed_precision"], saved["resume"]) == (1, "bf16", None)
     assert saved["log_dir"] == str(args.log_dir)
 
@@ -452,7 +452,7 @@ def test_only_a_new_model_is_fitted(tmp_path):
     seen.clear()
     path = tmp_path / "a/checkpoints/checkpoint_step_00000001.pt"
     assert run("b", "--max_steps", "1", "--init_from", str(path)) == (2, False)
-    with pytest.raises(SystemExit):
+    with pytest.raises(Planned):
         run("c", "--max_steps", "1", "--dry_run", "8GB")
     assert fitted == [13, 13]
 

@@ -2,6 +2,7 @@
 exit status 2."""
 
 import argparse
+import dataclasses
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from common import options
 from common.errors import UsageError
+from common.options import flag
 from tests import small
 
 
@@ -100,6 +102,13 @@ def printed(parser, capsys, *words) -> str:
     return out
 
 
+USUAL = (  # of the shared flags
+    "batch_size gradient_accumulation_steps num_epochs max_steps learning_rate device"
+    " mixed_precision gradient_checkpointing optimizer use_cpu_offload dry_run evaluate output_dir"
+    " resume init_from"
+).split()
+
+
 def test_the_short_help_has_the_usual_flags(parser, capsys):
     whole = printed(parser, capsys, "--help", "all")
     assert whole == parser.format_help()
@@ -107,7 +116,7 @@ def test_the_short_help_has_the_usual_flags(parser, capsys):
     short = printed(parser, capsys, "--help")
     assert short == printed(parser, capsys, "-h", "--batch_size", "2")
     listed = set(re.findall(r"^  --(\w+)", short, re.MULTILINE))
-    assert listed == {*options.USUAL, "dropout"}
+    assert listed == {*USUAL, "dropout"}
     assert "\nmemory and speed:\n" in short
     assert short.endswith(f"\n--help all shows all {len(parser._actions) - 1} flags.\n")
     assert printed(parser, capsys, "--help", "all") == whole
@@ -123,21 +132,39 @@ def test_a_parser_without_marks_has_one_help(capsys):
 
 
 @pytest.mark.parametrize(
-    ("row", "words", "value"),
+    ("declared", "words", "value"),
     [
-        (("x", int, 3, "N", "(3)"), "", 3),
-        (("x", int, 3, "N", "(3)"), "--x 4", 4),
-        (("x", ["a", "b"], None, None, "(a)"), "--x b", "b"),
-        (("x", options.OnOff, True, None, "(on)"), "--no_x", False),
-        (("x", None, "t", "T", "(t)"), "--x u", "u"),
-        (("x", int, None, "N", "(none)", {"nargs": 2}), "--x 1 2", [1, 2]),
+        (flag(int, 3, "N", "(3)"), "", 3),
+        (flag(int, 3, "N", "(3)"), "--x 4", 4),
+        (flag(["a", "b"], None, None, "(a)"), "--x b", "b"),
+        (flag(options.OnOff, True, None, "(on)"), "--no_x", False),
+        (flag(None, "t", "T", "(t)"), "--x u", "u"),
+        (flag(int, None, "N", "(none)", nargs=2), "--x 1 2", [1, 2]),
     ],
 )
-def test_a_row_is_a_flag(row, words, value):
+def test_a_field_of_a_record_is_a_flag(declared, words, value):
+    record = dataclasses.make_dataclass(
+        "Record", [("x", object, declared), ("y", int)], frozen=True
+    )
     parser = options.Parser("")
-    options.add_rows(parser.add_argument_group("more"), row)
-    assert parser.parse_args(words.split()).x == value
-    assert parser._actions[-1].help == row[4] and parser._actions[-1].metavar == row[3]
+    options.add_record(parser, "more", record)
+    args = parser.parse_args(words.split())
+    assert args.x == value and options.read_record(record, args, y=5) == record(x=value, y=5)
+    assert options.read_record(record, args, x=0, y=5) == record(x=0, y=5)
+    assert parser._actions[-1].help == declared.metadata["flag"].help
+
+
+def test_what_a_recipe_changes_of_a_record():
+    record = dataclasses.make_dataclass(
+        "Record", [(name, int, flag(int, 3, "N", f"{name} (3)")) for name in "abcd"]
+    )
+    parser = options.Parser("")
+    changes = {"a": 4, "b": (None, "by size"), "c": options.LEAVE_OUT, "d": {"choices": [3, 5]}}
+    options.add_record(parser, "more", record, **changes)
+    args = parser.parse_args([])
+    assert (args.a, args.b, args.d, "c" in vars(args)) == (4, None, 3, False)
+    assert [action.help for action in parser._actions[1:]] == ["a (4)", "b (by size)", "d (3)"]
+    assert options.read_record(record, args).c == 3
 
 
 def test_a_recipes_own_defaults_replace_the_shared_ones_in_the_help_too():
@@ -192,7 +219,7 @@ def test_given_are_the_flags_on_the_command_line(parser, command, given):
 def test_values_are_those_of_argparse(parser, command):
     args = vars(parser.parse_args(command.split()))
     args.pop("given")
-    args.pop("commands")
+    args.pop("rules")
     assert args == vars(argparse.ArgumentParser.parse_args(parser, command.split()))
 
 
@@ -316,7 +343,13 @@ def refusal(parser, *command: str, **settings) -> str:
 COMMANDS = {"dry_run": True, "verify_gpu": True, "evaluate": False}  # {name: takes training flags}
 
 
-@pytest.mark.parametrize("flag, other, reason", options.all_excludes(COMMANDS))
+def shared_excludes() -> list[tuple]:
+    parser = options.Parser("")
+    options.add_arguments(parser)
+    return options.all_excludes(parser.parse_args([]))
+
+
+@pytest.mark.parametrize("flag, other, reason", shared_excludes())
 def test_flags_that_exclude_each_other(parser, flag, other, reason):
     message = refusal(parser, *words(parser, flag), *words(parser, other))
     assert message == f"{options.shown(flag)} and {options.shown(other)}: {reason}"
@@ -325,20 +358,24 @@ def test_flags_that_exclude_each_other(parser, flag, other, reason):
 
 
 def test_a_command_of_a_recipe_is_marked_by_the_parser(parser):
-    group = parser.add_argument_group("more")
-    parser.add_command(group, "--transcribe", nargs="+")
-    parser.add_command(group, "--check_data", takes_training_flags=True, action=options.OnOff)
-    assert resolved(parser).commands == {**COMMANDS, "transcribe": False, "check_data": True}
+    flags = {
+        "transcribe": flag(None, None, "PATH", "", options.ALONE, nargs="+"),
+        "check_data": flag(options.OnOff, False, None, "", options.BESIDE),
+        "smoothing": flag(float, 0.0, "X", "", options.TRAINS),
+    }
+    rows = [(name, object, declared) for name, declared in flags.items()]
+    options.add_record(parser, "more", dataclasses.make_dataclass("More", rows))
+    assert resolved(parser).rules.commands == {**COMMANDS, "transcribe": False, "check_data": True}
     resolved(parser, "--check_data", "--batch_size", "2")
     for words_of in ("--transcribe a --check_data", "--transcribe a --evaluate"):
         assert refusal(parser, *words_of.split()).endswith(": give one of them")
     assert refusal(parser, "--dry_run", "--check_data").endswith(": give one of them")
     message = refusal(parser, "--batch_size", "2", "--transcribe", "a")
-    assert message == f"--batch_size and --transcribe: {options.TRAINS}"
-    own = (("dropout", options.COMMAND, options.TRAINS),)
-    message = refusal(parser, "--dropout", "0.2", "--evaluate", excludes=own)
-    assert message == f"--dropout and --evaluate: {options.TRAINS}"
-    resolved(parser, "--dropout", "0.2", "--check_data", excludes=own)
+    trains = "the first is for training; leave it out"
+    assert message == f"--batch_size and --transcribe: {trains}"
+    message = refusal(parser, "--smoothing", "0.2", "--evaluate")
+    assert message == f"--smoothing and --evaluate: {trains}"
+    resolved(parser, "--smoothing", "0.2", "--check_data")
 
 
 def test_a_recipes_own_tables(parser):
@@ -347,10 +384,11 @@ def test_a_recipes_own_tables(parser):
         ("keep_last", ("save_every 5", "tf32 False"), "or it has no effect"),
         ("device cpu", ("evaluate",), ""),
     )
-    message = refusal(parser, "--no_tf32", "--dropout", "0.5", excludes=excludes)
+    parser.refuse(excludes, needs)
+    message = refusal(parser, "--no_tf32", "--dropout", "0.5")
     assert message == "--no_tf32 and --dropout 0.5: no reason"
-    resolved(parser, "--no_tf32", "--dropout", "0.4", excludes=excludes)
-    message = refusal(parser, "--keep_last", "5", needs=needs)
+    resolved(parser, "--no_tf32", "--dropout", "0.4")
+    message = refusal(parser, "--keep_last", "5")
     assert message == "--keep_last goes with --save_every 5 or --no_tf32: or it has no effect"
     for given in (
         "",
@@ -359,11 +397,10 @@ def test_a_recipes_own_tables(parser):
         "--device cuda",
         "--device cpu --evaluate",
     ):
-        resolved(parser, *given.split(), needs=needs)
-    assert refusal(parser, "--device", "cpu", needs=needs) == "--device cpu goes with --evaluate"
+        resolved(parser, *given.split())
+    assert refusal(parser, "--device", "cpu") == "--device cpu goes with --evaluate"
     # The shared tables hold as well.
-    both = ("--resume", "a", "--init_from", "b")
-    assert "--init_from" in refusal(parser, *both, needs=needs, excludes=excludes)
+    assert "--init_from" in refusal(parser, "--resume", "a", "--init_from", "b")
 
 
 # --- what depends on several flags ----------------------------------------------------------------
@@ -386,33 +423,13 @@ def test_resolve(parser):
 def test_a_stage_has_folders_of_its_own_and_changes_win(parser):
     assert resolved(parser).checkpoint_dir == Path("checkpoints")
     args = resolved(parser, "--output_dir", "out", "--batch_size", "3", "--learning_rate", "0.5")
-    assert (args.checkpoint_dir, args.log_dir) == (Path("out/checkpoints"), Path("out/logs"))
     before = dict(vars(args))
-    changes = {"learning_rate": 0.1, "weight_decay": 0.0, "new": None, "log_dir": "there"}
-    stage = options.for_stage(args, "first", 300, **changes)
-    assert vars(args) == before
-    changes |= {"checkpoint_dir": Path("out/checkpoints/first"), "max_steps": 300}
-    assert vars(stage) == {**before, **changes}
     options.freeze(args)
-    stage = options.for_stage(args, "second", 1)
-    assert stage.log_dir == Path("out/logs/second")
+    stage = options.for_stage(args, "first", learning_rate=0.1, new=None, log_dir="there")
+    expected = {"checkpoint_dir": Path("out/checkpoints/first"), "log_dir": "there"}
+    assert vars(stage) == {**before, **expected, "learning_rate": 0.1, "new": None}
     stage.batch_size = 4  # each run freezes its own flags
-
-
-@pytest.mark.parametrize(
-    "command, is_demo, bounds",
-    [
-        ("", False, (300, None)),
-        ("", True, (300, None)),  # what the last run lasts by default is not asked for
-        ("--max_steps 7", False, (7, None)),
-        ("--max_steps 900", True, (300, None)),
-        ("--num_epochs 2", False, (300, 2)),
-        ("--num_epochs 2 --max_steps 9", True, (9, 2)),
-    ],
-)
-def test_a_stage_is_bounded_by_what_the_user_asks_for(parser, command, is_demo, bounds):
-    stage = options.for_stage(resolved(parser, *command.split(), is_demo=is_demo), "first", 300)
-    assert (stage.max_steps, stage.num_epochs) == bounds
+    assert options.for_stage(args, "second").log_dir == Path("out/logs/second")
 
 
 def test_frozen_flags_can_be_read_and_not_changed(tmp_path):

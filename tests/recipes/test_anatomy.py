@@ -101,7 +101,8 @@ def test_a_recipe_describes_itself(recipe):
         f"python recipes/{recipe.RECIPE}.py" in line for line in commands
     )
     demo = commands[0].split("#")[0].strip()
-    assert demo == f"python recipes/{recipe.RECIPE}.py"  # the demo needs no flags
+    if recipe is not xtts_amharic:  # which has no demo
+        assert demo == f"python recipes/{recipe.RECIPE}.py"
     assert "--resume" in commands[2] and USE.get(recipe, ("", "--transcribe"))[1] in commands[2]
     assert re.findall(r"^(Data|Memory|Sources): ", recipe.__doc__, re.MULTILINE) == [
         "Data",

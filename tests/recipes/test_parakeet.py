@@ -31,6 +31,7 @@ from common import checkpoint, layers, memory, optim, records
 from common.batches import to_device
 from common.device import Setup
 from common.engine import run_global_batch
+from common.loop import Run
 from common.parts import compiling
 from models.parakeet import archive, decoding, formats, onnx, settings, start, vocabulary
 from models.parakeet import model as network
@@ -83,21 +84,25 @@ def noise(tmp_path_factory) -> tuple[str, Corpus]:
     return str(folder / "train.json"), corpus
 
 
-def make_utterances(noise: tuple[str, Corpus], *flags, training: bool = True, **config) -> tuple:
-    """The corpus as main reads it, and the info of a small model."""
+def make_utterances(
+    noise: tuple[str, Corpus], *flags, training: bool = True, loss: dict | None = None, **config
+) -> tuple:
+    """The corpus as main reads it, and the info of a small model. `loss`: settings of its own."""
     path, corpus = noise
     args = runs.parse(
         recipe, "--train_manifest", path, "--from_scratch", "--model_size", "demo", *flags
     )
-    info, _ = start.first_model(recipe.resolve(args), None, None, lambda: corpus.texts, 1)
-    info = dataclasses.replace(info, config={**info.config, **config})
-    return recipe.Utterances(args, corpus, start.tokenizer_of(info), info, training), info
+    asked = recipe.resolve(args)
+    info, _ = start.Family(asked).first_model(Run(Setup()), lambda: corpus.texts, 1)
+    loss = {**info.loss, **(loss or {})}
+    info = dataclasses.replace(info, config={**info.config, **config}, loss=loss)
+    return recipe.Utterances(asked, corpus, start.tokenizer_of(info), info, training), info
 
 
-def make_items(noise, *flags, **config) -> tuple[start.ModelInfo, list[dict]]:
+def make_items(noise, loss: dict | None = None, **config) -> tuple[start.ModelInfo, list[dict]]:
     """Info of a small model and the eight utterances in float64, about half of them with the plain
     loss."""
-    data, info = make_utterances(noise, "--tdt_omega", "0.5", *flags, **config)
+    data, info = make_utterances(noise, loss={"omega": 0.5, **(loss or {})}, **config)
     items = [data.item(index, 1) for index in range(len(data))]
     for item in items:
         item["audio"] = item["audio"].double()
@@ -298,7 +303,7 @@ def test_adapters_are_as_exact(noise, monkeypatch):
 
     def make():
         model = make_model(info.config).train()
-        return adapters.beside(model, start.adapted_layers(info, "linear"))
+        return adapters.beside(model, adapters.layers_of(start, info))
 
     def train_on(model, sizes: list[int]) -> None:
         rest = iter(items)
@@ -313,7 +318,7 @@ def test_adapters_are_as_exact(noise, monkeypatch):
 
 @pytest.mark.parametrize("reduction", start.REDUCTIONS)
 def test_however_a_global_batch_is_cut_its_gradient_is_the_same(noise, reduction):
-    info, items = make_items(noise, "--loss_reduction", reduction)
+    info, items = make_items(noise, {"reduction": reduction, "ctc_reduction": reduction})
     model, weights = (make_model(info.config).train(), {"tdt": 0.7, "ctc": 0.3})
     whole = global_batch_gradient(model, items, [8], weights)
     assert whole.norm() > 0.01
@@ -342,7 +347,7 @@ def test_what_ctc_cannot_align_is_in_no_ctc_loss(kind, noise, capsys):
     data, info = make_utterances(noise, kind=kind, durations=[])
     texts = list(data.corpus.texts)
     dense = dataclasses.replace(data.corpus, texts=Strings([texts[0] * 50, *texts[1:]]))
-    found = recipe.drop_untrainable(data.args, {"train": dense, "val": dense}, info)
+    found = recipe.drop_untrainable(data.asked, {"train": dense, "val": dense}, info)
     assert len(found["train"]) == len(texts) - (kind == "ctc") and found["val"] is dense
     assert "in no CTC loss" in capsys.readouterr().out
     data.corpus = dense
@@ -354,7 +359,7 @@ def test_what_ctc_cannot_align_is_in_no_ctc_loss(kind, noise, capsys):
 def test_reductions_differ_by_their_factors_and_counts(noise):
     by_reduction = {}
     for reduction in start.REDUCTIONS:
-        info, items = make_items(noise, "--loss_reduction", reduction)
+        info, items = make_items(noise, {"reduction": reduction, "ctc_reduction": reduction})
         batch = moved(items)
         with torch.no_grad():
             terms = recipe.compute_loss(make_model(info.config), batch)
@@ -564,7 +569,7 @@ def test_training_hears_silence_noise_and_other_levels(noise):
     plain, info = make_utterances(noise, "--no_speed_perturbation", "--no_wave_augment")
     data, _ = make_utterances(noise, "--no_speed_perturbation")
     assert data.augmentation and not plain.augmentation
-    held_out = (data.args, data.corpus, data.tokenizer, info)
+    held_out = (data.asked, data.corpus, data.tokenizer, info)
     assert not recipe.Utterances(*held_out, training=False).augmentation
     for index in range(8):
         item, before = data.item(index, 1), plain.item(index, 1)
@@ -578,7 +583,7 @@ def test_training_hears_silence_noise_and_other_levels(noise):
 
 def test_augmentation_depends_on_seed_epoch_and_utterance_alone(noise):
     noises = ("--noise_dir", Path(noise[0]).parent)
-    data, _ = make_utterances(noise, "--tdt_omega", "0.5", *noises)
+    data, _ = make_utterances(noise, *noises, loss={"omega": 0.5})
     other = pickle.loads(pickle.dumps(data))  # as it travels to a data worker
     assert data.augmentation and other.augmentation
     wanted = [(3, 0), (1, 2), (3, 2)]
@@ -609,8 +614,8 @@ def test_augmentation_depends_on_seed_epoch_and_utterance_alone(noise):
 
 
 def test_dither_is_tiny_and_an_evaluation_set_is_read_as_it_is(noise):
-    flags = ("--tdt_omega", "1", "--no_speed_perturbation", "--no_wave_augment")
-    data, _ = make_utterances(noise, *flags)
+    flags = ("--no_speed_perturbation", "--no_wave_augment")
+    data, _ = make_utterances(noise, *flags, loss={"omega": 1.0})
     evaluated, _ = make_utterances(noise, *flags, training=False)
     for index in range(8):
         item, plain = data.item(index, 1), evaluated.item(index, 1)
@@ -629,21 +634,21 @@ def test_dither_is_tiny_and_an_evaluation_set_is_read_as_it_is(noise):
 
 def test_the_plain_loss_is_drawn_for_a_share_of_the_utterances(noise, monkeypatch):
     monkeypatch.setattr(recipe, "read_utterance", lambda *_: torch.zeros(100))
-    flags = ("--tdt_omega", "0.3", "--no_speed_perturbation")
+    flag, loss = "--no_speed_perturbation", {"omega": 0.3}
     data, evaluated = (
-        make_utterances(noise, *flags, training=training)[0] for training in (True, False)
+        make_utterances(noise, flag, training=training, loss=loss)[0] for training in (True, False)
     )
     plain = np.array(
         [[data.item(index, epoch)["plain"] for index in range(8)] for epoch in range(100)]
     )
     assert plain.mean() == pytest.approx(0.3, abs=0.05) and plain[0].tolist() != plain[1].tolist()
     assert plain[5].tolist() == [
-        make_utterances(noise, *flags)[0].item(index, 5)["plain"] for index in range(8)
+        make_utterances(noise, flag, loss=loss)[0].item(index, 5)["plain"] for index in range(8)
     ]
     assert not any(
         evaluated.item(index, epoch)["plain"] for index in range(8) for epoch in range(20)
     )
-    masked, _ = make_utterances(noise, *flags, "--no_spec_augment")
+    masked, _ = make_utterances(noise, flag, "--no_spec_augment", loss=loss)
     assert plain[5].tolist() == [masked.item(index, 5)["plain"] for index in range(8)]
 
 
@@ -913,7 +918,7 @@ def test_align_hears_with_the_ctc_head(best, released, konkani, tmp_path):
     status, _, err = runs.run(recipe, *words, "--resume", best)
     assert status == 1 and "nothing was found" in err and not (tmp_path / "a.json").exists()
     args = runs.parse(recipe, *words, "--resume", best)
-    heard_by = recipe.recogniser_to_align(args, recipe.resolve(args))
+    heard_by = recipe.recogniser_to_align(recipe.resolve(args), Setup())
     with torch.no_grad():
         log_probs = heard_by.hear(torch.randn(5 * recipe.SAMPLE_RATE))
     assert log_probs.shape[1] == len(heard_by.vocabulary.spellings)
@@ -1071,7 +1076,7 @@ def test_two_ranks_train_as_one_does(released, manifests, tmp_path):
 )
 def test_the_share_of_the_ctc_head(noise, line, expected):
     args = runs.parse(recipe, "--train_manifest", noise[0], *DEMO, *line.split())
-    info, _ = start.first_model(recipe.resolve(args), None, None, lambda: TEXTS, 1)
+    info, _ = start.Family(recipe.resolve(args)).first_model(Run(Setup()), lambda: TEXTS, 1)
     assert recipe.loss_weights(info) == expected and info.config["ctc"] == ("ctc" in expected)
 
 
@@ -1232,8 +1237,6 @@ MISTAKES = [  # flags, a part of the message
     ("--vocab_size 500 --resume {saved}", "--vocab_size 500 (the checkpoint has "),
     ("--add_tokens % --model_dir {hf}", "prepare makes a model with it, which --model_dir then"),
     ("--tokenizer {damaged} --model_dir {hf}", "unrecognized arguments: --tokenizer {damaged}"),
-    ("--loss_reduction sum --model_dir {hf}", "argument --loss_reduction: invalid choice: 'sum'"),
-    ("--tdt_omega 2 --model_dir {hf}", "argument --tdt_omega: 2 is out of range"),
     ("--from_scratch --vocab_size 5", "--vocab_size 5 is too few for the "),
     ("--export {both} --model_dir {hf}", "--export {both}: it holds files that are not replaced"),
     (
@@ -1313,7 +1316,7 @@ def test_damaged_records_are_named_before_a_model_is_made(
         assert status == 2 and message in err, err
 
 
-def test_a_model_whose_loss_is_a_sum_needs_a_reduction(released, manifests, tmp_path):
+def test_a_loss_that_is_a_sum_becomes_a_mean(released, manifests, tmp_path):
     weights, config, extras = formats.read_model(released / "nemo" / "model.nemo")
     extras["loss"]["reduction"] = "sum"
     formats.export(tmp_path / "sum", "nemo", weights, config, extras)
@@ -1326,10 +1329,7 @@ def test_a_model_whose_loss_is_a_sum_needs_a_reduction(released, manifests, tmp_
         "--output_dir",
         tmp_path,
     ]
-    status, err = refused(recipe, *flags)
-    assert status == 2 and "the model's loss reduction is 'sum'" in err
-    assert "choose a --loss_reduction" in err
-    ran(recipe, *flags, "--loss_reduction", "mean_volume")
+    assert "the model's loss is a sum over a batch" in ran(recipe, *flags)
     assert newest(tmp_path, recipe).model_info["loss"]["reduction"] == "mean_volume"
 
 
@@ -1432,7 +1432,7 @@ def test_fitted_rows_begin_below_random_ones(noise, added, letters):
         state = vocabulary.train_tokenizer(others, "char", 0)
     new, changed = vocabulary.with_new_vocabulary(info, weights, state)
     corpus = dataclasses.replace(corpus, texts=Strings(others))
-    data = recipe.Utterances(data.args, corpus, start.tokenizer_of(new), new, training=False)
+    data = recipe.Utterances(data.asked, corpus, start.tokenizer_of(new), new, training=False)
     batch = moved([data.item(index, 0) for index in range(len(data))])
     fresh = start.make_model(new, None).state_dict()
     losses = {}
