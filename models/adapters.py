@@ -41,6 +41,7 @@ NEEDS = (
         (*MODELS, "resume", "init_from", "dry_run", "verify_gpu"),
         "a random model cannot stay as it is",
     ),
+    ("adapter", ("transcribe", "synthesize", "evaluate", "export"), "--init_from trains them"),
     ("lora_targets", ("lora",), ""),
     ("lora_alpha", ("lora",), ""),
 )

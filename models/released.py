@@ -3,7 +3,7 @@ that can start from a released model.
 
     origin = released.resolve(args, FORMS, SIZES, "base", is_demo)  # what the flags ask for
     family = start.Family(asked)  # which has this origin
-    info, model = family.first_model(run, texts, seed)  # to train
+    info, model = family.first_model(run, texts)  # to train
     model, info, before = family.trained(RECIPE, RunInfo, setup)  # to evaluate, use or export
     family.export(info, model, about)
 """
@@ -43,6 +43,7 @@ FROM_SCRATCH = f"{TAKE}, or add --from_scratch to make a new one, which takes th
 # Rows for `Parser.refuse`: flags that exclude each other.
 EXCLUDES = (
     ("model_dir", "model_file", "both say where the model starts; give one of them"),
+    *(("transcribe", export, "give one of them") for export in EXPORTS),
     *(
         (model, "from_scratch", "the second starts without released weights; leave one of them out")
         for model in MODELS
@@ -372,7 +373,7 @@ class Family:
 
     # What all have in common.
 
-    def first_model(self, run, source: Callable, seed: int) -> tuple[Any, torch.nn.Module]:
+    def first_model(self, run, source: Callable) -> tuple[Any, torch.nn.Module]:
         """The model that a training `run` (`common.loop.begin`) starts with, and its info: that of
         its checkpoint, that of --init_from, a released one, or a new one. It has the adapters that
         the flags ask for. `source`: the recipe's function that returns the training texts, or what
@@ -382,7 +383,7 @@ class Family:
             info, weights = self.choose(run.resumed, run.initial, create)
             info, weights = self.begin(info, weights, run, source)
             model = self.make_model(info, weights, trains=True)
-            adapters.adapt(self, info, model, weights, run, seed)
+            adapters.adapt(self, info, model, weights, run, self.asked.seed)
         return info, model
 
     def trained(

@@ -595,7 +595,7 @@ def main(args) -> None:
 
     # A fault of the model is found before all data are checked, unless it needs a new vocabulary.
     read = functools.cache(lambda: read_data(asked, before))
-    info, model = start.Family(asked).first_model(run, lambda: replay.texts(read()), asked.seed)
+    info, model = start.Family(asked).first_model(run, lambda: replay.texts(read()))
     model.trains_ctc = "ctc" in loss_weights(info)
     corpora = read()
     check_texts(asked, corpora, tokenizer_of(info), info.own_vocabulary)

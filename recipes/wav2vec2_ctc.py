@@ -531,9 +531,7 @@ def main(args) -> None:
     # Texts are read as the model writes, so it is known before the data.
     read = functools.cache(functools.partial(read_data, asked, before))
     info, model = start.Family(asked).first_model(
-        run,
-        lambda info: in_its_letters(read(info.read_style()), info)["train"].texts,
-        asked.seed,
+        run, lambda info: in_its_letters(read(info.read_style()), info)["train"].texts
     )
     if not asked.spec_augment:
         model.masked_spec_embed.requires_grad_(False)  # no frame becomes it

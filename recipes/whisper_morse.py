@@ -507,7 +507,7 @@ def main(args) -> None:
 
     corpora = read_data(asked, source, before)
     new_tokenizer = functools.partial(train_symbols, SYMBOLS, asked.language)
-    info, model = start.Family(asked).first_model(run, new_tokenizer, asked.seed)
+    info, model = start.Family(asked).first_model(run, new_tokenizer)
     sets = make_sets(asked, info, corpora)
 
     learned = {name: sets.pop(name) for name in splits.TRAINED if name in sets}

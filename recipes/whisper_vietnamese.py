@@ -623,7 +623,7 @@ def main(args) -> None:
         spoken = replay.languages(corpora)
         return train_bpe(replay.texts(corpora), args.vocab_size, asked.language, spoken)
 
-    info, model = start.Family(asked).first_model(run, new_tokenizer, asked.seed)
+    info, model = start.Family(asked).first_model(run, new_tokenizer)
     corpora, share = read_for(asked, info, before is not None, read)
     info = dataclasses.replace(info, times=share > 0)
     sets = make_sets(asked, info, corpora)

@@ -89,14 +89,11 @@ EXCLUDES = (
         (model, "vocab_size", "a released model has its own vocabulary")
         for model in released.MODELS
     ),
-    ("transcribe", "export", "give one of them"),
-    ("transcribe", "export_adapter", "give one of them"),
     ("stream", "lookahead", "the first says how long the model waits; leave the second out"),
     ("stream", "piece_seconds", "a stream is not cut; leave the second out"),
     ("stream", "decoding ctc", "words as they come are the transducer's; leave the second out"),
 )
 NEEDS = (
-    ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
     ("export_format", ("export",), ""),
     ("stream", ("transcribe",), ""),
 )

@@ -56,14 +56,11 @@ FORMS = released.Forms(
 VOCABULARIES = ("released", "extended", "own")
 # Rows for `Parser.refuse`: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
-    ("transcribe", "export", "give one of them"),
-    ("transcribe", "export_adapter", "give one of them"),
     ("vocab", "from_scratch", "a new model's vocabulary is its training texts'"),
     ("spec_augment False", "mask_time", "the first turns masks off; leave one of them out"),
     ("spec_augment False", "mask_channels", "the first turns masks off; leave one of them out"),
 )
 NEEDS = (
-    ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
     ("export_format", ("export",), ""),
     ("vocab", (*released.MODELS, "resume"), "it changes the vocabulary of a released model"),
     ("language", ("model_dir",), "it is one of MMS's"),

@@ -64,8 +64,6 @@ TOKENS = range(formats.CONFIG["vocab_size"][-1])
 OWN_SHAPE = "a released model has its own shape; leave one of them out"
 FROZEN = "a frozen encoder knows inputs of 30 s only; leave one of them out"
 EXCLUDES = (
-    ("transcribe", "export", "give one of them"),
-    ("transcribe", "export_adapter", "give one of them"),
     *((model, flag, OWN_SHAPE) for model in released.MODELS for flag in SHAPE),
     ("freeze_encoder", "pad_to_30s False", FROZEN),
     ("pad_share", "pad_to_30s", "the second pads every utterance; leave one of them out"),
@@ -73,7 +71,6 @@ EXCLUDES = (
     ("max_target_tokens", "transcribe", "the first is for texts that are given; leave it out"),
 )
 NEEDS = (
-    ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
     (
         "tokenizer_file",
         released.MODELS,
@@ -330,8 +327,8 @@ class Family(released.Family):
         check_limits(self.asked, info.config)
         return replace(info, pad_to_30s=self.asked.pad_to_30s), weights
 
-    def first_model(self, run, source: Callable, seed: int) -> tuple[ModelInfo, Whisper]:
-        info, model = super().first_model(run, source, seed)
+    def first_model(self, run, source: Callable) -> tuple[ModelInfo, Whisper]:
+        info, model = super().first_model(run, source)
         describe(info, model, self.asked.learning_rate)
         return info, model
 
@@ -524,11 +521,8 @@ def with_longest(
 ) -> splits.RunInfo:
     """`data` with the longest utterance that a model has been trained on: in this run, or in the
     run `before` that it resumes, or when it was released."""
-    longest = data.longest
-    if info.pretrained:
-        longest = max(longest, input_seconds(info.config))
-    if before:
-        longest = max(longest, before.longest)
+    released_on = input_seconds(info.config) if info.pretrained else 0.0
+    longest = max(data.longest, released_on, before.longest if before else 0.0)
     return replace(data, longest=longest)
 
 
