@@ -175,9 +175,8 @@ def run(name: str, words: list[str], wanted: Wanted) -> dict:
     def begin(args, name: str) -> loop.Run:
         """A run that is planned, but on a real device."""
         setup = device.setup(args)
-        locks = setting_up.lock_folders(args)
         options.freeze(args)
-        return loop.Run(setup, locks=locks, is_planned=True)
+        return loop.Run(setup, is_planned=True)
 
     stand_in = functools.partial(noise, getattr(recipe, "SAMPLE_RATE", 16_000), splits.stand_in)
     with (

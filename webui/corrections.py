@@ -52,7 +52,7 @@ def texts_of(table: Path) -> list[Text]:
 def begun(table: Path) -> Path:
     """The table to correct: the corrected one beside it if somebody has begun."""
     beside = corrected(table)
-    return beside if beside.is_file() and not beside.is_symlink() else table
+    return beside if beside.is_file() else table
 
 
 def corrected(table: Path) -> Path:

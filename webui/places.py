@@ -196,7 +196,7 @@ class Places:
             folder = place / str(max(numbers, default=0) + 1)
             try:
                 return folder / write_folder(
-                    folder, lambda aside: uploads.fill(aside, files, names, room), {}
+                    folder, lambda aside: uploads.fill(aside, files, names), {}
                 )
             except OSError as error:
                 raise cannot_write(place, error, "--runs") from None

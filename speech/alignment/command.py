@@ -118,14 +118,9 @@ def resolve(args) -> Request | None:
     pairs = find_pairs(*args.align)
     inputs = [*(path for pair in pairs for path in pair), *options.paths_in(args, "output")]
     for path, begins in ((manifest, MANIFEST), (left_out, MANIFEST), (review, page.BEGINS)):
-        is_earlier = functools.partial(_begins, begins)
+        is_earlier = functools.partial(transcripts.begins_with, begins)
         files.require_output(path, "--output", inputs, is_earlier)
     return Request(pairs, manifest, left_out, review, args.flat_start)
-
-
-def _begins(beginning: bytes, path: Path) -> bool:
-    with open(path, "rb") as file:
-        return file.read(len(beginning)) in (b"", beginning)
 
 
 def find_pairs(audio: str, text: str) -> list[tuple[Path, Path]]:

@@ -25,16 +25,10 @@ from speech.data.columns import (
     describe_utterances,
     report_rejections,
 )
-from speech.data.loading import (
-    MOST_CHARACTERS,
-    Checks,
-    held_out_keys,
-    load_corpus,
-    load_sample,
-    sample_order,
-)
+from speech.data.loading import MOST_CHARACTERS, Checks, held_out_keys, load_corpus
 from speech.writing.changes import Changes
 
+DRAW = 1  # joins the seed of --max_samples, whose order must not be that of the held-out part
 HELD_OUT = 0.05  # share of the training data to evaluate on if there is no --val_manifest
 MOST_HELD_OUT = 200  # utterances, at most
 WORDS_PER_SECOND = 4  # of `stand_in`: fast speech
@@ -259,33 +253,28 @@ def read_manifests(
     """The checked corpora of `manifests`, {split: path or paths}; prints their sizes and what was
     rejected.
 
-    `checks.max_samples` shortens "train" to the rows of `load_sample`; sets that are only
-    evaluated have joined segments. If there is a "train" but no "val", a part of these rows is held
-    out: if possible `checks.held_out`, whatever the seed and `max_samples` are now. Raises
-    `DataError` and `UsageError`."""
+    `checks.max_samples` shortens "train" to the rows of `draw`; sets that are only evaluated have
+    joined segments. If there is a "train" but no "val", a part of these rows is held out: if
+    possible `checks.held_out`, whatever the seed and `max_samples` are now. Raises `DataError` and
+    `UsageError`."""
     corpora = {}
     normalise = Changes(normalise)
     for split, path in manifests.items():
         name = path if isinstance(path, str) else ", ".join(path)
-        if split == "train" and checks.max_samples is not None:
-            sample = load_sample(path, normalise, checks)
-            whole, rows, rejected = sample.corpus, sample.rows, sample.rejected
-            corpus = whole.select(rows)
-            if sample.checked < sample.total:
-                print(
-                    f"--max_samples: {sample.checked} of {sample.total} rows of {name} were checked"
-                )
-        else:
-            own = checks if split in TRAINED else replace(checks, join_segments=True)
-            corpus, rejected = load_corpus(path, normalise, own)
-            if split == "train":
-                whole, rows = corpus, np.arange(len(corpus))
-        report_rejections(f"{split} set ({name})", corpus.seconds, rejected, checks.strict)
-        corpora[split] = corpus
+        own = checks if split in TRAINED else replace(checks, join_segments=True)
+        corpora[split], rejected = load_corpus(path, normalise, own)
+        seconds = corpora[split].seconds
+        report_rejections(f"{split} set ({name})", seconds, rejected, checks.strict)
     if report := normalise.report():
         print(report)
-    if "train" in corpora and "val" not in corpora:
-        corpora["train"], corpora["val"] = hold_out(whole, rows, checks.seed, set(checks.held_out))
+    if whole := corpora.get("train"):
+        rows = draw(len(whole), checks)
+        if len(rows) < len(whole):
+            print(f"--max_samples: {len(rows)} of {len(whole)} training utterances are taken")
+            corpora["train"] = whole.select(rows)
+        if "val" not in corpora:
+            before = set(checks.held_out)
+            corpora["train"], corpora["val"] = hold_out(whole, rows, checks.seed, before)
     replay.note_overlaps(corpora)
     watching.note_overlaps(corpora)
     return corpora
@@ -392,11 +381,12 @@ def say_checked(sets: dict[str, Corpus]) -> None:
 
 
 def draw(count: int, checks: Checks) -> np.ndarray:
-    """The rows of a checked training set of `count` that `checks.max_samples` leaves, ascending:
-    the first ones of `sample_order`."""
+    """The rows of a checked training set of `count` that `checks.max_samples` leaves, ascending.
+    They are the first ones of an order of all rows, so that more contain every smaller choice."""
     if checks.max_samples is None or checks.max_samples >= count:
         return np.arange(count)
-    return np.sort(sample_order(count, checks.seed)[: checks.max_samples])
+    order = np.random.default_rng([checks.seed, DRAW]).permutation(count)
+    return np.sort(order[: checks.max_samples])
 
 
 def drop(

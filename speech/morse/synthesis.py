@@ -13,14 +13,7 @@ import torch
 from common.errors import UsageError
 from speech.morse.alphabet import MORSE, symbols
 from speech.morse.scores import TAGS
-from speech.morse.texts import (
-    CONTESTS,
-    NO_CONTEST,
-    SAMPLE_TYPES,
-    contest_text,
-    everyday_text,
-    pick,
-)
+from speech.morse.texts import CONTESTS, NO_CONTEST, SAMPLE_TYPES, contest_text, everyday_text, pick
 from speech.signal.audio import SAMPLE_RATE
 
 BLOCK = 64  # samples (4 ms): frequency, fading and gain change from block to block

@@ -1185,14 +1185,14 @@ def desk(tuned, places, tmp_path, monkeypatch) -> Path:
     """The current folder of a user who speaks with weights of his own: none of it may change."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(tuned[0] / "checkpoints" / "best.safetensors", "best.safetensors")
-    for name in ("voice.wav", "speech.wav", "n_002.wav"):
+    for name in ("voice.wav", "speech.wav", "other.wav", "n_002.wav"):
         shutil.copy(places.wav, name)
     Path("link.wav").symlink_to("voice.wav")
     Path("hard.wav").hardlink_to("voice.wav")
     Path("dangling.wav").symlink_to("nowhere.wav")
     Path("book.txt").write_text("hello\nthe end\n", encoding="utf-8")
-    Path("folder").mkdir()
-    os.mkfifo("fifo")
+    Path("folder.wav").mkdir()
+    os.mkfifo("fifo.wav")
     return tmp_path
 
 
@@ -1212,17 +1212,16 @@ SPEAK = ["--speaker_wav", "voice.wav", "--resume", "best.safetensors", "--top_k"
     [
         ("hello", "voice.wav", "this command reads it (voice.wav)"),
         ("hello", "hard.wav", "this command reads it (voice.wav)"),
-        ("hello", "best.safetensors", "this command reads it (best.safetensors)"),
-        ("hello", "book.txt", "it exists, and this command did not write it"),
+        ("hello", "best.safetensors", "speech is written as .wav"),
+        ("hello", "other.wav", "it exists, and this command did not write it"),
         ("hello", "link.wav", "it is a link"),
         ("hello", "dangling.wav", "it is a link"),
-        ("hello", "folder", "it is a folder"),
-        ("hello", "fifo", "it is a device or a pipe"),
-        ("hello", "/dev/full", "it is a device or a pipe"),
+        ("hello", "folder.wav", "it is a folder"),
+        ("hello", "fifo.wav", "it is a device or a pipe"),
         ("hello", None, "--output speech.wav: it exists, and this command did not write it"),
         ("book.txt", "n.wav", "n_002.wav: it exists, and this command did not write it"),
         ("hello", "no/such.wav", "No such file or directory"),
-        ("hello", "x" * 300, "File name too long"),
+        ("hello", "x" * 300 + ".wav", "File name too long"),
     ],
 )
 def test_speech_replaces_no_file_of_the_user(desk, text, output, message, monkeypatch):
