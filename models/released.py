@@ -83,7 +83,8 @@ class Origin:
     `may_be_random` says whether the weights may be random if there is no checkpoint. `size` is the
     configuration of --model_size `size_name`, and None for a released model. `export` is the folder
     to export to, or None. `adapters` and `adapter`: see `adapters.resolve`. `export_adapter`: the
-    folder of that flag. `given` are the names of the flags on the command line."""
+    folder of that flag; `seed`: of new adapters. `given` are the names of the flags on the command
+    line."""
 
     given: frozenset[str]
     path: str | None
@@ -99,6 +100,7 @@ class Origin:
     adapters: Any = None
     adapter: str | None = None
     export_adapter: str | None = None
+    seed: int = 1
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -185,6 +187,7 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
         adapters=settings,
         adapter=adapter,
         export_adapter=getattr(args, "export_adapter", None),
+        seed=args.seed,
     )
 
 
@@ -285,8 +288,12 @@ class Family:
 
     model_info: type  # the record of a model beside its weights
     sized: tuple[str, ...]  # the names in a configuration that tell sizes apart
-    # By --lora_targets, how the names of the layers end that have adapters; and of `lora.Layers`.
-    adapted: dict[str, tuple[str, ...]]
+    # How the names of the layers end that --lora_targets means: queries and values; those of
+    # attention; and the other linear ones.
+    queries: tuple[str, ...] = ("q_proj", "v_proj")
+    attention: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "out_proj")
+    linear: tuple[str, ...]
+    # Fields of `lora.Layers`.
     whole: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()  # the tensors that have a row for each token
@@ -353,9 +360,15 @@ class Family:
         """The layers that --lora_targets means."""
         with torch.device("meta"):
             modules = [name for name, _ in self.network(info).named_modules()]
-        ends = self.adapted[targets]
+        ends = self.ends(targets)
         adapted = [n for n in modules if n.endswith(ends) and not n.startswith(self.whole or " ")]
         return lora.Layers(adapted, self.whole, self.kept)
+
+    def ends(self, targets: str) -> tuple[str, ...]:
+        """How the names of the layers end that --lora_targets means."""
+        if targets == "q,v":
+            return self.queries
+        return self.attention if targets == "attention" else (*self.attention, *self.linear)
 
     def prefix(self, info) -> str:
         """What the names in transformers' model begin with in addition to these, but those that are
@@ -383,7 +396,7 @@ class Family:
             info, weights = self.choose(run.resumed, run.initial, create)
             info, weights = self.begin(info, weights, run, source)
             model = self.make_model(info, weights, trains=True)
-            adapters.adapt(self, info, model, weights, run, self.asked.seed)
+            adapters.adapt(self, info, model, weights, run)
         return info, model
 
     def trained(

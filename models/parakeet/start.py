@@ -39,12 +39,6 @@ SMALL_WIDTH = 256
 SMALL_RATE = 2e-3
 SCRATCH_RATE = 5e-4
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-ADAPTED = {  # by --lora_targets
-    "q,v": ("q_proj", "v_proj"),
-    "attention": ATTENTION,
-    "linear": (*ATTENTION, "linear1", "linear2", "subsampling.linear", "encoder_projector"),
-}
 NEMO = """
 from nemo.collections.asr.models import ASRModel
 
@@ -228,7 +222,8 @@ class Family(released.Family):
 
     model_info = ModelInfo
     sized = ("d_model", "layers")
-    adapted = ADAPTED
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    linear = ("linear1", "linear2", "subsampling.linear", "encoder_projector")
     whole = ("decoder.", "joint.", "ctc_head.", "prompt_projector.")
     rows = vocabulary.ROWS
 

@@ -30,12 +30,6 @@ LAYER_DROP = 0.1  # as in omniASR's training
 NEW_HEAD_MASKS = (0.65, 0.25)
 KEPT_HEAD_MASKS = (0.05, 0.0)
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
-ADAPTED = {  # by --lora_targets
-    "q,v": ("q_proj", "v_proj"),
-    "attention": ATTENTION,
-    "linear": (*ATTENTION, "intermediate_dense", "output_dense"),
-}
 NON_COMMERCIAL = "cc-by-nc"  # how the names of such licences begin
 
 PIPELINE = """
@@ -197,7 +191,7 @@ class Family(released.Family):
 
     model_info = ModelInfo
     sized = ("hidden_size", "num_hidden_layers")
-    adapted = ADAPTED
+    linear = ("intermediate_dense", "output_dense")
     whole = ("lm_head.",)
     kept = (".conv",)
     rows = vocabulary.ROWS

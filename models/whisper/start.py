@@ -39,12 +39,6 @@ AUXILIARY_WEIGHT = 0.3  # share of the encoder's own loss, from scratch
 # Peak learning rates of fine-tuning by width: a fortieth of pre-training's.
 FINE_TUNING_RATES = {384: 3.75e-5, 512: 2.5e-5, 768: 1.25e-5, 1024: 6.25e-6, 1280: 4.4e-6}
 SMALL_RATE = 2e-3  # from scratch, for models narrower than the smallest released one
-ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
-ADAPTED = {  # by --lora_targets
-    "q,v": ("q_proj", "v_proj"),
-    "attention": ATTENTION,
-    "linear": (*ATTENTION, "fc1", "fc2"),
-}
 SHAPE = ("d_model", "encoder_layers", "decoder_layers", "attention_heads")
 SUPPRESSED = ("suppress_tokens", "begin_suppress_tokens")  # in generation_config.json
 ALIGNED = (
@@ -248,7 +242,7 @@ class Family(released.Family):
 
     model_info = ModelInfo
     sized = ("d_model", "encoder_layers", "decoder_layers")
-    adapted = ADAPTED
+    linear = ("fc1", "fc2")
     kept = ("embed_positions",)
     rows = ("decoder.embed_tokens.weight", "ctc_head.weight", "ctc_head.bias")
     peft_class = "WhisperForConditionalGeneration"
