@@ -41,7 +41,6 @@ ROWS = (
 # 5e-4 to 2e-3.
 NEW_ROWS_RATE = 3e-3
 NOISE = 0.1  # their first deviation from the mean of the old rows, in deviations of these
-NEW_PIECES = 1024  # of --train_tokenizer bpe
 COMMAND = "python -m models.parakeet.prepare"
 NEW_VOCABULARY = (
     f"make a model with a new vocabulary from the training texts, with {COMMAND} --train_tokenizer"
