@@ -44,10 +44,9 @@ from common.batches import EvalBatches, pad, to_device
 from common.errors import UsageError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.parts import lora
-from common.parts.new_rows import NewRows
 from common.parts.replay import make_batches
 from common.report import check_folder
-from models import card, released
+from models import card, new_rows, released
 from models.parakeet import decoding, languages, live, start, vocabulary
 from models.parakeet.loss import Lattice
 from models.parakeet.model import CHECKPOINTED, COMPILED, Parakeet, encoder_frames
@@ -516,14 +515,6 @@ def fit(seed: int, model: Parakeet, data: Utterances) -> None:
         fit_to_data(model, next(to_device([collate(items)], torch.device("cpu"))))
 
 
-def new_rows(info: ModelInfo, model: Parakeet) -> NewRows | None:
-    """The rows of pieces that models/parakeet/prepare.py has added."""
-    if not info.new_pieces:
-        return None
-    names = [name for name, _ in model.named_parameters() if name in vocabulary.ROWS]
-    return NewRows(dict.fromkeys(names, info.new_pieces), vocabulary.NEW_ROWS_RATE)
-
-
 def make_task(
     asked: Options,
     run: Run,
@@ -567,7 +558,9 @@ def make_task(
         fine_tunes=info.pretrained,
         augmented_share=None if info.pretrained else asked.how.augmented_share,
         not_begun=None if info.pretrained else recogniser.not_begun,
-        new_rows=new_rows(info, model),
+        new_rows=new_rows.for_task(
+            info.new_pieces, vocabulary.ROWS, model, vocabulary.NEW_ROWS_RATE
+        ),
         vocabulary=family.vocabulary(info, run.initial),
         plans=ForPlans(
             compares=bool(asked.origin.path),

@@ -209,7 +209,7 @@ def resolve(args, is_demo: bool) -> Options:
         args,
         export_format=args.export_format or "hf",
         origin=origin,
-        **recogniser.request(args, recogniser.resolve(args, is_demo, has_times=True)),
+        **recogniser.Request.resolve(args, recogniser.resolve(args, is_demo, has_times=True)),
     )
 
 

@@ -178,7 +178,7 @@ def resolve(args, is_demo: bool) -> Options:
         args,
         export_format=args.export_format or "hf",
         origin=released.resolve(args, FORMS, settings.SIZES, "300m", is_demo),
-        **recogniser.request(args, recogniser.resolve(args, is_demo, has_times=True)),
+        **recogniser.Request.resolve(args, recogniser.resolve(args, is_demo, has_times=True)),
     )
 
 

@@ -225,7 +225,7 @@ def resolve(
         record,
         args,
         origin=origin,
-        **recogniser.request(args, how),
+        **recogniser.Request.resolve(args, how),
         language=language,
         vocab_size=vocab_size,
         vocabulary=vocabulary,

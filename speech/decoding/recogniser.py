@@ -113,6 +113,13 @@ class Request(Augmentation):
     allow_unknown: bool | None
     stop_when_watched_rises: bool | None
 
+    @staticmethod
+    def resolve(args, how: Options) -> dict:
+        """The values of these fields, for `options.read_record`. Raises `UsageError`."""
+        names = [each.name for each in fields(Request) if each.name not in ("how", "data")]
+        values = {name: getattr(args, name, None) for name in names}
+        return {**values, "how": how, "data": splits.resolve(args)}
+
 
 # --- flags ----------------------------------------------------------------------------------------
 
@@ -194,13 +201,6 @@ def resolve(
         seed=args.seed,
         augmented_share=augmented_share if augment else None,
     )
-
-
-def request(args, how: Options) -> dict:
-    """The fields of a `Request`, for `options.read_record`. Raises `UsageError`."""
-    names = [each.name for each in fields(Request) if each.name not in ("how", "data")]
-    values = {name: getattr(args, name, None) for name in names}
-    return {**values, "how": how, "data": splits.resolve(args)}
 
 
 # --- the beginning of a training from scratch -----------------------------------------------------
