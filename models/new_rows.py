@@ -1,8 +1,8 @@
 """New tokens in the vocabulary of a released model: which rows of its tensors are kept, and which
 are new. A family says which tokens there are, by a command or a flag, and where a new row begins.
 
-`info` stands for a `ModelInfo` with `new_pieces`, the ids of tokens whose rows are not trained yet:
-they have a learning rate of their own."""
+`info` stands for a `ModelInfo` with `new_pieces`, the ids of tokens whose rows are not trained
+yet. These have a learning rate of their own."""
 
 import dataclasses
 
@@ -41,8 +41,8 @@ def with_rows(old: torch.Tensor, rows: list[int | None], first: torch.Tensor) ->
 def for_task(
     pieces: list[int], tensors: tuple[str, ...], model: torch.nn.Module, rate: float
 ) -> NewRows | None:
-    """`Task.new_rows`: the rows of `pieces` in those of the `tensors` that the model has, with their
-    peak learning rate."""
+    """`Task.new_rows`: the rows of `pieces` in those of the `tensors` that the model has, with
+    their peak learning rate."""
     if not pieces:
         return None
     names = [name for name, _ in model.named_parameters() if name in tensors]

@@ -257,7 +257,7 @@ def exports_adapter_only(origin: Origin) -> bool:
     return exports_only(origin) and not origin.export and "evaluate" not in origin.given
 
 
-# --- the weights of a command ----------------------------------------------------------------------
+# --- the weights of a command ---------------------------------------------------------------------
 
 
 def weights_file(origin: Origin) -> Path | None:
@@ -276,7 +276,7 @@ def read_run_info(kind: type, saved: Saved | None):
     return records.read(kind, saved.run_info, saved.path)
 
 
-# --- a family --------------------------------------------------------------------------------------
+# --- a family -------------------------------------------------------------------------------------
 
 
 class Family:
@@ -418,8 +418,8 @@ class Family:
     def choose(
         self, resumed: Saved | None, initial: Saved | None, create: Callable[[], Any]
     ) -> tuple[Any, dict[str, torch.Tensor] | None]:
-        """The info of the model to be trained, and the weights that it starts with. `resumed` is the
-        checkpoint that the run resumes, `initial` that of --init_from, whose model is taken if no
+        """The info of the model to be trained, and the weights that it starts with. `resumed` is
+        the checkpoint that the run resumes, `initial` that of --init_from, whose model is taken if no
         flag names another. `create()` makes the info of a new model. Raises `UsageError`."""
         origin = self.origin
         if resumed:

@@ -431,8 +431,8 @@ def recogniser_to_align(asked: Options, setup: device.Setup) -> alignment.Recogn
 
 @torch.no_grad()
 def evaluate_only(asked: Options, setup: device.Setup, batches_of: Callable) -> None:
-    """--evaluate on the test set, --export, or both, without training. `batches_of`: `EvalBatches` with
-    the flags."""
+    """--evaluate on the test set, --export, or both, without training.
+    `batches_of`: `EvalBatches` with the flags."""
     model, info, before = trained(asked, setup)
     if asked.evaluate:
         check_folder(asked.log_dir)

@@ -403,8 +403,8 @@ def transcribe(asked: Options, setup: device.Setup) -> None:
 def evaluate_only(
     asked: Options, source: clips.Options, setup: device.Setup, batches_of: Callable
 ) -> None:
-    """--evaluate on the test set, --export, or both, without training. `batches_of`: `EvalBatches` with
-    the flags."""
+    """--evaluate on the test set, --export, or both, without training.
+    `batches_of`: `EvalBatches` with the flags."""
     model, info, before = trained(asked, setup)
     if asked.evaluate:
         check_folder(asked.log_dir)

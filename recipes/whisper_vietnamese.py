@@ -493,8 +493,8 @@ def transcribe(asked: Asked, setup: device.Setup) -> None:
 
 @torch.no_grad()
 def evaluate_only(asked: Asked, setup: device.Setup, batches_of: Callable) -> None:
-    """--evaluate on the test set or on --long, --export, or both, without training. `batches_of`: `EvalBatches` with
-    the flags."""
+    """--evaluate on the test set or on --long, --export, or both, without training.
+    `batches_of`: `EvalBatches` with the flags."""
     model, info, before = trained(asked, setup)
     if asked.evaluate:
         check_folder(asked.log_dir)

@@ -327,8 +327,8 @@ class Family(released.Family):
         return info, model
 
     def for_task(self, info: ModelInfo, initial: Saved | None) -> dict:
-        """Fields of the loop's `Task` that every Whisper has, by their names. `initial`: the weights
-        of --init_from."""
+        """Fields of the loop's `Task` that every Whisper has, by their names. `initial`: the
+        weights of --init_from."""
         fit = None
         if not info.pretrained:
             seed = self.asked.seed

@@ -95,8 +95,8 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Augmentation):
-    """The request of a recogniser's flags, by their names. `how`: decoding and transcribing. `data`:
-    what is read. Flags that a recipe lacks are None."""
+    """The request of a recogniser's flags, by their names. `how`: decoding and transcribing.
+    `data`: what is read. Flags that a recipe lacks are None."""
 
     how: Options
     data: splits.DataOptions
@@ -263,8 +263,8 @@ def decode_set(
 def decode_texts(
     model: torch.nn.Module, decode: Callable[[dict], list], eval_batches: Iterable[dict]
 ) -> list[dict]:
-    """The rows of `decode_set` for `decode(batch on the model's device)`, without losses. It returns
-    texts, or records with a "text" and timed "words", which the rows have, too."""
+    """The rows of `decode_set` for `decode(batch on the model's device)`, without losses. It
+    returns texts, or records with a "text" and timed "words", which the rows have, too."""
     rows, _ = decode_set(model, lambda batch: (decode(batch), {}), eval_batches)
     for row in rows:
         if isinstance(decoded := row["hypothesis"], dict):
