@@ -403,8 +403,8 @@ def transcribe(asked: Options, setup: device.Setup) -> None:
 def evaluate_only(
     asked: Options, source: clips.Options, setup: device.Setup, batches_of: Callable
 ) -> None:
-    """--evaluate on the test set, --export, or both, without training. `batches_of`: `EvalBatches` with
-    the flags."""
+    """--evaluate on the test set, --export, or both, without training.
+    `batches_of`: `EvalBatches` with the flags."""
     model, info, before = trained(asked, setup)
     if asked.evaluate:
         check_folder(asked.log_dir)
@@ -507,7 +507,7 @@ def main(args) -> None:
 
     corpora = read_data(asked, source, before)
     new_tokenizer = functools.partial(train_symbols, SYMBOLS, asked.language)
-    info, model = start.Family(asked).first_model(run, new_tokenizer, asked.seed)
+    info, model = start.Family(asked).first_model(run, new_tokenizer)
     sets = make_sets(asked, info, corpora)
 
     learned = {name: sets.pop(name) for name in splits.TRAINED if name in sets}

@@ -493,8 +493,8 @@ def transcribe(asked: Asked, setup: device.Setup) -> None:
 
 @torch.no_grad()
 def evaluate_only(asked: Asked, setup: device.Setup, batches_of: Callable) -> None:
-    """--evaluate on the test set or on --long, --export, or both, without training. `batches_of`: `EvalBatches` with
-    the flags."""
+    """--evaluate on the test set or on --long, --export, or both, without training.
+    `batches_of`: `EvalBatches` with the flags."""
     model, info, before = trained(asked, setup)
     if asked.evaluate:
         check_folder(asked.log_dir)
@@ -623,7 +623,7 @@ def main(args) -> None:
         spoken = replay.languages(corpora)
         return train_bpe(replay.texts(corpora), args.vocab_size, asked.language, spoken)
 
-    info, model = start.Family(asked).first_model(run, new_tokenizer, asked.seed)
+    info, model = start.Family(asked).first_model(run, new_tokenizer)
     corpora, share = read_for(asked, info, before is not None, read)
     info = dataclasses.replace(info, times=share > 0)
     sets = make_sets(asked, info, corpora)

@@ -87,8 +87,8 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Augmentation):
-    """The request of a recogniser's flags, by their names. `how`: decoding and transcribing. `data`:
-    what is read. Flags that a recipe lacks are None."""
+    """The request of a recogniser's flags, by their names. `how`: decoding and transcribing.
+    `data`: what is read. Flags that a recipe lacks are None."""
 
     how: Options
     data: splits.DataOptions
@@ -104,6 +104,13 @@ class Request(Augmentation):
     strict_data: bool
     allow_unknown: bool | None
     stop_when_watched_rises: bool | None
+
+    @staticmethod
+    def resolve(args, how: Options) -> dict:
+        """The values of these fields, for `options.read_record`. Raises `UsageError`."""
+        names = [each.name for each in fields(Request) if each.name not in ("how", "data")]
+        values = {name: getattr(args, name, None) for name in names}
+        return {**values, "how": how, "data": splits.resolve(args)}
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -193,13 +200,6 @@ def resolve(
     )
 
 
-def request(args, how: Options) -> dict:
-    """The fields of a `Request`, for `options.read_record`. Raises `UsageError`."""
-    names = [each.name for each in fields(Request) if each.name not in ("how", "data")]
-    values = {name: getattr(args, name, None) for name in names}
-    return {**values, "how": how, "data": splits.resolve(args)}
-
-
 # --- the beginning of a training from scratch -----------------------------------------------------
 
 
@@ -260,8 +260,8 @@ def decode_set(
 def decode_texts(
     model: torch.nn.Module, decode: Callable[[dict], list], eval_batches: Iterable[dict]
 ) -> list[dict]:
-    """The rows of `decode_set` for `decode(batch on the model's device)`, without losses. It returns
-    texts, or records with a "text" and timed "words", which the rows have, too."""
+    """The rows of `decode_set` for `decode(batch on the model's device)`, without losses. It
+    returns texts, or records with a "text" and timed "words", which the rows have, too."""
     rows, _ = decode_set(model, lambda batch: (decode(batch), {}), eval_batches)
     for row in rows:
         if isinstance(decoded := row["hypothesis"], dict):
