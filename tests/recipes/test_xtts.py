@@ -46,7 +46,7 @@ from tests.models.xtts.small import (
     coquis,
     dvae_weights,
     make_info,
-    make_vocoder,
+    small_vocoder,
     use_small_vocoder,
     write_released,
 )
@@ -101,7 +101,7 @@ def make_frozen(dtype=torch.float64) -> Frozen:
     """Real mels and the DVAE of the fixtures, whose codes differ between frames."""
     dvae, stats = DVAE(CONFIG), torch.full((80,), 4.0)
     dvae.load_state_dict(dvae_weights())
-    frozen = Frozen(Mel("dvae", stats), Mel("conditioning", stats), dvae, make_vocoder(16))
+    frozen = Frozen(Mel("dvae", stats), Mel("conditioning", stats), dvae, small_vocoder(16))
     for part in (frozen.dvae_mel, frozen.conditioning_mel, dvae):
         part.to(dtype)
     return frozen.to(CPU)
