@@ -1558,6 +1558,22 @@ def test_mistakes_are_answered_in_one_line_before_anything_is_trained(
     assert not list(tmp_path.glob("checkpoints/*.pt"))
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "training needs --train_manifest FILE (clips and their texts) and --model_dir DIR"),
+        ("--resume auto", "training needs --train_manifest FILE"),
+        ("--model_dir {model}", "training needs --train_manifest FILE"),
+        ("--model_dir {model} --evaluate", "there are no data: give --train_manifest or, with"),
+        ("--train_csv {train} --from_scratch", "--from_scratch"),
+    ],
+)
+def test_without_data_or_a_model_it_says_what_it_needs(places, tmp_path, line, message):
+    words = line.format(**vars(places)).split()
+    status, err = refused(recipe, *words, "--output_dir", tmp_path)
+    assert status == 2 and message in err and not [*tmp_path.iterdir()]
+
+
 def test_what_has_no_positions_or_no_letters_is_rejected(places, tmp_path):
     written = (
         "a" * 57,
