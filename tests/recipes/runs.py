@@ -174,7 +174,7 @@ report.Report.progress = progress
 """
 
 
-def start_ranks(command: list[str], folder: Path) -> list[processes.Process]:
+def start_ranks(command: list[str], folder: Path, prelude: str = "") -> list[processes.Process]:
     """Starts a command twice in `folder`, with the environment that torchrun makes for two
     ranks."""
     shared = {
@@ -184,7 +184,7 @@ def start_ranks(command: list[str], folder: Path) -> list[processes.Process]:
         "MASTER_PORT": free_port(),
     }
     return [
-        start(command, folder, environment={**shared, "RANK": rank, "LOCAL_RANK": rank})
+        start(command, folder, prelude, environment={**shared, "RANK": rank, "LOCAL_RANK": rank})
         for rank in ("0", "1")
     ]
 
