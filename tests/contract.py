@@ -17,6 +17,7 @@ from common import checkpoint, memory
 from common.batches import to_device
 from common.device import Setup
 from common.engine import run_global_batch
+from speech.data import splits
 from tests.recipes import runs
 
 CPU = torch.device("cpu")
@@ -221,6 +222,11 @@ def check_lengths(data, sample_rate: int, epoch: int) -> None:
     known = data.seconds(epoch)
     read = [len(data.item(index, epoch)["audio"]) / sample_rate for index in range(len(data))]
     assert np.mean(np.abs(read - known) < 0.002) > 0.7
+
+
+def keys(given: SimpleNamespace) -> list[list[str]]:
+    """Of the training set and of the held-out one: what names each utterance."""
+    return [splits.held_out_keys(part.corpus) for part in (given.data, given.held_out)]
 
 
 # --- runs -----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common import checkpoint, layers
-from recipes import konkani_conformer, template
+from recipes import konkani_conformer, parakeet_tdt, template
 from tests import contract
 from tests.contract import LAST
 from tests.recipes import adapters, runs
@@ -115,6 +115,19 @@ def test_an_utterance_is_as_long_as_its_data_set_says(case, given):
         pytest.skip("it counts something else")
     for data in (given.data, given.held_out):
         contract.check_lengths(data, case.recipe.SAMPLE_RATE, epoch=1)
+
+
+def test_training_hears_silence_noise_and_other_levels(case, given, data, tmp_path):
+    if not hasattr(given.data, "augmentation") or "--val_manifest" not in data:
+        pytest.skip("it adds none")
+    flags = [*contract.flags_of(case, data), "--output_dir", tmp_path, "--no_wave_augment"]
+    plain = contract.begun(case, *flags).data
+    assert given.data.augmentation and not plain.augmentation and not given.held_out.augmentation
+    pairs = [[each.item(index, 1) for each in (given.data, plain)] for index in range(8)]
+    assert not any(torch.equal(ours["audio"], theirs["audio"]) for ours, theirs in pairs)
+    spoken = [pair for pair in pairs if len(pair[0]["tokens"])]  # the others are pauses
+    assert len(spoken) > 4
+    assert all(torch.equal(ours["tokens"], theirs["tokens"]) for ours, theirs in spoken)
 
 
 # --- a run and what follows it --------------------------------------------------------------------
@@ -258,7 +271,26 @@ def test_two_ranks_train_as_one_does(case, data, tmp_path):
 @OF_CORE
 def test_a_level_of_offloading_changes_no_bit(case, data, tmp_path, monkeypatch):
     monkeypatch.setattr(layers, "SMALL", 0)  # small inputs are handled as large ones
-    runs.check_levels(case.recipe, tmp_path, *contract.flags_of(case, data))
+    monkeypatch.setattr(template, "WIDTH", 16)  # a CPU computes slowly in fp16
+    flags = contract.flags_of(case, data)
+    if case.recipe in (template, parakeet_tdt):
+        flags += ["--mixed_precision", "fp16", "--no_gradient_checkpointing"]
+    runs.check_levels(case.recipe, tmp_path, *flags)
+
+
+@OF_CORE
+def test_what_was_held_out_is_held_out_again_whatever_the_seed(case, data, tmp_path):
+    if "--val_manifest" not in data:
+        pytest.skip("it makes its data")
+    flags = contract.without(contract.flags_of(case, data), "--val_manifest")
+    flags = [*flags, "--output_dir", tmp_path]
+    runs.ran(case.recipe, *flags, *runs.SHORT, "--max_steps", "1")
+    first, again, other = [
+        contract.keys(contract.begun(case, *flags, *more))
+        for more in (["--resume", "auto"], ["--resume", "auto", "--seed", "2"], ["--seed", "2"])
+    ]
+    assert first == again != other
+    assert not set(first[0]) & set(first[1]) and len(first[1]) == 1
 
 
 @OF_CORE

@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 
 from common import checkpoint, report
 from recipes import konkani_conformer as recipe
-from speech.data.splits import held_out_keys
 from tests import processes
 from tests.recipes import runs
 from tests.recipes.runs import TINY, newest, ran, refused, run
@@ -559,20 +558,6 @@ def test_a_zip_bomb_is_refused(copied, training, recordings, tmp_path):
 # --- what changes when a run is resumed -----------------------------------------------------------
 
 
-def sets(*flags) -> dict[str, list[str]]:
-    """The keys of the utterances in each set of a run."""
-    kept = {}
-    read = recipe.read_data
-
-    def read_data(*inputs):
-        kept.update(read(*inputs))
-        return dict(kept)
-
-    with mock.patch.object(recipe, "read_data", read_data):
-        ran(recipe, *flags)
-    return {name: held_out_keys(corpus) for name, corpus in kept.items()}
-
-
 @pytest.fixture(scope="module")
 def in_mid_epoch(training, tmp_path_factory):
     """The flags of a run of four global batches an epoch, and its folder in the second epoch."""
@@ -603,25 +588,6 @@ def test_another_order_in_mid_epoch_starts_the_epoch_anew_and_says_so(in_mid_epo
     ]  # each once, though some had been used before
     progress = newest(tmp_path / "run", recipe).progress
     assert (progress.step, progress.epoch, progress.global_batch) == (9, 2, 0)
-
-
-def test_what_was_held_out_is_held_out_again_whatever_the_seed(konkani, tmp_path):
-    flags = [
-        "--train_manifest",
-        konkani["train"],
-        *TINY,
-        *SHORT,
-        "--output_dir",
-        tmp_path,
-        "--resume",
-        "auto",
-    ]
-    first = sets(*flags, "--max_steps", "1")
-    second = sets(*flags, "--seed", "2")
-    assert first["val"] == second["val"] and len(first["val"]) == 1
-    assert not set(second["train"]) & set(first["val"]) and len(second["train"]) == 13
-    other = sets(*flags[:-2], "--seed", "3", "--output_dir", tmp_path / "other")
-    assert other["val"] != first["val"], "the seed matters in a new run"
 
 
 # --- flags ----------------------------------------------------------------------------------------

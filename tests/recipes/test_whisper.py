@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import json
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -20,13 +19,11 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from common import checkpoint, memory
+from common import checkpoint
 from common.batches import to_device
-from common.device import Setup
-from common.engine import run_global_batch
 from common.parts import compiling
-from models.whisper import decoding, formats, packs, start
-from models.whisper.model import HOP, LAYERS, Whisper
+from models.whisper import formats, packs, start
+from models.whisper.model import HOP, Whisper
 from models.whisper.tokenizer import (
     LANGUAGES,
     WhisperTokenizer,
@@ -38,11 +35,10 @@ from models.whisper.tokenizer import (
 )
 from recipes import whisper_morse as morse
 from recipes import whisper_vietnamese as vietnamese
-from speech.data import splits
 from speech.data.columns import Codes
 from speech.morse import synthesis
 from speech.signal.audio import SAMPLE_RATE, read_audio
-from tests.recipes import adapters, runs
+from tests.recipes import runs
 from tests.recipes.runs import SHORT, TINY, error_lines, newest, planned, ran, refused
 
 BOTH = pytest.mark.parametrize("recipe", [morse, vietnamese], ids=["morse", "vietnamese"])
@@ -147,26 +143,6 @@ def test_the_morse_demo_and_what_it_leaves(morse_demo):
     assert memory_line.startswith("memory: peak ") and export_line.startswith("exported to ")
 
 
-def test_a_longer_run_continues_the_demo_and_exports_over_its_own(morse_copy):
-    flags = [
-        *TINY,
-        *SHORT,
-        *CLIPS,
-        "--max_steps",
-        "3",
-        "--resume",
-        "auto",
-        "--output_dir",
-        morse_copy,
-    ]
-    out = ran(morse, *flags, "--export", morse_copy / "exported")
-    assert (
-        "resuming from" in out
-        and "exported to" in out
-        and newest(morse_copy, morse).progress.step == 3
-    )
-
-
 def test_the_auxiliary_loss_may_end_before_the_run(morse_copy):
     flags = [*SHORT, *CLIPS, "--max_steps", "3", "--alignment_weight", "0", "--ctc_weight", "0"]
     out = ran(morse, *flags, "--resume", "auto", "--output_dir", morse_copy)
@@ -176,18 +152,6 @@ def test_the_auxiliary_loss_may_end_before_the_run(morse_copy):
     assert not torch.equal(
         before["decoder.embed_tokens.weight"], after["decoder.embed_tokens.weight"]
     )
-
-
-def test_the_morse_results_again_from_the_weights_alone(morse_demo, tmp_path):
-    folder, out = morse_demo
-    best = folder / "checkpoints" / "best.safetensors"
-    again = ran(
-        morse, "--evaluate", "--eval_clips", "3", "--resume", best, "--output_dir", tmp_path
-    )
-    assert error_lines(again) == error_lines(out) and len(error_lines(out)) == 2
-    assert (tmp_path / "logs" / "evaluation.json").read_text() == (
-        folder / "logs" / "evaluation.json"
-    ).read_text()
 
 
 def test_the_vietnamese_demo_and_its_results_again(tmp_path, monkeypatch):
@@ -206,40 +170,6 @@ def test_the_vietnamese_demo_and_its_results_again(tmp_path, monkeypatch):
 
 
 # --- stopped and resumed --------------------------------------------------------------------------
-
-
-@pytest.fixture
-def long(recipe, data) -> list[str]:
-    """The flags of a run of four updates."""
-    steps = (
-        "--max_steps 4 --batch_size 2 --gradient_accumulation_steps 2 --log_every 1 --eval_every 4"
-        " --save_every 0"
-    )
-    source = [*CLIPS, "--eval_clips", "1"] if recipe is morse else data[:4]  # without a test set
-    return [*source, *TINY, *steps.split(), "--from_scratch", "--spec_augment", "--dropout", "0.1"]
-
-
-@pytest.fixture
-def stopped(recipe, long, tmp_path) -> Path:
-    """The folder of such a run that got SIGTERM, as did its data worker, which had read ahead."""
-    folder = tmp_path / "stopped"
-    command = runs.command(recipe, *long, "--resume", "auto", "--output_dir", folder)
-    process = runs.start(command, tmp_path, runs.signal_after(3, signal.SIGTERM))
-    _, err = process.communicate()
-    assert process.returncode == 143 and "--resume auto" in err, err
-    assert newest(folder, recipe).progress.step == 3
-    return folder
-
-
-@BOTH
-def test_stopped_by_a_signal_and_resumed_it_ends_with_the_same_bits(
-    recipe, long, stopped, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(runs, "MAX_NEW_TOKENS", 4)  # weights are compared, not texts
-    ran(recipe, *long, "--output_dir", tmp_path / "whole")
-    assert "(step 3)" in ran(recipe, *long, "--resume", "auto", "--output_dir", stopped)
-    assert newest(stopped, recipe).progress.step == 4
-    runs.assert_same_state(newest(tmp_path / "whole", recipe), newest(stopped, recipe))
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -262,51 +192,6 @@ def make_utterances(recipe, spoken, *flags, training: bool = True):
     info = start.new_info(asked, tokenizer)
     info.config["max_source_positions"] = 300  # 6 s: padding to 30 s would take long
     return recipe.Utterances(args, corpus, tokenizer, info, training), info
-
-
-def test_training_hears_silence_noise_and_other_levels(spoken, tmp_path):
-    flags = ("--output_dir", tmp_path, "--pad_share", "0", "--no_speed_perturbation")
-    plain, info = make_utterances(vietnamese, spoken, *flags, "--no_wave_augment")
-    data, _ = make_utterances(vietnamese, spoken, *flags)
-    assert data.augmentation and not plain.augmentation
-    held_out = (data.args, data.corpus, data.tokenizer, info)
-    assert not vietnamese.Utterances(*held_out, training=False).augmentation
-    for index in range(5):
-        item, before = data.item(index, 0), plain.item(index, 0)
-        assert not torch.equal(item["audio"], before["audio"])
-        for key in ("tokens", "labels", "ctc_tokens"):
-            assert torch.equal(item[key], before[key])
-        assert item["heard"] / SAMPLE_RATE <= data.longest
-        assert item["heard"] / SAMPLE_RATE == pytest.approx(data.seconds(0)[index], abs=0.01)
-
-
-@BOTH
-def test_augmentation_depends_on_seed_epoch_and_utterance_alone(recipe, spoken, tmp_path):
-    flags = ["--output_dir", tmp_path, "--wave_augment"]
-    if recipe is morse:
-        flags += ["--alignment_weight", "0"]
-    else:
-        flags += ["--noise_dir", Path(spoken["train"]).parent / "audio"]
-    data, _ = make_utterances(recipe, spoken, *flags)
-    other = pickle.loads(pickle.dumps(data))  # as it travels to a data worker
-    assert data.augmentation and other.augmentation
-    wanted = [(3, 0), (1, 2), (3, 2)]
-    ours = [data.item(*place) for place in wanted]
-    theirs = [other.item(*place) for place in reversed(wanted)]  # the order does not matter
-    for a, b in zip(ours, reversed(theirs), strict=True):
-        assert a.keys() == b.keys() and all(np.array_equal(a[key], b[key]) for key in a)
-    assert not torch.equal(ours[0]["time_masks"], ours[2]["time_masks"])
-    seeded, _ = make_utterances(recipe, spoken, *flags, "--seed", "2")
-    assert not torch.equal(seeded.item(3, 0)["time_masks"], ours[0]["time_masks"])
-    items = [data.item(index, 1) for index in range(len(data))]
-    padded = [len(item["audio"]) == 6 * SAMPLE_RATE for item in items]
-    assert padded == data.padding.padded(1).tolist() and any(padded) and not all(padded)
-    assert [len(item["audio"]) / SAMPLE_RATE for item in items] == pytest.approx(
-        data.seconds(1), abs=0.001
-    )
-    evaluated, _ = make_utterances(recipe, spoken, *flags, training=False)
-    items = [evaluated.item(index, 1) for index in range(len(evaluated))]
-    assert all("time_masks" not in item and len(item["audio"]) == item["heard"] for item in items)
 
 
 def test_a_written_data_set_is_trained_on_and_evaluated(tmp_path):
@@ -386,108 +271,6 @@ def test_long_recordings_are_cut_by_their_segments_or_rejected(spoken, tmp_path)
 
 
 # --- exactness ------------------------------------------------------------------------------------
-
-
-@functools.cache
-def ragged_items() -> tuple[dict, list[dict]]:
-    """The info of a tiny model and eight Morse clips in float64, some of them padded to the longest
-    input."""
-    data, info = make_utterances(morse, None)
-    items = [data.item(index, 1) for index in range(8)]
-    for item in items:
-        for name, value in item.items():
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                item[name] = value.double()
-        item["language"] = ""  # the other recipe's clips have one
-    padded = [len(item["audio"]) > item["heard"] for item in items]
-    assert any(padded) and not all(padded) and len({item["heard"] for item in items}) > 4
-    return info, items
-
-
-def tiny_model(info: start.ModelInfo):
-    torch.manual_seed(0)
-    model = start.make_model(info, label_smoothing=0.1).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, dtype=torch.float64)
-    return model.train()
-
-
-def gradient_of(model, items: list[dict], size: int, weights: dict[str, float]) -> torch.Tensor:
-    micro_batches = [
-        morse.collate(items[first : first + size]) for first in range(0, len(items), size)
-    ]
-    totals = {name: sum(batch["counts"][name] for batch in micro_batches) for name in weights}
-    outcome = run_global_batch(model, micro_batches, totals, morse.compute_loss, weights, Setup())
-    assert outcome.failed is None
-    gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
-    return torch.cat([gradient.flatten() for gradient in gradients])
-
-
-@pytest.mark.parametrize("term", ["ctc", "alignment"])
-def test_however_a_global_batch_is_cut_its_gradient_is_the_same(term):
-    info, items = ragged_items()
-    if term == "ctc":
-        items = [
-            {key: value for key, value in item.items() if key != "alignment"} for item in items
-        ]
-    whole = None
-    for size in (8, 2, 1):
-        gradient = gradient_of(tiny_model(info), items, size, {"attention": 0.7, term: 0.3})
-        whole = gradient if whole is None else whole
-        assert (gradient - whole).norm() <= 1e-10 * whole.norm() and whole.norm() > 0
-
-
-def test_adapters_are_as_exact(monkeypatch):
-    info, items = ragged_items()
-    items = [{k: v for k, v in item.items() if k not in ("alignment", "ctc")} for item in items]
-
-    def train_on(model, sizes: list[int]) -> None:
-        rest = iter(items)
-        micro_batches = [morse.collate([next(rest) for _ in range(size)]) for size in sizes]
-        totals = {"attention": sum(batch["counts"]["attention"] for batch in micro_batches)}
-        run = (model, micro_batches, totals, morse.compute_loss, {"attention": 1.0}, Setup())
-        assert run_global_batch(*run).failed is None
-
-    def make():
-        return adapters.beside(tiny_model(info), start.adapted_layers(info, "linear"))
-
-    adapters.check_exact(make, train_on, LAYERS, monkeypatch)
-
-
-def test_gradient_checkpointing_changes_neither_loss_nor_gradient():
-    info, items = ragged_items()
-    gradients = []
-    for recompute in (False, True):
-        model = tiny_model(info)
-        if recompute:
-            memory.checkpoint_layers(model, LAYERS)
-        gradients.append(gradient_of(model, items[:3], 3, {"attention": 0.7, "alignment": 0.3}))
-    assert torch.equal(*gradients)
-
-
-@torch.no_grad()
-@BOTH
-def test_an_evaluation_adds_up_its_batches_and_ranks_without_any(recipe):
-    info, items = ragged_items()
-    model, tokenizer = tiny_model(info).eval(), make_tokenizer(info.tokenizer)
-    items = [
-        {key: value for key, value in item.items() if key != "alignment"} for item in items[:3]
-    ]
-    search = decoding.make_search(tokenizer, info.generation, info.config["vocab_size"])
-    rate = decoding.TokenRate([], 0)
-    rate.per_second = 50.0  # as if it had been measured
-    terms = {"attention": 0.7, "ctc": 0.3}
-    evaluate = functools.partial(recipe.evaluate, tokenizer, search, rate, terms, model)
-    together = evaluate([recipe.collate(items)])
-    apart, nothing = evaluate([recipe.collate([item]) for item in items]), evaluate([])
-    assert together.keys() == apart.keys() == nothing.keys() == {"attention", "ctc", "cer", "wer"}
-    for name, (total, count) in together.items():
-        assert (
-            apart[name] == (pytest.approx(total, rel=1e-10), count)
-            and count > 0
-            and nothing[name] == (0, 0)
-        )
 
 
 @pytest.mark.slow
@@ -751,12 +534,14 @@ def test_a_run_with_times_stopped_and_resumed_ends_with_the_same_bits(
     )
 
 
+@pytest.mark.slow
 def test_old_windows_and_a_watched_set(with_times, recorded, spoken, tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "MAX_NEW_TOKENS", 4)
     flags = [*recorded, "--model_dir", with_times / "listed", "--timestamp_share", 0.5]
     runs.check_replay(vietnamese, tmp_path, spoken["test"], spoken["val"], *flags)
 
 
+@pytest.mark.slow
 def test_old_clips_and_watched_ones(spoken, tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "MAX_NEW_TOKENS", 4)
     for split in ("train", "val", "test"):
@@ -1071,27 +856,6 @@ def test_step_0_is_the_released_model_as_other_programs_read_it(
     assert not start.make_model(dataclasses.replace(info, pretrained=False)).pad_to_longest
 
 
-def test_export_alone_and_in_the_end_are_the_same(memorised, tmp_path):
-    folder, _ = memorised
-    best = folder / "checkpoints" / "best.safetensors"
-    out = ran(
-        vietnamese, "--resume", best, "--export", tmp_path / "alone", "--output_dir", tmp_path
-    )
-    assert "exported to" in out and "step" not in out
-    for name in ("model.safetensors", "tokenizer.json", "generation_config.json", "config.json"):
-        assert (tmp_path / "alone" / name).read_bytes() == (folder / "exported" / name).read_bytes()
-    # The results of the end are not saved with the weights; what was noted in training is.
-    cards = [
-        (place / "README.md").read_text() for place in (tmp_path / "alone", folder / "exported")
-    ]
-    blocks = [yaml.safe_load(card.split("---\n")[1]) for card in cards]
-    assert [block["language"] for block in blocks] == [["vi"], ["vi"]]
-    assert ["model-index" in block for block in blocks] == [False, True]
-    for card in cards:
-        assert "| training | 2 | 0.00 |" in card and "| evaluation set, in training |" in card
-        assert "Trained by `recipes/whisper_vietnamese.py` (on CPU, weights of update " in card
-
-
 def test_compared_to_a_baseline(memorised, released, tmp_path):
     folder, _ = memorised
     flags = [
@@ -1137,15 +901,6 @@ def test_long_files_are_transcribed_in_overlapping_pieces(released, tmp_path):
     assert row["pieces"][0]["start"] == 0 and row["pieces"][1]["end"] == 35
     # what both pieces heard is in one of them
     assert row["pieces"][0]["end"] == row["pieces"][1]["start"]
-
-
-@BOTH
-def test_silence_has_no_text(recipe, released, silence, monkeypatch):
-    monkeypatch.setattr(recipe, "final_texts", lambda *inputs: pytest.fail("silence was decoded"))
-    assert (
-        ran(recipe, "--transcribe", silence, "--model_dir", released / "hf", "--language", "vi")
-        == "\n"
-    )
 
 
 # --- mistakes at the command line -----------------------------------------------------------------
@@ -1694,27 +1449,6 @@ def test_flags_that_contradict_are_refused_in_every_use(memorised, data, tmp_pat
     ):
         status, err = refused(vietnamese, *flags, "--max_duration", "3", "--output_dir", tmp_path)
         assert status == 2 and "conflicts with the checkpoint" in err, err
-
-
-def test_what_was_held_out_is_held_out_again_whatever_the_seed(spoken, tmp_path):
-    def file_tested() -> str:
-        return json.loads((tmp_path / "logs" / "transcripts.jsonl").read_text())["file"]
-
-    flags = ["--train_manifest", spoken["train"], "--output_dir", tmp_path]
-    training = [*flags, *TINY, *SHORT, "--from_scratch"]
-    ran(vietnamese, *training)
-    first, before = file_tested(), newest(tmp_path, vietnamese).run_info["data"]["held_out"]
-    ran(vietnamese, *training, "--seed", "2", "--max_steps", "3", "--resume", "auto")
-    assert newest(tmp_path, vietnamese).run_info["data"]["held_out"] == before and len(before) == 1
-    assert file_tested() == first
-    ran(vietnamese, *flags, "--seed", "2", "--evaluate")
-    assert file_tested() == first
-    assert (
-        splits.read_manifests({"train": spoken["train"]}, str, splits.Checks(seed=2))["val"].paths[
-            0
-        ]
-        != first
-    )
 
 
 def test_a_manifest_of_morse_keeps_what_it_holds_out(tmp_path, wav, json_lines):
