@@ -119,14 +119,6 @@ def test_a_run_leaves_what_it_promises(reference):
     )
 
 
-def test_a_conflicting_shape_is_one_line_that_names_init_from(reference, flags, tmp_path):
-    path = checkpoint.list_checkpoints(reference[0] / "checkpoints")[0]
-    status, err = refused(
-        recipe, *flags, *LONG, "--output_dir", tmp_path, "--resume", path, "--d_model", "32"
-    )
-    assert status == 2 and "--d_model 32 conflicts" in err and "--init_from" in err
-
-
 def assert_trained_by_two(out: str, folder: Path) -> None:
     assert out.count("evaluation at step 2") == 1 and out.count("WER") == 1
     saved = newest(folder, recipe)
@@ -260,14 +252,6 @@ def test_transcribe_files_folders_and_long_recordings(best, konkani, tmp_path):
     assert status == 2 and "missing.wav: no such file" in err
 
 
-@pytest.mark.parametrize("use", ["--evaluate", "--transcribe a.wav", "--export {here}/x"])
-@pytest.mark.parametrize("flag", ["--subsampling 8", "--d_model 32"])
-def test_a_shape_that_the_weights_do_not_have_is_refused(use, flag, best, tmp_path):
-    words = f"{use} {flag}".format(here=tmp_path).split()
-    status, err = refused(recipe, *words, "--resume", best, "--output_dir", tmp_path)
-    assert status == 2 and f"{flag} conflicts with the checkpoint, which has " in err
-
-
 def test_align_hears_with_the_ctc_head(best, konkani, tmp_path, monkeypatch):
     """The weights have learnt nothing yet, so nothing is found."""
     audio = next((Path(konkani["val"]).parent / "audio").glob("val_*"))
@@ -297,83 +281,3 @@ def test_a_plan_without_data_is_of_the_longest_utterances_that_ctc_can_align(fla
     plan = planned(recipe, *TINY, *flags, "--output_dir", tmp_path)
     assert len(set(plan.global_batches.data.corpus.texts)) == 64
     assert "time_masks" in plan.batch and not list(tmp_path.iterdir())
-
-
-MISTAKES = [  # flags, status, a part of the message
-    ("--train_manifest {here}/gone.json", 2, "manifest {here}/gone.json: No such file"),
-    ("--val_manifest {val}", 2, "--val_manifest goes with --train_manifest"),
-    ("--test_manifest {val}", 2, "--test_manifest goes with --train_manifest or --evaluate"),
-    ("--use_chunking", 2, "--use_chunking goes with --train_manifest or --test_manifest"),
-    (
-        "--min_duration 9 --max_duration 3 --train_manifest {train}",
-        2,
-        "--min_duration 9 is not below --max_duration 3",
-    ),
-    ("--min_duration 9 --max_duration 3", 2, "--min_duration 9 is not below --max_duration 3"),
-    (
-        "--train_manifest {train} --min_duration 1 --strict_data",
-        1,
-        "utterances rejected (--strict_data)",
-    ),
-    ("--train_manifest {train} --vocab_file {here}/gone.json", 2, "{here}/gone.json"),
-    (
-        "--decoding greedy --beam_size 3",
-        2,
-        "--beam_size goes with --decoding rescore or --decoding beam",
-    ),
-    ("--output x.jsonl", 2, "--output goes with --transcribe or --align"),
-    ("--align a.wav a.txt", 2, "--align goes with --output: name the manifest"),
-    ("--align a.wav a.txt --output a.json --decoding beam", 2, "--decoding and --align: "),
-    ("--align a.wav a.txt --transcribe a.wav", 2, "give one of them"),
-    ("--flat_start", 2, "--flat_start goes with --align"),
-    (
-        "--align a.wav a.txt --output a.json --flat_start --resume auto",
-        2,
-        "--flat_start and --resume: a flat start reads no weights",
-    ),
-    (
-        "--train_manifest {train} --d_model 30",
-        2,
-        "--d_model 30 must be a multiple of twice --attention_heads 4",
-    ),
-    (
-        "--verify_gpu --d_model 30",
-        2,
-        "--d_model 30 must be a multiple of twice --attention_heads 4",
-    ),
-    ("--resume {here}/a.pt --init_from {here}/b.pt", 2, "--resume and --init_from: "),
-    ("--resume {here}/gone.pt", 2, "{here}/gone.pt: no such file"),
-    (
-        "--evaluate",
-        2,
-        (
-            "no weights at {here}/checkpoints/best.safetensors: train first, or name them with"
-            " --resume"
-        ),
-    ),
-    ("--transcribe {here}", 2, "no weights at {here}/checkpoints/best.safetensors: train first"),
-    ("--transcribe {here}/a.wav --evaluate", 2, "--transcribe and --evaluate: give one of them"),
-    (
-        "--transcribe {here}/a.wav --verify_gpu",
-        2,
-        "--transcribe and --verify_gpu: give one of them",
-    ),
-    ("--transcribe {here}/a.wav --export {here}/x", 2, "--transcribe and --export: give one"),
-    ("--evaluate --verify_gpu", 2, "--verify_gpu and --evaluate: give one of them"),
-]
-
-
-@pytest.mark.parametrize("line, expected, message", MISTAKES)
-def test_mistakes_are_answered_in_one_line_before_anything_is_trained(
-    line, expected, message, konkani, tmp_path
-):
-    for name, value in {
-        "{here}": str(tmp_path),
-        "{train}": konkani["train"],
-        "{val}": konkani["val"],
-    }.items():
-        line, message = line.replace(name, value), message.replace(name, value)
-    status, err = refused(recipe, *line.split(), "--output_dir", tmp_path)
-    assert status == expected and message in err, err
-    assert not checkpoint.list_checkpoints(tmp_path / "checkpoints")
-    assert not (tmp_path / "data").exists(), "a demo corpus was made for nothing"

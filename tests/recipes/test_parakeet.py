@@ -900,16 +900,6 @@ def test_a_run_starts_from_the_weights_and_the_vocabulary_of_an_earlier_one(
     assert before["tokenizer"] == after["tokenizer"] and before["config"] == after["config"]
 
 
-def test_weights_of_other_data_are_not_used_with_the_demo_corpus(scratch, released, tmp_path):
-    _, line = refused(
-        recipe, "--evaluate", "--model_dir", released / "hf", "--output_dir", tmp_path
-    )
-    assert "trained on other data than the demo corpus" in line
-    newest_of = checkpoint.list_checkpoints(scratch[0] / "checkpoints")[0]
-    _, line = refused(recipe, "--resume", newest_of, "--output_dir", tmp_path)
-    assert "trained on other data than the demo corpus" in line
-
-
 # --- evaluated and transcribed --------------------------------------------------------------------
 
 
@@ -957,132 +947,6 @@ def test_transcripts_have_words_and_segments_and_long_files_are_cut(
 
 
 # --- mistakes -------------------------------------------------------------------------------------
-
-MISTAKES = [  # flags, a part of the message
-    ("--model_dir {nemo}", "--model_dir {nemo}: it is a file: use --model_file"),
-    ("--model_file {hf}", "--model_file {hf}: it is a folder: use --model_dir"),
-    (
-        "--model_file {nemo} --model_dir {hf}",
-        "--model_dir and --model_file: both say where the model starts",
-    ),
-    (
-        "--model_size 110m --model_file {nemo}",
-        "--model_file and --model_size: a released model has its own shape",
-    ),
-    (
-        "--vocab_size 500 --model_dir {hf}",
-        "--model_dir and --vocab_size: a released model has its own vocabulary",
-    ),
-    (
-        "--from_scratch --model_dir {hf}",
-        "--model_dir and --from_scratch: the second starts without released weights",
-    ),
-    ("--export_format nemo --model_dir {hf}", "--export_format goes with --export"),
-    ("--ctc_weight 0.3 --model_dir {hf}", "--ctc_weight 0.3: the model has no CTC head"),
-    (
-        "--model_file {here}/gone.nemo",
-        "{here}/gone.nemo: no such file or folder, and nothing is downloaded here",
-    ),
-    (
-        "--model_dir {here}/gone",
-        "{here}/gone: no such file or folder, and nothing is downloaded here",
-    ),
-    ("--model_file {damaged}", "{damaged} is not a .nemo archive, or damaged or cut short"),
-    ("--model_dir {here}/..", "holds no config.json"),
-    (
-        "--from_scratch --resume {tuned}",
-        "--from_scratch (the checkpoint's model began from released weights; a script adds this",
-    ),
-    (
-        "--model_dir {hf} --resume {saved}",
-        "--model_dir {hf} (the checkpoint's model began from scratch) conflicts",
-    ),
-    (
-        "--model_size 110m --resume {saved}",
-        "--model_size 110m (the checkpoint has d_model 16, layers 2) conflicts",
-    ),
-    ("--vocab_size 500 --resume {saved}", "--vocab_size 500 (the checkpoint has "),
-    ("--add_tokens % --model_dir {hf}", "prepare makes a model with it, which --model_dir then"),
-    ("--tokenizer {damaged} --model_dir {hf}", "unrecognized arguments: --tokenizer {damaged}"),
-    ("--loss_reduction sum --model_dir {hf}", "argument --loss_reduction: invalid choice: 'sum'"),
-    ("--tdt_omega 2 --model_dir {hf}", "argument --tdt_omega: 2 is out of range"),
-    ("--from_scratch --vocab_size 5", "--vocab_size 5 is too few for the "),
-    ("--export {both} --model_dir {hf}", "--export {both}: it holds files that are not replaced"),
-    (
-        "",
-        "training needs a model to start from: add --model_dir DIR (a Hugging Face folder),"
-        " --model_file FILE (NVIDIA's model.nemo), or --from_scratch",
-    ),
-    (
-        "--resume auto",
-        "there is no checkpoint to resume from, and nothing says where the model starts",
-    ),
-]
-
-
-@pytest.fixture(scope="module")
-def places(scratch, released, reference, tmp_path_factory) -> dict[str, str]:
-    """What the mistakes name."""
-    damaged = tmp_path_factory.mktemp("damaged") / "model.nemo"
-    raw = (released / "nemo" / "model.nemo").read_bytes()
-    damaged.write_bytes(raw[: len(raw) // 2])
-    saved, tuned = (
-        checkpoint.list_checkpoints(folder / "checkpoints")[0] for folder in (scratch[0], reference)
-    )
-    paths = {
-        "both": released,
-        "nemo": released / "nemo" / "model.nemo",
-        "hf": released / "hf",
-        "damaged": damaged,
-        "saved": saved,
-        "tuned": tuned,
-    }
-    return {name: str(path) for name, path in paths.items()}
-
-
-@pytest.mark.parametrize(("line", "message"), MISTAKES)
-def test_mistakes_are_answered_in_one_line_before_anything_is_trained(
-    line, message, places, manifests, tmp_path
-):
-    line, message = (text.format(here=tmp_path, **places) for text in (line, message))
-    status, err = refused(recipe, *manifests, *line.split(), "--output_dir", tmp_path)
-    assert status == 2 and message in err, err
-    assert not list(tmp_path.glob("checkpoints/*.pt"))
-
-
-DAMAGE = {  # what is changed in the records of best.safetensors, and a part of the message
-    "layers": ("model_info.config.layers", 10**9, "config.layers is '1000000000'"),
-    "more layers": ("model_info.config.layers", 128, "best.safetensors lacks 'encoder.layers.2."),
-    "width": ("model_info.config.d_model", 8192, "its configuration asks for"),
-    "heads": ("model_info.config.heads", 3, "heads does not divide d_model"),
-    "boolean": ("model_info.config.kernel", True, "config.kernel is 'True'"),
-    "no config": ("model_info.config", None, "config is 'None'"),
-    "durations": ("model_info.config.durations", [0], "config.durations is '[0]'"),
-    "ctc": ("model_info.config.ctc", False, "best.safetensors has unexpected 'ctc_head."),
-    "tokenizer": ("model_info.tokenizer.sentencepiece", "00", "tokenizer"),
-    "reduction": ("model_info.loss.reduction", "sum", "loss.reduction is 'sum'"),
-    "omega": ("model_info.loss.omega", 1.5, "loss.omega is '1.5'"),
-    "held out": ("run_info.held_out", [1], "held_out[0] is '1'"),
-}
-
-
-@pytest.mark.parametrize("case", DAMAGE)
-def test_damaged_records_are_named_before_a_model_is_made(
-    case, best, manifests, tmp_path, monkeypatch
-):
-    place, value, message = DAMAGE[case]
-    *folders, name = place.split(".")
-
-    def change(records: dict) -> None:
-        functools.reduce(dict.__getitem__, folders, records)[name] = value
-
-    write_best(tmp_path / "best.safetensors", best, change=change)
-    monkeypatch.setattr(start, "make_model", lambda *_: pytest.fail("a model was made"))
-    for use in ([*manifests, "--evaluate"], ["--export", tmp_path / "x"]):
-        status, err = refused(
-            recipe, *use, "--resume", tmp_path / "best.safetensors", "--output_dir", tmp_path
-        )
-        assert status == 2 and message in err, err
 
 
 def test_a_model_whose_loss_is_a_sum_needs_a_reduction(released, manifests, tmp_path):
@@ -1383,20 +1247,6 @@ def test_the_card_has_the_rates_of_the_released_model(released, manifests, refer
     for name in ("after", "alone"):
         before = [row[3] for row in rows(tmp_path / name)]
         assert len(before) > 1 and all(float(value) > 0 for value in before)
-
-
-@pytest.mark.parametrize("place", ["", "checkpoints", "logs", ".."])
-def test_an_export_around_the_files_of_its_own_run_is_refused_first(
-    released, manifests, tmp_path, place
-):
-    folder = tmp_path / "run"
-    flags = [*manifests, *SHORT, "--model_dir", released / "hf", "--output_dir", folder / "files"]
-    (folder / "files").mkdir(parents=True)
-    if place == "..":
-        (folder / "files").rmdir()
-    status, err = refused(recipe, *flags, "--export", folder / "files" / place)
-    assert status == 2 and "name a folder of its own for the export" in err
-    assert not list(folder.rglob("*.*"))
 
 
 def test_an_archive_needs_a_temporary_folder(released, tmp_path, monkeypatch):

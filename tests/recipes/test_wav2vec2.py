@@ -521,39 +521,3 @@ def test_a_plan_is_of_the_model_that_the_flags_ask_for(noise, released, unsuperv
     assert planned.model.lm_head.weight.shape == (6, 32)
     shutil.rmtree(folder)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--vocab released --model_dir {ssl}", "has no vocabulary"),
-        ("--vocab own --from_scratch", "--vocab"),
-        ("--vocab own --init_from {tuned}", "--vocab goes with --model_dir or --model_file"),
-        ("--language deu --from_scratch", "--language"),
-        ("--mask_time 0.5 --no_spec_augment --model_dir {hf}", "--mask_time"),
-        (
-            "--vocab released --model_dir {ssl} --resume {tuned}",
-            "--vocab released (the checkpoint's",
-        ),
-        ("--from_scratch --resume {tuned}", "--from_scratch"),
-        ("", "training needs a model to start from"),
-    ],
-)
-def test_what_does_not_go_together(flags, words, noise, released, unsupervised, new_head, tmp_path):
-    tuned = new_head[0] / "checkpoints" / "checkpoint_step_00000006.pt"
-    flags = flags.format(hf=released, ssl=unsupervised, tuned=tuned).split()
-    status, err = refused(recipe, *noise, *flags, "--output_dir", tmp_path)
-    assert status == 2 and words in err
-
-
-def test_damaged_records_are_named(new_head, tmp_path):
-    saved_file = new_head[0] / "checkpoints" / "checkpoint_step_00000006.pt"
-    info = checkpoint.read(saved_file, recipe.RECIPE).model_info
-    for key, value in (("style", {"form": 3}), ("new_pieces", "x"), ("config", {})):
-        content = torch.load(saved_file, weights_only=True)
-        found = next(k for k, v in content.items() if v == info)
-        content[found] = {**info, key: value}
-        torch.save(content, tmp_path / "damaged.pt")
-        flags = ["--export", tmp_path / "out", "--resume", tmp_path / "damaged.pt"]
-        status, err = refused(recipe, *flags, "--output_dir", tmp_path)
-        assert status == 2 and "damaged.pt" in err

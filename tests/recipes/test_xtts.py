@@ -2019,15 +2019,6 @@ MISTAKES = [  # flags, a part of the message
     ),
     ("--model_dir {here}", "{here} lacks model.pth: a Coqui XTTS-v2 folder has"),
     ("--model_dir {cut}", "model.pth is damaged"),
-    (
-        "--model_dir {model} --from_scratch",
-        "--model_dir and --from_scratch: the second starts without released weights",
-    ),
-    (
-        "--model_dir {model} --model_size full",
-        "--model_dir and --model_size: a released model has its own shape",
-    ),
-    ("--custom_model {model}/model.pth", "--custom_model goes with --model_dir"),
     ("--model_dir {model} --custom_model {here}/gone.pth", "gone.pth"),
     (
         "--model_dir {model} --version v2.0.3",
@@ -2044,13 +2035,11 @@ MISTAKES = [  # flags, a part of the message
         "--model_dir {model} --max_audio_length 9 --max_duration 3",
         "argument --max_audio_length: 9 is out of range",
     ),
-    ("--model_dir {model} --max_audio_length 99999 --max_duration 3", "both limit clips; give one"),
     (
         "--from_scratch --resume {tuned}",
         "--from_scratch (the checkpoint's model began from released weights; a script adds this",
     ),
     ("--language de --resume {tuned}", "--language de (the checkpoint has am) conflicts"),
-    ("--speaker_wav {model} --model_dir {model}", "--speaker_wav goes with --synthesize"),
     (
         "--model_dir {model} --export {here}/x --speaker_wav {here}/gone.wav",
         "gone.wav: no such file",
