@@ -1,18 +1,15 @@
 #!/usr/bin/env bash
-# Fine-tunes XTTS-v2 with a preset for the GPU's memory. Without arguments it generates synthetic
-# speech, trains a small DVAE and then a small GPT from random weights, and speaks held-out sentences
-# into runs/xtts_amharic/speech.
+# Fine-tunes XTTS-v2 with a preset for the GPU's memory, and speaks held-out sentences into
+# runs/xtts_amharic/speech. It needs released weights (--model_dir) and recordings (--train_manifest).
 #   ./run_xtts_amharic.sh [TIER] [SIZE] [DATA] [any flag of recipes/xtts_amharic.py] [--print]
 #   GPUS=2 ./run_xtts_amharic.sh ...    trains on two GPUs, with the same update; also 4 and 8
 #   NODES, NODE, HEAD and --sharded: docs/several_gpus.md
 # TIER: auto (default), 4gb, 6gb, 8gb, 12gb, t4, 16gb, 24gb, a100, cpu. An A100 with 40 GB takes 24gb.
-# SIZE: demo (default; with your data a small model, for a CPU), full (default with --model_dir,
-# --train_manifest, --train_csv, --from_scratch or --init_from). With --from_scratch, or without
-# data, full has random weights.
+# SIZE: full, the only one.
 # DATA: auto (default: by the hours of speech in --train_csv or --train_manifest), small_data (under
 # 2 h), medium_data (under 20 h), large_data.
-# An update is 240 utterances in every tier, 48 with medium_data, 16 with small_data and in the demo.
-# The tier decides how many of them are on the GPU at once.
+# An update is 240 utterances in every tier, 48 with medium_data, 16 with small_data. The tier decides
+# how many of them are on the GPU at once.
 # --print shows the command instead of running it. All flags of the recipe:
 #   python recipes/xtts_amharic.py --help all
 # The output is written in runs/xtts_amharic, unless --output_dir names another folder.
@@ -21,15 +18,13 @@ set -eo pipefail
 # shellcheck source=common/env.sh
 . "$(dirname "$0")/common/env.sh"
 
-usual=full # the size with one of the next flags, which bring a model or data; else it is demo
-brings='--model_dir --train_manifest --train_csv --from_scratch --init_from'
+brings='--model_dir --train_manifest --train_csv --init_from' # flags that bring a model or data
 always='--output_dir runs/xtts_amharic' # a folder of its own for each recipe
 
 # R: --gradient_checkpointing, 8: --optimizer adamw_8bit, G: --use_cpu_offload gradients,
 # W: --use_cpu_offload weights. S: counts with --sharded only, L with --lora only
 rows='
 #tier size batch accumulation what
-*     demo 16 1
 4gb   full S 15 16 R
 4gb   full L 12 20 R
 4gb   full 16 15 R W
@@ -44,12 +39,5 @@ t4    full 8 30
 24gb  full 16 15
 a100  full 80 3
 cpu   full 4 60 R
-'
-# What is added if all words before the colon hold and none after `unless`: a flag that was given, a
-# size or DATA that was chosen, `new`: a model from scratch. SIZE is the size.
-adds='
-demo unless --resume --init_from: --from_scratch --model_size demo --dropout 0.05
-new --from_scratch unless demo: --from_scratch --model_size full
-new unless --from_scratch --train_csv --train_manifest --init_from: --from_scratch --model_size full
 '
 run xtts_amharic "$@"

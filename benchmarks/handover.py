@@ -1,38 +1,28 @@
-"""Do the stock programs read the recipes' exports, and write the same texts? A table of every
-recipe, every form of its export and every program.
+"""Do the stock programs read the recipes' exports, and write the same texts? A table of recipes,
+forms of their exports and programs.
 
-    python benchmarks/handover.py                                     # trains all of MODELS
+    python benchmarks/handover.py                                     # trains all of UPDATES
     python benchmarks/handover.py parakeet_tdt --updates 600          # one of them, longer
     python benchmarks/handover.py --run parakeet_tdt=runs/parakeet_tdt    # a run that is there
-    python benchmarks/handover.py --whisper_cpp whisper.cpp           # with its scripts of conversion
     python benchmarks/handover.py --python nemo-toolkit=nemo/bin/python   # a program elsewhere
 
-Each model is trained on its demo's corpus and exported, then held-out clips of the demo go through
---transcribe and through each program, as the files are. A Whisper hears windows of 30 s there, so
-here as well, in one greedy pass over what is exported, or with a beam of five: with silence after
-the clip, or with zeros for features where the program fills its window with these, as
-faster-whisper does. XTTS speaks held-out sentences by --synthesize and
-by each program, and the waveforms are compared; both take the likeliest code. A program that is not
-installed has a row that says so. Each reads in a separate process, because some end the process
-if a file displeases them.
+A recogniser is trained on its demo's corpus and exported, then held-out clips of the demo go through
+ours and through each program, as the files are. XTTS, which begins with random weights, speaks
+sentences by --synthesize and by each program, and the waveforms are compared; both take the
+likeliest code. A program that is not installed has a row that says so. Each reads in a process of
+its own, because some end the process if a file displeases them.
 
-Two models begin with folders that are written here, as released ones. XTTS's has random weights and
-a vocoder, which the demo's model lacks. whisper_released, for whisper.cpp, is whisper_vietnamese's
-model with OpenAI's vocabulary; it is not trained, and its texts are no Vietnamese.
-
-A new row is a function that takes an export and files and returns texts, and a line of `ROWS`."""
+A new row is a line of `ROWS`: its function takes an export and files and returns texts."""
 
 import argparse
-import importlib
-import importlib.metadata
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,32 +39,22 @@ import torch
 
 from common import checkpoint
 from common.errors import RunError, UsageError, exit_with_one_line, first_line
+from speech.data.demo import AMHARIC_WORDS
 from speech.signal.audio import SAMPLE_RATE, read_audio
 
 ANSWER = "texts: "  # begins the line that a reading process prints
 SECONDS = 1800  # of a process
+UPDATES = {  # of a recipe's demo
+    "parakeet_tdt": 500,
+    "wav2vec2_ctc": 800,
+    "konkani_conformer": 1200,
+    "whisper_vietnamese": 900,  # the end of it is in windows of 30 s, as others read
+}
 # What our --transcribe gets, so that it decodes as the programs do.
 DECODING = {"konkani_conformer": "--decoding greedy"}
 GREEDY = "--top_k 1 --top_p 1 --repetition_penalty 1"  # of XTTS
-RELEASED_TOKENS = 51_864  # at least, of Whisper's released vocabularies
 SAME_SPEECH = 0.01  # of the loudest sample, that two waveforms may differ by
 QUIET = 0.05  # of the loudest sample, after the end of speech
-WORD = re.compile("Ġ[a-z]{4,}")  # a token that is a whole word
-
-
-@dataclass(frozen=True)
-class Row:
-    """`model` is a key of MODELS, `form` are the flags of the export, `package` is the program's
-    distribution, and `read` takes the exported folder and files. Of a Whisper, how ours is read
-    beside it: with `zeros` for features after a clip, and by which `method`."""
-
-    model: str
-    form: str
-    program: str
-    package: str
-    read: Callable[[Path, list[Path]], list[str]]
-    zeros: bool = False
-    method: str = "greedy"
 
 
 def samples_of(path: Path) -> np.ndarray:
@@ -94,11 +74,6 @@ def pipeline(folder: Path, files: list[Path], **generating) -> list[str]:
     ]
 
 
-def whisper_pipeline(folder: Path, files: list[Path]) -> list[str]:
-    """Greedily; the pipeline's own way is a beam of five."""
-    return pipeline(folder, files, generate_kwargs={"num_beams": 1})
-
-
 def nemo(folder: Path, files: list[Path]) -> list[str]:
     from nemo.collections.asr.models import ASRModel
 
@@ -106,17 +81,18 @@ def nemo(folder: Path, files: list[Path]) -> list[str]:
     return [result.text for result in model.transcribe([str(path) for path in files])]
 
 
-def sherpa(folder: Path, files: list[Path], kind: str = "") -> list[str]:
+def sherpa(folder: Path, files: list[Path], kind: str, bits: str = "") -> list[str]:
+    """`kind`: of model, in sherpa-onnx's words."""
     import sherpa_onnx
 
-    parts = {part: str(folder / f"{part}{kind}.onnx") for part in ("encoder", "decoder", "joiner")}
-    recognizer = sherpa_onnx.OfflineRecognizer.from_transducer(
-        **parts, tokens=str(folder / "tokens.txt"), model_type="nemo_transducer"
-    )
-    return sherpa_texts(recognizer, files)
-
-
-def sherpa_texts(recognizer, files: list[Path]) -> list[str]:
+    make = getattr(sherpa_onnx.OfflineRecognizer, f"from_{kind}")
+    if kind == "transducer":
+        parts = ("encoder", "decoder", "joiner")
+        model = {part: str(folder / f"{part}{bits}.onnx") for part in parts}
+        model["model_type"] = "nemo_transducer"
+    else:
+        model = {"model": str(folder / f"model{bits}.onnx")}
+    recognizer = make(**model, tokens=str(folder / "tokens.txt"))
     texts = []
     for path in files:
         stream = recognizer.create_stream()
@@ -126,56 +102,15 @@ def sherpa_texts(recognizer, files: list[Path]) -> list[str]:
     return texts
 
 
-def sherpa_int8(folder: Path, files: list[Path]) -> list[str]:
-    return sherpa(folder, files, ".int8")
-
-
-def sherpa_ctc(folder: Path, files: list[Path]) -> list[str]:
-    import sherpa_onnx
-
-    return sherpa_texts(
-        sherpa_onnx.OfflineRecognizer.from_nemo_ctc(
-            model=str(folder / "model.onnx"), tokens=str(folder / "tokens.txt")
-        ),
-        files,
-    )
-
-
-def sherpa_omnilingual(folder: Path, files: list[Path], kind: str = "") -> list[str]:
-    import sherpa_onnx
-
-    recognizer = sherpa_onnx.OfflineRecognizer.from_omnilingual_asr_ctc(
-        model=str(folder / f"model{kind}.onnx"), tokens=str(folder / "tokens.txt")
-    )
-    return sherpa_texts(recognizer, files)
-
-
-def sherpa_omnilingual_int8(folder: Path, files: list[Path]) -> list[str]:
-    return sherpa_omnilingual(folder, files, ".int8")
-
-
-def onnx_asr(folder: Path, files: list[Path], quantization: str | None = None) -> list[str]:
+def onnx_asr(folder: Path, files: list[Path], bits: str | None = None) -> list[str]:
     import onnx_asr
 
     kind = json.loads((folder / "config.json").read_text())["model_type"]
-    model = onnx_asr.load_model(kind, folder, quantization=quantization)
+    model = onnx_asr.load_model(kind, folder, quantization=bits)
     return [model.recognize(samples_of(path), sample_rate=SAMPLE_RATE) for path in files]
 
 
-def onnx_asr_int8(folder: Path, files: list[Path]) -> list[str]:
-    return onnx_asr(folder, files, "int8")
-
-
-def faster_whisper_beam(folder: Path, files: list[Path]) -> list[str]:
-    """With its own beam and fallback."""
-    return faster_whisper(folder, files)
-
-
-def faster_whisper_greedy(folder: Path, files: list[Path]) -> list[str]:
-    return faster_whisper(folder, files, beam_size=1, temperature=0)
-
-
-def faster_whisper(folder: Path, files: list[Path], **search) -> list[str]:
+def faster_whisper(folder: Path, files: list[Path]) -> list[str]:
     from faster_whisper import WhisperModel
 
     converted = folder.parent / "ct2"
@@ -185,61 +120,20 @@ def faster_whisper(folder: Path, files: list[Path], **search) -> list[str]:
     words = command.format(folder, converted).split()
     call([sys.executable, "-m", "ctranslate2.converters.transformers", *words])
     model = WhisperModel(str(converted), device="cpu", compute_type="float32")
-    # By default it suppresses the first token of " ♪", among others. In a small vocabulary that is
-    # the space.
-    size = json.loads((folder / "config.json").read_text())["vocab_size"]
-    suppressed = [-1] if size >= RELEASED_TOKENS else []
     texts = []
     for path in files:
         segments, _ = model.transcribe(
             samples_of(path),
             language=language_of(folder),
-            suppress_tokens=suppressed,
+            # By default it suppresses the first token of " ♪", among others, which in this
+            # vocabulary is the space.
+            suppress_tokens=[],
             without_timestamps=True,  # which a model from scratch does not have
-            **search,
+            beam_size=1,
+            temperature=0,
         )
         texts.append("".join(segment.text for segment in segments))
     return texts
-
-
-def whisper_cpp(folder: Path, files: list[Path], script: str, source: Path) -> list[str]:
-    """`script` is one of whisper.cpp's, `source` what it converts. Special tokens follow from the
-    size of the vocabulary there."""
-    from pywhispercpp.model import Model
-
-    scripts = os.environ.get("WHISPER_CPP")
-    if not scripts:
-        raise RunError("--whisper_cpp names no folder with whisper.cpp's models/convert-*.py")
-    assets = Path(importlib.import_module("whisper").__file__).parents[1]  # of openai-whisper
-    call(
-        [
-            sys.executable,
-            str(Path(scripts, "models", script)),
-            str(source),
-            str(assets),
-            str(folder.parent),
-        ]
-    )
-    # With flash attention it attends to rows behind the audio (its pull request 3941).
-    model = Model(
-        str(folder.parent / "ggml-model.bin"),
-        language=language_of(folder),
-        context_params={"flash_attn": False},
-    )
-    plain = {"no_timestamps": True, "temperature_inc": 0.0}
-    texts = []
-    for path in files:
-        segments = model.transcribe(samples_of(path), **plain)
-        texts.append(" ".join(segment.text for segment in segments))
-    return texts
-
-
-def whisper_cpp_folder(folder: Path, files: list[Path]) -> list[str]:
-    return whisper_cpp(folder, files, "convert-h5-to-ggml.py", folder)
-
-
-def whisper_cpp_file(folder: Path, files: list[Path]) -> list[str]:
-    return whisper_cpp(folder, files, "convert-pt-to-ggml.py", folder / "model.pt")
 
 
 def language_of(folder: Path) -> str:
@@ -275,123 +169,78 @@ def coqui(folder: Path, files: list[Path], from_clip: bool = False) -> list[str]
     return spoken
 
 
-def coqui_clip(folder: Path, files: list[Path]) -> list[str]:
-    return coqui(folder, files, from_clip=True)
+# --- ours -----------------------------------------------------------------------------------------
 
 
-ROWS = (
-    Row("parakeet_tdt", "--export_format hf", "transformers", "transformers", pipeline),
-    Row("parakeet_tdt", "--export_format nemo", "NeMo", "nemo-toolkit", nemo),
-    Row("parakeet_tdt", "--export_format onnx", "sherpa-onnx", "sherpa-onnx", sherpa),
-    Row("parakeet_tdt", "--export_format onnx", "sherpa-onnx, int8", "sherpa-onnx", sherpa_int8),
-    Row("parakeet_tdt", "--export_format onnx", "onnx-asr", "onnx-asr", onnx_asr),
-    Row("parakeet_tdt", "--export_format onnx", "onnx-asr, int8", "onnx-asr", onnx_asr_int8),
-    Row("wav2vec2_ctc", "--export_format hf", "transformers", "transformers", pipeline),
-    Row("wav2vec2_ctc", "--export_format onnx", "sherpa-onnx", "sherpa-onnx", sherpa_omnilingual),
-    Row(
-        "wav2vec2_ctc",
-        "--export_format onnx",
-        "sherpa-onnx, int8",
-        "sherpa-onnx",
-        sherpa_omnilingual_int8,
-    ),
-    Row("konkani_conformer", "", "sherpa-onnx", "sherpa-onnx", sherpa_ctc),
-    Row("konkani_conformer", "", "onnx-asr", "onnx-asr", onnx_asr),
-    Row("whisper_vietnamese", "", "transformers", "transformers", whisper_pipeline),
-    Row("whisper_vietnamese", "", "faster-whisper", "faster-whisper", faster_whisper_greedy, True),
-    Row("whisper_released", "", "transformers", "transformers", whisper_pipeline),
-    Row("whisper_released", "", "faster-whisper", "faster-whisper", faster_whisper_greedy, True),
-    Row(
-        "whisper_released",
-        "",
-        "faster-whisper, beam of 5",
-        "faster-whisper",
-        faster_whisper_beam,
-        True,
-        "beam",
-    ),
-    Row("whisper_released", "", "whisper.cpp, folder", "pywhispercpp", whisper_cpp_folder),
-    Row("whisper_released", "", "whisper.cpp, model.pt", "pywhispercpp", whisper_cpp_file),
-    Row("whisper_morse", "", "transformers", "transformers", whisper_pipeline),
-    Row("whisper_morse", "", "faster-whisper", "faster-whisper", faster_whisper_greedy, True),
-    Row("xtts_amharic", "", "Coqui, speakers_xtts.pth", "coqui-tts", coqui),
-    Row("xtts_amharic", "", "Coqui, reference.wav", "coqui-tts", coqui_clip),
-)
+@torch.no_grad()
+def windows(folder: Path, files: list[Path], zeros: bool = False) -> list[str]:
+    """The texts that our code writes of clips in windows of 30 s with an exported Whisper: with
+    silence after a clip, or with `zeros` for features, as faster-whisper fills them."""
+    from models.whisper import decoding, formats
+    from models.whisper.model import HOP, Whisper
+    from models.whisper.tokenizer import read_tokenizer
 
-
-# --- the models -----------------------------------------------------------------------------------
+    weights, config, extras = formats.read_model(folder)
+    tokenizer = read_tokenizer(extras["tokenizer"], language_of(folder), config["vocab_size"])
+    model = Whisper(config).eval()
+    checkpoint.load_weights(model, weights)
+    model.pad_to_longest = True
+    search = decoding.make_search(tokenizer, extras["generation"], config["vocab_size"], "greedy")
+    texts = []
+    for path in files:
+        samples = torch.from_numpy(samples_of(path))[None]
+        lengths = torch.tensor([samples.shape[1]])
+        batch = {"audio": samples, "audio_lengths": lengths, "audio_lengths_host": lengths}
+        if zeros:
+            batch["fill_from"] = lengths // HOP
+        texts += decoding.greedy_texts(model, tokenizer, *model.encode(batch), search)
+    return texts
 
 
 @dataclass(frozen=True)
-class Model:
-    """A model that is trained on a recipe's demo. `begin` writes the folder of --model_dir and
-    takes the runs of the models before it; without `training` that is the model."""
+class Row:
+    """`form` are the flags of the export, `package` is the program's distribution, and `read` takes
+    the exported folder and files. `ours`: what reads the same beside it, in place of
+    --transcribe."""
 
     recipe: str
-    training: str | None
-    begin: Callable[[Path, dict[str, Path]], None] | None = None
+    form: str
+    program: str
+    package: str
+    read: Callable[[Path, list[Path]], list[str]]
+    ours: Callable[[Path, list[Path]], list[str]] | None = None
 
 
-def released_whisper(folder: Path, runs: dict[str, Path]) -> None:
-    """whisper_vietnamese's model with OpenAI's vocabulary. Its pieces that this lacks become words
-    there, and no other token is ever likely, so texts are of other words but decided as well."""
-    from models.whisper import formats, tokenizer
-
-    if "whisper_vietnamese" not in runs:
-        raise UsageError("whisper_released is made of a whisper_vietnamese run: name that, too")
-    best = runs["whisper_vietnamese"] / "checkpoints" / "best.safetensors"
-    saved = checkpoint.read_weights(best, "whisper_vietnamese")
-    assets = Path(importlib.import_module("whisper").__file__).parent / "assets"
-    ours = tokenizer.make_tokenizer(saved.model_info["tokenizer"])
-    theirs = tokenizer.read_tokenizer(assets / "multilingual.tiktoken", "vi", 51_865)
-    known = theirs.vocab | theirs.specials
-    words = (place for token, place in theirs.vocab.items() if WORD.fullmatch(token))
-    old = saved.model["decoder.embed_tokens.weight"]
-    # No text has this byte, so it is the least likely token.
-    rows = 2 * old[ours.vocab["ÿ"]].repeat(theirs.size, 1)
-    for token, row in (ours.vocab | ours.specials).items():
-        rows[known[token] if token in known else next(words)] = old[row]
-    config = {**saved.model_info["config"], "vocab_size": theirs.size}
-    weights = {**saved.model, "decoder.embed_tokens.weight": rows}
-    formats.export(folder, weights, config, theirs)
-
-
-def released_xtts(folder: Path, runs: dict[str, Path]) -> None:
-    """A folder in Coqui's form, as small as the demo's model, with random weights."""
-    from models.xtts import formats, frozen, texts
-    from models.xtts.model import GPT
-    from models.xtts.tokenizer import new_vocabulary
-
-    torch.manual_seed(0)
-    parts = {"code_dim": 64, "dvae_hidden": 128}
-    config = formats.make_config(128, 4, 2, text_tokens=512, codes=512, **parts)
-    groups = {"gpt": GPT(config).state_dict(), **frozen.random_groups(config)}
-    vocab = new_vocabulary(texts.CHARACTERS, [texts.CARRIER, "am"], config["text_tokens"])
-    formats.export(folder, groups, config, {"config": {}, "vocab": vocab, "licence": False}, {})
-
-
-MODELS = {
-    "parakeet_tdt": Model("parakeet_tdt", "--max_steps 500"),
-    "wav2vec2_ctc": Model("wav2vec2_ctc", "--max_steps 800"),
-    "konkani_conformer": Model("konkani_conformer", "--max_steps 1200"),
-    # The end of it is in windows of 30 s, as others read.
-    "whisper_vietnamese": Model("whisper_vietnamese", "--max_steps 900"),
-    "whisper_released": Model("whisper_vietnamese", None, released_whisper),
-    "whisper_morse": Model("whisper_morse", "--max_steps 1100"),
-    "xtts_amharic": Model(
-        "xtts_amharic", "--max_steps 200 --learning_rate 1e-3 --speak_held_out 0", released_xtts
-    ),
-}
+GREEDILY = partial(pipeline, generate_kwargs={"num_beams": 1})  # its own way is a beam of five
+OMNILINGUAL = partial(sherpa, kind="omnilingual_asr_ctc")
+PARAKEET, WAV2VEC2, KONKANI = "parakeet_tdt", "wav2vec2_ctc", "konkani_conformer"
+WHISPER, XTTS = "whisper_vietnamese", "xtts_amharic"
+HF, NEMO, ONNX = (f"--export_format {name}" for name in ("hf", "nemo", "onnx"))
+ROWS = (
+    Row(PARAKEET, HF, "transformers", "transformers", pipeline),
+    Row(PARAKEET, NEMO, "NeMo", "nemo-toolkit", nemo),
+    Row(PARAKEET, ONNX, "sherpa-onnx", "sherpa-onnx", partial(sherpa, kind="transducer")),
+    Row(PARAKEET, ONNX, "sherpa-onnx, int8", "sherpa-onnx", partial(sherpa, kind="transducer", bits=".int8")),
+    Row(PARAKEET, ONNX, "onnx-asr", "onnx-asr", onnx_asr),
+    Row(PARAKEET, ONNX, "onnx-asr, int8", "onnx-asr", partial(onnx_asr, bits="int8")),
+    Row(WAV2VEC2, HF, "transformers", "transformers", pipeline),
+    Row(WAV2VEC2, ONNX, "sherpa-onnx", "sherpa-onnx", OMNILINGUAL),
+    Row(WAV2VEC2, ONNX, "sherpa-onnx, int8", "sherpa-onnx", partial(OMNILINGUAL, bits=".int8")),
+    Row(KONKANI, "", "sherpa-onnx", "sherpa-onnx", partial(sherpa, kind="nemo_ctc")),
+    Row(KONKANI, "", "onnx-asr", "onnx-asr", onnx_asr),
+    Row(WHISPER, "", "transformers", "transformers", GREEDILY, windows),
+    Row(WHISPER, "", "faster-whisper", "faster-whisper", faster_whisper, partial(windows, zeros=True)),
+    Row(XTTS, "", "Coqui, speakers_xtts.pth", "coqui-tts", coqui),
+    Row(XTTS, "", "Coqui, reference.wav", "coqui-tts", partial(coqui, from_clip=True)),
+)  # fmt: skip
 
 
 # --- the recipes' commands ------------------------------------------------------------------------
 
 
-def call(command: list[str], **environment: str) -> str:
+def call(command: list[str]) -> str:
     """The stdout of a process. Raises `RunError` with the last line of its stderr."""
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=SECONDS, env={**os.environ, **environment}
-    )
+    result = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     if result.returncode:
         lines = [line for line in result.stderr.splitlines() if line.strip()]
         raise RunError(
@@ -407,24 +256,18 @@ def recipe_of(name: str, *flags: object) -> str:
     return call([sys.executable, str(file), "--device", "cpu", *map(str, flags)])
 
 
-def made(args, name: str, folder: Path, runs: dict[str, Path]) -> list:
-    """Trains a model in `folder`/run, unless there is a run. Returns the flags that name it."""
-    model = MODELS[name]
-    words = []
-    if model.begin and name not in runs:
-        model.begin(folder / "start", runs)
-        words = ["--model_dir", folder / "start"]
-        if model.recipe == "whisper_vietnamese":
-            words += ["--language", "vi"]
-    if model.training is None:
-        return words
-    if name not in runs:
-        runs[name] = folder / "run"
-        words += ["--output_dir", runs[name], *model.training.split()]
-        if args.updates:
-            words += ["--max_steps", args.updates]
-        recipe_of(model.recipe, *words)
-    return ["--resume", runs[name] / "checkpoints" / "best.safetensors"]
+def random_xtts(folder: Path) -> None:
+    """Writes a small folder in Coqui's form, with random weights and a vocoder."""
+    from models.xtts import formats, frozen, texts
+    from models.xtts.model import GPT
+    from models.xtts.tokenizer import new_vocabulary
+
+    torch.manual_seed(0)
+    parts = {"code_dim": 64, "dvae_hidden": 128}
+    config = formats.make_config(128, 4, 2, text_tokens=512, codes=512, **parts)
+    groups = {"gpt": GPT(config).state_dict(), **frozen.make_frozen(config).groups()}
+    vocab = new_vocabulary(texts.CHARACTERS, [texts.CARRIER, "am"], config["text_tokens"])
+    formats.export(folder, groups, config, {"config": {}, "vocab": vocab, "licence": False}, {})
 
 
 def held_out(run: Path, name: str, count: int) -> list[dict]:
@@ -436,16 +279,7 @@ def held_out(run: Path, name: str, count: int) -> list[dict]:
     return [{**row, "audio_filepath": manifests[0].parent / row["audio_filepath"]} for row in rows]
 
 
-def clips_of(recipe: str, run: Path, count: int, folder: Path) -> list[Path]:
-    """Held-out clips; Morse's demo has no files, so they are made in `folder`."""
-    if recipe != "whisper_morse":
-        return [row["audio_filepath"] for row in held_out(run, "test", count)]
-    flags = ["--conditions", "demo", "--clip_seconds", 3, "--seed", 77]
-    recipe_of(recipe, "--write_dataset", folder / "clips", count, *flags)
-    return sorted((folder / "clips" / "audio").glob("*.wav"))
-
-
-def texts_of(recipe: str, weights: list, files: list[Path], folder: Path) -> list[str]:
+def transcribed(recipe: str, weights: list, files: list[Path], folder: Path) -> list[str]:
     """The texts that our --transcribe writes."""
     output = folder / "ours.jsonl"
     flags = [*weights, "--output", output, *DECODING.get(recipe, "").split()]
@@ -455,46 +289,20 @@ def texts_of(recipe: str, weights: list, files: list[Path], folder: Path) -> lis
     return [found[path.name] for path in files]
 
 
-@torch.no_grad()
-def window_texts(folder: Path, files: list[Path], zeros: bool, method: str) -> list[str]:
-    """The texts that our code writes of clips in windows of 30 s with an exported Whisper; see
-    `Row`."""
-    from models.whisper import decoding, formats
-    from models.whisper.model import HOP, Whisper
-    from models.whisper.tokenizer import read_tokenizer
-
-    weights, config, extras = formats.read_model(folder)
-    tokenizer = read_tokenizer(extras["tokenizer"], language_of(folder), config["vocab_size"])
-    model = Whisper(config).eval()
-    checkpoint.load_weights(model, weights)
-    model.pad_to_longest = True
-    search = decoding.make_search(tokenizer, extras["generation"], config["vocab_size"], method)
-    decode = decoding.greedy_texts if method == "greedy" else decoding.texts
-    texts = []
-    for path in files:
-        samples = torch.from_numpy(samples_of(path))[None]
-        lengths = torch.tensor([samples.shape[1]])
-        batch = {"audio": samples, "audio_lengths": lengths, "audio_lengths_host": lengths}
-        if zeros:
-            batch["fill_from"] = lengths // HOP
-        texts += decode(model, tokenizer, *model.encode(batch), search)
-    return texts
-
-
 def sentences_of(weights: list, texts: list[str], folder: Path) -> list[Path]:
     """Files with a sentence each as Coqui's code takes it: as --show_text prints it, behind the
     token of the language."""
-    shown = recipe_of("xtts_amharic", "--show_text", *texts, *weights)
+    shown = recipe_of(XTTS, "--show_text", *texts, *weights)
     files = [folder / f"{number:03d}.txt" for number in range(1, len(texts) + 1)]
     for path, line in zip(files, shown.splitlines()[-len(texts) :], strict=True):
         path.write_text(f"[am]{line}", encoding="utf-8")
     return files
 
 
-def speech_of(weights: list, texts: list[str], voice: Path, folder: Path) -> list[str]:
+def spoken(weights: list, texts: list[str], voice: Path, folder: Path) -> list[str]:
     """The wav files that our --synthesize writes."""
     flags = ["--speaker_wav", voice, "--output", folder / "ours.wav", *GREEDY.split()]
-    recipe_of("xtts_amharic", "--synthesize", *texts, *weights, *flags)
+    recipe_of(XTTS, "--synthesize", *texts, *weights, *flags)
     return [str(path) for path in sorted(folder.glob("ours*.wav"))]
 
 
@@ -509,10 +317,9 @@ def version_of(package: str, python: str) -> str | None:
         return None
 
 
-def read(row: Row, python: str, folder: Path, files: list[Path], whisper_cpp: str) -> list[str]:
+def read(row: Row, python: str, folder: Path, files: list[Path]) -> list[str]:
     """The texts of a row, read in a separate process."""
-    words = [str(ROWS.index(row)), str(folder), *map(str, files)]
-    out = call([python, __file__, "--read", *words], WHISPER_CPP=whisper_cpp)
+    out = call([python, __file__, "--read", str(ROWS.index(row)), str(folder), *map(str, files)])
     (line,) = [line for line in out.splitlines() if line.startswith(ANSWER)]
     return json.loads(line.removeprefix(ANSWER))
 
@@ -555,47 +362,53 @@ def compared_speech(spoken: list[str], ours: list[str]) -> str:
     )
 
 
-def results(args, name: str, folder: Path, runs: dict[str, Path]) -> None:
-    """Prints the rows of a model."""
-    recipe = MODELS[name].recipe
-    folder = folder / name
+def recogniser(args, recipe: str, folder: Path) -> tuple[list, list[Path], list[str]]:
+    """The flags that name a recogniser, which is trained unless there is a run; held-out clips; and
+    the texts that ours writes of them."""
+    run = args.run.get(recipe)
+    if run is None:
+        run = folder / "run"
+        recipe_of(recipe, "--output_dir", run, "--max_steps", args.updates or UPDATES[recipe])
+    weights = ["--resume", run / "checkpoints/best.safetensors"]
+    files = [row["audio_filepath"] for row in held_out(run, "test", args.clips)]
+    return weights, files, transcribed(recipe, weights, files, folder)
+
+
+def voice(args, folder: Path) -> tuple[list, list[Path], list[str]]:
+    """The flags that name a voice, sentences, and the waveforms that ours speaks."""
+    random_xtts(folder / "start")
+    random = np.random.default_rng(0)
+    clip = folder / "voice.wav"
+    soundfile.write(clip, random.normal(0, 0.1, 4 * 24_000), 24_000)
+    weights = ["--model_dir", folder / "start", "--language", "am"]
+    texts = [" ".join(random.choice(AMHARIC_WORDS, 4)) for _ in range(args.clips)]
+    files = sentences_of(weights, texts, folder)
+    return [*weights, "--speaker_wav", clip], files, spoken(weights, texts, clip, folder)
+
+
+def results(args, recipe: str, folder: Path) -> None:
+    """Prints the rows of a recipe."""
+    folder = folder / recipe
     folder.mkdir()
-    weights = made(args, name, folder, runs)
-    run = runs.get(name, runs.get(recipe))
-    exported = {}
-    more = []
-    judge = compared
-    if recipe == "xtts_amharic":
-        rows = held_out(run, "val", args.clips)
-        texts, voice = [row["text"] for row in rows], rows[0]["audio_filepath"]
-        files = sentences_of(weights, texts, folder)
-        ours, judge = speech_of(weights, texts, voice, folder), compared_speech
-        more = ["--speaker_wav", voice]
+    if recipe == XTTS:
+        (weights, files, ours), judge = voice(args, folder), compared_speech
     else:
-        files = clips_of(recipe, run, args.clips, folder)
-        if recipe.startswith("whisper"):
-            exported[""] = folder / "form" / "export"
-            recipe_of(recipe, "--export", exported[""], *weights)
-        else:
-            ours = texts_of(recipe, weights, files, folder)
-    for row in (row for row in ROWS if row.model == name):
+        (weights, files, ours), judge = recogniser(args, recipe, folder), compared
+    for row in (row for row in ROWS if row.recipe == recipe):
         python = args.python.get(row.package, sys.executable)
         version = version_of(row.package, python)
+        exported = folder / f"form{row.form.replace(' ', '_')}" / "export"
         try:
-            if row.form not in exported:
-                exported[row.form] = folder / f"form{len(exported)}" / "export"
-                flags = [*row.form.split(), *weights, *more]
-                recipe_of(recipe, "--export", exported[row.form], *flags)
+            if not exported.exists():
+                recipe_of(recipe, "--export", exported, *row.form.split(), *weights)
+            beside = row.ours(exported, files) if row.ours else ours
             outcome = "not installed"
             if version:
-                found = read(row, python, exported[row.form], files, args.whisper_cpp)
-                if recipe.startswith("whisper"):
-                    ours = window_texts(exported[""], files, row.zeros, row.method)
-                outcome = judge(found, ours)
+                outcome = judge(read(row, python, exported, files), beside)
         except (RunError, subprocess.TimeoutExpired) as error:
             outcome = f"failed: {first_line(error)}"
         form = f"`{row.form or '--export'}`"
-        print(f"| {name} | {form} | {row.program} | {version or '-'} | {outcome} |", flush=True)
+        print(f"| {recipe} | {form} | {row.program} | {version or '-'} | {outcome} |", flush=True)
 
 
 def main(args) -> None:
@@ -604,11 +417,10 @@ def main(args) -> None:
         texts = ROWS[int(number)].read(Path(folder), [Path(file) for file in files])
         print(ANSWER + json.dumps(texts), flush=True)
         return
-    print("| model | form | program | version | result |\n| --- | --- | --- | --- | --- |")
-    runs = {name: folder.absolute() for name, folder in args.run.items()}
+    print("| recipe | form | program | version | result |\n| --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
-        for name in args.models or MODELS:
-            results(args, name, Path(folder), runs)
+        for recipe in args.recipes or [*UPDATES, XTTS]:
+            results(args, recipe, Path(folder))
 
 
 def pair_of(text: str) -> tuple[str, str]:
@@ -620,21 +432,20 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = ", ".join(MODELS)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{names} (all)")
+    names = ", ".join([*UPDATES, XTTS])
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"{names} (all)")
     parser.add_argument("--updates", type=int, help="of the training, instead of the usual ones")
     parser.add_argument("--clips", type=int, default=10)
     parser.add_argument(
-        "--run", type=pair_of, action="append", default=[], metavar="MODEL=DIR",
+        "--run", type=pair_of, action="append", default=[], metavar="RECIPE=DIR",
         help="the --output_dir of a trained demo, instead of a training",
     )  # fmt: skip
     parser.add_argument(
         "--python", type=pair_of, action="append", default=[], metavar="PACKAGE=FILE",
         help="the Python in which a program is installed, such as nemo-toolkit or coqui-tts",
     )  # fmt: skip
-    parser.add_argument("--whisper_cpp", default="", metavar="DIR", help="whisper.cpp's repository")
     parser.add_argument("--read", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    given.run = {name: Path(folder) for name, folder in given.run}
+    given.run = {name: Path(folder).absolute() for name, folder in given.run}
     given.python = dict(given.python)
     exit_with_one_line(main, given)

@@ -3,9 +3,8 @@
     python benchmarks/tier_tables.py [--check]
 
 The rows are what each script prints with --rows; common/preset.py describes their form. Their
-memory is in tiers.json, which benchmarks/tiers.py writes, and what was measured of it in
-measured.json, which `benchmarks/on_gpu.py --write_measured` writes. --check writes nothing and
-fails if a page is not up to date."""
+memory is in tiers.json, which benchmarks/tiers.py writes. --check writes nothing and fails if a page
+is not up to date."""
 
 import argparse
 import itertools
@@ -70,9 +69,7 @@ SCRIPTS = {
         "--from_scratch --no_train_extractor --layer_drop 0.1",
     ),
     "run_matcha_voice.sh": Script("recipes/matcha_voice.md", "utterances of 15 s"),
-    "run_xtts_amharic.sh": Script(
-        "recipes/xtts_amharic.md", "utterances of 11.6 s", "--from_scratch"
-    ),
+    "run_xtts_amharic.sh": Script("recipes/xtts_amharic.md", "utterances of 11.6 s"),
 }
 
 
@@ -101,24 +98,6 @@ def predictions() -> dict:
     if not path.exists():
         return {}
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def measured_file() -> Path:
-    return ROOT / "benchmarks/measured.json"
-
-
-def measurements(script: str, rows: list[list[str]]) -> dict[tuple[str, str], dict]:
-    """The measurements of each tier and size: {"row": cell, "gib": allocated, "card": name}.
-    Measurements of rows that have changed since are left out."""
-    if not measured_file().exists():
-        return {}
-    entries = json.loads(measured_file().read_text(encoding="utf-8"))
-    found = {}
-    for tier, size, text in planned_rows(rows):
-        entry = entries.get(f"{script} {tier} {size}", {})
-        if entry.get("row") == text:
-            found[tier, size] = entry
-    return found
 
 
 def sizes_of(rows: list[list[str]]) -> list[str]:
@@ -182,18 +161,15 @@ def memory(script: str, rows: list[list[str]]) -> dict[tuple[str, str], float]:
 def table_of(script: str) -> str:
     """The table of a script in Markdown, with a note under it. Raises `Outdated`."""
     rows = read_rows(script)
-    measured = measurements(script, rows)
     digits = 2 if SCRIPTS[script].sizes_share_rows else 1
     gib = {place: f"{each:.{digits}f}" for place, each in memory(script, rows).items()}
-    for place, entry in measured.items():
-        gib[place] += f" ({entry['gib']:.2f})"
     if SCRIPTS[script].sizes_share_rows:
         table = table_of_sizes(rows, gib)
         cells = "Every size has the same micro-batch x accumulation steps. The other cells are"
     else:
         table = table_of_rows(rows, gib)
         cells = "Each cell gives micro-batch x accumulation steps, then"
-    return f"{table}\n\n{note(script, rows, cells, measured)}"
+    return f"{table}\n\n{note(script, rows, cells)}"
 
 
 def table_of_rows(rows: list[list[str]], gib: dict[tuple[str, str], str]) -> str:
@@ -242,9 +218,8 @@ def markdown(header: list[str], lines: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in table)
 
 
-def note(script: str, rows: list[list[str]], cells: str, measured: dict) -> str:
-    """The text under a table: what `cells` are, for which utterances, and on which cards some were
-    `measured`."""
+def note(script: str, rows: list[list[str]], cells: str) -> str:
+    """The text under a table: what `cells` are, and for which utterances."""
     longest = SCRIPTS[script].longest
     cells_of_table = [
         cell(row_of(rows, tier, size))
@@ -252,20 +227,9 @@ def note(script: str, rows: list[list[str]], cells: str, measured: dict) -> str:
     ]
     letters = {letter for text in cells_of_table for letter in text.split()[3:]}
     torch = ".".join(predictions()["torch"][script].split(".")[:2])
-    where = ""
-    cards = {entry["card"] for entry in measured.values()}
-    if not cards:
-        where = ", not measured on these GPUs"
     sentences = [
         f"{cells} the GiB that a step allocates at its peak, *predicted* by"
-        f" `python~benchmarks/tiers.py` (torch {torch}) for {longest}{where}.",
-    ]
-    if cards:
-        sentences.append(
-            "A number in brackets was *measured* by `python~benchmarks/on_gpu.py` on"
-            f" {' and '.join(sorted(cards))}, which was left the memory of the tier's GPU."
-        )
-    sentences += [
+        f" `python~benchmarks/tiers.py` (torch {torch}) for {longest}, not measured on these GPUs.",
         "CUDA's context and libraries take 0.55 GiB more.",
         "A row fits if a tenth of the GPU's memory stays free.",
     ]

@@ -31,9 +31,3 @@ def spin_briefly() -> None:
     two cores takes several times as long as soon as another process needs one of them."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
-
-def spinning() -> str:
-    """The variables of `spin_briefly` that are set, for a benchmark's report."""
-    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-    return ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)

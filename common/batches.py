@@ -50,48 +50,28 @@ def plan_epoch(
     global_batch_size: int,
     seed: int,
     epoch: int,
-    done: Iterable = (),
     shortest_first: bool = False,
 ) -> list[np.ndarray]:
     """The global batches of an epoch, in random order or the shortest first: arrays of
     `global_batch_size` indices of utterances of similar length (the last one cut may be smaller). A
-    pure function of its arguments. In the first epoch the global batch with the longest utterance
-    comes first, so that a run that does not fit into memory fails at once. `done` lists [global
-    batch size, global batches done] of earlier runs of the same epoch with other global batch
-    sizes; their utterances are left out.
+    pure function of its arguments. Utterances are shuffled, pools of them sorted by length and cut,
+    and what was cut is shuffled; or all are sorted and cut. In the first epoch the global batch
+    with the longest utterance comes first, so that a run that does not fit into memory fails at
+    once.
 
     `seconds`: (N,) lengths of the utterances in this epoch."""
-    remaining = np.arange(len(seconds))
-    for part, (size, count) in enumerate([*done, (global_batch_size, None)]):
-        plan = cut_epoch(remaining, seconds, size, (seed, epoch, part), shortest_first)
-        if count is None:
-            return plan
-        remaining = np.sort(np.concatenate([remaining[:0], *plan[count:]]))
-
-
-def cut_epoch(
-    indices: np.ndarray,
-    seconds: np.ndarray,
-    size: int,
-    key: tuple[int, int, int],
-    shortest_first: bool = False,
-) -> list[np.ndarray]:
-    """Cuts utterances into global batches: shuffles them, sorts pools of them by length, cuts the
-    pools and shuffles what was cut; or sorts and cuts all of them. `key`: seed, epoch, and how many
-    cuts of it came before."""
-    random = np.random.default_rng(key)
-    shuffled = random.permutation(indices)
-    pool_size = len(shuffled) if shortest_first else POOL_BATCHES * size
+    random = np.random.default_rng((seed, epoch, 0))
+    shuffled = random.permutation(len(seconds))
+    pool_size = len(shuffled) if shortest_first else POOL_BATCHES * global_batch_size
     global_batches = []
     for first in range(0, len(shuffled), max(1, pool_size)):
         pool = shuffled[first : first + pool_size]
         pool = pool[np.argsort(seconds[pool], kind="stable")]
-        global_batches += np.split(pool, range(size, len(pool), size))
+        global_batches += np.split(pool, range(global_batch_size, len(pool), global_batch_size))
     order = random.permutation(len(global_batches))
     if shortest_first:
         order.sort()
-    _, epoch, part = key
-    if epoch == 0 and part == 0 and len(order):
+    if epoch == 0 and len(order):
         longest = np.array([seconds[global_batches[number]].max() for number in order]).argmax()
         order[: longest + 1] = np.roll(order[: longest + 1], 1)
     return [global_batches[number] for number in order]
@@ -289,22 +269,22 @@ class GlobalBatches:
         """The data sets of which `whole` consists, by name."""
         return {"training": self.data}
 
-    def plan(self, epoch: int, seconds: np.ndarray, done: list) -> list[np.ndarray]:
+    def plan(self, epoch: int, seconds: np.ndarray) -> list[np.ndarray]:
         """The global batches of an epoch: see `plan_epoch`."""
         size = self.global_batch_size
-        return plan_epoch(seconds, size, self.seed, epoch, done, self.shortest_first)
+        return plan_epoch(seconds, size, self.seed, epoch, self.shortest_first)
 
     def count(self, first: int, last: int) -> int:
         """The global batches in the epochs from `first` to before `last`."""
         return (last - first) * math.ceil(len(self.data) / self.global_batch_size)
 
-    def specs(self, epoch: int, start: int, done: list) -> Iterator[tuple]:
+    def specs(self, epoch: int, start: int) -> Iterator[tuple]:
         """Yields (epoch, number, last, micro-batches of indices), without end, from global batch
         `start` of `epoch`."""
         ranks = self.setup.ranks
         while True:
             seconds = self.dataset.data.seconds(epoch)
-            plan = self.plan(epoch, seconds, done)
+            plan = self.plan(epoch, seconds)
             for number in range(start, len(plan)):
                 batches = cut_global_batch(
                     plan[number],
@@ -317,12 +297,11 @@ class GlobalBatches:
                 yield epoch, number, number == len(plan) - 1, batches
             epoch += 1
             start = 0
-            done = []
 
-    def iterate(self, epoch: int = 0, start: int = 0, done: Iterable = ()) -> Iterator[GlobalBatch]:
+    def iterate(self, epoch: int = 0, start: int = 0) -> Iterator[GlobalBatch]:
         """Global batches from a position in the data. Raises `DataError` for a bad file and
         `RunError` if a worker dies."""
-        specs = self.specs(epoch, start, list(done))
+        specs = self.specs(epoch, start)
         pin = self.setup.device.type == "cuda"
         yield from _loaded(_loader(self.dataset, specs, self.setup.workers, pin))
 
@@ -347,15 +326,6 @@ class GlobalBatches:
         if hasattr(self.data, "hours"):
             return self.data.hours()
         return float(np.sum(self.data.seconds(0))) / 3600
-
-
-def global_batches(args, data, collate: Callable, setup, old=None) -> GlobalBatches:
-    """The global batches of a training set and, with --replay_manifest, of a set `old`."""
-    if old is None:
-        return GlobalBatches(args, data, collate, setup)
-    from common.parts.replay import ReplayedBatches
-
-    return ReplayedBatches(args, data, old, collate, setup)
 
 
 def _loaded(loader: torch.utils.data.DataLoader) -> Iterator[GlobalBatch]:

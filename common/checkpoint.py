@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
 import warnings
 import zipfile
@@ -281,8 +280,11 @@ def read(path: Path, recipe: str, flag: str = "--resume") -> Saved:
     _check_format(path, content.get("format") if isinstance(content, dict) else None)
     if reason := records.mismatch(content, CONTENT, "it"):
         raise Damaged(f"{path} is damaged: {reason}")
+    values = content["progress"]
+    if values.pop("done", None):  # an earlier version could divide an epoch anew
+        values["global_batch_size"] = 0  # so that the epoch restarts
     try:
-        progress = records.read(Progress, content["progress"], path)
+        progress = records.read(Progress, values, path)
     except UsageError as error:
         raise Damaged(f"{error}: the file is damaged") from None
     check_recipe(path, content["recipe"], recipe)
@@ -324,16 +326,32 @@ def newest(wanted: str | None, folder: Path, recipe: str) -> Saved | None:
     checkpoint in `folder`, and damaged ones are reported. Raises `UsageError`."""
     if not wanted:
         return None
-    for path in list_checkpoints(folder) if wanted == "auto" else [Path(wanted)]:
+    others = list_checkpoints(folder)
+    if wanted != "auto":
+        return _named(Path(wanted), folder, others, recipe)
+    for path in others:
         try:
             return read(path, recipe)
         except Damaged as damage:
-            if wanted != "auto":
-                raise UsageError(
-                    f"{damage}; --resume auto takes the newest sound checkpoint of {folder}"
-                ) from None
             print(f"warning: {damage}; using the one before it", file=sys.stderr)
     return None
+
+
+def _named(path: Path, folder: Path, others: list[Path], recipe: str) -> Saved:
+    """The checkpoint at `path`. Raises `UsageError` if `folder`, to which the run would write, is
+    its own and has newer ones: `others`, newest first."""
+    try:
+        saved = read(path, recipe)
+    except Damaged as damage:
+        raise UsageError(
+            f"{damage}; --resume auto takes the newest sound checkpoint of {folder}"
+        ) from None
+    if continues(str(path), folder) and others and step_of(others[0]) > saved.progress.step:
+        raise UsageError(
+            f"--resume {path}: {others[0]} is newer, and the run would replace it; give another"
+            " --output_dir, or --resume auto to continue from the newest"
+        )
+    return saved
 
 
 def resume(wanted: str | None, folder: Path, recipe: str) -> Saved | None:
@@ -352,16 +370,13 @@ def continues(resume: str | None, folder: Path) -> bool:
     return bool(resume) and (resume == "auto" or Path(resume).resolve().parent == folder.resolve())
 
 
-def make_room(
-    folder: Path, log_dir: Path, reports: Iterable[str] = (), stages: Iterable[str] = ()
-) -> None:
+def make_room(folder: Path, log_dir: Path, reports: Iterable[str] = ()) -> None:
     """Moves all that an earlier run has written into subfolders when a new run starts in its
     folders. `reports`: files and folders of the recipe's, by their names in the log folder or by
-    their absolute paths. `stages`: folders in both that belong to the run (see
-    `options.for_stage`). Raises `RunError`."""
-    written = (*WEIGHTS, LIMITS.format("*"), *stages)
+    their absolute paths. Raises `RunError`."""
+    written = (*WEIGHTS, LIMITS.format("*"))
     earlier = [*list_checkpoints(folder), *_existing(folder, written)]
-    logs = _existing(log_dir, (*LOGS, *reports, *stages))
+    logs = _existing(log_dir, (*LOGS, *reports))
     try:
         name = files.move_aside([*earlier, *logs], (folder, log_dir))
     except OSError as error:
@@ -370,21 +385,6 @@ def make_room(
         print(
             f"{folder}: an earlier run was moved to {name}/ (--resume auto would have continued it)"
         )
-
-
-def branch(folder: Path, log_dir: Path, step: int) -> None:
-    """Moves what is newer than `step`, from which the run continues, into subfolders, with a copy
-    of the metrics."""
-    newer = [path for path in list_checkpoints(folder) if step_of(path) > step]
-    if not newer:
-        return
-    if best_step(folder) > step:
-        newer += _existing(folder, WEIGHTS)
-    name = files.move_aside(newer, (folder, log_dir), "abandoned")
-    for path in filter(Path.is_file, _existing(log_dir, LOGS[:1])):
-        (log_dir / name).mkdir(exist_ok=True)
-        shutil.copy2(path, log_dir / name)
-    print(f"{folder}: the run continues from step {step}; what is newer was moved to {name}/")
 
 
 def best_step(folder: Path) -> int:
@@ -463,6 +463,14 @@ def read_weights(path: str | Path, recipe: str, flag: str = "--resume") -> Saved
         if records.mismatch(found[name], INFOS[name], name):
             raise Damaged(f"{path} is damaged: its {name} is not a record")
     return Saved(path=path, recipe=recipe, model=check_tensors(tensors, path), **found)
+
+
+def read_initial(path: str | None, recipe: str, resumed: Saved | None) -> Saved | None:
+    """The weights of --init_from, with which a run begins that does not resume another one. Raises
+    `UsageError`."""
+    if not path or resumed:
+        return None
+    return read_weights(path, recipe, "--init_from")
 
 
 def read_infos(saved: Saved | None, model_info: type, run_info: type) -> tuple:

@@ -132,9 +132,6 @@ def setup(args, quiet: bool = False) -> Setup:
     switches and seeds. `quiet` keeps stdout free for results. Raises `UsageError` if --device
     cannot be used."""
     set_allocator(args.allocator_conf)
-    if args.deterministic:
-        # cuBLAS reads it when CUDA starts.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torchrun("WORLD_SIZE", 1) > 1 and torchrun("RANK", 0) > 0:
         # Only the first rank prints. Errors still reach stderr.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
@@ -152,17 +149,13 @@ def setup(args, quiet: bool = False) -> Setup:
         name = f"{torch.cuda.get_device_name(device)}, {memory / 2**30:.1f} GiB"
         torch.backends.cuda.matmul.allow_tf32 = args.tf32
         torch.backends.cudnn.allow_tf32 = args.tf32
-        torch.backends.cudnn.benchmark = args.cudnn_benchmark and not args.deterministic
+        torch.backends.cudnn.benchmark = args.cudnn_benchmark
         # cuDNN's attention builds a plan for every new shape, and batches of different lengths have
         # different shapes.
         torch.backends.cuda.enable_cudnn_sdp(False)
     if not quiet:
         several = f", {ranks.size} ranks" if ranks.size > 1 else ""
         print(f"device: {device} ({name}{several}); precision: {reason}")
-    if args.deterministic:
-        torch.backends.cudnn.deterministic = True
-        # CTC's backward has no deterministic kernel on CUDA, so a warning has to be enough.
-        torch.use_deterministic_algorithms(True, warn_only=True)
     seed_everything(args.seed)
     workers = pick_workers(args.dataloader_num_workers, device, quiet)
     keeps_copies = args.use_cpu_offload in (None, "states") and not args.sharded

@@ -1,8 +1,8 @@
 """One pass over a global batch, and the engine of a run: what the loop asks of a model in training.
 
-`Engine` has everything on one device. `engine_for` chooses another one by the flags: parts of the
-model on the host (`parts.offload`), on other GPUs (`parts.sharding`), or beside a model that stays
-as it is (`parts.lora`)."""
+`Engine` has everything on one device. The flags of some parts choose another one (`engine_for` in
+`setting_up.py`): parts of the model on the host (`parts.offload`), on other GPUs
+(`parts.sharding`), or beside a model that stays as it is (`parts.lora`)."""
 
 import contextlib
 from collections.abc import Callable
@@ -203,22 +203,3 @@ class Engine:
 
     def end(self) -> None:
         """Makes the recipe's model a usual one, without values yet, when training has ended."""
-
-
-def engine_for(args, model: torch.nn.Module, task: Task, setup: Setup) -> Engine:
-    """The engine that the flags ask for. The model is on the host."""
-    kind = Engine
-    if args.sharded:
-        from common.parts.sharding import Sharded as kind
-    elif args.use_cpu_offload:
-        from common.parts.offload import Offloaded as kind
-    elif checkpoint.partial_of(model):
-        from common.parts.lora import Adapted as kind
-    engine = kind(args, model, task, setup)
-    if args.torch_compile:
-        from common.parts import compiling
-
-        compiling.compile_layers(engine.trained, task.compiled)
-    if args.gradient_checkpointing:
-        memory.checkpoint_layers(engine.trained, task.checkpointed)
-    return engine

@@ -1,7 +1,5 @@
 """Failures that end a command with one line on stderr and an exit status instead of a traceback."""
 
-import contextlib
-import errno
 import importlib
 import os
 import signal
@@ -41,6 +39,15 @@ class Stopped(Failure):
         self.status = status
 
 
+class Planned(Failure):
+    """The end of a run that is only planned, in place of a training; `status` is the plan's. All
+    that there is to say has been printed."""
+
+    def __init__(self, status: int):
+        super().__init__("")
+        self.status = status
+
+
 def cannot_write(folder, error: OSError, flag: str) -> RunError:
     """The error for a folder that cannot be created or written to. `flag` is the one that chooses
     the folder."""
@@ -64,40 +71,16 @@ ESCAPES = {
 }
 
 
-GONE = (errno.EIO, errno.EPIPE)  # a closed terminal; in `... | tee log`, Ctrl-C ends tee first
+class Escaped:
+    """A standard stream in which names of files cannot command the terminal."""
 
-
-class Output:
-    """A standard stream that lasts until the run has saved itself: what nobody can read any more is
-    dropped. With `escapes`, names of files cannot command the terminal."""
-
-    def __init__(self, stream, escapes: bool):
+    def __init__(self, stream):
         self.stream = stream
-        self.escapes = escapes
-        if hasattr(stream, "reconfigure"):  # a notebook's streams have no such method
-            stream.reconfigure(errors="backslashreplace")  # for characters that the locale lacks
 
     def write(self, text: str) -> int:
-        shown = text
-        if self.escapes:
-            drawn = "\r" * text.startswith("\r")  # a progress bar begins its line again
-            shown = drawn + text[len(drawn) :].translate(ESCAPES)
-        with self._may_be_gone():
-            self.stream.write(shown)
+        drawn = "\r" * text.startswith("\r")  # a progress bar begins its line again
+        self.stream.write(drawn + text[len(drawn) :].translate(ESCAPES))
         return len(text)
-
-    def flush(self) -> None:
-        with self._may_be_gone():
-            self.stream.flush()
-
-    @contextlib.contextmanager
-    def _may_be_gone(self):
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in GONE:
-                raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
     def __getattr__(self, name: str):
         return getattr(self.stream, name)
@@ -108,9 +91,12 @@ def exit_with_one_line(main: Callable, *args) -> None:
     signal; other exceptions are bugs and keep their tracebacks."""
     parent = os.getppid()
     before = sys.stdout, sys.stderr
-    # What goes into a file or another program are data, such as transcripts: they stay as they are.
-    outputs = [Output(sys.stdout, sys.stdout.isatty()), Output(sys.stderr, True)]
-    sys.stdout, sys.stderr = outputs
+    for stream in before:
+        if hasattr(stream, "reconfigure"):  # a notebook's streams have no such method
+            stream.reconfigure(errors="backslashreplace")  # for characters that the locale lacks
+    if sys.stdout.isatty():  # a file or another program gets data, such as transcripts, as they are
+        sys.stdout = Escaped(sys.stdout)
+    sys.stderr = Escaped(sys.stderr)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
             signal.signal(number, _stop)
@@ -118,10 +104,9 @@ def exit_with_one_line(main: Callable, *args) -> None:
     try:
         status = _run(main, *args)
     finally:
-        for output in outputs:
-            output.flush()
         sys.stdout, sys.stderr = before
     if os.environ.get("WORLD_SIZE") not in (None, "", "1"):
+        sys.stdout.flush()
         end_job(status, parent)
         # At exit torch.distributed's threads abort one process in ten, which torchrun would report
         # as a failure.
@@ -147,6 +132,8 @@ def _run(main: Callable, *args) -> int | str:
         main(*args)
     except SystemExit as leaving:
         return leaving.code or 0
+    except Planned as planned:
+        return planned.status
     except Failure as failure:
         sys.stdout.flush()  # a log file has both streams
         print(failure if isinstance(failure, Stopped) else f"error: {failure}", file=sys.stderr)

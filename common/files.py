@@ -146,15 +146,15 @@ def write_text(path: Path, text: str, durable: bool = False) -> None:
     )
 
 
-def move_aside(paths: Iterable[Path], folders: Iterable[Path], prefix: str = "earlier") -> str:
-    """Moves files, folders, and links as they are, into the first subfolder PREFIX-N of theirs that
+def move_aside(paths: Iterable[Path], folders: Iterable[Path]) -> str:
+    """Moves files, folders, and links as they are, into the first subfolder earlier-N of theirs that
     none of `folders` and of the paths' own folders has yet. Returns its name. Raises `OSError`."""
     paths = list(paths)
     folders = {*folders, *(path.parent for path in paths)}
     number = 1
-    while any(os.path.lexists(folder / f"{prefix}-{number}") for folder in folders):
+    while any(os.path.lexists(folder / f"earlier-{number}") for folder in folders):
         number += 1
-    name = f"{prefix}-{number}"
+    name = f"earlier-{number}"
     for path in paths:
         if os.path.lexists(path):  # or it was moved already, if two of the folders are the same one
             (path.parent / name).mkdir(exist_ok=True)

@@ -1,5 +1,28 @@
-"""The training loop: mixed precision, exact gradient accumulation, recovery from out-of-memory
-errors, and a checkpoint on SIGINT or SIGTERM.
+"""The training loop. It is the loop of nanoGPT's train.py, with six additions:
+
+    while True:
+        evaluate if it is time, and keep the best weights
+        save a checkpoint if it is time                                             # 1
+        leave if the run is finished
+        if an epoch begins: augment more if the model writes well enough            # 2
+        global_batch = the next utterances, in micro-batches
+        if a signal came: save and leave                                            # 3
+        until it fits into memory, in smaller and smaller micro-batches:            # 4
+            for batch in micro-batches:
+                with autocast: terms = compute_loss(model, batch)
+                (sum of weight * term / the term's count in the global batch).backward()  # 5
+        if loss and gradient are finite:                                            # 6
+            clip the gradient; optimizer.step(); set the learning rate; log
+
+1. A checkpoint has the position in the data and all random states: a resumed run ends with the same
+   bits.
+2. A model that cannot write yet learns from clean and short utterances (`Task.augmented_share`).
+3. The state that is saved is the one before the interrupted global batch.
+4. No utterance is dropped. Gradients, buffers and random states are reset before each attempt.
+5. The gradient does not depend on how the global batch is cut.
+6. Otherwise the weights stay as they are, and the files are listed.
+
+A recipe uses it so:
 
     run = begin(args, RECIPE)             # device, locks, checkpoint to resume from
     with run.model_device():
@@ -9,11 +32,10 @@ errors, and a checkpoint on SIGINT or SIGTERM.
     train(args, run, model, task, global_batches, eval_batches)
     finish(args, run, model, task, report_results)
 
-`task.py` has the contract, `setting_up.py` the beginning, `update.py` one update, `evaluation.py`
-and `saving.py` what comes between updates."""
+`task.py` has the contract, `setting_up.py` the beginning, `update.py` one update, `engine.py` one
+pass over its micro-batches, `evaluation.py` and `saving.py` what comes between updates."""
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +44,7 @@ import torch
 
 from common import checkpoint, checks, memory, records
 from common.batches import EvalBatches, GlobalBatch, GlobalBatches
-from common.errors import Failure, RunError
+from common.errors import Failure, Planned, RunError
 from common.evaluation import evaluate_now, try_evaluation
 from common.progress import Progress
 from common.ranks import CannotSave, LostRank
@@ -44,7 +66,7 @@ def train(
     eval_batches: EvalBatches,
 ) -> Progress:
     """Trains as long as the flags or `run_length` say, and returns the progress.
-    Raises `Stopped` after a signal, `DataError` for a bad file, and `RunError` if the run cannot
+    Raises `Planned` if the run is only planned, `Stopped` after a signal, `DataError` for a bad file, and `RunError` if the run cannot
     continue; what was reached until then is saved. Raises `UsageError` before the first update if
     the batches, the records of the task, its loss or its results are not what the loop needs."""
     records.check(task.model_info)
@@ -53,7 +75,7 @@ def train(
     if run.is_planned:
         from common.parts import planned
 
-        sys.exit(planned.plan(args, run, model, task, global_batches, eval_batches))
+        raise Planned(planned.plan(args, run, model, task, global_batches, eval_batches))
     eval_items = checks.check_collate(eval_batches.dataset, task.loss_weights)
     require_disk(args, model)
     if run.setup.ranks.size > 1:
@@ -136,7 +158,7 @@ def train_global_batches(training: Training) -> Progress:
 def batches_from_here(training: Training) -> Iterator[GlobalBatch]:
     """The global batches from the run's position in the data."""
     progress = training.progress
-    return training.global_batches.iterate(progress.epoch, progress.global_batch, progress.done)
+    return training.global_batches.iterate(progress.epoch, progress.global_batch)
 
 
 def augments_more(training: Training) -> bool:
@@ -144,7 +166,7 @@ def augments_more(training: Training) -> bool:
     `Task.augmented_share`. With augmentation from the first update on, a model from scratch may
     never begin to learn."""
     progress = training.progress
-    is_within = progress.global_batch or progress.done
+    is_within = progress.global_batch > 0
     if not training.task.augmented_share or progress.best is None or is_within:
         return False
     share = training.task.augmented_share(progress.best)
@@ -178,7 +200,7 @@ def evaluation_is_due(training: Training) -> bool:
         return True
     if every:
         return progress.step % every == 0
-    return progress.global_batch == 0 and not progress.done  # an epoch begins
+    return progress.global_batch == 0  # an epoch begins
 
 
 def checkpoint_is_due(training: Training, finished: bool) -> bool:

@@ -1,5 +1,4 @@
-"""Parameter groups, AdamW, learning-rate schedules, and optimizer states that other optimizers can
-load."""
+"""Parameter groups, AdamW and its states in checkpoints, learning-rate schedules."""
 
 import math
 from collections.abc import Callable
@@ -79,7 +78,9 @@ def make_optimizer(
     if kind == "adamw_8bit":
         from common.parts import eight_bit
 
-        optimizer = eight_bit.make_optimizer(groups, model, learning_rate, settings.betas)
+        optimizer = eight_bit.make_optimizer(
+            groups, embedding_weights(model), learning_rate, settings.betas
+        )
     else:
         optimizer = torch.optim.AdamW(
             groups, lr=learning_rate, betas=settings.betas, eps=EPSILON, fused=True
@@ -149,11 +150,11 @@ def load_optimizer_state(
     saved: dict,
     rows: Callable[[torch.Tensor], tuple[torch.Tensor, int]] = all_rows,
 ) -> None:
-    """Copies saved states, of any kind of optimizer, into this one. The copy is exact unless 32
-    bits become 8. `rows(tensor)`: the part that this process has of a tensor, and the number of its
-    first row. Learning rate and weight decay stay as the command line says. A parameter
-    without a saved state of its shape starts with a fresh state, and the state of a parameter that
-    is now frozen is dropped; the numbers of both are printed."""
+    """Copies saved states into an optimizer. `rows(tensor)`: the part that this process has of a
+    tensor, and the number of its first row. Learning rate and weight decay stay as the command line
+    says. A parameter whose saved state is missing, or has another shape or other bits, starts with
+    a fresh state, and the state of a parameter that is now frozen is dropped; the numbers of both
+    are printed."""
     own = optimizer_state(optimizer, model)
     trained = {p for group in optimizer.param_groups for p in group["params"]}
     fresh = 0
@@ -162,20 +163,17 @@ def load_optimizer_state(
         if p not in trained:
             frozen += name in saved
             continue
-        if name not in saved or saved[name]["exp_avg"].shape != p.shape:
+        target = own.get(name)  # None: another rank has it
+        source = saved.get(name)
+        fits = source is not None and source["exp_avg"].shape == p.shape
+        if not fits or (target is not None and source.keys() != target.keys()):
             fresh += 1
             continue
-        if name not in own:  # another rank has it
+        if target is None:
             continue
-        source = saved[name]
-        target = own[name]
-        if any(f"{key}_scales" in each for key in AVERAGES for each in (source, target)):
-            from common.parts import eight_bit
-
-            source = eight_bit.converted(source, target)
-        for key in AVERAGES:
-            values = source[key]
+        for key in target.keys() - {"step"}:
             part, first = rows(target[key])
+            values = source[key]
             part.copy_(values[first : first + len(part)] if part.dim() else values)
         step = optimizer.state[p]["step"]
         if torch.is_tensor(step):

@@ -2,43 +2,34 @@
 flags contradict."""
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import math
 import os
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from common import wrong_flags
 from common.errors import UsageError
 
 LEVELS = ("states", "gradients", "weights")  # of --use_cpu_offload, from the least to the most
 
-# Flags that have no effect without training.
-TRAINING = (
-    "batch_size gradient_accumulation_steps num_epochs max_steps learning_rate weight_decay"
-    " warmup_steps lr_schedule max_grad_norm early_stopping_patience"
-    " gradient_checkpointing torch_compile optimizer use_cpu_offload sharded max_batch_seconds"
-    " eval_every save_every keep_last log_every init_from"
-).split()
-TRAINS = "the first is for training; leave it out"
-# Those of the short help.
-USUAL = (
-    "batch_size gradient_accumulation_steps num_epochs max_steps learning_rate device"
-    " mixed_precision gradient_checkpointing optimizer use_cpu_offload dry_run evaluate"
-    " output_dir resume init_from"
-).split()
 # In a row of a table, in place of the other flag: every command that takes no training flags.
 COMMAND = "any command"
+# Marks of a flag: `--help` shows it; it has no effect without training; it does something else than
+# training, and flags of a training contradict it, or can stand beside it.
+USUAL, TRAINS, ALONE, BESIDE = "usual", "trains", "alone", "beside"
+LEAVE_OUT = object()  # in `add_record`
 
 # Rows (flag, other flag, reason), for flags that were given. "flag value" stands for that value of
 # the flag.
 EXCLUDES = (
     ("resume", "init_from",
      "the first continues a run, the second starts a new one; give one of them"),
-    ("deterministic", "cudnn_benchmark",
-     "the second chooses kernels by their speed, which may differ between runs"),
     ("use_cpu_offload", "optimizer adamw_8bit",
      "offloading leaves no optimizer states on the GPU; give the first alone for the least GPU"
      " memory, the second alone for faster updates"),
@@ -46,16 +37,7 @@ EXCLUDES = (
      "the first divides the states between the GPUs, the second moves them to the host; give one"),
     ("sharded", "optimizer adamw_8bit",
      "8-bit states have blocks that cannot be divided between GPUs; leave one out"),
-    *((flag, COMMAND, TRAINS) for flag in TRAINING),
 )  # fmt: skip
-
-# Flags of weights and records, which safetensors and torch read and write only under names in
-# UTF-8.
-IN_UTF8 = (
-    "resume init_from model_dir model_file custom_model adapter compare_to judge tokenizer export"
-    " export_adapter"
-).split()
-TRAINED_IN_UTF8 = ("output_dir",)  # where only a training writes
 
 
 class OnOff(argparse.Action):
@@ -120,10 +102,23 @@ class Help(argparse._HelpAction):
         parser.exit()
 
 
+@dataclasses.dataclass
+class Rules:
+    """What flags contradict. `commands`: those that do something else than training, {name: whether
+    flags of a training can stand beside it}; `trains`: flags that have no effect without training;
+    rows (flag, other flag, reason) that exclude each other, and rows (flag, flags of which it needs
+    one, reason)."""
+
+    commands: dict[str, bool] = dataclasses.field(default_factory=dict)
+    trains: set[str] = dataclasses.field(default_factory=set)
+    excludes: list[tuple] = dataclasses.field(default_factory=lambda: [*EXCLUDES])
+    needs: list[tuple] = dataclasses.field(default_factory=list)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse without abbreviations, and with a short help. An error is one line that offers the
     nearest flag. The parsed namespace has `given`, the set of names that were on the command line,
-    and `commands`, what `add_command` marked: {name: whether it takes training flags}."""
+    and the parser's `rules`."""
 
     def __init__(self, description: str):
         layout = functools.partial(
@@ -136,15 +131,27 @@ class Parser(argparse.ArgumentParser):
             "-h", "--help", action=Help, help="show the usual flags, or all of them, and exit"
         )
         self.in_short_help: set[argparse.Action] = set()
-        self.commands: dict[str, bool] = {}
-        self.hints = dict(wrong_flags.OTHER_NAMES)  # a recipe can add to them
+        self.rules = Rules()
+        self.hints: dict[str, str] = {}  # a recipe's sentences for flags that it does not have
 
-    def add_command(self, group, flag: str, takes_training_flags: bool = False, **settings) -> None:
-        """Adds a flag, with argparse's `settings`, that does something else than training. At most
-        one command can be given. Training flags contradict it, unless `takes_training_flags`:
-        --check_data, which checks a training's data, can be added to a training's command line."""
-        action = group.add_argument(flag, **settings)
-        self.commands[action.dest] = takes_training_flags
+    def add_flag(self, group, name: str, marks: Iterable[str], settings: dict) -> None:
+        """Adds a flag, with argparse's `settings`. At most one command can be given, a flag that is
+        marked ALONE or BESIDE: it does something else than training. Flags that are marked TRAINS
+        contradict the first. --check_data, which checks a training's data, is marked BESIDE: it
+        can be added to a training's command line."""
+        action = group.add_argument(f"--{name}", **settings)
+        if USUAL in marks:
+            self.usual(name)
+        if TRAINS in marks:
+            self.rules.trains.add(name)
+        if ALONE in marks or BESIDE in marks:
+            self.rules.commands[action.dest] = BESIDE in marks
+
+    def refuse(self, excludes: Iterable[tuple], needs: Iterable[tuple] = ()) -> None:
+        """Adds rows for `resolve`: (flag, other flag, reason) for flags that exclude each other, and
+        (flag, flags of which one must be given, reason)."""
+        self.rules.excludes += excludes
+        self.rules.needs += needs
 
     def usual(self, *names: str) -> None:
         """Marks flags, which have been added, for the short help: those that most people need in
@@ -179,7 +186,9 @@ class Parser(argparse.ArgumentParser):
         )
         given = {name: value for name, value in parsed.items() if value is not unset}
         return argparse.Namespace(
-            **{**defaults, **given, "given": frozenset(given), "commands": self.commands}
+            **{**defaults, **given},
+            given=frozenset(given),
+            rules=self.rules,
         )
 
     def explained(self, message: str) -> str:
@@ -244,227 +253,251 @@ def file(text: str) -> str:
     return text
 
 
-def add_rows(group, *rows: tuple) -> None:
-    """Adds a flag to the group for each row (name, kind, default, metavar, help), or with a
-    dictionary of argparse's other settings at its end. `kind` is argparse's type, its choices as a
-    list or tuple, an action, or None for a text."""
-    for name, kind, default, metavar, text, *others in rows:
-        settings = {"default": default, "metavar": metavar, "help": text}
-        if isinstance(kind, list | tuple):
-            settings["choices"] = kind
-        elif isinstance(kind, type) and issubclass(kind, argparse.Action):
-            settings["action"] = kind
-        elif kind:
-            settings["type"] = kind
-        for other in others:
-            settings |= other
-        group.add_argument(f"--{name}", **settings)
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """One flag of the command line. `kind`: argparse's type, its choices as a list or tuple, an
+    action, or None for a text. `unit`: what stands for the value in the help. `marks`: of USUAL,
+    TRAINS, ALONE and BESIDE. `settings`: argparse's others."""
+
+    kind: Any
+    default: Any
+    unit: str | None
+    help: str
+    marks: tuple[str, ...]
+    settings: dict
+
+
+def flag(kind, default, unit, help, *marks, **settings) -> dataclasses.Field:
+    """A field of a frozen record, whose name is the flag's (see `Flag`). `add_record` adds the
+    flags of a record to a parser, and `read_record` makes the record of what was parsed."""
+    declared = Flag(kind, default, unit, help, marks, settings)
+    return dataclasses.field(default=default, kw_only=True, metadata={"flag": declared})
+
+
+def flags_of(record: type) -> dict[str, Flag]:
+    """The flags that a record declares, by name."""
+    fields = dataclasses.fields(record)
+    return {each.name: each.metadata["flag"] for each in fields if "flag" in each.metadata}
+
+
+def add_record(parser: Parser, group, record: type, **changes):
+    """Adds the flags of a record to a group of the parser, or to a new group with this title, which
+    it returns. `changes`: the default of a flag in this recipe, which stands in the parentheses at
+    the end of its help, or (default, text in these parentheses), or argparse's settings as a
+    dictionary; LEAVE_OUT leaves the flag out. Raises `KeyError` for a change of another flag."""
+    if isinstance(group, str):
+        group = parser.add_argument_group(group)
+    flags = flags_of(record)
+    if unknown := changes.keys() - flags.keys():
+        raise KeyError(f"{record.__name__} has no flags {', '.join(sorted(unknown))}")
+    for name, declared in flags.items():
+        change = changes.get(name, {})
+        if change is LEAVE_OUT:
+            continue
+        settings = {"default": declared.default, "help": declared.help}
+        if declared.unit is not None:
+            settings["metavar"] = declared.unit
+        if isinstance(declared.kind, list | tuple):
+            settings["choices"] = declared.kind
+        elif isinstance(declared.kind, type) and issubclass(declared.kind, argparse.Action):
+            settings["action"] = declared.kind
+        elif declared.kind:
+            settings["type"] = declared.kind
+        settings |= declared.settings
+        settings |= change if isinstance(change, dict) else changed(declared.help, change)
+        parser.add_flag(group, name, declared.marks, settings)
+    return group
+
+
+def changed(help: str, change) -> dict:
+    """argparse's settings of a flag with another default; see `add_record`."""
+    default, text = change if isinstance(change, tuple) else (change, change)
+    if isinstance(text, bool):
+        text = "on" if text else "off"
+    return {"default": default, "help": re.sub(r"\([^()]*\)$", f"({text})", help)}
+
+
+def read_record(record: type, args: argparse.Namespace, **others):
+    """A record with the values of its flags, as far as the recipe has them, and with `others`: its
+    fields that are no flags, or values in place of a flag's."""
+    values = {name: getattr(args, name) for name in flags_of(record) if name in vars(args)}
+    return record(**{**values, **others})
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """Flags of what is learned, and for how long."""
+
+    # fmt: off
+    batch_size: int = flag(POSITIVE, 2, "N", "utterances in a micro-batch (2)", USUAL, TRAINS)
+    gradient_accumulation_steps: int = flag(
+        POSITIVE, 4, "N", "micro-batches in an update (4)", USUAL, TRAINS)
+    num_epochs: int | None = flag(
+        POSITIVE, None, "N",
+        "passes over the training data (100; fine-tuning by the hours of speech; any number with"
+        " --max_steps)", USUAL, TRAINS)
+    max_steps: int | None = flag(
+        POSITIVE, None, "N", "stop after so many updates, whatever the epoch", USUAL, TRAINS)
+    learning_rate: float = flag(RATE, 1e-3, "X", "peak learning rate (1e-3)", USUAL, TRAINS)
+    weight_decay: float = flag(
+        number(float, 0.0), 0.01, "X",
+        "decoupled weight decay; not applied to norms and biases (0.01)", TRAINS)
+    warmup_steps: int | None = flag(
+        COUNT, None, "N", "updates with a rising learning rate (a tenth of all, at most 2000)",
+        TRAINS)
+    lr_schedule: str = flag(
+        ["inverse_sqrt", "cosine", "constant"], "cosine", None,
+        "schedule after the warm-up (cosine)", TRAINS)
+    max_grad_norm: float = flag(
+        number(float, 0.0), 1.0, "X", "clip the gradient norm to this; 0 = do not clip (1.0)", TRAINS)
+    early_stopping_patience: int | None = flag(
+        COUNT, None, "N",
+        "stop after N evaluations without a better result or a lower loss; 0 = never (0;"
+        " fine-tuning: a third of them, at least 5)", TRAINS)
+    seed: int = flag(COUNT, 1, "N", "seed of initialisation, order, augmentation and dropout (1)")
+    # fmt: on
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Flags of device, memory and speed."""
+
+    # fmt: off
+    device: str = flag(None, "auto", "D", "auto, cpu, cuda or cuda:N (auto)", USUAL)
+    mixed_precision: str = flag(
+        ["auto", "fp16", "bf16"], "auto", None,
+        "16-bit activations; auto: bf16 from compute capability 8.0, fp16 below, fp32 on a CPU"
+        " (auto)", USUAL, nargs="?", const="auto")
+    no_mixed_precision: str = flag(
+        None, None, None, "fp32 throughout",
+        dest="mixed_precision", action="store_const", const="no")
+    bf16: str = flag(
+        None, None, None, "same as --mixed_precision bf16",
+        dest="mixed_precision", action="store_const", const="bf16")
+    gradient_checkpointing: bool = flag(
+        OnOff, False, None,
+        "recompute activations in backward: less memory, about a third more time (off)", USUAL, TRAINS)
+    torch_compile: bool = flag(
+        OnOff, False, None,
+        "compile the layers: faster updates after a slow start; needs a C compiler, on a GPU also"
+        " triton (off)", TRAINS)
+    optimizer: str = flag(
+        ["adamw", "adamw_8bit"], "adamw", None,
+        "adamw_8bit keeps optimizer states in 8 bits, a quarter of the memory; needs bitsandbytes"
+        " (adamw)", USUAL, TRAINS)
+    use_cpu_offload: str | None = flag(
+        Level, None, "LEVEL",
+        "update on the host, slower: `states` keeps AdamW's states in host memory, `gradients`"
+        " also the gradients, `weights` also the fp32 weights, with 16-bit copies on the GPU (off;"
+        " without a word states)", USUAL, TRAINS, choices=LEVELS)
+    sharded: bool = flag(
+        OnOff, False, None,
+        "divide weights, gradients and states between the GPUs (FSDP2), for a model that is too"
+        " large for one (off)", TRAINS)
+    max_batch_seconds: float | None = flag(
+        RATE, None, "S", "limit of a micro-batch's padded audio, seconds (no limit)", TRAINS)
+    empty_cache_every: int = flag(
+        COUNT, 50, "N",
+        "micro-batches between calls of torch.cuda.empty_cache(); 0 = never (50)")
+    allocator_conf: str = flag(
+        None, "expandable_segments:True", "CONF",
+        "PYTORCH_CUDA_ALLOC_CONF, unless the environment sets it (expandable_segments:True)")
+    tf32: bool = flag(OnOff, True, None, "use TF32 for fp32 operations on CUDA (on)")
+    cudnn_benchmark: bool = flag(
+        OnOff, False, None,
+        "let cuDNN time its kernels for every new shape; slower with varying lengths (off)")
+    dataloader_num_workers: str | int = flag(
+        workers, "auto", "N", "data worker processes; 0 = load in the main process (auto)")
+    persistent_workers: bool = flag(
+        OnOff, True, None, "keep the evaluation's workers between evaluations (on)")
+    skip_bad_audio: bool = flag(
+        OnOff, False, None,
+        "skip, count and list samples that cannot be read, instead of stopping (off)")
+    dry_run: str | None = flag(
+        Joined, None, "CARD",
+        "predict this run's peak of GPU memory, without a GPU, and say whether it fits on CARD"
+        " (8GB, t4, 2x16gb for two; default: the one that is there), and exit: status 3 if it does"
+        " not fit", USUAL, BESIDE, nargs="*")
+    verify_gpu: bool = flag(
+        OnOff, False, None,
+        "check GPU, driver, memory, precision, attention, compiler and disk for this run,"
+        " and exit", BESIDE)
+    # fmt: on
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """Flags of evaluation, checkpoints and folders."""
+
+    # fmt: off
+    eval_every: int | None = flag(
+        COUNT, None, "N",
+        "updates between evaluations; 0 = at the end of each epoch (an epoch's, at least 100)",
+        TRAINS)
+    eval_batch_size: int = flag(POSITIVE, 8, "N", "utterances in an evaluation batch (8)")
+    evaluate: bool = flag(
+        OnOff, False, None,
+        "only evaluate the weights of --resume (OUTPUT_DIR/checkpoints/best.safetensors)"
+        " on the test set", USUAL, ALONE)
+    save_every: int = flag(
+        COUNT, 500, "N", "updates between checkpoints; 0 = only at the end and on signals (500)",
+        TRAINS)
+    keep_last: int = flag(POSITIVE, 5, "N", "checkpoints to keep (5)", TRAINS)
+    log_every: int = flag(POSITIVE, 10, "N", "updates between lines of metrics.jsonl (10)", TRAINS)
+    output_dir: str = flag(path, ".", "DIR", "folder for checkpoints/ and logs/ (.)", USUAL)
+    resume: str | None = flag(
+        path, None, "PATH|auto",
+        "continue from a checkpoint; auto: from the newest sound one, or start a new run if there"
+        " is none", USUAL)
+    init_from: str | None = flag(
+        path, None, "PATH",
+        "start a new run from the weights in a checkpoint or .safetensors, as far as their shapes"
+        " fit", USUAL, TRAINS)
+    # fmt: on
 
 
 def add_arguments(parser: Parser, **defaults) -> None:
-    """Adds the shared flags in four groups. A recipe's own `defaults` replace the ones here and in
+    """Adds the shared flags in three groups. A recipe's own `defaults` replace the ones here and in
     the help: add_arguments(parser, learning_rate=1e-4), or with a text for the help:
     learning_rate=(None, "by model size")."""
-    training = parser.add_argument_group("training")
-    _add_training(training)
-    memory = parser.add_argument_group("memory and speed")
-    _add_device(memory)
-    _add_memory(memory)
-    _add_checks(parser, memory)
-    output = parser.add_argument_group("evaluation and output")
-    _add_evaluation(parser, output)
-    parser.usual(*USUAL)
-    shared = {action.dest: action for action in reversed(parser._actions)}
-    for name, value in defaults.items():
-        text = None
-        if isinstance(value, tuple):
-            value, text = value
-        elif isinstance(value, bool):
-            text = "on" if value else "off"
-        shared[name].default = value
-        text = value if text is None else text
-        shared[name].help = re.sub(r"\([^()]*\)$", f"({text})", shared[name].help)
-
-
-def _add_training(group) -> None:
-    add_rows(
-        group,
-        ("batch_size", POSITIVE, 2, "N", "utterances in a micro-batch (2)"),
-        ("gradient_accumulation_steps", POSITIVE, 4, "N", "micro-batches in an update (4)"),
-        ("num_epochs", POSITIVE, None, "N",
-         "passes over the training data (100; fine-tuning by the hours of speech; any number with"
-         " --max_steps)"),
-        ("max_steps", POSITIVE, None, "N", "stop after so many updates, whatever the epoch"),
-        ("learning_rate", RATE, 1e-3, "X", "peak learning rate (1e-3)"),
-        ("weight_decay", number(float, 0.0), 0.01, "X",
-         "decoupled weight decay; not applied to norms and biases (0.01)"),
-        ("warmup_steps", COUNT, None, "N",
-         "updates with a rising learning rate (a tenth of all, at most 2000)"),
-        ("lr_schedule", ["inverse_sqrt", "cosine", "constant"], "cosine", None,
-         "schedule after the warm-up (cosine)"),
-        ("max_grad_norm", number(float, 0.0), 1.0, "X",
-         "clip the gradient norm to this; 0 = do not clip (1.0)"),
-        ("early_stopping_patience", COUNT, None, "N",
-         "stop after N evaluations without a better result or a lower loss; 0 = never (0;"
-         " fine-tuning: a third of them, at least 5)"),
-        ("seed", COUNT, 1, "N", "seed of initialisation, order, augmentation and dropout (1)"),
-        ("deterministic", OnOff, False, None,
-         "use deterministic kernels if they exist; slower on CUDA (off)"),
-    )  # fmt: skip
-
-
-def _add_device(group) -> None:
-    other_name = {"dest": "mixed_precision", "action": "store_const"}
-    add_rows(
-        group,
-        ("device", None, "auto", "D", "auto, cpu, cuda or cuda:N (auto)"),
-        ("mixed_precision", ["auto", "fp16", "bf16"], "auto", None,
-         "16-bit activations; auto: bf16 from compute capability 8.0, fp16 below, fp32 on a CPU"
-         " (auto)", {"nargs": "?", "const": "auto"}),
-        ("no_mixed_precision", None, None, None, "fp32 throughout", {**other_name, "const": "no"}),
-        ("bf16", None, None, None,
-         "same as --mixed_precision bf16", {**other_name, "const": "bf16"}),
-    )  # fmt: skip
-
-
-def _add_memory(group) -> None:
-    add_rows(
-        group,
-        ("gradient_checkpointing", OnOff, False, None,
-         "recompute activations in backward: less memory, about a third more time (off)"),
-        ("torch_compile", OnOff, False, None,
-         "compile the layers: faster updates after a slow start; needs a C compiler, on a GPU also"
-         " triton (off)"),
-        ("optimizer", ["adamw", "adamw_8bit"], "adamw", None,
-         "adamw_8bit keeps optimizer states in 8 bits, a quarter of the memory; needs bitsandbytes"
-         " (adamw)"),
-        ("use_cpu_offload", Level, None, "LEVEL",
-         "update on the host, slower: `states` keeps AdamW's states in host memory, `gradients`"
-         " also the gradients, `weights` also the fp32 weights, with 16-bit copies on the GPU (off;"
-         " without a word states)", {"choices": LEVELS}),
-        ("sharded", OnOff, False, None,
-         "divide weights, gradients and states between the GPUs (FSDP2), for a model that is too"
-         " large for one (off)"),
-        ("max_batch_seconds", RATE, None, "S",
-         "limit of a micro-batch's padded audio, seconds (no limit)"),
-        ("empty_cache_every", COUNT, 50, "N",
-         "micro-batches between calls of torch.cuda.empty_cache(); 0 = never (50)"),
-        ("allocator_conf", None, "expandable_segments:True", "CONF",
-         "PYTORCH_CUDA_ALLOC_CONF, unless the environment sets it (expandable_segments:True)"),
-        ("tf32", OnOff, True, None, "use TF32 for fp32 operations on CUDA (on)"),
-        ("cudnn_benchmark", OnOff, False, None,
-         "let cuDNN time its kernels for every new shape; slower with varying lengths (off)"),
-        ("dataloader_num_workers", workers, "auto", "N",
-         "data worker processes; 0 = load in the main process (auto)"),
-        ("persistent_workers", OnOff, True, None,
-         "keep the evaluation's workers between evaluations (on)"),
-        ("skip_bad_audio", OnOff, False, None,
-         "skip, count and list samples that cannot be read, instead of stopping (off)"),
-    )  # fmt: skip
-
-
-def _add_checks(parser: Parser, group) -> None:
-    parser.add_command(
-        group,
-        "--dry_run",
-        takes_training_flags=True,
-        action=Joined,
-        nargs="*",
-        metavar="CARD",
-        help="predict this run's peak of GPU memory, without a GPU, and say whether it fits on CARD"
-        " (8GB, t4, 2x16gb for two; default: the one that is there), and exit: status 3 if it does"
-        " not fit",
-    )
-    parser.add_command(
-        group,
-        "--verify_gpu",
-        takes_training_flags=True,
-        action=OnOff,
-        default=False,
-        help="check GPU, driver, memory, precision, attention, compiler and disk for this run,"
-        " and exit",
-    )
-
-
-def _add_evaluation(parser: Parser, group) -> None:
-    add_rows(
-        group,
-        ("eval_every", COUNT, None, "N",
-         "updates between evaluations; 0 = at the end of each epoch (an epoch's, at least 100)"),
-        ("eval_batch_size", POSITIVE, 8, "N", "utterances in an evaluation batch (8)"),
-    )  # fmt: skip
-    parser.add_command(
-        group,
-        "--evaluate",
-        action=OnOff,
-        default=False,
-        help="only evaluate the weights of --resume (OUTPUT_DIR/checkpoints/best.safetensors)"
-        " on the test set",
-    )
-    add_rows(
-        group,
-        ("save_every", COUNT, 500, "N",
-         "updates between checkpoints; 0 = only at the end and on signals (500)"),
-        ("keep_last", POSITIVE, 5, "N", "checkpoints to keep (5)"),
-        ("log_every", POSITIVE, 10, "N", "updates between lines of metrics.jsonl (10)"),
-        ("output_dir", path, ".", "DIR", "folder for checkpoints/ and logs/ (.)"),
-        ("resume", path, None, "PATH|auto",
-         "continue from a checkpoint; auto: from the newest sound one, or start a new run if there"
-         " is none"),
-        ("init_from", path, None, "PATH",
-         "start a new run from the weights in a checkpoint or .safetensors, as far as their shapes"
-         " fit"),
-    )  # fmt: skip
+    groups = {"training": Training, "memory and speed": Memory, "evaluation and output": Output}
+    for title, record in groups.items():
+        own = {name: defaults.pop(name) for name in flags_of(record) if name in defaults}
+        add_record(parser, title, record, **own)
+    if defaults:
+        raise KeyError(f"no shared flags: {', '.join(defaults)}")
 
 
 def resolve(
     args: argparse.Namespace,
     is_demo: bool,
     demo_steps: int,
-    excludes=(),
-    needs=(),
     usual_steps: int | None = None,
     usual_eval_every: int | None = None,
 ) -> None:
-    """Refuses flags that contradict, by the shared tables and a recipe's own `excludes` and
-    `needs`, and fills in what depends on other flags. The demo lasts `demo_steps` updates, another
-    run `usual_steps`; if they are None, its length is chosen by `run_length` when it begins, and so
-    are its evaluations."""
-    refuse(args, all_excludes(args.commands, excludes), needs)
+    """Refuses flags that contradict, by the rows of `Parser.refuse`, and fills in what depends on
+    other flags. The demo lasts `demo_steps` updates, another run `usual_steps`; if they are None,
+    its length is chosen by `run_length` when it begins, and so are its evaluations."""
+    refuse(args, all_excludes(args), args.rules.needs)
     args.checkpoint_dir = Path(args.output_dir) / "checkpoints"
     args.log_dir = Path(args.output_dir) / "logs"
-    require_utf8(args)
     if not (args.num_epochs or args.max_steps):
         args.max_steps = demo_steps if is_demo else usual_steps
     if args.eval_every is None:
         args.eval_every = demo_steps // 6 if is_demo else usual_eval_every
 
 
-def require_utf8(args: argparse.Namespace) -> None:
-    """Raises `UsageError` for a path of these flags with other bytes, which would end a run at its
-    first evaluation."""
-    is_command = any(is_on(vars(args), name) for name in args.commands)
-    for flag in (*IN_UTF8, *(() if is_command else TRAINED_IN_UTF8)):
-        place = getattr(args, flag, None)
-        if not place:
-            continue
-        try:
-            os.path.abspath(place).encode()
-        except UnicodeEncodeError:
-            raise UsageError(
-                f"--{flag} {place}: this path is not UTF-8, and libraries read and write weights"
-                " under no other name; rename the folder or file that is not"
-            ) from None
-
-
-def all_excludes(commands: dict[str, bool], excludes=()) -> list[tuple[str, str, str]]:
-    """The rows of `EXCLUDES` and of a recipe's own `excludes`, with the parser's `commands` in
-    place of `COMMAND`, and a row for every two commands."""
-    rows = [(a, b, "give one of them") for a, b in itertools.combinations(commands, 2)]
-    for flag, other, reason in (*EXCLUDES, *excludes):
+def all_excludes(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """The rows of `Parser.refuse`, with the parser's commands in place of `COMMAND`, a row for every
+    two commands, and for every flag that only trains and every command that does not."""
+    rows = [(a, b, "give one of them") for a, b in itertools.combinations(args.rules.commands, 2)]
+    training = [
+        (flag, COMMAND, "the first is for training; leave it out") for flag in args.rules.trains
+    ]
+    for flag, other, reason in (*args.rules.excludes, *sorted(training)):
         others = [other]
         if other == COMMAND:
-            others = [name for name, takes_flags in commands.items() if not takes_flags]
+            others = [name for name, takes_flags in args.rules.commands.items() if not takes_flags]
         rows += [(flag, other, reason) for other in others]
     return rows
 
@@ -525,13 +558,7 @@ def freeze(args: argparse.Namespace) -> None:
         args.__class__ = ReadOnly
 
 
-def for_stage(args: argparse.Namespace, name: str, max_steps: int, **changes) -> argparse.Namespace:
-    """The flags of one of several runs in a process, with separate folders. --max_steps and
-    --num_epochs bound it, too."""
-    bounds = {
-        key: getattr(args, key) if key in args.given else None
-        for key in ("max_steps", "num_epochs")
-    }
-    bounds["max_steps"] = min(max_steps, bounds["max_steps"] or max_steps)
+def for_stage(args: argparse.Namespace, name: str, **changes) -> argparse.Namespace:
+    """The flags of a further run in a process, with folders of its own."""
     folders = {key: getattr(args, key) / name for key in ("checkpoint_dir", "log_dir")}
-    return argparse.Namespace(**{**vars(args), **bounds, **folders, **changes})
+    return argparse.Namespace(**{**vars(args), **folders, **changes})

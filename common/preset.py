@@ -67,7 +67,7 @@ RESTARTS = "5"
 # Flags that name the training data.
 RECORDED = ("--train_csv", "--train_manifest", "--data_dir")
 # With one of these a recipe trains nothing.
-USES = ("--transcribe", "--align", "--synthesize", "--evaluate", "--write_dataset")
+USES = ("--transcribe", "--align", "--synthesize", "--evaluate")
 # With --export and a model it trains nothing either, unless one of these is given.
 TRAINS = (*RECORDED, "--conditions", "--from_scratch", "--max_steps", "--num_epochs")
 TRAINS += ("--dry_run", "--verify_gpu")
@@ -551,6 +551,10 @@ def main() -> None:
     if user.gave("--rows"):
         print(script.rows)
         return
+    has_demo = "demo" in names(read_rows(script.rows), 1)
+    if script.brings and not has_demo and not user.flags:
+        flags = script.brings.replace(" ", ", ")
+        fail(f"{script.recipe} has no demo: give it a model and recordings, with {flags}")
     user, machines, words = choose(script, user)
     if user.gave("--print"):
         # As bash quotes it.

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 class Progress:
     """The progress of a run, in plain numbers, lists and dictionaries.
 
-    The position in the data is `epoch`, `global_batch` (the next one of the epoch) and `done`,
-    which lists [size, count] of the global batches of other sizes that an earlier run has made of
-    this epoch. `data` and `order` identify the data and their order, `origin` is the update and the
-    epoch at which the run got these data. `evaluations` lists [update, value of the metric].
-    `augmented_share` is that of the present epoch (`Task.augmented_share`).
+    The position in the data is `epoch` and `global_batch` (the next one of the epoch). `data` and
+    `order` identify the data and their order, `origin` is the update and the epoch at which the run
+    got these data. `evaluations` lists [update, value of the metric]. `augmented_share` is that of
+    the present epoch (`Task.augmented_share`).
     `limits` are the sizes of micro-batches that fit, by length bucket. `stop`: a set that is
     evaluated besides ends the run. `base` is the path of the released weights at the root of this
     run. `parts` has what parts of `common/parts` keep, by their names."""
@@ -19,7 +18,6 @@ class Progress:
     step: int = 0
     epoch: int = 0
     global_batch: int = 0
-    done: list[list[int]] = field(default_factory=list)
     global_batch_size: int = 0
     data: str = ""
     order: str = ""

@@ -25,6 +25,13 @@ def shown(metric: str, value: float) -> str:
     return f"{100 * value:.2f} %" if metric in ERROR_RATES else f"{value:.3f}"
 
 
+def _print(text: str, stream) -> None:
+    """Prints a line, or drops it: Ctrl-C in `... | tee log` ends tee first, and then the run saves
+    itself."""
+    with contextlib.suppress(OSError):
+        print(text, file=stream, flush=True)
+
+
 def check_folder(log_dir: Path) -> None:
     """Creates the folder. Raises `RunError` if nothing can be written in it."""
     try:
@@ -94,7 +101,7 @@ class Report:
             return
         if self.bar is not None:
             self.bar.clear()
-        print(text, flush=True)
+        _print(text, sys.stdout)
         if self.bar is not None:
             self.bar.refresh()
 
@@ -143,7 +150,7 @@ class Report:
                 *gpu,
                 f"{left / 60:.0f} min left",
             ]
-            print("  ".join(parts), file=sys.stderr, flush=True)
+            _print("  ".join(parts), sys.stderr)
 
     def close(self) -> None:
         for output in (self.bar, self.metrics):

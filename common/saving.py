@@ -91,7 +91,7 @@ def write_checkpoint(training: Training, states: list, model: dict, optimizer: d
     progress = training.progress
     flags = {}
     for name, value in vars(args).items():
-        if name not in ("given", "commands"):
+        if name not in ("given", "rules"):
             flags[name] = value if isinstance(value, int | float | str | None) else str(value)
     content = {
         "recipe": training.task.name,

@@ -5,10 +5,10 @@ import os
 
 import torch
 
-from common import checkpoint, device, errors, files, optim, options, run_length
+from common import checkpoint, device, errors, files, memory, optim, options, run_length
 from common.batches import EvalBatches, GlobalBatches
 from common.device import Setup, set_rng_state
-from common.engine import Engine, engine_for
+from common.engine import Engine
 from common.errors import UsageError
 from common.progress import Progress
 from common.report import Report, check_folder
@@ -35,25 +35,12 @@ def begin(args, name: str) -> Run:
         from common.parts import machines
 
         return machines.begin(args, name, setup)
-    locks = lock_folders(args)
+    check_folder(args.log_dir)
+    locks = [checkpoint.lock_folder(args.checkpoint_dir)]
     resumed = checkpoint.resume(args.resume, args.checkpoint_dir, name)
-    initial = read_initial(args, name, resumed)
+    initial = checkpoint.read_initial(args.init_from, name, resumed)
     options.freeze(args)
     return Run(setup, resumed, initial, locks)
-
-
-def lock_folders(args) -> list:
-    """The lock on the folder of a run. Raises `RunError` if another run has it, or if it cannot be
-    written."""
-    check_folder(args.log_dir)
-    return [checkpoint.lock_folder(args.checkpoint_dir)]
-
-
-def read_initial(args, name: str, resumed: checkpoint.Saved | None) -> checkpoint.Saved | None:
-    """The weights of --init_from, with which a run begins that does not resume another one."""
-    if not args.init_from or resumed:
-        return None
-    return checkpoint.read_weights(args.init_from, name, "--init_from")
 
 
 def prepare_model(args, run: Run, model: torch.nn.Module, task: Task, data) -> Engine:
@@ -70,6 +57,31 @@ def prepare_model(args, run: Run, model: torch.nn.Module, task: Task, data) -> E
         values = [t for t in model.state_dict().values() if t.is_floating_point()]
         run.setup.ranks.share_tensors(values, [0] * len(values))
     return engine_for(args, model, task, run.setup)
+
+
+def engine_for(args, model: torch.nn.Module, task: Task, setup: Setup) -> Engine:
+    """The engine that the flags ask for. The model is on the host."""
+    if args.sharded:
+        from common.parts import sharding
+
+        engine = sharding.Sharded(args, model, task, setup)
+    elif args.use_cpu_offload:
+        from common.parts import offload
+
+        engine = offload.Offloaded(args, model, task, setup)
+    elif checkpoint.partial_of(model):
+        from common.parts import lora
+
+        engine = lora.Adapted(args, model, task, setup)
+    else:
+        engine = Engine(args, model, task, setup)
+    if args.torch_compile:
+        from common.parts import compiling
+
+        compiling.compile_layers(engine.trained, task.compiled)
+    if args.gradient_checkpointing:
+        memory.checkpoint_layers(engine.trained, task.checkpointed)
+    return engine
 
 
 def begin_training(
@@ -156,10 +168,8 @@ def place_in_random_numbers(seed: int, setup: Setup, saved: dict | None, step: i
 
 
 def place_in_data(progress: Progress, global_batches: GlobalBatches) -> None:
-    """Sets the position for this run's data and global batch size. If the data or their order have
-    changed, the epoch restarts, with a message. If the global batch size has changed, the rest of
-    the epoch is cut into new global batches."""
-    epoch = f"epoch {progress.epoch + 1}"
+    """Sets the position for this run's data and global batch size. If one of them or the order of
+    the data has changed, the epoch restarts, with a message."""
     data = global_batches.fingerprint()
     size = global_batches.global_batch_size
     changed = ""
@@ -169,33 +179,26 @@ def place_in_data(progress: Progress, global_batches: GlobalBatches) -> None:
     elif progress.order not in ("", global_batches.order(progress.epoch)):
         changed = "the seed, or the length of the utterances (speed, padding), has"
     if changed:
-        if progress.global_batch or progress.done:
-            print(f"{changed} changed since the checkpoint: {epoch} starts from its beginning")
-        progress.global_batch = 0
-        progress.done = []
         progress.origin = [progress.step, progress.epoch]
-    elif progress.global_batch and progress.global_batch_size != size:
-        before = progress.global_batch_size
-        print(
-            f"an update had {before} utterances and now has {size}: the rest of {epoch} is cut anew"
-        )
-        progress.done = [*progress.done, [before, progress.global_batch]]
+    elif progress.global_batch_size != size:
+        changed = "the number of utterances in an update has"
+    if changed and progress.global_batch:
+        epoch = f"epoch {progress.epoch + 1}"
+        print(f"{changed} changed since the checkpoint: {epoch} starts from its beginning")
         progress.global_batch = 0
     progress.data = data
     progress.global_batch_size = size
 
 
 def prepare_folders(args, run: Run, progress: Progress, task: Task) -> None:
-    """Moves an earlier run in the folders aside or, if the run continues from an older checkpoint,
-    what is newer. A resumed run without best weights in its folder, and a new run with
-    `Task.evaluates_first`, evaluate before the first update."""
+    """Moves an earlier run in the folders aside. A resumed run without best weights in its folder,
+    and a new run with `Task.evaluates_first`, evaluate before the first update."""
     has_best = False
     if run.keeps_folder:
         in_log_dir = [name for name in task.reports if not os.path.isabs(name)]
         files.remove_stale(args.log_dir, "|".join((*checkpoint.LOGS, *in_log_dir)))
         try:
             if run.resumed and run.resumed.path.resolve().parent == args.checkpoint_dir.resolve():
-                checkpoint.branch(args.checkpoint_dir, args.log_dir, progress.step)
                 has_best = checkpoint.best_step(args.checkpoint_dir) >= progress.best_step
             else:
                 checkpoint.make_room(args.checkpoint_dir, args.log_dir, task.reports)

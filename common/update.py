@@ -13,10 +13,10 @@ from collections import Counter
 import torch
 
 from common import memory
-from common.batches import GlobalBatch, split_batch
-from common.device import Setup, rng_state, set_rng_state
-from common.engine import Outcome
+from common.batches import GlobalBatch
+from common.device import rng_state, set_rng_state
 from common.errors import RunError, Stopped
+from common.limits import cut_to_fit, learn_limit, lower_limits, out_of_memory, too_long
 from common.ranks import LostRank
 from common.saving import save_alone, saved_and_stopped
 from common.training import Training
@@ -24,10 +24,6 @@ from common.training import Training
 # The status of a rank after a pass over a global batch. The highest of all ranks decides.
 DONE, AGAIN, STOP, CANNOT_FIT = range(4)
 
-# Utterances whose lengths differ by less than 20 % share a limit of the micro-batch size.
-BUCKET_RATIO = 1.2
-# For an utterance alone in its micro-batch: another process may have taken the memory for a moment.
-TRIES_OF_ONE = 3
 MAX_BAD_BATCHES = 10  # in a row, whose loss is not finite
 
 
@@ -76,7 +72,6 @@ def train_global_batch(training: Training, global_batch: GlobalBatch) -> None:
     if global_batch.last:
         progress.epoch = global_batch.epoch + 1
         progress.global_batch = 0
-        progress.done = []
     empty_cache(training, len(global_batch.micro_batches))
 
 
@@ -150,75 +145,15 @@ def pass_until_it_fits(
             raise saved_and_stopped(training, caught)
         if worst == CANNOT_FIT:
             other = "an utterance of another rank does not fit into memory: see its message"
-            raise RunError(too_long(outcome, setup) if status == CANNOT_FIT else other)
+            raise RunError(
+                too_long(outcome.failed, outcome.reason, setup.device)
+                if status == CANNOT_FIT
+                else other
+            )
         for other in ranks.gather(limits):  # all ranks keep the same limits
             lower_limits(limits, other)
         if status == AGAIN:
-            training.report.say(out_of_memory(outcome, setup))
-
-
-def length_bucket(batch: dict) -> int:
-    """The length bucket of a batch's longest utterance."""
-    return math.ceil(math.log(max(0.1, *batch["seconds"])) / math.log(BUCKET_RATIO))
-
-
-def cut_to_fit(micro_batches: list[dict], limits: dict[int, int]) -> list[dict]:
-    """Cuts micro-batches down to the sizes that are known to fit: `limits`, by length bucket. A
-    limit holds for longer utterances, too."""
-    pieces = []
-    for batch in micro_batches:
-        bucket = length_bucket(batch)
-        size = len(batch["names"])
-        limit = min((limit for known, limit in limits.items() if known <= bucket), default=size)
-        pieces += split_batch(batch, limit) if limit < size else [batch]
-    return pieces
-
-
-def learn_limit(failed: dict, limits: dict[int, int], failures: Counter) -> bool:
-    """Halves the limit for a failed micro-batch's length. False if a single utterance has failed
-    `TRIES_OF_ONE` times."""
-    size = len(failed["names"])
-    if size > 1:
-        limits[length_bucket(failed)] = size // 2
-        return True
-    failures[failed["names"][0]] += 1
-    return failures[failed["names"][0]] < TRIES_OF_ONE
-
-
-def lower_limits(limits: dict[int, int], others: dict[int, int]) -> None:
-    """Takes over the limits of another rank that are lower."""
-    for bucket, size in others.items():
-        limits[bucket] = min(size, limits.get(bucket, size))
-
-
-def out_of_memory(outcome: Outcome, setup: Setup, what: str = "is repeated in") -> str:
-    """The message about a micro-batch that did not fit. `what`: what the global batch does now."""
-    size = len(outcome.failed["names"])
-    seconds = max(outcome.failed["seconds"])
-    text = f"out of memory with {size} x {seconds:.1f} s"
-    return f"{text}: the global batch {what} smaller micro-batches{also_on_this_gpu(setup)}"
-
-
-def too_long(outcome: Outcome, setup: Setup) -> str:
-    """The message about an utterance that does not fit alone."""
-    name = outcome.failed["names"][0]
-    seconds = outcome.failed["seconds"][0]
-    problem = f"{name} ({seconds:.1f} s) does not fit into memory even alone ({outcome.reason})"
-    advice = (
-        "use --gradient_checkpointing or --mixed_precision, reject such utterances with"
-        f" --max_duration {0.9 * seconds:.1f}, or take a smaller model"
-    )
-    return f"{problem}: {advice}{also_on_this_gpu(setup)}"
-
-
-def also_on_this_gpu(setup: Setup) -> str:
-    """The other processes on the GPU, for a message; empty if there are none."""
-    if setup.device.type != "cuda":
-        return ""
-    from common.parts.utilisation import gpu_processes
-
-    others = gpu_processes()
-    return f"; also on this GPU: {others}" if others else ""
+            training.report.say(out_of_memory(outcome.failed, setup.device))
 
 
 def reduce_gradients(training: Training, sums: torch.Tensor) -> tuple[list[float], float]:

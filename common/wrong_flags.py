@@ -1,45 +1,10 @@
-"""Flags that do not exist or are written in another way: the hints in argparse's messages, with the
-names that flags have in other projects."""
+"""Flags that do not exist or are written in another way: the hints in argparse's messages."""
 
 import argparse
 import difflib
 import os
 import re
 
-# Names that a flag has in other projects and in the run_*.sh scripts. A flag here, or a sentence
-# where there is none.
-OTHER_NAMES = {
-    "--lr": "--learning_rate",
-    "--fp16": "--mixed_precision fp16",
-    "--fp32": "--no_mixed_precision",
-    "--grad_acumm": "--gradient_accumulation_steps",
-    "--enable_grad_checkpoint": "--gradient_checkpointing",
-    "--enable_mixed_precision": "--mixed_precision",
-    "--output_path": "--output_dir",
-    "--xla_compilation": "--torch_compile",
-    "--per_device_train_batch_size": "--batch_size",
-    "--per_device_eval_batch_size": "--eval_batch_size",
-    "--resume_from_checkpoint": "--resume",
-    "--keep_last_n_checkpoints": "--keep_last",
-    "--save_total_limit": "--keep_last",
-    "--eval_steps": "--eval_every",
-    "--save_steps": "--save_every",
-    "--logging_steps": "--log_every",
-    "--num_gpus": "GPUS=2 in front of a run_*.sh script trains on two GPUs",
-    "--deepspeed": "here --use_cpu_offload or, on several GPUs, --sharded saves the memory",
-    "--report_to": "metrics are in OUTPUT_DIR/logs/metrics.jsonl and training.png",
-    "--tensorboard": "metrics are in OUTPUT_DIR/logs/metrics.jsonl and training.png",
-    "--no_tensorboard": "no TensorBoard events are written",
-    "--checkpoint_dir": "checkpoints are in OUTPUT_DIR/checkpoints (--output_dir)",
-    "--log_dir": "logs are in OUTPUT_DIR/logs (--output_dir)",
-    "--average_checkpoints": "the weights of the best evaluation are kept, and no average",
-    "--config": "there are no configuration files; every setting is a flag",
-    "--print": "it belongs to the run_*.sh script",
-    "--model_dir": "the recipe's page says which released model it begins from, if any",
-    "--model_file": "the recipe's page says which released model it begins from, if any",
-    "--transcribe": "a voice writes no texts: take a recogniser",
-    "--synthesize": "a recogniser does not speak: take a voice",
-}
 EXPLICIT = re.compile(
     r"argument (--\w+)[^:]*: (?:ignored explicit argument|invalid choice:) '(\w+)'"
 )
@@ -52,8 +17,8 @@ Flags = dict[str, argparse.Action]  # by every name that a flag has
 
 
 def hint(message: str, flags: Flags, hints: dict[str, str]) -> str:
-    """What is added to a message of argparse; empty if nothing is known. `hints`: for flags that do
-    not exist, a flag that does, or a sentence."""
+    """What is added to a message of argparse; empty if nothing is known. `hints`: sentences
+    for flags that do not exist."""
     if message.startswith("unrecognized arguments:"):
         words = message.split(": ", 1)[1].split()
         if not words:
@@ -73,13 +38,13 @@ def hint(message: str, flags: Flags, hints: dict[str, str]) -> str:
 def of_unknown(word: str, flags: Flags, hints: dict[str, str]) -> str:
     """The hint for a flag that does not exist, with or without a value: `--x=value`."""
     unknown, _, value = word.partition("=")
+    if unknown in hints:
+        return f"; {hints[unknown]}"
     near = [flag for flag in flags if flag.startswith(unknown)]
     near = near or difflib.get_close_matches(unknown, flags, n=1, cutoff=0.6)
-    name = hints.get(unknown) or next(iter(near), "")
-    name = off(name, value, flags) or name
-    if not name:
+    if not near:
         return ""
-    return f"; did you mean {name}?" if name.split()[0] in flags else f"; {name}"
+    return f"; did you mean {off(near[0], value, flags) or near[0]}?"
 
 
 def of_word(word: str) -> str:

@@ -2,13 +2,14 @@
 have them, and what checkpoints, exports and folders of the library peft have of them.
 
     # What the flags ask for, as `released.resolve` keeps it in an `Origin`
-    settings, path = adapters.resolve(args)
+    settings, path = adapters.resolve(args, path)
     # The model to train, when its weights are loaded
-    adapters.adapt(origin, family, info, model, weights, resumed, initial, seed)
-"""
+    adapters.adapt(family, info, model, weights, run, seed)
+
+`family` stands for a `released.Family`, `origin` for its `released.Origin`."""
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ import torch
 from common import checkpoint, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
+from common.options import TRAINS, USUAL, flag
 from common.parts import lora
-from models import card, model_files, peft_files, released
+from models import card, model_files, peft_files
+from models.model_files import MODELS
 
 TARGETS = ("linear", "attention", "q,v")  # choices of --lora_targets
 
@@ -27,16 +30,15 @@ WHOLE_ONLY = {
     "sharded": "shards are of a model that is trained",
     "use_cpu_offload": "adapters and their states are small",
 }
-# Rows for common.options.
+# Rows for `Parser.refuse`.
 EXCLUDES = (
-    *((flag, options.COMMAND, options.TRAINS) for flag in ("lora", "lora_targets", "lora_alpha")),
     ("adapter", "resume", "both name weights to use; leave one of them out"),
     *(("lora", flag, f"{reason}; leave the second out") for flag, reason in WHOLE_ONLY.items()),
 )
 NEEDS = (
     (
         "lora",
-        (*released.MODELS, "resume", "init_from", "dry_run", "verify_gpu"),
+        (*MODELS, "resume", "init_from", "dry_run", "verify_gpu"),
         "a random model cannot stay as it is",
     ),
     ("lora_targets", ("lora",), ""),
@@ -44,40 +46,52 @@ NEEDS = (
 )
 
 
+RANKS = options.number(int, 1, lora.MOST_RANK)
+ALPHAS = options.number(float, 0.0, lora.MOST_ALPHA)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of adapters."""
+
+    # fmt: off
+    lora: int | None = flag(
+        RANKS, None, "RANK",
+        "train adapters of this rank beside a released model, whose weights stay as they are, on"
+        " the GPU in 16 bits (off; 8 to 32 are usual)", USUAL, TRAINS)
+    lora_targets: str | None = flag(
+        TARGETS, None, None,
+        "which layers get adapters: all linear ones, those of attention, or two of these"
+        f" ({TARGETS[0]})", TRAINS)
+    lora_alpha: float | None = flag(
+        ALPHAS, None, "X",
+        "adapters count X / RANK times (twice RANK)", TRAINS)
+    adapter: str | None = flag(
+        options.path, None, "PATH",
+        "without training, use --model_dir with these adapters: best.safetensors of a run, or a"
+        " folder of peft's")
+    export_adapter: str | None = flag(
+        options.path, None, "DIR",
+        "write the adapters for peft and transformers; after training, or alone with --resume PATH")
+    # fmt: on
+
+
 def add_arguments(parser, has_peft: bool) -> None:
-    group = parser.add_argument_group("low-rank adapters, in place of training all weights")
-    options.add_rows(
-        group,
-        ("lora", options.number(int, 1, lora.MOST_RANK), None, "RANK",
-         "train adapters of this rank beside a released model, whose weights stay as they are, on"
-         " the GPU in 16 bits (off; 8 to 32 are usual)"),
-        ("lora_targets", TARGETS, None, None,
-         "which layers get adapters: all linear ones, those of attention, or two of these"
-         f" ({TARGETS[0]})"),
-        ("lora_alpha", options.number(float, 0.0, lora.MOST_ALPHA), None, "X",
-         "adapters count X / RANK times (twice RANK)"),
-        ("adapter", options.path, None, "PATH",
-         "without training, use --model_dir with these adapters: best.safetensors of a run, or a"
-         " folder of peft's"),
-    )  # fmt: skip
-    if has_peft:
-        options.add_rows(
-            group,
-            ("export_adapter", options.path, None, "DIR",
-             "write the adapters for peft and transformers; after training, or alone with --resume"
-             " PATH"),
-        )  # fmt: skip
-    parser.usual("lora")
+    title = "low-rank adapters, in place of training all weights"
+    changes = {} if has_peft else {"export_adapter": options.LEAVE_OUT}
+    options.add_record(parser, title, Flags, **changes)
+    parser.refuse(EXCLUDES, NEEDS)
 
 
-def resolve(args) -> tuple[lora.Settings | None, str | None]:
+def resolve(args, base: str | None) -> tuple[lora.Settings | None, str | None]:
     """The settings of the adapters that --lora asks for, or that peft's have if --init_from names
-    some; and the file or folder of adapters that a flag names. Raises `UsageError`."""
+    some; and the file or folder of adapters that a flag names. `base`: the released weights that a
+    flag names, if any. Raises `UsageError`."""
     rank = args.lora
     alpha = args.lora_alpha
     targets = args.lora_targets
     folder = args.init_from
-    if args.adapter and not released.path_of(args):
+    if args.adapter and not base:
         raise UsageError(f"--adapter {args.adapter}: name the released model that it is for, too")
     if not peft_files.is_adapter(folder):
         settings = None
@@ -102,7 +116,7 @@ def record_of(saved: Saved) -> dict:
     return saved.adapters
 
 
-def adapters_of(family: released.Family, info: Any, saved: Saved) -> lora.Adapters:
+def adapters_of(family, info: Any, saved: Saved) -> lora.Adapters:
     """The adapters of a checkpoint. Raises `UsageError` if they are for other layers."""
     record = record_of(saved)
     layers = family.layers(info, TARGETS[0])
@@ -114,39 +128,38 @@ def adapters_of(family: released.Family, info: Any, saved: Saved) -> lora.Adapte
 
 
 def adapt(
-    origin: released.Origin,
-    family: released.Family,
+    family,
     info: Any,
     model: torch.nn.Module,
     base: dict[str, torch.Tensor] | None,
-    resumed: Saved | None,
-    initial: Saved | None,
+    run,
     seed: int,
 ) -> None:
     """Adds adapters to a released model with the weights `base`: those of the checkpoint that the
-    run resumes, those of --init_from, or what --lora asks for, which frozen layers do not get.
-    Prints what is trained. Raises `UsageError`."""
+    `run` (`common.loop.begin`) resumes, those of --init_from, or what --lora asks for, which frozen
+    layers do not get. Prints what is trained. Raises `UsageError`."""
+    origin = family.origin
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     found = {}
-    saved = resumed or (initial if origin.adapters else None)
+    saved = run.resumed or (run.initial if origin.adapters else None)
     if saved and saved.adapters:
         adapters = adapters_of(family, info, saved)
-        if saved is initial:
+        if saved is run.initial:
             check_base(origin, adapters, lora.fingerprint(base or {}, adapters.layers), saved.path)
-    elif origin.adapters and not resumed:
+    elif origin.adapters and not run.resumed:
         if not origin.path and not next(model.parameters()).is_meta:  # as in a planned run
             raise UsageError(
                 "--lora: adapters are for a released model; name it with --model_dir or"
                 " --model_file"
             )
-        adapters, found = new(origin, family, info, base, frozen)
+        adapters, found = new(family, info, base, frozen)
     elif origin.export_adapter:
         raise UsageError("--export_adapter writes adapters, and this run trains none: add --lora")
     else:
         return
-    for flag, reason in WHOLE_ONLY.items():
-        if flag in origin.given:
-            raise UsageError(f"--{flag} with adapters: {reason}; leave the flag out")
+    for name, reason in WHOLE_ONLY.items():
+        if name in origin.given:
+            raise UsageError(f"--{name} with adapters: {reason}; leave the flag out")
     if stuck := [name for name in adapters.layers.adapted if f"{name}.weight" in frozen]:
         raise UsageError(
             f"{len(stuck)} of {len(adapters.layers.adapted)} adapters are beside frozen layers:"
@@ -159,18 +172,18 @@ def adapt(
 
 
 def new(
-    origin: released.Origin,
-    family: released.Family,
+    family,
     info: Any,
     base: dict[str, torch.Tensor] | None,
     frozen: set[str],
 ) -> tuple[lora.Adapters, dict[str, torch.Tensor]]:
     """The adapters that --lora asks for beside layers that are not `frozen`, or the adapters of
     peft's that --init_from names, with their values. Raises `UsageError`."""
+    origin = family.origin
     found = {}
     layers = family.layers(info, origin.adapters.targets)
     if origin.adapter:
-        found, layers = foreign_layers(origin, family, info)
+        found, layers = foreign_layers(family, info)
     else:
         trained = [name for name in layers.adapted if f"{name}.weight" not in frozen]
         layers = replace(layers, adapted=trained)
@@ -179,7 +192,7 @@ def new(
     return lora.Adapters(origin.adapters, layers, fingerprint, name), found
 
 
-def check_base(origin: released.Origin, adapters: lora.Adapters, found: str, path: Path) -> None:
+def check_base(origin, adapters: lora.Adapters, found: str, path: Path) -> None:
     """Raises `UsageError` if the adapters in a file are for other weights than those with the
     fingerprint `found`, which is empty in a dry run."""
     if found and adapters.base != found:
@@ -189,20 +202,13 @@ def check_base(origin: released.Origin, adapters: lora.Adapters, found: str, pat
         )
 
 
-def usual(family: released.Family, info: Any, rank: int) -> lora.Adapters:
+def usual(family, info: Any, rank: int) -> lora.Adapters:
     """The adapters that --lora adds to such a model; nothing is known of its weights."""
     settings = lora.Settings(rank, 2.0 * rank, TARGETS[0])
     return lora.Adapters(settings, family.layers(info, settings.targets), "", "")
 
 
-def attach_saved(
-    network: torch.nn.Module, family: released.Family, info: Any, saved: Saved
-) -> None:
-    """Adds the adapters of a checkpoint, without their values, to its network."""
-    lora.attach(network, adapters_of(family, info, saved), seed=0)
-
-
-def conflicts(origin: released.Origin, saved: Saved) -> list[str]:
+def conflicts(origin, saved: Saved) -> list[str]:
     """The flags that contradict the adapters of a checkpoint, each with what it has."""
     asked = origin.adapters
     if asked is None:
@@ -220,13 +226,14 @@ def conflicts(origin: released.Origin, saved: Saved) -> list[str]:
     ]
 
 
-def match_initial(origin: released.Origin, family: released.Family, initial: Saved) -> None:
+def match_initial(family, initial: Saved) -> None:
     """Merges the adapters of --init_from into its weights, if the run has none. Raises
     `UsageError`, also if they are not those that the flags ask for."""
+    origin = family.origin
     if initial.adapters:
-        released.check_saved(family, initial, origin.forms.family)
+        family.check_saved(initial)
     if initial.adapters and not origin.adapters:
-        weights = merged(origin, family, initial)
+        weights = merged(family, initial)
         initial.model.clear()
         initial.model.update(weights)
     elif origin.adapters and not initial.adapters:
@@ -240,42 +247,34 @@ def match_initial(origin: released.Origin, family: released.Family, initial: Sav
         )
 
 
-def read_base(
-    origin: released.Origin, family: released.Family, adapters: lora.Adapters, path: Path
-) -> dict[str, torch.Tensor]:
+def read_base(family, adapters: lora.Adapters, path: Path) -> dict[str, torch.Tensor]:
     """The released weights that the adapters of the checkpoint at `path` are for. Raises
     `UsageError` if the flags name no weights or others."""
+    origin = family.origin
     if origin.path is None:
         raise UsageError(
             f"{path} has adapters (--lora) for a released model: name it with --model_dir or"
             f" --model_file; its name was {adapters.name}"
         )
-    base = released_weights(origin, family)
+    base = family.base(origin.path)
     check_base(origin, adapters, lora.fingerprint(base, adapters.layers), path)
     return base
 
 
-def released_weights(origin: released.Origin, family: released.Family) -> dict[str, torch.Tensor]:
-    return family.base(origin.path) if family.base else family.read(origin.path)[1]
-
-
-def with_foreign(
-    origin: released.Origin, family: released.Family
-) -> tuple[Any, dict[str, torch.Tensor]]:
+def with_foreign(family) -> tuple[Any, dict[str, torch.Tensor]]:
     """A released model with the adapters of peft's that --adapter names: its info and weights.
     Raises `UsageError`."""
-    info, base = family.read(origin.path)
-    found, layers = foreign_layers(origin, family, info)
-    settings = peft_files.read_settings(origin.adapter)
-    return info, merge(base, found, lora.Adapters(settings, layers, "", ""), origin.adapter)
+    path = family.origin.adapter
+    info, base = family.read(family.origin.path)
+    found, layers = foreign_layers(family, info)
+    settings = peft_files.read_settings(path)
+    return info, merge(base, found, lora.Adapters(settings, layers, "", ""), path)
 
 
-def foreign_layers(
-    origin: released.Origin, family: released.Family, info: Any
-) -> tuple[dict[str, torch.Tensor], lora.Layers]:
+def foreign_layers(family, info: Any) -> tuple[dict[str, torch.Tensor], lora.Layers]:
     """The tensors of adapters of peft's, and the layers that they are for. Raises `UsageError` if
     they do not fit the model."""
-    path = origin.adapter
+    path = family.origin.adapter
     settings = peft_files.read_settings(path)
     found = peft_files.read(path, family.prefix(info))
     layers = family.layers(info, settings.targets)
@@ -299,36 +298,10 @@ def foreign_layers(
     return found, layers
 
 
-def exports_only(origin: released.Origin) -> bool:
-    """Whether all that is asked for is --export_adapter of saved weights."""
-    return released.exports_only(origin) and not origin.export and "evaluate" not in origin.given
-
-
-def export_trained(
-    origin: released.Origin,
-    family: released.Family,
-    info: Any,
-    model: torch.nn.Module,
-    about: card.About,
-) -> None:
-    """--export and --export_adapter after a training, with model cards. Raises `UsageError` and
-    `RunError`."""
-    if origin.export:
-        weights = released.trained_weights(origin, family, model)
-        family.export(info, weights, family.about(info, about))
-    if origin.export_adapter:
-        export_adapter(origin, family, about)
-
-
-def export_saved(origin: released.Origin, family: released.Family, recipe: str) -> None:
-    """--export_adapter alone: needs no released weights. Raises `UsageError` and `RunError`."""
-    about = card.About(recipe, origin.path, released.weights_file(origin))
-    export_adapter(origin, family, about)
-
-
-def export_adapter(origin: released.Origin, family: released.Family, about: card.About) -> None:
-    """Writes the adapters that a run has saved, with a model card. Raises `UsageError` and
-    `RunError`."""
+def export(family, about: card.About) -> None:
+    """--export_adapter: writes the adapters that a run has saved, with a model card. It needs no
+    released weights. Raises `UsageError` and `RunError`."""
+    folder = family.origin.export_adapter
     path = about.weights
     if path is None:
         raise UsageError("--export_adapter writes the adapters of a run: name them with --resume")
@@ -337,13 +310,12 @@ def export_adapter(origin: released.Origin, family: released.Family, about: card
         raise UsageError(
             f"--export_adapter: {path} has no adapters; --export writes the whole model"
         )
-    info = released.check_saved(family, saved, origin.forms.family)
+    info = family.check_saved(saved)
     adapters = adapters_of(family, info, saved)
-    name = Path(origin.export_adapter).resolve().name
-    text = card.readme(name, family.about(info, about), family.adapter_card(info))
-    prefix = family.prefix(info)
-    names = peft_files.write(origin.export_adapter, saved.model, adapters, prefix, text)
-    print(f"adapters exported to {origin.export_adapter}: {', '.join(names)}")
+    form = family.adapter_form(info)
+    text = card.readme(Path(folder).resolve().name, family.about(info, about), form)
+    names = peft_files.write(folder, saved.model, adapters, family.prefix(info), text)
+    print(f"adapters exported to {folder}: {', '.join(names)}")
 
 
 def merge(
@@ -359,29 +331,25 @@ def merge(
     return checkpoint.check_tensors(merged, path)
 
 
-def merged(origin: released.Origin, family: released.Family, saved: Saved) -> dict:
+def merged(family, saved: Saved) -> dict:
     """The weights of a checkpoint with adapters, which are merged into the released weights. Raises
     `UsageError`."""
     info = records.read(family.model_info, saved.model_info, saved.path)
     adapters = adapters_of(family, info, saved)
-    base = read_base(origin, family, adapters, saved.path)
+    base = read_base(family, adapters, saved.path)
     return merge(base, saved.model, adapters, saved.path)
 
 
-def merged_after_training(
-    origin: released.Origin, family: released.Family, model: torch.nn.Module
-) -> dict[str, torch.Tensor]:
+def merged_after_training(family, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The weights of a model with adapters, which are merged into the released weights as they are
     in their file, because those of the model may have 16 bits. Raises `UsageError`."""
-    base = released_weights(origin, family)
+    base = family.base(family.origin.path)
     trained = {name: tensor.cpu() for name, tensor in checkpoint.state_of(model).items()}
     return lora.merge(base, trained, lora.adapters_of(model))
 
 
-def frozen_base(
-    origin: released.Origin, family: released.Family, info: Any, resumed: Saved
-) -> dict[str, torch.Tensor]:
+def frozen_base(family, info: Any, resumed: Saved) -> dict[str, torch.Tensor]:
     """The weights of a model, without its adapters, whose training is resumed. Raises
     `UsageError`."""
-    base = read_base(origin, family, adapters_of(family, info, resumed), resumed.path)
+    base = read_base(family, adapters_of(family, info, resumed), resumed.path)
     return {**base, **lora.without_adapters(resumed.model)}

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
+from huggingface_hub import EvalResult, ModelCardData
 
 from common import checkpoint
 from speech.data.columns import printable
@@ -17,6 +17,19 @@ from speech.writing.text import NAMES, for_scoring, in_lower_case
 
 RECOGNITION = "automatic-speech-recognition"  # Hugging Face's pipeline_tag
 SYNTHESIS = "text-to-speech"
+# How an export is used: a recogniser in transformers; adapters of the class CLASS in peft.
+PIPELINE = """
+from transformers import pipeline
+
+print(pipeline("automatic-speech-recognition", "FOLDER")("recording.wav")["text"])
+"""
+PEFT = """
+from peft import PeftModel
+from transformers import CLASS
+
+base = CLASS.from_pretrained("BASE")  # the folder of the base model
+model = PeftModel.from_pretrained(base, "FOLDER")
+"""
 CPML = {
     "license": "other",
     "license_name": "coqui-public-model-license",
@@ -79,7 +92,7 @@ class About:
     `base`: the folder or file of released weights that a flag names. `weights`: the file of a
     run whose weights these are, beside which the loop has noted how they came about; None for
     released weights, which are only converted. `data`: what the run has saved about its data.
-    `results`: what `recogniser.results_of` returns.
+    `results`: what `results.results_of` returns.
     `reading`: how the recipe compares texts in training. What a family fills in: `languages` by
     their codes, unless a recipe does; whether the weights began at random (`is_new`); the `licence`
     of all that derives from the base, whatever its name is; a `note`, a sentence on the model."""
@@ -99,14 +112,13 @@ class About:
 @dataclass(frozen=True)
 class Rate:
     """An error rate, a share. `reading`: how texts were compared; `before`: the rate of the weights
-    at the start; `ends`: of the 95 % interval; `is_public`: others on the hub can compare it."""
+    at the start; `is_public`: others on the hub can compare it."""
 
     set: str
     reading: str
     metric: str
     after: float
     before: float | None = None
-    ends: tuple[float, float] | None = None
     is_public: bool = False
 
 
@@ -163,7 +175,7 @@ def readme(name: str, about: About, form: Form) -> str:
     parts = [
         f"---\n{metadata(name, about, form, (base, licence), rates)}---\n\n# {plain(name)}",
         origin(about, form, path and plain(base or Path(path).name), licence, unchanged),
-        "## Use\n\n" + fenced(form.language, form.use.replace("FOLDER", quoted).strip()),
+        f"## Use\n\n```{form.language}\n{form.use.replace('FOLDER', quoted).strip()}\n```",
         data_table(about),
         error_table(rates),
         (about.results or {}).get("warning"),
@@ -177,45 +189,38 @@ def plain(text: str) -> str:
     return re.sub(r"[\\`*<>&|\[\]]", r"\\\g<0>", printable(text))
 
 
-def fenced(language: str, text: str) -> str:
-    """A block of code that the text cannot end."""
-    longest = max(map(len, re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}{language}\n{text}\n{fence}"
-
-
 def metadata(
     name: str, about: About, form: Form, base: tuple[str | None, dict], rates: list[Rate]
 ) -> str:
     """The hub's metadata in YAML, without what is not known. `base`: as `released` returns it."""
     of_training = about.data.sets.get("train", {}) if about.data else {}
-    public = [rate for rate in rates if rate.is_public]
     results = [
-        {
-            "task": {"type": form.task},
-            "dataset": {"name": rate.set, "type": "own"},
-            "metrics": [
-                {
-                    "type": rate.metric,
-                    "value": round(100 * rate.after, 2),
-                    "name": f"{rate.metric.upper()} in %, {rate.reading}",
-                }
-            ],
-        }
-        for rate in public
+        EvalResult(
+            task_type=form.task,
+            dataset_type="own",
+            dataset_name=rate.set,
+            metric_type=rate.metric,
+            metric_value=round(100 * rate.after, 2),
+            metric_name=f"{rate.metric.upper()} in %, {rate.reading}",
+        )
+        for rate in rates
+        if rate.is_public
     ]
-    block = {
-        "language": list(about.languages or map(code_of, of_training.get("languages", []))),
+    index = {}
+    if results:
+        metrics = list(dict.fromkeys(result.metric_type for result in results))
+        index = {"metrics": metrics, "model_name": name, "eval_results": results}
+    languages = about.languages or map(code_of, of_training.get("languages", []))
+    data = ModelCardData(
+        language=list(languages) or None,
+        base_model=base[0],
+        library_name=form.library,
+        pipeline_tag=form.task,
+        tags=[form.family.lower(), "speech"],
         **base[1],
-        "base_model": base[0],
-        "library_name": form.library,
-        "pipeline_tag": form.task,
-        "tags": [form.family.lower(), "speech"],
-        "metrics": list(dict.fromkeys(rate.metric for rate in public)),
-        "model-index": results and [{"name": name, "results": results}],
-    }
-    known = {key: value for key, value in block.items() if value}
-    return yaml.safe_dump(known, allow_unicode=True, sort_keys=False)
+        **index,
+    )
+    return data.to_yaml() + "\n"
 
 
 def measured(about: About, base: str | None) -> list[Rate]:
@@ -232,11 +237,9 @@ def measured(about: About, base: str | None) -> list[Rate]:
             continue
         for metric, rate in values.items():
             first = before.get(reading, {}).get(metric, {}).get("rate")
-            ends = rate["low"], rate["high"]
             place = results["title"].partition(",")[0]
             is_public = reading == lower or len(rates) == 1
-            ends = None if None in ends else ends
-            found.append(Rate(place, reading, metric, rate["rate"], first, ends, is_public))
+            found.append(Rate(place, reading, metric, rate["rate"], first, is_public))
     return found
 
 
@@ -273,13 +276,12 @@ def error_table(rates: list[Rate]) -> str:
     lines = [
         "## Error rates",
         "",
-        "| set | texts compared | | before, % | after, % | 95 % interval |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| set | texts compared | | before, % | after, % |",
+        "| --- | --- | --- | --- | --- |",
     ]
     for rate in rates:
-        ends = " to ".join(f"{100 * end:.2f}" for end in rate.ends or ()) or "-"
         before = "-" if rate.before is None else f"{100 * rate.before:.2f}"
-        values = f"{rate.metric.upper()} | {before} | {100 * rate.after:.2f} | {ends}"
+        values = f"{rate.metric.upper()} | {before} | {100 * rate.after:.2f}"
         lines.append(f"| {plain(rate.set)} | {rate.reading} | {values} |")
     return "\n".join(lines)
 
@@ -346,5 +348,5 @@ def training(about: About, made: dict, by: dict) -> str:
     text = f"## Training\n\nTrained by `recipes/{about.recipe}.py`"
     text += f" ({', '.join(facts)})." if facts else "."
     if by.get("command"):
-        text += "\n\n" + fenced("bash", by["command"])
+        text += f"\n\n```bash\n{by['command']}\n```"
     return text

@@ -15,6 +15,7 @@ from common import checkpoint, files
 from common.errors import UsageError, cannot_write, first_line
 from speech.data.folders import require_replaceable, write_folder
 
+MODELS = ("model_dir", "model_file")  # flags that name released weights
 EXPORTED = "speech-recipes"  # in config.json of an export
 MADE_BY = {"exported_by": EXPORTED}  # in its made_from.json
 POINTER = b"version https://git-lfs"

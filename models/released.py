@@ -1,31 +1,33 @@
 """Where a model starts: at a checkpoint, at released weights, or at random ones. For all recipes
 that can start from a released model.
 
-    # What the flags ask for
-    origin = released.resolve(args, FORMS, SIZES, "base", is_demo)
-    # The model to train
-    info, weights = released.choose(origin, family, run.resumed, run.initial, create)
-    # The model to evaluate, use or export
-    info, weights, saved = released.use(origin, family, RECIPE)
+    origin = released.resolve(args, FORMS, SIZES, "base", is_demo)  # what the flags ask for
+    family = start.Family(asked)  # which has this origin
+    info, model = family.first_model(run, texts, seed)  # to train
+    model, info, before = family.trained(RECIPE, RunInfo, setup)  # to evaluate, use or export
+    family.export(info, model, about)
 """
 
+import functools
 import math
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from common import checkpoint, options, records
+from common import checkpoint, device, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
-from models import model_files
+from common.options import TRAINS, USUAL, OnOff, flag
+from common.parts import lora
+from models import adapters, card, model_files, peft_files
+from models.model_files import MODELS
 
-MODELS = ("model_dir", "model_file")  # flags that name released weights
 GOALS = ("train_manifest", "from_scratch", "max_steps", "num_epochs", "dry_run", "verify_gpu")
 
 EXPORTS = ("export", "export_adapter")  # flags that name a folder which is replaced
@@ -35,12 +37,10 @@ LEAVE_OUT = (
     "leave it out to continue, or start a new run with another --output_dir, or from the weights"
     " that fit with --init_from in place of --resume"
 )
-FROM_SCRATCH = (
-    "leave it out to take that model, or add --from_scratch to make a new one, which takes the"
-    " weights that fit"
-)
+TAKE = "leave it out to take that model"
+FROM_SCRATCH = f"{TAKE}, or add --from_scratch to make a new one, which takes the weights that fit"
 
-# Rows for common.options: flags that exclude each other.
+# Rows for `Parser.refuse`: flags that exclude each other.
 EXCLUDES = (
     ("model_dir", "model_file", "both say where the model starts; give one of them"),
     *(
@@ -51,7 +51,6 @@ EXCLUDES = (
         (model, "model_size", "a released model has its own shape; leave one of them out")
         for model in MODELS
     ),
-    ("from_scratch", options.COMMAND, options.TRAINS),
 )
 
 
@@ -65,6 +64,14 @@ class Forms:
     exported: str  # what loads an export: "for transformers, with OpenAI's model.pt"
     fetch: str  # the command that fetches a released model
     fetch_file: str = ""  # the one that fetches a file, if `fetch` does not
+    scratch: bool = True  # whether a recipe has --from_scratch and --model_size
+
+    def ways(self) -> str:
+        """The flags that say where a training starts, for a message."""
+        ways = f"--model_dir DIR ({self.folder})"
+        if self.file:
+            ways += f", --model_file FILE ({self.file})"
+        return f"{ways}, or --from_scratch" if self.scratch else ways
 
 
 @dataclass(frozen=True)
@@ -93,106 +100,83 @@ class Origin:
     export_adapter: str | None = None
 
 
-@dataclass(frozen=True)
-class Family:
-    """A family of models, as `choose` and `use` need it. `info` stands for a `ModelInfo`.
-
-    `read(path)` returns the info and the weights of a released model; `network(info)` makes the
-    network with random weights. `check(info, name)` raises `UsageError` if the parts of an info
-    that was saved contradict each other; `name` is the file's. `conflicts(info, saved)` lists the
-    flags that contradict a checkpoint, each with what the checkpoint has instead; see
-    `conflicts`. `layers(info, targets)`: the `lora.Layers` that --lora_targets means.
-    `base(path)`: the weights that `read` returns, if no flag has to say what the info needs.
-
-    What a family with --export_adapter has besides: `about(info, about)` completes a `card.About`;
-    `export(info, weights, about)` writes --export; `adapter_card` is the `card.Form` of its
-    adapters, by the info; `prefix(info)`: what the names of transformers' model begin with in
-    addition to these, but those that are trained whole beside adapters."""
-
-    model_info: type
-    read: Callable[[str], tuple[Any, dict[str, torch.Tensor]]]
-    network: Callable[[Any], torch.nn.Module]
-    check: Callable[[Any, str], None]
-    conflicts: Callable[[Any, Saved], list[str]]
-    layers: Callable[[Any, str], Any]
-    about: Callable[[Any, Any], Any] | None = None
-    export: Callable[[Any, dict[str, torch.Tensor], Any], None] | None = None
-    adapter_card: Callable[[Any], Any] | None = None
-    prefix: Callable[[Any], str] = lambda info: ""
-    base: Callable[[str], dict[str, torch.Tensor]] | None = None
-
-
 # --- flags ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags that say where a model starts."""
+
+    # fmt: off
+    model_dir: str | None = flag(
+        options.path, None, "DIR", "fine-tune a released model; without training, use it", USUAL)
+    model_file: str | None = flag(options.path, None, "FILE", "the same for a file", USUAL)
+    from_scratch: bool = flag(
+        OnOff, False, None, "train all weights from random ones (on for the demo)", USUAL, TRAINS)
+    model_size: str | None = flag(None, None, None, "shape of a model from scratch ()", USUAL)
+    export: str | None = flag(
+        options.path, None, "DIR",
+        "write the weights for other programs", USUAL)
+    # fmt: on
 
 
 def add_arguments(parser, forms: Forms, sizes: Iterable[str], usual_size: str):
     """Adds the flags that say where a model starts, and --export. `sizes` are the choices of
     --model_size; the first is the demo's, and `usual_size` is the default with data. Returns the
     group of flags, so that a family can add its own to it."""
-    sizes = list(sizes)
-    group = parser.add_argument_group(
-        "model: where it starts (its shape comes from the checkpoint when resuming)"
+    title = "model: where it starts (its shape comes from the checkpoint when resuming)"
+    folder = f"fine-tune {forms.family}, {forms.folder}; without training, use it"
+    export = (
+        f"write the weights as a folder {forms.exported}; after training, or alone with --resume"
+        " PATH or --model_dir"
     )
-    options.add_rows(
-        group,
-        ("model_dir", options.path, None, "DIR",
-         f"fine-tune {forms.family}, {forms.folder}; without training, use it"),
-    )  # fmt: skip
-    if forms.file:
-        options.add_rows(
-            group, ("model_file", options.path, None, "FILE", f"the same for {forms.file}")
-        )
-        parser.usual("model_file")
-    options.add_rows(
-        group,
-        ("from_scratch", options.OnOff, False, None,
-         "train all weights from random ones (on for the demo)"),
-        ("model_size", sizes, None, None,
-         f"shape of a model from scratch ({sizes[0]}, without data; {usual_size} with data)"),
-        ("export", options.path, None, "DIR",
-         f"write the weights as a folder {forms.exported}; after training, or alone with --resume"
-         " PATH or --model_dir"),
-    )  # fmt: skip
-    parser.usual("model_dir", "from_scratch", "model_size", "export")
-    return group
-
-
-def path_of(args) -> str | None:
-    """The folder or file of released weights that a flag names."""
-    return args.model_dir or getattr(args, "model_file", None)
+    file = {"help": f"the same for {forms.file}"} if forms.file else options.LEAVE_OUT
+    size = scratch = options.LEAVE_OUT
+    if forms.scratch:
+        sizes = list(sizes)
+        usual = f"{sizes[0]}, without data; {usual_size} with data"
+        size = {"choices": sizes, "help": f"shape of a model from scratch ({usual})"}
+        scratch = {}
+    parser.refuse(EXCLUDES)
+    return options.add_record(
+        parser,
+        title,
+        Flags,
+        model_dir={"help": folder},
+        model_file=file,
+        from_scratch=scratch,
+        model_size=size,
+        export={"help": export},
+    )
 
 
 def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo: bool) -> Origin:
     """Checks the flags that say where the model starts, and fills in --model_size. `sizes` are the
     names of model sizes and their configurations. A demo starts at random weights, and a command
     that does not train needs none. Raises `UsageError`."""
-    from models import adapters
-
-    path = path_of(args)
+    path = args.model_dir or getattr(args, "model_file", None)
     flag = "--model_dir" if args.model_dir else "--model_file"
-    ways = f"--model_dir DIR ({forms.folder}), "
-    if forms.file:
-        ways += f"--model_file FILE ({forms.file}), "
-    ways += "or --from_scratch"
-    is_command = any(options.is_on(vars(args), name) for name in args.commands)
+    from_scratch = forms.scratch and args.from_scratch
+    is_command = any(options.is_on(vars(args), name) for name in args.rules.commands)
     trains = options.plans(args) or not is_command
-    starts_somewhere = path or args.from_scratch or is_demo or args.resume or args.init_from
+    starts_somewhere = path or from_scratch or is_demo or args.resume or args.init_from
     if trains and not starts_somewhere:
-        raise UsageError(f"training needs a model to start from: add {ways}")
+        raise UsageError(f"training needs a model to start from: add {forms.ways()}")
     if path:
         require_source(path, flag, forms)
     require_exports(vars(args), options.paths_in(args, *EXPORTS))
-    if not path and args.model_size is None:
+    if forms.scratch and not path and args.model_size is None:
         args.model_size = next(iter(sizes)) if is_demo else usual_size
-    settings, adapter = adapters.resolve(args)
+    size_name = args.model_size if forms.scratch else None
+    settings, adapter = adapters.resolve(args, path)
     return Origin(
         given=args.given,
         path=path,
         flag=flag,
-        from_scratch=args.from_scratch,
-        may_be_random=args.from_scratch or (is_demo and not path and not args.init_from),
-        size_name=args.model_size,
-        size=sizes.get(args.model_size),
+        from_scratch=from_scratch,
+        may_be_random=from_scratch or (is_demo and not path and not args.init_from),
+        size_name=size_name,
+        size=sizes.get(size_name),
         resume=args.resume,
         checkpoint_dir=args.checkpoint_dir,
         export=args.export,
@@ -208,13 +192,13 @@ def require_exports(flags: dict, inputs: list[str]) -> None:
     holds, another place that the command writes, or one of its `inputs`: now, not after hours of
     training. `flags`: the values of the command line, by name."""
     places = {name: flags.get(name) for name in (*EXPORTS, *WRITTEN)}
-    for flag in EXPORTS:
-        if not (export := places[flag]):
+    for name in EXPORTS:
+        if not (export := places[name]):
             continue
         model_files.require_export(export)
-        others = [place for name, place in places.items() if place and name != flag]
+        others = [place for other, place in places.items() if place and other != name]
         for other in (*others, *inputs):
-            refuse_overlap(export, other, f"--{flag}")
+            refuse_overlap(export, other, f"--{name}")
 
 
 def refuse_overlap(export: str, other: str | Path, flag: str = "--export") -> None:
@@ -264,80 +248,18 @@ def exports_only(origin: Origin, goals: Iterable[str] = GOALS) -> bool:
     return origin.path is not None
 
 
-# --- the model ------------------------------------------------------------------------------------
+def exports_adapter_only(origin: Origin) -> bool:
+    """Whether all that is asked for is --export_adapter of saved weights."""
+    return exports_only(origin) and not origin.export and "evaluate" not in origin.given
 
 
-def choose(
-    origin: Origin,
-    family: Family,
-    resumed: Saved | None,
-    initial: Saved | None,
-    create: Callable[[], Any],
-) -> tuple[Any, dict[str, torch.Tensor] | None]:
-    """The info of the model to be trained, and the weights that it starts with: released ones, or
-    None if they are random or the loop loads them. `resumed` is the checkpoint that the run
-    resumes, `initial` that of --init_from, whose model is taken if no flag names another.
-    `create()` makes the info of a new model. Raises `UsageError`."""
-    if resumed:
-        info = read_info(origin, family, resumed)
-        if not resumed.adapters:
-            return info, None
-        from models import adapters
-
-        return info, adapters.frozen_base(origin, family, info, resumed)
-    if initial and (initial.adapters or origin.adapters):
-        from models import adapters
-
-        adapters.match_initial(origin, family, initial)
-    if origin.path:
-        return family.read(origin.path)
-    if initial and not origin.may_be_random:
-        return read_info(origin, family, initial, FROM_SCRATCH), None
-    if not origin.may_be_random:  # which is known only when --resume auto has found no checkpoint
-        ways = "--model_dir, --model_file" if origin.forms.file else "--model_dir"
-        raise UsageError(
-            "there is no checkpoint to resume from, and nothing says where the model starts: add"
-            f" {ways} or --from_scratch"
-        )
-    info = create()
-    shapes = checkpoint.shapes_of(lambda: family.network(info))
-    model_files.require_room(sum(map(math.prod, shapes.values())))
-    return info, None
-
-
-def use(
-    origin: Origin, family: Family, recipe: str
-) -> tuple[Any, dict[str, torch.Tensor], Saved | None]:
-    """A model that is not trained further: its info and weights, and the checkpoint that they are
-    from, None for a released model. The model is that of --model_dir or --model_file, of --resume,
-    or of the best evaluation. Raises `UsageError`."""
-    if has_foreign_adapter(origin):
-        from models import adapters
-
-        return *adapters.with_foreign(origin, family), None
-    if origin.path and not (origin.resume or origin.adapter):
-        info, weights = family.read(origin.path)
-        return info, weights, None
-    named = origin.adapter or origin.resume
-    saved = checkpoint.weights_to_use(named, origin.checkpoint_dir, recipe)
-    if origin.adapter and not saved.adapters:
-        raise UsageError(f"--adapter {origin.adapter}: it has no adapters; name it with --resume")
-    return read_info(origin, family, saved), whole_weights(origin, family, saved), saved
-
-
-def has_foreign_adapter(origin: Origin) -> bool:
-    """Whether --adapter names a folder of peft's."""
-    if origin.adapter is None:
-        return False
-    from models import peft_files
-
-    return peft_files.is_adapter(origin.adapter)
+# --- the weights of a command ----------------------------------------------------------------------
 
 
 def weights_file(origin: Origin) -> Path | None:
-    """The file of the weights of `use`; None for a released model."""
+    """The file of the weights of `Family.use`; None for a released model."""
     named = origin.adapter or origin.resume
-    if has_foreign_adapter(origin) or (origin.path and not named):
+    if peft_files.is_adapter(origin.adapter) or (origin.path and not named):
         return None
     return checkpoint.path_to_use(named, origin.checkpoint_dir)
 
@@ -350,57 +272,250 @@ def read_run_info(kind: type, saved: Saved | None):
     return records.read(kind, saved.run_info, saved.path)
 
 
-def read_info(origin: Origin, family: Family, saved: Saved, advice: str = LEAVE_OUT):
-    """The `ModelInfo` of a checkpoint. Raises `UsageError` if it does not fit the checkpoint's
-    weights, and for flags that contradict it: otherwise `--resume auto` in a script would continue
-    an earlier demo and ignore the model that the flags name. `advice` ends that message."""
-    info = check_saved(family, saved, origin.forms.family)
-    found = family.conflicts(info, saved)
-    if origin.adapters:
-        from models import adapters
-
-        found += adapters.conflicts(origin, saved)
-    if found:
-        raise UsageError(f"{', '.join(found)} conflicts with the checkpoint: {advice}")
-    return info
+# --- a family --------------------------------------------------------------------------------------
 
 
-def check_saved(family: Family, saved: Saved, name: str):
-    """The `ModelInfo` of a checkpoint, if it and the weights are of one model. Otherwise a damaged
-    info could ask for a model of any size. Raises `UsageError`."""
-    info = records.read(family.model_info, saved.model_info, saved.path)
-    family.check(info, str(saved.path))
+class Family:
+    """A family of released models. Each has a class of its own, which says what differs: the
+    attributes, the methods of the first part, and those of the second part that it overrides.
 
-    def make() -> torch.nn.Module:
-        network = family.network(info)
-        if saved.adapters:
-            from models import adapters
+    `asked`: the `Options` of the family's flags, which have an `origin`. `info` stands for its
+    `ModelInfo`. `weights` are {name: tensor}, None if they are random or the loop loads them."""
 
-            adapters.attach_saved(network, family, info, saved)
-        return network
+    model_info: type  # the record of a model beside its weights
+    sized: tuple[str, ...]  # the names in a configuration that tell sizes apart
+    # By --lora_targets, how the names of the layers end that have adapters; and of `lora.Layers`.
+    adapted: dict[str, tuple[str, ...]]
+    whole: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()  # the tensors that have a row for each token
+    peft_class = ""  # of transformers, for the card of adapters
 
-    model_files.check_shapes(saved.model, checkpoint.shapes_of(make), saved.path, name)
-    return info
+    def __init__(self, asked):
+        self.asked = asked
+        self.origin: Origin = asked.origin
 
+    # What every family says.
 
-def trained_weights(
-    origin: Origin, family: Family, model: torch.nn.Module
-) -> dict[str, torch.Tensor]:
-    """The weights of a model after training, without adapters. Raises `UsageError`."""
-    if checkpoint.partial_of(model) is None:
-        return model.state_dict()
-    from models import adapters
+    def read(self, path: str) -> tuple[Any, dict[str, torch.Tensor]]:
+        """The info and the weights of a released model. Raises `UsageError`."""
+        raise NotImplementedError
 
-    return adapters.merged_after_training(origin, family, model)
+    def network(self, info) -> torch.nn.Module:
+        """The network with random weights."""
+        raise NotImplementedError
 
+    def make_model(self, info, weights, trains: bool = False) -> torch.nn.Module:
+        """A model with these weights, or random ones. `trains`: with the flags' dropout."""
+        raise NotImplementedError
 
-def whole_weights(origin: Origin, family: Family, saved: Saved) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint, without adapters. Raises `UsageError`."""
-    if not saved.adapters:
-        return saved.model
-    from models import adapters
+    def create(self, source):
+        """The info of a new model. `source`: see `first_model`. Raises `UsageError`."""
+        raise NotImplementedError
 
-    return adapters.merged(origin, family, saved)
+    def check(self, info, name: str) -> None:
+        """Raises `UsageError` if the parts of an info that was saved in the file `name` contradict
+        each other."""
+        raise NotImplementedError
+
+    def tokens(self, info) -> list[str]:
+        """The meaning of each row of `rows`."""
+        raise NotImplementedError
+
+    def form(self, info) -> card.Form:
+        """The card of --export."""
+        raise NotImplementedError
+
+    def write(self, info, weights: dict[str, torch.Tensor], text: str) -> list[str]:
+        """Writes --export with the `text` of its card, and returns the names of the files."""
+        raise NotImplementedError
+
+    # What some families say.
+
+    def conflicts(self, info, saved: Saved) -> list[str]:
+        """The flags that contradict a checkpoint, each with what the checkpoint has."""
+        return conflicts(self.origin, info, self.sized)
+
+    def begin(self, info, weights, run, source) -> tuple[Any, dict[str, torch.Tensor] | None]:
+        """The info and weights of a model that is trained, from those of `choose`. `run` and
+        `source`: see `first_model`. Raises `UsageError`."""
+        return info, weights
+
+    def require_usable(self, info) -> None:
+        """Raises `UsageError` for a model that cannot be used or exported as the flags ask."""
+
+    def base(self, path: str) -> dict[str, torch.Tensor]:
+        """The weights of `read`, also if no flag says what the info needs."""
+        return self.read(path)[1]
+
+    def layers(self, info, targets: str) -> lora.Layers:
+        """The layers that --lora_targets means."""
+        with torch.device("meta"):
+            modules = [name for name, _ in self.network(info).named_modules()]
+        ends = self.adapted[targets]
+        adapted = [n for n in modules if n.endswith(ends) and not n.startswith(self.whole or " ")]
+        return lora.Layers(adapted, self.whole, self.kept)
+
+    def prefix(self, info) -> str:
+        """What the names in transformers' model begin with in addition to these, but those that are
+        trained whole beside adapters."""
+        return ""
+
+    def about(self, info, about: card.About) -> card.About:
+        """`about` with what the info knows."""
+        return replace(about, is_new=not info.pretrained)
+
+    def adapter_form(self, info) -> card.Form:
+        """The card of --export_adapter."""
+        use = card.PEFT.replace("CLASS", self.peft_class)
+        return replace(self.form(info), library="peft", use=use)
+
+    # What all have in common.
+
+    def first_model(self, run, source: Callable, seed: int) -> tuple[Any, torch.nn.Module]:
+        """The model that a training `run` (`common.loop.begin`) starts with, and its info: that of
+        its checkpoint, that of --init_from, a released one, or a new one. It has the adapters that
+        the flags ask for. `source`: the recipe's function that returns the training texts, or what
+        is made of them, if the vocabulary comes from them. Raises `UsageError` and `DataError`."""
+        with run.model_device():
+            create = functools.partial(self.create, source)
+            info, weights = self.choose(run.resumed, run.initial, create)
+            info, weights = self.begin(info, weights, run, source)
+            model = self.make_model(info, weights, trains=True)
+            adapters.adapt(self, info, model, weights, run, seed)
+        return info, model
+
+    def trained(
+        self, recipe: str, run_info: type, setup: device.Setup
+    ) -> tuple[torch.nn.Module, Any, Any]:
+        """A model that is not trained further, its info, and the `run_info` of the run that trained
+        it, which is None for a released one. Raises `UsageError`."""
+        info, weights, saved = self.use(recipe)
+        self.require_usable(info)
+        before = read_run_info(run_info, saved)
+        return self.make_model(info, weights).to(setup.device).eval(), info, before
+
+    def released_model(self) -> tuple[Any, torch.nn.Module]:
+        """The released model that a flag names, with its info, on the host. Raises `UsageError`."""
+        info, weights = self.read(self.origin.path)
+        self.require_usable(info)
+        return info, self.make_model(info, weights).eval()
+
+    def choose(
+        self, resumed: Saved | None, initial: Saved | None, create: Callable[[], Any]
+    ) -> tuple[Any, dict[str, torch.Tensor] | None]:
+        """The info of the model to be trained, and the weights that it starts with. `resumed` is the
+        checkpoint that the run resumes, `initial` that of --init_from, whose model is taken if no
+        flag names another. `create()` makes the info of a new model. Raises `UsageError`."""
+        origin = self.origin
+        if resumed:
+            info = self.read_info(resumed)
+            if not resumed.adapters:
+                return info, None
+            return info, adapters.frozen_base(self, info, resumed)
+        if initial and (initial.adapters or origin.adapters):
+            adapters.match_initial(self, initial)
+        if origin.path:
+            return self.read(origin.path)
+        if initial and not origin.may_be_random:
+            advice = FROM_SCRATCH if origin.forms.scratch else TAKE
+            return self.read_info(initial, advice), None
+        if not origin.may_be_random:  # known only when --resume auto has found no checkpoint
+            raise UsageError(
+                "there is no checkpoint to resume from, and nothing says where the model starts:"
+                f" add {origin.forms.ways()}"
+            )
+        info = create()
+        shapes = checkpoint.shapes_of(lambda: self.network(info))
+        model_files.require_room(sum(map(math.prod, shapes.values())))
+        return info, None
+
+    def use(self, recipe: str) -> tuple[Any, dict[str, torch.Tensor], Saved | None]:
+        """A model that is not trained further: its info and weights, and the checkpoint that they
+        are from, None for a released model. The model is that of --model_dir or --model_file, of
+        --resume, or of the best evaluation. Raises `UsageError`."""
+        origin = self.origin
+        if peft_files.is_adapter(origin.adapter):
+            return *adapters.with_foreign(self), None
+        if origin.path and not (origin.resume or origin.adapter):
+            return *self.read(origin.path), None
+        named = origin.adapter or origin.resume
+        saved = checkpoint.weights_to_use(named, origin.checkpoint_dir, recipe)
+        if origin.adapter and not saved.adapters:
+            raise UsageError(
+                f"--adapter {origin.adapter}: it has no adapters; name it with --resume"
+            )
+        return self.read_info(saved), self.whole_weights(saved), saved
+
+    def read_info(self, saved: Saved, advice: str = LEAVE_OUT):
+        """The info of a checkpoint. Raises `UsageError` if it does not fit the checkpoint's
+        weights, and for flags that contradict it: otherwise `--resume auto` in a script would
+        continue an earlier demo and ignore the model that the flags name. `advice` ends that
+        message."""
+        info = self.check_saved(saved)
+        found = self.conflicts(info, saved) + adapters.conflicts(self.origin, saved)
+        if found:
+            raise UsageError(f"{', '.join(found)} conflicts with the checkpoint: {advice}")
+        return info
+
+    def check_saved(self, saved: Saved):
+        """The info of a checkpoint, if it and the weights are of one model. Otherwise a damaged
+        info could ask for a model of any size. Raises `UsageError`."""
+        info = records.read(self.model_info, saved.model_info, saved.path)
+        self.check(info, str(saved.path))
+
+        def make() -> torch.nn.Module:
+            network = self.network(info)
+            if saved.adapters:
+                lora.attach(network, adapters.adapters_of(self, info, saved), seed=0)
+            return network
+
+        shapes = checkpoint.shapes_of(make)
+        model_files.check_shapes(saved.model, shapes, saved.path, self.origin.forms.family)
+        return info
+
+    def whole_weights(self, saved: Saved) -> dict[str, torch.Tensor]:
+        """The weights of a checkpoint, without adapters. Raises `UsageError`."""
+        return adapters.merged(self, saved) if saved.adapters else saved.model
+
+    def vocabulary(self, info, initial: Saved | None) -> checkpoint.Vocabulary | None:
+        """The meanings of the rows of tokens, here and in the weights of --init_from."""
+        if initial is None:
+            return None
+        before = records.read(self.model_info, initial.model_info, initial.path)
+        return checkpoint.Vocabulary(self.rows, self.tokens(info), self.tokens(before))
+
+    def untrained(self, info, initial: Saved | None) -> list[int]:
+        """Those of `info.new_pieces` that the weights of --init_from have not learned."""
+        vocabulary = self.vocabulary(info, initial)
+        known = set(vocabulary.saved) if vocabulary else set()
+        return [row for row in info.new_pieces if not known or vocabulary.tokens[row] not in known]
+
+    def usual_adapters(self, info) -> Callable[[int], lora.Adapters]:
+        """The adapters that --lora adds, by their rank, for the advice of a dry run."""
+        return functools.partial(adapters.usual, self, info)
+
+    def export(self, info, model: torch.nn.Module, about: card.About) -> None:
+        """--export and --export_adapter, with model cards. Raises `UsageError` and `RunError`."""
+        if folder := self.origin.export:
+            weights = self.trained_weights(model)
+            about_model = self.about(info, about)
+            text = card.readme(Path(folder).resolve().name, about_model, self.form(info))
+            names = self.write(info, weights, text)
+            print(f"exported to {folder}: {', '.join(names)}")
+        if self.origin.export_adapter:
+            adapters.export(self, about)
+
+    def export_adapter(self, recipe: str) -> None:
+        """--export_adapter alone, which needs no released weights. Raises `UsageError` and
+        `RunError`."""
+        adapters.export(self, card.About(recipe, self.origin.path, weights_file(self.origin)))
+
+    def trained_weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """The weights of a model after training, without adapters. Raises `UsageError`."""
+        if checkpoint.partial_of(model) is None:
+            return model.state_dict()
+        return adapters.merged_after_training(self, model)
 
 
 def conflicts(origin: Origin, info: Any, sized: Iterable[str]) -> list[str]:

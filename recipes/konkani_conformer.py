@@ -48,13 +48,14 @@ from common.device import upcast
 from common.errors import UsageError, exit_with_one_line
 from common.layers import lean_chain, quieten_branches
 from common.loop import Run, Task, begin, finish, train
+from common.options import TRAINS, USUAL, flag
 from common.report import check_folder
 from models import card, model_files, onnx_files, released
 from speech.alignment import command as alignment
 from speech.alignment.letters import of_characters
 from speech.data import demo, feasible, splits
 from speech.data.columns import Corpus
-from speech.decoding import recogniser, timed, windows
+from speech.decoding import recogniser, results, timed, windows
 from speech.decoding.long import PARTS, by_length
 from speech.decoding.search import joint_beam, rescored_beam
 from speech.signal import augment, nemo_features
@@ -102,17 +103,10 @@ NEW_VOCABULARY = (
     "leave --vocab_file out, or start a new run with another --output_dir (--init_from takes the"
     " weights that fit): its characters are its training texts'"
 )
-EXCLUDES = (
-    *recogniser.EXCLUDES,
-    *alignment.EXCLUDES,
-    ("transcribe", "export", "give one of them"),
-)
-NEEDS = (
-    *splits.NEEDS,
-    *recogniser.NEEDS,
-    *alignment.NEEDS,
-    ("beam_size", ("decoding rescore", "decoding beam"), ""),
-)
+LAYERS = options.number(int, 1, 128)
+# Rows for `Parser.refuse`.
+EXCLUDES = (("transcribe", "export", "give one of them"),)
+NEEDS = (("beam_size", ("decoding rescore", "decoding beam"), ""),)
 
 
 @dataclass(frozen=True)
@@ -123,30 +117,40 @@ class ModelInfo:
     characters: list[str]
 
 
+@dataclass(frozen=True)
+class Flags:
+    """Flags of the model."""
+
+    # fmt: off
+    d_model: int | None = flag(options.number(int, 1, 8192), None, "N", "width (192)", USUAL)
+    encoder_layers: int | None = flag(LAYERS, None, "N", "Conformer blocks (8)", USUAL)
+    decoder_layers: int | None = flag(LAYERS, None, "N", "Transformer decoder layers (4)")
+    attention_heads: int | None = flag(LAYERS, None, "N", "heads in every attention (4)")
+    subsampling: int | None = flag(
+        int, None, None, "frames of 10 ms in an encoder frame (4)", choices=[4, 8])
+    dropout: float = flag(options.SHARE, 0.1, "P", "(0.1)", TRAINS)
+    label_smoothing: float = flag(
+        options.SHARE, 0.1, "P", "of the attention decoder's targets (0.1)", TRAINS)
+    vocab_file: str | None = flag(options.path, None, "FILE", "characters in JSON (char2idx)")
+    export: str | None = flag(
+        options.path, None, "DIR", "CTC model for sherpa-onnx and onnx-asr", USUAL)
+    # fmt: on
+
+
 def add_arguments(parser) -> None:
     splits.add_arguments(parser, allow_unknown=True)
     recogniser.add_arguments(parser, ("greedy", "rescore", "beam"), "rescore", BEAM_SIZE)
     alignment.add_arguments(parser)
-    add = parser.add_argument_group("model (the checkpoint decides when resuming)").add_argument
-    count = options.number(int, 1, 128)
-    add("--d_model", type=options.number(int, 1, 8192), metavar="N", help="width (192)")
-    add("--encoder_layers", type=count, metavar="N", help="Conformer blocks (8)")
-    add("--decoder_layers", type=count, metavar="N", help="Transformer decoder layers (4)")
-    add("--attention_heads", type=count, metavar="N", help="heads in every attention (4)")
-    add("--subsampling", type=int, choices=[4, 8], help="frames of 10 ms in an encoder frame (4)")
-    share = {"type": options.SHARE, "default": 0.1, "metavar": "P"}
-    add("--dropout", **share, help="(0.1)")
-    add("--label_smoothing", **share, help="of the attention decoder's targets (0.1)")
-    add("--vocab_file", type=options.path, metavar="FILE", help="characters in JSON (char2idx)")
-    add("--export", type=options.path, metavar="DIR", help="CTC model for sherpa-onnx and onnx-asr")
+    options.add_record(parser, "model (the checkpoint decides when resuming)", Flags)
     options.add_arguments(parser)
+    parser.refuse(EXCLUDES, NEEDS)
     parser.hints["--features"] = "every model has the features that other programs compute"
-    parser.usual("d_model", "encoder_layers", "decoding", "export")
+    parser.usual("decoding")
 
 
 def resolve(args) -> recogniser.Options:
     is_demo = not args.train_manifest
-    options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, NEEDS)
+    options.resolve(args, is_demo, DEMO_STEPS)
     if is_demo and args.max_steps and args.warmup_steps is None:
         args.warmup_steps = round(DEMO_WARMUP * args.max_steps)
     if args.export:
@@ -483,6 +487,7 @@ class Conformer(nn.Module):
         self.label_smoothing = label_smoothing
         self.eos = config["vocabulary"]
         self.head_dim = d // heads
+        self.frame_samples = nemo_features.HOP * config["subsampling"]  # from frame to frame
         kernel = 31 if config["subsampling"] == 4 else 15
         self.log_mel = nemo_features.MelFeatures(N_MELS)
         self.subsampling = Subsampling(N_MELS, d, config["subsampling"])
@@ -647,7 +652,7 @@ def evaluate(tokenizer, model: Conformer, eval_batches) -> dict[str, tuple[float
 def final_texts(how: recogniser.Options, tokenizer, model: Conformer, batch: dict) -> list[str]:
     """The texts of a batch by --decoding."""
     encoded, _, lengths = model.encode(batch)
-    hypotheses = decode(model, encoded, lengths, how.method, how.beam_size)
+    hypotheses = decode(model, encoded, lengths, how.decoding, how.beam_size)
     return [tokenizer.decode(tokens) for tokens in hypotheses]
 
 
@@ -655,19 +660,14 @@ def final_texts(how: recogniser.Options, tokenizer, model: Conformer, batch: dic
 def timed_texts(how: recogniser.Options, tokenizer, model: Conformer, batch: dict) -> list[dict]:
     """The texts of a batch by --decoding, with the times at which CTC has them."""
     encoded, _, lengths = model.encode(batch)
-    hypotheses = decode(model, encoded, lengths, how.method, how.beam_size)
+    hypotheses = decode(model, encoded, lengths, how.decoding, how.beam_size)
     log_probs = upcast(model.ctc_head(encoded)).log_softmax(-1)
     frames = lengths.tolist()
     tokens = [
         timed.aligned(row[:count], hypothesis, model.eos)
         for row, count, hypothesis in zip(log_probs, frames, hypotheses, strict=True)
     ]
-    return timed.transcripts(tokens, frames, tokenizer, frame_samples(model) / SAMPLE_RATE)
-
-
-def frame_samples(model: Conformer) -> int:
-    """The samples between the beginnings of two frames of the encoder."""
-    return nemo_features.HOP * model.config["subsampling"]
+    return timed.transcripts(tokens, frames, tokenizer, model.frame_samples / SAMPLE_RATE)
 
 
 def report_results(
@@ -679,13 +679,8 @@ def report_results(
 ) -> None:
     """Prints error rates and examples of the test set, or of "val" without one, decoded by
     --decoding. `weights`: which weights the model has, for the title."""
-    name = "test" if "test" in evaluation else "val"
-    eval_batches = evaluation[name].whole()
-    texts_of = functools.partial(final_texts, how, tokenizer, model)
-    rows = recogniser.decode_texts(model, texts_of, eval_batches)
-    title = f"{name} set, {weights}, {len(rows)} utterances, decoding: {how.method}"
-    spoken = eval_batches.dataset.data.corpus.languages
-    recogniser.print_results(rows, title, how, languages=spoken)
+    decode = functools.partial(final_texts, how, tokenizer, model)
+    results.report(how, model, decode, evaluation, weights)
 
 
 # --- set-up ---------------------------------------------------------------------------------------
@@ -797,7 +792,7 @@ def transcribe(args, how: recogniser.Options) -> None:
     setup = device.setup(args, quiet=True)
     model, tokenizer, before = trained(args, setup)
     texts_of = functools.partial(timed_texts, how, tokenizer, model)
-    cutting = by_length(before.longest, windows.by_time(tokenizer, frame_samples(model)))
+    cutting = by_length(before.longest, windows.by_time(tokenizer, model.frame_samples))
     recogniser.transcribe_files(how, texts_of, setup, before.longest, cutting, PARTS)
 
 
@@ -813,7 +808,7 @@ def recogniser_to_align(args) -> alignment.Recogniser:
     return alignment.Recogniser(
         setup,
         log_probs,
-        frame=frame_samples(model) / SAMPLE_RATE,
+        frame=model.frame_samples / SAMPLE_RATE,
         vocabulary=of_characters(tokenizer.index, model.eos, model.eos + 1),
         longest=before.longest,
     )
@@ -834,8 +829,8 @@ def evaluate_only(args, how: recogniser.Options) -> None:
         with setup.autocast():
             report_results(how, tokenizer, model, evaluation, "the given weights")
     weights = checkpoint.path_to_use(args.resume, args.checkpoint_dir)
-    results = recogniser.results_of(args.log_dir, weights, bool(args.evaluate))
-    export(args, tokenizer, model, weights, before, results)
+    found = results.results_of(args.log_dir, weights, bool(args.evaluate))
+    export(args, tokenizer, model, card.About(RECIPE, None, weights, before, found, is_new=True))
 
 
 def exports_only(args) -> bool:
@@ -844,14 +839,7 @@ def exports_only(args) -> bool:
     return bool(args.export) and args.resume not in (None, "auto") and not trains
 
 
-def export(
-    args,
-    tokenizer,
-    model: Conformer,
-    weights: Path,
-    data: splits.RunInfo,
-    results: dict | None,
-) -> None:
+def export(args, tokenizer, model: Conformer, about: card.About) -> None:
     """--export: the encoder with its CTC head, and a model card."""
     if not args.export:
         return
@@ -865,7 +853,6 @@ def export(
         num_mel_bins=N_MELS,
         subsampling=model.config["subsampling"],
     )
-    about = card.About(RECIPE, None, weights, data, results, is_new=True)
     text_of_card = card.readme(Path(args.export).resolve().name, about, CARD)
     names = model_files.write_export(Path(args.export), fill, text_of_card)
     print(f"exported to {args.export}: {', '.join(names)}")
@@ -912,7 +899,7 @@ def make_task(
         vocabulary=vocabulary(info.characters, run.initial),
         checkpointed=CHECKPOINTED,
         compiled=COMPILED,
-        reports=recogniser.REPORTS,
+        reports=results.REPORTS,
     )
 
 
@@ -947,8 +934,9 @@ def main(args) -> None:
     report = functools.partial(report_results, how, tokenizer, model, evaluation)
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
-        results = recogniser.results_of(args.log_dir, weights, are_new=True)
-        export(args, tokenizer, model, weights, run_info, results)
+        found = results.results_of(args.log_dir, weights, are_new=True)
+        about = card.About(RECIPE, None, weights, run_info, found, is_new=True)
+        export(args, tokenizer, model, about)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from these and from the names and shapes of the released checkpoints.
 import functools
 import math
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -41,14 +42,14 @@ from common.batches import EvalBatches, GlobalBatches, pad
 from common.device import upcast
 from common.errors import DataError, exit_with_one_line
 from common.layers import finite_layers
-from common.loop import ForPlans, Run, Task, begin, finish, train
+from common.loop import Run, Task, begin, finish, train
+from common.options import ALONE, USUAL, flag
 from models import card, released
 from models.matcha import alignment, decoding, held_out, mels, start, vocoder_training
 from models.matcha.decoding import Settings, Voice
-from models.matcha.held_out import Listener
 from models.matcha.mels import HOP, SAMPLE_RATE, LogMel, frame_count, with_edges
 from models.matcha.model import CHECKPOINTED, COMPILED, Matcha
-from models.matcha.start import ModelInfo, Options, speaker_numbers
+from models.matcha.start import Family, ModelInfo, Options, speaker_numbers
 from models.matcha.tokenizer import Tokens
 from models.matcha.vocoder import GriffinLim
 from speech.data import checks, demo, splits
@@ -72,35 +73,37 @@ DEMO_MANNER = demo.Manner(rate=(170, 170), pitch=(50, 50), words=(1, 4), trimmed
 DEMO_STEPS = 1000  # updates without data
 FULL_DEMO_STEPS = 200  # of a full size, which only shows that it works
 USUAL_STEPS = 40_000  # with data, from random weights
-EXCLUDES = start.EXCLUDES
-NEEDS = (
-    *splits.NEEDS,
-    *start.NEEDS,
-    *((flag, ("synthesize",), "") for flag in ("output", "speed", "temperature", "speaker")),
-)
+# Rows for `Parser.refuse`.
+NEEDS = [(name, ("synthesize",), "") for name in ("output", "speed", "temperature", "speaker")]
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of speaking."""
+
+    # fmt: off
+    synthesize: list[str] | None = flag(
+        None, None, "TEXT",
+        "speak texts, or a file with a text in each line, with the weights of --resume",
+        USUAL, ALONE, nargs="+")
+    output: str = flag(
+        options.file, "speech.wav", "FILE", "the wav; several texts get numbers (speech.wav)", USUAL)
+    speed: float = flag(
+        options.number(float, 0.25, 4.0), 1.0, "X", "2 is twice as fast (1)", USUAL)
+    temperature: float = flag(
+        options.number(float, 0.0, 2.0), decoding.TEMPERATURE, "X",
+        "of the noise that the speech is made of; 0: always the same (0.3)")
+    speaker: str | None = flag(
+        None, None, "NAME", "the manifest's name (who spoke most in training)")
+    # fmt: on
 
 
 def add_arguments(parser) -> None:
     start.add_arguments(parser)
-    speaking = parser.add_argument_group("speaking")
-    parser.add_command(
-        speaking,
-        "--synthesize",
-        nargs="+",
-        metavar="TEXT",
-        help="speak texts, or a file with a text in each line, with the weights of --resume",
-    )
-    options.add_rows(
-        speaking,
-        ("output", options.file, "speech.wav", "FILE",
-         "the wav; several texts get numbers (speech.wav)"),
-        ("speed", options.number(float, 0.25, 4.0), 1.0, "X", "2 is twice as fast (1)"),
-        ("temperature", options.number(float, 0.0, 2.0), decoding.TEMPERATURE, "X",
-         "of the noise that the speech is made of; 0: always the same (0.3)"),
-        ("speaker", None, None, "NAME", "the manifest's name (who spoke most in training)"),
-    )  # fmt: skip
-    parser.usual("synthesize", "output", "speed")
-    splits.add_arguments(parser, allow_unknown=True)
+    options.add_record(parser, "speaking", Flags)
+    parser.refuse((), NEEDS)
+    limits = {"max_duration": MAX_SECONDS, "min_duration": MIN_SECONDS}
+    splits.add_arguments(parser, allow_unknown=True, **limits)
     options.add_arguments(
         parser,
         batch_size=16,
@@ -110,8 +113,6 @@ def add_arguments(parser) -> None:
             "1e-3 for the demo's size, 5e-4 for others, 1e-4 for released weights",
         ),
         max_grad_norm=5.0,
-        max_duration=MAX_SECONDS,
-        min_duration=MIN_SECONDS,
     )
 
 
@@ -119,7 +120,7 @@ def resolve(args) -> Options:
     is_demo = not args.train_manifest
     steps = FULL_DEMO_STEPS if args.model_size in ("full", "large") else DEMO_STEPS
     usual = None if args.model_file or args.init_from else USUAL_STEPS
-    options.resolve(args, is_demo, steps, EXCLUDES, NEEDS, usual_steps=usual)
+    options.resolve(args, is_demo, steps, usual_steps=usual)
     return start.resolve(args, is_demo)
 
 
@@ -270,21 +271,14 @@ def compute_loss(model: Matcha, batch: dict, log_mel: LogMel) -> dict[str, torch
     }
 
 
-def evaluate(
-    log_mel: LogMel, listener: Listener | None, model: Matcha, eval_batches
-) -> dict[str, tuple[float, float]]:
-    """The losses as (sum, count), with the same noise each time. The `listener` speaks a few
-    sentences for a person to hear."""
+def evaluate(log_mel: LogMel, model: Matcha, eval_batches) -> dict[str, tuple[float, float]]:
+    """The losses as (sum, count), with the same noise each time."""
     sums = {name: (0.0, 0) for name in LOSS_WEIGHTS}
-    utterances = 0
     losses_of = functools.partial(compute_loss, model, log_mel=log_mel)
     for batch, results in memory.evaluated(losses_of, model, eval_batches):
         for name, (total, count) in sums.items():
             added = sum(float(each[name]) for each in results)
             sums[name] = total + added, count + batch["counts"][name]
-        utterances += len(batch["names"])
-    if listener and utterances > held_out.TRIAL:
-        listener.listen()
     return sums
 
 
@@ -294,7 +288,7 @@ def report_results(
     """Prints the losses on the test set, or on "val" without one. `weights`: which weights the
     model has, for the title."""
     name = "test" if "test" in evaluation else "val"
-    results = evaluate(log_mel, None, model, evaluation[name].whole())
+    results = evaluate(log_mel, model, evaluation[name].whole())
     values = [f"{term} {total / max(1, count):.3f}" for term, (total, count) in results.items()]
     print(f"\n{name} set, {weights}: {'  '.join(values)}")
 
@@ -316,11 +310,9 @@ def fit(log_mel: LogMel, info: ModelInfo, seed: int, model: Matcha, data: Uttera
 
 def train_vocoder(args, info: ModelInfo, run_info: RunInfo, corpus: Corpus, held: Corpus) -> None:
     """Trains a vocoder on the recordings of the voice, in a run of its own beside the voice's."""
-    flags = {**vocoder_training.FLAGS, "resume": args.resume and "auto"}
-    own = options.for_stage(args, vocoder_training.FOLDER, args.vocoder_steps, **flags)
-    own.max_steps = args.vocoder_steps
-    own.num_epochs = None
-    own.eval_every = max(1, args.vocoder_steps // 6)
+    flags = vocoder_training.flags(args.vocoder_steps)
+    folder = vocoder_training.FOLDER
+    own = options.for_stage(args, folder, **flags, resume=args.resume and "auto")
     config = vocoder_training.size_of(info.config["channels"])
     print(f"\nvocoder: {own.max_steps} updates")
     run = begin(own, RECIPE)
@@ -350,22 +342,18 @@ def train_vocoder(args, info: ModelInfo, run_info: RunInfo, corpus: Corpus, held
 # --- main -----------------------------------------------------------------------------------------
 
 
-def voice_of(info: ModelInfo, model: Matcha, folder: Path | None) -> Voice:
+def voice_of(info: ModelInfo, model: Matcha, folder: Path) -> Voice:
     """The voice of a model, with the vocoder that was trained beside its checkpoints in a folder,
     if there is one."""
-    vocoder = (folder and vocoder_training.read_vocoder(folder, RECIPE)) or GriffinLim()
+    vocoder = vocoder_training.read_vocoder(folder, RECIPE) or GriffinLim()
     return Voice(model, Tokens(info.symbols), info.language, info.speakers, vocoder)
 
 
 def trained(asked: Options, setup: device.Setup) -> tuple[Voice, ModelInfo, RunInfo]:
     """The voice that is used without training, and what the run that trained it has saved."""
-    saved = checkpoint.weights_to_use(asked.resume, asked.checkpoint_dir, RECIPE)
-    info = start.known_info(asked, saved)
-    _, before = checkpoint.read_infos(saved, ModelInfo, RunInfo)
-    model = start.make_model(info, saved=saved)
-    checkpoint.load_weights(model, saved.model)
-    voice = voice_of(info, model.to(setup.device).eval(), Path(saved.path).parent)
-    return voice, info, before
+    model, info, before = start.Family(asked).trained(RECIPE, RunInfo, setup)
+    folder = released.weights_file(asked.origin).parent
+    return voice_of(info, model, folder), info, before
 
 
 def synthesise(args, asked: Options) -> None:
@@ -398,7 +386,7 @@ def evaluate_only(args, asked: Options) -> None:
         with setup.autocast():
             report_results(LogMel().to(setup.device), voice.model, evaluation, "the given weights")
             held_out.speak_held_out(asked.held_out, setup, voice, corpora[name])
-    weights = checkpoint.path_to_use(args.resume, args.checkpoint_dir)
+    weights = released.weights_file(asked.origin)
     start.export(asked, voice, info, card.About(RECIPE, asked.model_file, weights, before))
 
 
@@ -412,15 +400,14 @@ def evaluation_sets(
 
 
 def make_task(
-    args, run: Run, info: ModelInfo, run_info: RunInfo, log_mel: LogMel, listener: Listener
+    args, run: Run, family: Family, info: ModelInfo, run_info: RunInfo, log_mel: LogMel
 ) -> Task:
     """The task, all that the loop knows of this recipe."""
-    is_first = run.setup.ranks.first
     return Task(
         RECIPE,
         functools.partial(compute_loss, log_mel=log_mel),
         LOSS_WEIGHTS,
-        functools.partial(evaluate, log_mel, listener if is_first else None),
+        functools.partial(evaluate, log_mel),
         info,
         run_info,
         metric="flow",
@@ -431,12 +418,11 @@ def make_task(
         compiled=COMPILED,
         adamw=optim.Settings(BETAS, decay_embeddings=False),
         fine_tunes=info.pretrained or run.initial is not None,
-        vocabulary=start.vocabulary(info, run.initial),
+        vocabulary=family.vocabulary(info, run.initial),
         reports=(
             *held_out.reports(args.output_dir),
             *vocoder_training.reports(args.checkpoint_dir),
         ),
-        plans=ForPlans(last_steps=functools.partial(evaluate, log_mel, None)),
     )
 
 
@@ -446,15 +432,14 @@ def main(args) -> None:
         return check_data(args, asked)
     if args.synthesize:
         return synthesise(args, asked)
-    if args.evaluate or start.exports_only(args):
+    if args.evaluate or released.exports_only(asked.origin):
         return evaluate_only(args, asked)
     run = begin(args, RECIPE)
     before = released.read_run_info(RunInfo, run.resumed)
     language = start.language_of(asked, run.resumed or run.initial)
     corpora = check_corpora(args, read_data(args, before), language)
-    with run.model_device():
-        info, weights = start.choose(asked, run.resumed, run.initial, corpora["train"])
-        model = start.make_model(info, weights, asked.dropout, run.resumed)
+    family = start.Family(asked)
+    info, model = family.first_model(run, lambda: corpora["train"], args.seed)
     start.check_known(corpora, info, args.allow_unknown)
     start.describe(info, model)
 
@@ -463,18 +448,17 @@ def main(args) -> None:
     evaluation = evaluation_sets(args, corpora, info, run.setup)
     run_info = splits.run_info(splits.resolve(args), {"train": data.corpus, **corpora})
     log_mel = LogMel().to(run.setup.device)
-    voice = voice_of(info, model, args.checkpoint_dir if run.resumed else None)
-    listener = Listener(args.log_dir, voice, corpora["val"])
-    task = make_task(args, run, info, run_info, log_mel, listener)
+    task = make_task(args, run, family, info, run_info, log_mel)
     train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, log_mel, model, evaluation)
     best = finish(args, run, model, task, report)
     if args.vocoder_steps:
         train_vocoder(args, info, run_info, data.corpus, corpora["val"])
-        voice = voice_of(info, model, args.checkpoint_dir)
     if best:  # on the first rank
+        voice = voice_of(info, model, args.checkpoint_dir)
         start.export(asked, voice, info, card.About(RECIPE, asked.model_file, best, run_info))
         with run.setup.autocast():
+            held_out.draw(args.log_dir / held_out.PICTURE, voice, corpora["val"])
             held_out.speak_held_out(asked.held_out, run.setup, voice, corpora["val"])
 
 

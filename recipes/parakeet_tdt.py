@@ -24,9 +24,9 @@ Sources: FastConformer (Rekesh et al. 2023); TDT (Xu et al. 2023); relative posi
 not be installed.
 """
 
-import dataclasses
 import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -39,14 +39,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import batches, device, memory, optim, options
+from common import device, memory, optim, options
 from common.batches import EvalBatches, pad, to_device
 from common.errors import UsageError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.parts import lora
 from common.parts.new_rows import NewRows
+from common.parts.replay import make_batches
 from common.report import check_folder
-from models import adapters, card, released
+from models import card, released
 from models.parakeet import decoding, languages, live, start, vocabulary
 from models.parakeet.loss import Lattice
 from models.parakeet.model import CHECKPOINTED, COMPILED, Parakeet, encoder_frames
@@ -55,10 +56,7 @@ from models.parakeet.settings import kind_of
 from models.parakeet.start import (
     ModelInfo,
     Options,
-    first_model,
     learning_rate,
-    released_model,
-    rows_by_piece,
     tokenizer_of,
 )
 from models.parakeet.tokenizer import SPACE, ParakeetTokenizer
@@ -67,7 +65,7 @@ from speech.alignment.letters import of_pieces
 from speech.data import demo, feasible, replay, splits, watching
 from speech.data.columns import Corpus
 from speech.data.splits import RunInfo
-from speech.decoding import recogniser, timed, windows
+from speech.decoding import recogniser, results, timed, windows
 from speech.decoding.long import PARTS, by_length
 from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
@@ -91,7 +89,7 @@ RELEASED = RunInfo(held_out=[], longest=MAX_SECONDS, demo=False)  # how a releas
 
 def add_arguments(parser) -> None:
     start.add_arguments(parser)
-    splits.add_arguments(parser, allow_unknown=True)
+    splits.add_arguments(parser, allow_unknown=True, max_duration=MAX_SECONDS)
     replay.add_arguments(parser)
     watching.add_arguments(parser)
     recogniser.add_arguments(parser)
@@ -102,39 +100,34 @@ def add_arguments(parser) -> None:
         learning_rate=(None, rates),
         weight_decay=1e-3,
         keep_last=2,
-        max_duration=MAX_SECONDS,
     )
 
 
 def resolve(args) -> Options:
     is_demo = not args.train_manifest
-    parts = (recogniser, alignment, replay, watching, start)
-    excludes = [row for part in parts for row in part.EXCLUDES]
-    needs = [row for part in (splits, *parts) for row in part.NEEDS]
-    options.resolve(args, is_demo, DEMO_STEPS, excludes, needs)
+    options.resolve(args, is_demo, DEMO_STEPS)
     return start.resolve(args, is_demo)
 
 
 # --- data -----------------------------------------------------------------------------------------
 
 
-def read_data(args, before: RunInfo | None = None) -> dict[str, Corpus]:
+def read_data(asked: Options, before: RunInfo | None = None) -> dict[str, Corpus]:
     """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
     given. What the run `before`, which is resumed or used, held out is held out again."""
 
     def make_demo() -> dict[str, str]:
-        folder = Path(args.output_dir) / "data" / "konkani_demo"
+        folder = Path(asked.output_dir) / "data" / "konkani_demo"
         return demo.speech_corpus(folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES, DEMO_SIZES)
 
     def stand_in() -> dict[str, Corpus]:
-        return splits.stand_in(args.max_duration)
+        return splits.stand_in(asked.max_duration)
 
-    data = splits.resolve(args, before)
+    data = splits.again(asked.data, before)
     return splits.load_splits(data, text.normalise, make_demo, stand_in)
 
 
 def check_texts(
-    args,
     asked: Options,
     corpora: dict[str, Corpus],
     tokenizer: ParakeetTokenizer,
@@ -145,22 +138,22 @@ def check_texts(
     unknown.check_unknown(
         corpora,
         unknown.not_encoded(tokenizer),
-        args.allow_unknown,
+        asked.allow_unknown,
         vocabulary.NEW_VOCABULARY,
         is_own,
         functools.partial(
-            vocabulary.adding_command, tokenizer, asked.origin.path, args.train_manifest
+            vocabulary.adding_command, tokenizer, asked.origin.path, asked.train_manifest
         ),
     )
     unknown.note_rewritten(corpora, tokenizer)
 
 
-def check_data(args, asked: Options) -> None:
+def check_data(asked: Options) -> None:
     """--check_data. The texts are compared with the vocabulary of the model that flags name."""
-    corpora = read_data(args)
-    tokenizer, is_own = start.given_tokenizer(asked, RECIPE, args.init_from)
+    corpora = read_data(asked)
+    tokenizer, is_own = start.given_tokenizer(asked, RECIPE)
     if tokenizer:
-        check_texts(args, asked, corpora, tokenizer, is_own)
+        check_texts(asked, corpora, tokenizer, is_own)
         # A transducer learns from all of them, but hardly from several tokens in each frame.
         corpora = feasible.without_infeasible(
             corpora, lambda seconds: int(seconds / FRAME), False, tokenizer.encode, trained=()
@@ -168,7 +161,9 @@ def check_data(args, asked: Options) -> None:
     splits.report_checked(corpora, from_scratch=tokenizer is None)
 
 
-def drop_untrainable(args, corpora: dict[str, Corpus], info: ModelInfo) -> dict[str, Corpus]:
+def drop_untrainable(
+    asked: Options, corpora: dict[str, Corpus], info: ModelInfo
+) -> dict[str, Corpus]:
     """The corpora. What a CTC head cannot align is in none of its losses: a model that has nothing
     else is not trained on it, and a transducer is."""
     if "ctc" not in loss_weights(info):
@@ -180,7 +175,7 @@ def drop_untrainable(args, corpora: dict[str, Corpus], info: ModelInfo) -> dict[
     trained = splits.TRAINED if kind_of(info.config) == "ctc" else ()
     encode = tokenizer_of(info).encode
     return feasible.without_infeasible(
-        corpora, frames_of, args.strict_data, encode, trained=trained
+        corpora, frames_of, asked.strict_data, encode, trained=trained
     )
 
 
@@ -199,13 +194,13 @@ class Utterances:
 
     def __init__(
         self,
-        args,
+        asked: Options,
         corpus: Corpus,
         tokenizer: ParakeetTokenizer,
         info: ModelInfo,
         training: bool,
     ):
-        self.args = args
+        self.asked = asked
         self.corpus = corpus
         self.tokenizer = tokenizer
         self.training = training
@@ -215,15 +210,15 @@ class Utterances:
         self.frequency_mask_width = FREQUENCY_MASK_BANDS / info.config["num_mel_bins"]
         self.prompts = None
         if info.languages:
-            self.prompts = languages.prompts(corpus, info.languages, args.language, tokenizer)
+            self.prompts = languages.prompts(corpus, info.languages, asked.language, tokenizer)
         self.lookaheads = []
         if training and "streaming" in info.config:
             self.lookaheads = info.config["streaming"]["lookaheads"]
         self.augmentation = None
-        if training and args.wave_augment:
-            longest = args.max_duration / min(recogniser.SPEEDS)
-            noises = augment.read_noises(args.noise_dir)
-            self.augmentation = augment.Augmentation(args.seed, len(corpus), longest, noises)
+        if training and asked.wave_augment:
+            longest = asked.max_duration / min(recogniser.SPEEDS)
+            noises = augment.read_noises(asked.noise_dir)
+            self.augmentation = augment.Augmentation(asked.seed, len(corpus), longest, noises)
 
     def __len__(self) -> int:
         return len(self.corpus)
@@ -236,12 +231,12 @@ class Utterances:
 
     def augmented(self, epoch: int) -> np.ndarray:
         """(N,) which utterances are augmented in an epoch."""
-        return augment.chosen(self.args.seed, epoch, len(self), self.augmented_share)
+        return augment.chosen(self.asked.seed, epoch, len(self), self.augmented_share)
 
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch."""
         seconds = self.corpus.seconds
-        if self.training and self.args.speed_perturbation:
+        if self.training and self.asked.speed_perturbation:
             seconds = seconds / self.speeds(epoch)
         if self.augmentation:
             longer = self.augmentation.lengths(seconds, epoch)
@@ -249,7 +244,7 @@ class Utterances:
         return seconds
 
     def speeds(self, epoch: int) -> np.ndarray:
-        factors = speed_factors(self.args.seed, epoch, len(self), recogniser.SPEEDS)
+        factors = speed_factors(self.asked.seed, epoch, len(self), recogniser.SPEEDS)
         return np.where(self.augmented(epoch), factors, np.float32(1))
 
     def fits(self, waveform: torch.Tensor, tokens: list[int]) -> bool:
@@ -260,16 +255,16 @@ class Utterances:
         """One utterance: waveform (T,), tokens (U,), whether it has the plain RNN-T loss, factors
         and counts of its loss terms, masks of SpecAugment, the slot of its language, and the
         look-ahead of its chunks."""
-        args = self.args
+        asked = self.asked
         transcript = self.corpus.texts[index]
         tokens = self.tokenizer.encode(transcript)
         if self.prompts:
             tokens += self.prompts.tag(index)
         waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
-        random = np.random.default_rng([args.seed, epoch, index])
+        random = np.random.default_rng([asked.seed, epoch, index])
         augmented = bool(self.augmented(epoch)[index])
         if self.training:
-            if args.speed_perturbation:
+            if asked.speed_perturbation:
                 changed = change_speed(waveform, float(self.speeds(epoch)[index]))
                 # A dense utterance stays as it is if it would become too short for its text.
                 if "ctc" not in self.reductions or self.fits(changed, tokens):
@@ -293,7 +288,7 @@ class Utterances:
             item["counts"][term] = len(tokens) if reduction == "mean_volume" else 1
         if "ctc" in self.reductions and not self.fits(waveform, tokens):
             item["counts"]["ctc"] = 0  # CTC's loss of it is infinite, and taken as 0
-        if self.training and args.spec_augment:
+        if self.training and asked.spec_augment:
             width = self.frequency_mask_width
             item["frequency_masks"] = augmented * random_masks(random, FREQUENCY_MASKS, width)
             item["time_masks"] = augmented * random_masks(random, TIME_MASKS, TIME_MASK_WIDTH)
@@ -407,7 +402,7 @@ def evaluate(
     eval_batches,
 ) -> dict[str, tuple[float, float]]:
     """The losses named in `terms`, CER and WER of greedy decoding, as (numerator, denominator).
-    `texts`: as in `recogniser.warn_of_style`."""
+    `texts`: as in `results.warn_of_style`."""
 
     def decode_batch(batch: dict) -> tuple[list[str], dict]:
         encoded, frames = model.encode(batch)
@@ -416,18 +411,8 @@ def evaluate(
         return decoded, losses(model, batch, encoded, frames)
 
     rows, sums = recogniser.decode_set(model, decode_batch, eval_batches, terms)
-    recogniser.warn_of_style(texts, rows)
+    results.warn_of_style(texts, rows)
     return {**sums, **metrics.score(rows)}
-
-
-def decode_words(tokenizer: ParakeetTokenizer, model: Parakeet, eval_batches) -> list[dict]:
-    """The rows of a decoded set, with the times of their words."""
-    decode = functools.partial(decoding.transcripts, model, tokenizer)
-    rows = []
-    for row in recogniser.decode_texts(model, decode, eval_batches):
-        decoded = row["hypothesis"]
-        rows.append({**row, "hypothesis": decoded["text"], "words": decoded["words"]})
-    return rows
 
 
 def report_results(
@@ -441,17 +426,14 @@ def report_results(
     """Prints the error rates of the test set, or of "val" without one, and examples with the times
     of their words. If it `compares`, also the error rates of the released model that a flag names;
     `model` is then moved to the host. `weights`: which weights the model has, for the title."""
-    name = "test" if "test" in evaluation else "val"
-    eval_batches = evaluation[name].whole()
-    rows = decode_words(tokenizer_of(info), model, eval_batches)
-    title = f"{name} set, {weights}, {len(rows)} utterances"
-    spoken = eval_batches.dataset.data.corpus.languages
-    recogniser.print_results(rows, title, asked.how, languages=spoken)
+    decode = functools.partial(decoding.transcripts, model, tokenizer_of(info))
+    rows, eval_batches = results.report(asked.how, model, decode, evaluation, weights)
     if compares and asked.origin.path:
-        info, untrained = released_model(asked)
+        info, untrained = start.Family(asked).released_model()
         memory.replace_on_device(model, untrained)
-        before = decode_words(tokenizer_of(info), untrained, eval_batches)
-        recogniser.print_improvement(before, rows, asked.origin.path, asked.how)
+        decode = functools.partial(decoding.transcripts, untrained, tokenizer_of(info))
+        before = recogniser.decode_texts(untrained, decode, eval_batches)
+        results.print_improvement(before, rows, asked.origin.path, asked.how)
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -459,11 +441,10 @@ def report_results(
 
 def trained(asked: Options, setup: device.Setup) -> tuple[Parakeet, ModelInfo, RunInfo | None]:
     """The model that is used without training, and what the run that trained it has saved."""
-    return start.trained(asked, RECIPE, setup)
+    return start.Family(asked).trained(RECIPE, RunInfo, setup)
 
 
-def transcribe(args, asked: Options) -> None:
-    setup = device.setup(args, quiet=True)
+def transcribe(asked: Options, setup: device.Setup) -> None:
     model, info, before = trained(asked, setup)
     tokenizer = tokenizer_of(info)
     if asked.stream:
@@ -474,9 +455,8 @@ def transcribe(args, asked: Options) -> None:
     recogniser.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
 
 
-def recogniser_to_align(args, asked: Options) -> alignment.Recogniser:
+def recogniser_to_align(asked: Options, setup: device.Setup) -> alignment.Recogniser:
     """The encoder with its CTC head, for --align. Raises `UsageError`."""
-    setup = device.setup(args, quiet=True)
     model, info, before = trained(asked, setup)
     if model.ctc_head is None:
         raise UsageError(
@@ -501,45 +481,32 @@ def recogniser_to_align(args, asked: Options) -> alignment.Recogniser:
 
 
 @torch.no_grad()
-def evaluate_only(args, asked: Options) -> None:
-    """--evaluate on the test set, --export, or both, without training."""
-    setup = device.setup(args)
+def evaluate_only(asked: Options, setup: device.Setup, batches_of: Callable) -> None:
+    """--evaluate on the test set, --export, or both, without training. `batches_of`: `EvalBatches` with
+    the flags."""
     model, info, before = trained(asked, setup)
-    if args.evaluate:
-        check_folder(args.log_dir)
-        corpora = read_data(args, before or RELEASED)
+    if asked.evaluate:
+        check_folder(asked.log_dir)
+        corpora = read_data(asked, before or RELEASED)
         corpora.pop("train", None)
-        check_texts(args, asked, corpora, tokenizer_of(info), info.own_vocabulary)
-        sets = make_sets(args, info, corpora)
-        evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
+        check_texts(asked, corpora, tokenizer_of(info), info.own_vocabulary)
+        sets = make_sets(asked, info, corpora)
+        evaluation = {name: batches_of(sets[name], collate, setup) for name in sets}
         with setup.autocast():
             report_results(asked, info, model, evaluation, before is not None, "the given weights")
     weights = released.weights_file(asked.origin)
-    results = recogniser.results_of(args.log_dir, weights, bool(args.evaluate))
-    export(asked, info, model, weights, before, results)
+    found = results.results_of(asked.log_dir, weights, bool(asked.evaluate))
+    about = card.About(RECIPE, asked.origin.path, weights, before, found)
+    start.Family(asked).export(info, model, about)
 
 
-def export(
-    asked: Options,
-    info: ModelInfo,
-    model: Parakeet,
-    weights: Path | None,
-    data: RunInfo | None,
-    results: dict | None,
-) -> None:
-    """--export and --export_adapter."""
-    about = card.About(RECIPE, asked.origin.path, weights, data, results)
-    adapters.export_trained(asked.origin, start.family(asked), info, model, about)
-
-
-def make_sets(args, info: ModelInfo, corpora: dict[str, Corpus]) -> dict[str, Utterances]:
+def make_sets(asked: Options, info: ModelInfo, corpora: dict[str, Corpus]) -> dict[str, Utterances]:
     """The sets of utterances."""
     tokenizer = tokenizer_of(info)
-    sets = {}
-    for name, corpus in corpora.items():
-        is_trained = name in splits.TRAINED
-        sets[name] = Utterances(args, corpus, tokenizer, info, is_trained)
-    return sets
+    return {
+        name: Utterances(asked, corpus, tokenizer, info, training=name in splits.TRAINED)
+        for name, corpus in corpora.items()
+    }
 
 
 def fit(seed: int, model: Parakeet, data: Utterances) -> None:
@@ -547,16 +514,6 @@ def fit(seed: int, model: Parakeet, data: Utterances) -> None:
     items = splits.some_items(data, seed, FIT_UTTERANCES)
     if items:
         fit_to_data(model, next(to_device([collate(items)], torch.device("cpu"))))
-
-
-def about_run(args, info: ModelInfo, corpora: dict[str, Corpus], before: RunInfo | None) -> RunInfo:
-    """The record of the run. `before`: the same of the run that is resumed. Recordings are later
-    cut into pieces as long as any utterance that the model was trained on."""
-    if before is None and info.pretrained:
-        before = RELEASED
-    run_info = splits.run_info(splits.resolve(args), corpora)
-    longest = max(run_info.longest, before.longest if before else 0.0)
-    return dataclasses.replace(run_info, longest=longest)
 
 
 def new_rows(info: ModelInfo, model: Parakeet) -> NewRows | None:
@@ -568,7 +525,6 @@ def new_rows(info: ModelInfo, model: Parakeet) -> NewRows | None:
 
 
 def make_task(
-    args,
     asked: Options,
     run: Run,
     info: ModelInfo,
@@ -582,14 +538,15 @@ def make_task(
     texts = []
     # Only a released vocabulary can have another style.
     if not info.own_vocabulary and not run.resumed:
-        texts = sample_texts(train_set, args.seed)
+        texts = sample_texts(train_set, asked.seed)
     rate = learning_rate(info, float(train_set.seconds.sum()) / 3600)
     millions = optim.count_parameters(model)[0] / 1e6
     print(
         f"model: {millions:.1f} M parameters, {tokenizer.size} pieces; learning rate"
-        f" {args.learning_rate or lora.rate(model, rate):g}"
+        f" {asked.learning_rate or lora.rate(model, rate):g}"
     )
     terms = loss_weights(info)
+    family = start.Family(asked)
     return Task(
         RECIPE,
         compute_loss,
@@ -599,11 +556,11 @@ def make_task(
         run_info,
         metric="wer" if info.pretrained else "cer",
         higher_is_better=False,
-        fit=None if info.pretrained else functools.partial(fit, args.seed),
+        fit=None if info.pretrained else functools.partial(fit, asked.seed),
         learning_rate=rate,
         checkpointed=CHECKPOINTED,
-        reports=recogniser.REPORTS,
-        further=watching.watched(evaluation, args.stop_when_watched_rises),
+        reports=results.REPORTS,
+        further=watching.watched(evaluation, asked.stop_when_watched_rises),
         compiled=COMPILED,
         evaluate_first=info.pretrained,
         adamw=optim.Settings(decay_embeddings=False),
@@ -611,10 +568,10 @@ def make_task(
         augmented_share=None if info.pretrained else asked.how.augmented_share,
         not_begun=None if info.pretrained else recogniser.not_begun,
         new_rows=new_rows(info, model),
-        vocabulary=rows_by_piece(info, run.initial),
+        vocabulary=family.vocabulary(info, run.initial),
         plans=ForPlans(
             compares=bool(asked.origin.path),
-            adapters=functools.partial(adapters.usual, start.family(asked), info),
+            adapters=family.usual_adapters(info),
         ),
     )
 
@@ -622,42 +579,44 @@ def make_task(
 def main(args) -> None:
     asked = resolve(args)
     if args.check_data:
-        return check_data(args, asked)
+        return check_data(asked)
     if args.transcribe:
-        return transcribe(args, asked)
+        return transcribe(asked, device.setup(args, quiet=True))
     if request := alignment.resolve(args):
-        return alignment.align_files(request, lambda: recogniser_to_align(args, asked))
-    if adapters.exports_only(asked.origin):
-        return adapters.export_saved(asked.origin, start.family(asked), RECIPE)
+        return alignment.align_files(
+            request, lambda: recogniser_to_align(asked, device.setup(args, quiet=True))
+        )
+    if released.exports_adapter_only(asked.origin):
+        return start.Family(asked).export_adapter(RECIPE)
     if args.evaluate or released.exports_only(asked.origin):
-        return evaluate_only(args, asked)
+        return evaluate_only(asked, device.setup(args), functools.partial(EvalBatches, args))
     run = begin(args, RECIPE)
     before = released.read_run_info(RunInfo, run.resumed)
 
     # A fault of the model is found before all data are checked, unless it needs a new vocabulary.
-    read = functools.cache(lambda: read_data(args, before))
-    with run.model_device():
-        info, model = first_model(
-            asked, run.resumed, run.initial, lambda: replay.texts(read()), args.seed
-        )
+    read = functools.cache(lambda: read_data(asked, before))
+    info, model = start.Family(asked).first_model(run, lambda: replay.texts(read()), asked.seed)
     model.trains_ctc = "ctc" in loss_weights(info)
     corpora = read()
-    check_texts(args, asked, corpora, tokenizer_of(info), info.own_vocabulary)
-    corpora = drop_untrainable(args, corpora, info)
-    sets = make_sets(args, info, corpora)
+    check_texts(asked, corpora, tokenizer_of(info), info.own_vocabulary)
+    corpora = drop_untrainable(asked, corpora, info)
+    sets = make_sets(asked, info, corpora)
 
     new, old = sets.pop("train"), sets.pop(replay.REPLAY, None)
-    global_batches = batches.global_batches(args, new, collate, run.setup, old)
-    run_info = about_run(args, info, corpora, before)
+    global_batches = make_batches(args, new, collate, run.setup, old)
+    if before is None and info.pretrained:
+        before = RELEASED
+    run_info = splits.run_info(asked.data, corpora, before)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
-    task = make_task(args, asked, run, info, run_info, corpora["train"], model, evaluation)
+    task = make_task(asked, run, info, run_info, corpora["train"], model, evaluation)
     progress = train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, asked, info, model, evaluation, True)
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
-        recogniser.add_watched(asked.how, task.further, progress)
-        results = recogniser.results_of(args.log_dir, weights, are_new=True)
-        export(asked, info, model, weights, run_info, results)
+        results.add_watched(asked.how, task.further, progress)
+        found = results.results_of(asked.log_dir, weights, are_new=True)
+        about = card.About(RECIPE, asked.origin.path, weights, run_info, found)
+        start.Family(asked).export(info, model, about)
 
 
 if __name__ == "__main__":

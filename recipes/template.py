@@ -38,10 +38,11 @@ from common.batches import EvalBatches, GlobalBatches, pad
 from common.device import upcast
 from common.errors import exit_with_one_line
 from common.loop import Task, begin, finish, train
+from common.options import TRAINS, flag
 from common.report import check_folder
 from speech.data import demo, feasible, splits
 from speech.data.columns import Corpus
-from speech.decoding import recogniser
+from speech.decoding import recogniser, results
 from speech.signal.audio import SAMPLE_RATE, read_utterance
 from speech.signal.features import FeatureNorm, LogMel, frames, valid_mask
 from speech.writing import metrics, text, unknown
@@ -68,18 +69,23 @@ class ModelInfo:
     characters: list[str]
 
 
+@dataclass(frozen=True)
+class Flags:
+    """Flags of the model."""
+
+    dropout: float = flag(options.SHARE, 0.1, "P", "(0.1)", TRAINS)
+
+
 def add_arguments(parser) -> None:
     splits.add_arguments(parser, allow_unknown=True)
     recogniser.add_decoding(parser)
-    model = parser.add_argument_group("model")
-    model.add_argument("--dropout", type=options.SHARE, default=0.1, metavar="P", help="(0.1)")
+    options.add_record(parser, "model", Flags)
     options.add_arguments(parser)
 
 
 def resolve(args) -> recogniser.Options:
     is_demo = not args.train_manifest
-    needs = (*splits.NEEDS, *recogniser.NEEDS)
-    options.resolve(args, is_demo, DEMO_STEPS, recogniser.EXCLUDES, needs)
+    options.resolve(args, is_demo, DEMO_STEPS)
     return recogniser.resolve(args, is_demo)
 
 
@@ -250,12 +256,7 @@ def report_results(
 ) -> None:
     """Prints error rates and examples of the test set, or of "val" without one. `weights`: which
     weights the model has, for the title."""
-    name = "test" if "test" in evaluation else "val"
-    eval_batches = evaluation[name].whole()
-    rows = recogniser.decode_texts(model, functools.partial(texts_of, model), eval_batches)
-    title = f"{name} set, {weights}, {len(rows)} utterances"
-    spoken = eval_batches.dataset.data.corpus.languages
-    recogniser.print_results(rows, title, how, languages=spoken)
+    results.report(how, model, functools.partial(texts_of, model), evaluation, weights)
 
 
 def trained(args, setup: device.Setup) -> tuple[Network, splits.RunInfo]:
@@ -323,7 +324,7 @@ def main(args) -> None:
         fit=fit,
         not_begun=recogniser.not_begun,
         checkpointed=(Layer,),
-        reports=recogniser.REPORTS,
+        reports=results.REPORTS,
     )
     train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, how, model, evaluation)

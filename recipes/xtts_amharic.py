@@ -1,8 +1,8 @@
 """XTTS for Amharic: Coqui's XTTS-v2, whose GPT learns a language or a voice from little speech on a
 small GPU. The released weights, and all that is tuned from them, are for non-commercial use only
-(Coqui Public Model License); a model from scratch is free of it.
+(Coqui Public Model License).
 
-    python recipes/xtts_amharic.py   # without data: a small model learns to speak synthetic Amharic
+    python recipes/xtts_amharic.py --check_data --train_manifest train.csv --use_amharic_g2p --model_dir XTTS-v2
     python recipes/xtts_amharic.py --model_dir XTTS-v2 --train_manifest train.csv --use_amharic_g2p --resume auto
     python recipes/xtts_amharic.py --synthesize "ሰላም ለዓለም።" --speaker_wav voice.wav --output out.wav --resume checkpoints/best.safetensors
 
@@ -12,13 +12,13 @@ with them. A row may have a language (lang).
 
 --model_dir takes a folder with Coqui's model.pth, config.json, vocab.json, dvae.pth and
 mel_stats.pth. Its vocabulary has no Ethiopic letters: --use_amharic_g2p or --extend_vocab. The DVAE
-makes the codes that are learned and is frozen, as is the vocoder; a model from scratch trains a
-small DVAE first. --export DIR writes a folder that Coqui loads.
+makes the codes that are learned and is frozen, as is the vocoder. --export DIR writes a folder that
+Coqui loads.
 
 Memory: weights, gradients and AdamW's states of the 441 million parameters take 6.6 GiB, with
 --optimizer adamw_8bit 4.1. --gradient_checkpointing, --sdpa and mixed precision reduce what comes
-on top. run_xtts_amharic.sh has presets from 4 GB. Expect speech of the demo's held-out sentences in
-which a recogniser has a character error rate below 10 % (two CPU cores: 13 minutes).
+on top. run_xtts_amharic.sh has presets from 4 GB. Nobody has measured yet what to expect on real
+recordings: listen to OUTPUT_DIR/speech.
 
 Sources: XTTS (Casanova et al. 2024), Tortoise (Betker 2023), Perceiver (Jaegle et al. 2021), GPT-2
 (Radford et al. 2019). Written from these and from the shapes of the released files; Coqui's code is
@@ -28,6 +28,7 @@ not used.
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -40,14 +41,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import batches, checkpoint, device, memory, optim, options
-from common.batches import EvalBatches, GlobalBatches, pad, to_device
+from common import device, memory, optim, options
+from common.batches import EvalBatches, pad, to_device
 from common.device import upcast
 from common.errors import DataError, exit_with_one_line
 from common.layers import finite_layers
 from common.loop import ForPlans, Run, Task, begin, finish, train
+from common.options import flag
+from common.parts.replay import make_batches
 from models import card, released
-from models.xtts import codec_training, new_tokens, speaking, start, texts
+from models.xtts import new_tokens, speaking, start, texts
 from models.xtts.codec import SAMPLE_RATE, SAMPLES_PER_CODE, code_count
 from models.xtts.frozen import Frozen
 from models.xtts.model import GPT
@@ -60,10 +63,10 @@ from models.xtts.start import (
     for_task,
     known_info,
     reader_of,
-    usual_adapters,
 )
 from models.xtts.texts import FrontEnd, Texts, most_text
-from speech.data import checks, demo, replay, splits, watching
+from models.xtts.vocoder import OUTPUT_RATE
+from speech.data import checks, replay, splits, watching
 from speech.data.columns import Corpus
 from speech.data.splits import RunInfo
 from speech.decoding import judge
@@ -76,64 +79,54 @@ STOPS = 4  # STOP targets after the codes, as the released model was trained
 BETAS = (0.9, 0.96)
 MAX_SAMPLES = 255_995  # of a clip at 22.05 kHz
 MIN_SECONDS = 0.5  # of a clip
-DEMO_MIN_SECONDS = 0.2
-FITTED = 64  # utterances that initial weights are fitted to
-DEMO_SIZES = {"train": 3000, "val": 100}  # sentences
-DEMO_MANNER = demo.Manner(
-    rate=(170, 170), pitch=(50, 50), words=(1, 4), trimmed=True, in_all_voices=("train",)
-)
-DEMO_STEPS = 1600  # updates without data
-FULL_DEMO_STEPS = 200  # of a full size, which only shows that it works
-EXCLUDES = (
-    *start.EXCLUDES,
-    *replay.EXCLUDES,
-    *watching.EXCLUDES,
-    ("max_audio_length", "max_duration", "both limit clips; give one"),
-)
-NEEDS = (*splits.NEEDS, *replay.NEEDS, *watching.NEEDS, *start.NEEDS, *speaking.NEEDS)
+FITTED = 64  # utterances that the biases of new tokens are fitted to
+# Rows for `Parser.refuse`.
+EXCLUDES = (("max_audio_length", "max_duration", "both limit clips; give one"),)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of this recipe alone."""
+
+    # fmt: off
+    max_audio_length: int | None = flag(
+        options.number(int, SAMPLE_RATE // 2, 600_000), None, "N",
+        f"longest clip, samples at 22.05 kHz, in place of --max_duration ({MAX_SAMPLES})")
+    # fmt: on
 
 
 def add_arguments(parser) -> None:
     start.add_arguments(parser)
     speaking.add_arguments(parser)
-    splits.add_arguments(parser, allow_unknown=True)
+    limits = {"max_duration": (MAX_SAMPLES / SAMPLE_RATE, "11.6"), "min_duration": MIN_SECONDS}
+    splits.add_arguments(parser, allow_unknown=True, **limits)
     replay.add_arguments(parser)
     watching.add_arguments(parser)
     options.add_arguments(
         parser,
-        learning_rate=(None, "5e-6 for released weights, 2e-3 from scratch"),
+        learning_rate=(None, "5e-6"),
         keep_last=2,
-        max_duration=(MAX_SAMPLES / SAMPLE_RATE, "11.6"),
-        min_duration=MIN_SECONDS,
     )
-    count = options.number(int, SAMPLE_RATE // 2, 600_000)
-    longest = f"longest clip, samples at 22.05 kHz, in place of --max_duration ({MAX_SAMPLES})"
-    parser.add_argument("--max_audio_length", type=count, metavar="N", help=longest)
+    options.add_record(parser, parser, Flags)
+    parser.refuse(EXCLUDES)
 
 
 def resolve(args) -> Options:
-    is_demo = not args.train_manifest
-    steps = FULL_DEMO_STEPS if args.model_dir or args.model_size == "full" else DEMO_STEPS
-    options.resolve(args, is_demo, steps, EXCLUDES, NEEDS)
+    options.resolve(args, False, 0)
     if args.max_audio_length:
         args.max_duration = args.max_audio_length / SAMPLE_RATE
-    if is_demo and "min_duration" not in args.given:
-        args.min_duration = DEMO_MIN_SECONDS
-    return start.resolve(args, is_demo, RECIPE)
+    return start.resolve(args, RECIPE)
 
 
 # --- data -----------------------------------------------------------------------------------------
 
 
 def read_data(args, before: RunInfo | None = None) -> dict[str, Corpus]:
-    """The corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is given.
-    What the run `before`, which is resumed or used, held out is held out again."""
-    folder = Path(args.output_dir) / "data" / "amharic"
-    words, voices = demo.AMHARIC_WORDS, demo.AMHARIC_VOICES
+    """The corpora "train", "val" and, if there is one, "test". What the run `before`, which is
+    resumed or used, held out is held out again."""
     return splits.load_splits(
         splits.resolve(args, before, for_synthesis=True),
         text.normalise,
-        demo=lambda: demo.speech_corpus(folder, words, voices, DEMO_SIZES, manner=DEMO_MANNER),
         stand_in=lambda: splits.stand_in(args.max_duration, texts.MAX_TEXT),
     )
 
@@ -142,8 +135,8 @@ def check_corpora(
     args, corpora: dict[str, Corpus], reader: Texts | FrontEnd, config: dict
 ) -> dict[str, Corpus]:
     """The corpora without what harms the training, and without texts and clips that the model has
-    no letters or positions for. A demo and a dry run's stand-in are as they should be. Raises
-    `DataError` if the vocabulary lacks many characters."""
+    no letters or positions for. A dry run's stand-in is as it should be. Raises `DataError` if the
+    vocabulary lacks many characters."""
     if not splits.resolve(args).manifests:
         return corpora
     most_codes = config["mel_positions"] - STOPS
@@ -387,71 +380,19 @@ def report_results(
 
 
 @torch.no_grad()
-def fit(
-    info: ModelInfo, frozen: Frozen, added: int, seed: int | None, model: GPT, data: Utterances
-) -> None:
-    """Fits a new model to some training utterances: the scale of a random conditioning encoder, and
-    the biases of the `added` tokens."""
-    if info.pretrained and not added:
+def fit(frozen: Frozen, added: int, seed: int, model: GPT, data: Utterances) -> None:
+    """Fits the biases of the `added` tokens of a new model to some training utterances."""
+    if not added:
         return
     items = splits.some_items(data, seed, FITTED)
     where = frozen.conditioning_mel.mel_stats.device
     model.to(where)
-    if not info.pretrained:
-        # What all voices share would be much larger than their differences otherwise, and in a
-        # short training the model learns to ignore the voice then.
-        slices = torch.stack([item["slice"] for item in items]).to(where)
-        model.fit_conditioning(frozen.conditioning_mel(slices))
-    if added:
 
-        def forward() -> None:
-            for batch in to_device([collate([item]) for item in items], where):
-                token_losses(model, batch, frozen)
+    def forward() -> None:
+        for batch in to_device([collate([item]) for item in items], where):
+            token_losses(model, batch, frozen)
 
-        new_tokens.fit_new_tokens(model, added, forward)
-
-
-def draw_seed(args) -> int | None:
-    """The seed by which the utterances that a new model is fitted to are drawn. The demo corpus is
-    in random order already; a manifest may be sorted by speaker."""
-    return args.seed if splits.resolve(args).manifests else None
-
-
-def train_dvae(args, whole: Run, corpora: dict[str, Corpus], config: dict) -> Path:
-    """Trains the DVAE of a model from scratch in two runs, without a codebook and then with one,
-    inside of the `whole` run. Returns the folder of its weights. With --resume auto, runs that are
-    complete are only read. Otherwise an earlier run is moved aside, so that its GPT and DVAE stay
-    together."""
-    ranks = whole.setup.ranks
-    if ranks.size > 1:
-        from common.parts import machines
-    if whole.keeps_folder and not (args.resume or whole.restarted):
-        reports = [str(judge.folder_of(args.output_dir))]
-        checkpoint.make_room(args.checkpoint_dir, args.log_dir, reports, codec_training.STEPS)
-        if ranks.size > 1:
-            machines.mark(args.checkpoint_dir)
-    crops = codec_training.Crops(corpora["train"], args.seed, training=True)
-    eval_crops = codec_training.Crops(corpora["val"], args.seed, training=False)
-    run_info = splits.run_info(splits.resolve(args), corpora)
-    tensors = None
-    for stage in codec_training.STEPS:
-        own = options.for_stage(args, stage, **codec_training.flags(stage))
-        print(f"\nDVAE, {stage}: {own.max_steps} updates")
-        run = begin(own, RECIPE)
-        model = codec_training.Coder(config, quantised=stage == "dvae")
-        first_fit = functools.partial(codec_training.fit, own.seed, draw_seed(args), tensors)
-        about = codec_training.for_task(stage, config, own.max_steps, first_fit)
-        task = Task(RECIPE, run_info=run_info, **about)
-        global_batches = GlobalBatches(own, crops, codec_training.collate, run.setup)
-        eval_batches = EvalBatches(own, eval_crops, codec_training.collate, run.setup)
-        train(own, run, model, task, global_batches, eval_batches)
-        finish(own, run, model, task, lambda weights: print(f"\nDVAE: {weights}"))
-        if ranks.size > 1:
-            machines.share_best(own.checkpoint_dir, ranks)
-        tensors = checkpoint.read_weights(own.checkpoint_dir / "best.safetensors", RECIPE).model
-        del model, task
-        memory.free_memory(run.setup.device)
-    return own.checkpoint_dir
+    new_tokens.fit_new_tokens(model, added, forward)
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -481,8 +422,8 @@ def synthesise(args, asked: Options) -> None:
         voice = speaking.voice_of(synthesiser, clips)
         spoken = speaking.speak(synthesiser, lines, voice, sampling)
         for path, waveform in zip(outputs, spoken, strict=True):
-            judge.write(path, waveform, synthesiser.frozen.rate)
-            print(f"{path}: {len(waveform) / synthesiser.frozen.rate:.2f} s")
+            judge.write(path, waveform, OUTPUT_RATE)
+            print(f"{path}: {len(waveform) / OUTPUT_RATE:.2f} s")
 
 
 @torch.no_grad()
@@ -500,7 +441,7 @@ def evaluate_only(args, asked: Options) -> None:
         evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
         with setup.autocast():
             report_results(synthesiser, evaluation, "the given weights")
-        if asked.held_out.count != 0:
+        if asked.held_out.speak_held_out != 0:
             clips = speaking.speakers_of(voices)
             speaking.speak_held_out(asked.held_out, setup, synthesiser, corpora[name], clips)
     about = card.About(RECIPE, args.model_dir, released.weights_file(asked.origin), before)
@@ -546,7 +487,7 @@ def make_task(
         fit=first_fit,
         adamw=optim.Settings(BETAS, decay_embeddings=False),
         further=watched,
-        plans=ForPlans(adapters=usual_adapters(asked, info)),
+        plans=ForPlans(adapters=start.Family(asked).usual_adapters(info)),
         **for_task(asked, info, run.initial),
     )
 
@@ -566,15 +507,14 @@ def main(args) -> None:
 
     corpora = read_data(args, before)
     run_info = splits.run_info(splits.resolve(args), corpora)
-    make_dvae = functools.partial(train_dvae, args, run, corpora)
-    synthesiser, info, added = first_model(asked, run, make_dvae, corpora)
+    synthesiser, info, added = first_model(asked, run, corpora)
     corpora = check_corpora(args, corpora, synthesiser.texts, info.config)
     sets = make_sets(args, corpora, synthesiser.texts, info)
 
     new, old = sets.pop("train"), sets.pop(replay.REPLAY, None)
-    global_batches = batches.global_batches(args, new, collate, run.setup, old)
+    global_batches = make_batches(args, new, collate, run.setup, old)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
-    first_fit = functools.partial(fit, info, synthesiser.frozen, added, draw_seed(args))
+    first_fit = functools.partial(fit, synthesiser.frozen, added, args.seed)
     task = make_task(args, asked, run, info, run_info, synthesiser, first_fit, evaluation)
     train(args, run, synthesiser.model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, synthesiser, evaluation)

@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from common import batches, checks, loop, optim, options
+from common import checks, loop, optim, options
 from common.batches import EvalBatches, to_device
 from common.engine import Engine
 from common.loop import Task, begin, finish, train
 from common.parts import offload
 from common.parts.new_rows import NewRows, speed_up
+from common.parts.replay import make_batches
 from common.progress import Progress
 from recipes import template
 from recipes.template import SAMPLE_RATE, Layer
@@ -154,7 +155,7 @@ def run(
         with begun.model_device():
             model = Network(args.dropout).double()
     data = data or Waveforms()
-    global_batches = batches.global_batches(args, data, collate, begun.setup, old)
+    global_batches = make_batches(args, data, collate, begun.setup, old)
     eval_batches = EvalBatches(args, Waveforms(5, seed=1), collate, begun.setup)
     sets = {
         watching.WATCHED + name: EvalBatches(args, each, collate, begun.setup)

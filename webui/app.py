@@ -2,7 +2,7 @@
 
     python webui/app.py                               # prints the address, with its token
     python webui/app.py --data recordings --runs runs --port 7861
-    python webui/app.py --host 0.0.0.0 --password X   # for other machines, which are asked for it
+    python webui/app.py --host 0.0.0.0                # for other machines, by the same token
 
 It reads only the folders --data and --runs, and writes only in --runs. Trainings are processes of
 their own: they continue when the page ends, and the next start finds them.
@@ -68,7 +68,6 @@ def add_arguments(parser: options.Parser) -> None:
         default="127.0.0.1",
         help="address to listen on (default: 127.0.0.1, this machine only)",
     )
-    parser.add_argument("--password", help="asked for where the token of the address is not known")
     parser.add_argument("--data", metavar="DIR", default=DATA, help="what may be read (data)")
     parser.add_argument("--runs", metavar="DIR", default="runs", help="where runs are kept (runs)")
 
@@ -89,14 +88,6 @@ def main(args) -> None:
 
 def check(args) -> tuple[Path, Path]:
     """The folders. Raises `UsageError`, or `RunError` if they cannot be made."""
-    from webui.guard import is_loopback
-
-    if args.password == "":
-        raise UsageError("--password is empty: choose one")
-    if not args.password and not is_loopback(args.host):
-        raise UsageError(
-            f"--host {args.host} lets other machines in: add --password, which they are asked for"
-        )
     data, runs = Path(args.data).absolute(), Path(args.runs).absolute()
     for folder, flag in ((data, "--data"), (runs, "--runs")):
         if flag == "--data" and args.data != DATA and not folder.is_dir():
@@ -162,7 +153,6 @@ def serve(args, data: Path, runs: Path, listener: socket.socket, temporary: Path
         host=args.host,
         port=listener.getsockname()[1],
         token=secrets.token_urlsafe(24),
-        password=args.password or "",
         temporary=temporary,
         kept=(temporary, places.runs / UPLOADS),
         bytes_kept=UPLOADS_BYTES,
@@ -214,7 +204,6 @@ def make_app(page, places, settings):
 
     from webui.guard import OLD_TOKEN, Guard
     from webui.media import routes
-    from webui.uploads import ZIP_BYTES
 
     sizes = ("0.625rem", "0.75rem", "0.875rem", "1rem", "1.125rem", "1.375rem", "1.625rem")
     theme = gr.themes.Base(
@@ -235,7 +224,6 @@ def make_app(page, places, settings):
         run_history=False,
         show_error=False,  # of errors that nobody expects: gradio shows them as HTML
         allowed_paths=[],
-        max_file_size=ZIP_BYTES,  # other files may have less: `uploads.check_size`
         ssr_mode=False,
         enable_monitoring=False,
         pwa=False,
@@ -259,7 +247,7 @@ def run_server(app, settings, listener: socket.socket) -> None:
     class Server(uvicorn.Server):
         async def startup(self, sockets=None) -> None:
             await super().startup(sockets)
-            print("\n".join(addresses(settings)), flush=True)
+            print(address(settings), flush=True)
 
         def handle_exit(self, number, frame) -> None:
             # Connections that stay open are cut off, which is no error.
@@ -286,27 +274,11 @@ def run_server(app, settings, listener: socket.socket) -> None:
         server.run(sockets=[listener])
 
 
-def addresses(settings) -> list[str]:
-    """The page's address with its token and, in a hosted notebook, how to get the address of its
-    proxy."""
+def address(settings) -> str:
+    """The page's address with its token."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
     host = f"[{host}]" if ":" in host else host
-    port, token = settings.port, settings.token
-    lines = [f"http://{host}:{port}/?token={token}"]
-    if "COLAB_RELEASE_TAG" in os.environ:
-        lines.append(
-            "Colab: run this in a cell and open the address in a new tab: from "
-            "google.colab.output import eval_js; "
-            f"print(eval_js('google.colab.kernel.proxyPort({port})') + '?token={token}')"
-        )
-    elif "KAGGLE_KERNEL_RUN_TYPE" in os.environ:
-        lines.append(
-            "Kaggle: run this in a cell and open the address in a new tab: from "
-            "jupyter_server.serverapp import list_running_servers; "
-            "print('https://kkb-production.jupyter-proxy.kaggle.net' + "
-            f"next(list_running_servers())['base_url'] + 'proxy/{port}/?token={token}')"
-        )
-    return lines
+    return f"http://{host}:{settings.port}/?token={settings.token}"
 
 
 if __name__ == "__main__":

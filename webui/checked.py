@@ -9,9 +9,10 @@ from pathlib import Path
 
 from common.errors import Failure
 from speech.data.columns import ADVICE, Rejections, printable
+from speech.data.fields import row_fields
 from speech.data.finding import find_audio
 from speech.data.headers import probe
-from speech.data.manifest import has_lines, parse, row_fields
+from speech.data.manifest import has_lines, parse
 from webui.places import Places
 from webui.uploads import UPLOADED_AS
 

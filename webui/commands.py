@@ -18,7 +18,7 @@ from webui.outputs import CHECKPOINTS
 from webui.places import Places
 
 AUTO = "auto"  # the tier that a script picks by the GPU
-OUTPUTS = ("export", "output", "write_dataset", "cache_audio")  # what a run writes to these paths
+OUTPUTS = ("export", "output", "cache_audio")  # what a run writes to these paths
 NUMBER = re.compile(r"-(\d+|\d*\.\d+)")  # what argparse takes as a negative number
 
 

@@ -10,8 +10,9 @@ from common import records
 from common.errors import UsageError, cannot_write
 from common.files import TEXT_BYTES, write_text
 from speech.data.columns import Rejections
+from speech.data.fields import TEXT_KEYS, Fields, columns_of, row_fields
 from speech.data.finding import find_all
-from speech.data.manifest import TEXT_KEYS, Fields, columns_of, parse, row_fields
+from speech.data.manifest import parse
 from webui.places import CORRECTED, DRAFT, Places
 
 # A row with timed pieces, as a schema of `records.mismatch`.
@@ -51,7 +52,7 @@ def texts_of(table: Path) -> list[Text]:
 def begun(table: Path) -> Path:
     """The table to correct: the corrected one beside it if somebody has begun."""
     beside = corrected(table)
-    return beside if beside.is_file() and not beside.is_symlink() else table
+    return beside if beside.is_file() else table
 
 
 def corrected(table: Path) -> Path:

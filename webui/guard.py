@@ -56,15 +56,6 @@ UPLOAD = "/gradio_api/upload"
 POST = {UPLOAD, "/gradio_api/queue/join", "/gradio_api/cancel", "/gradio_api/reset"}
 EVENT_BYTES = 16 << 20  # of an event; files come by uploads
 DRAIN_SECONDS = 5.0  # to read a refused upload, because a browser reads the reason only after that
-PAUSE_SECONDS = 1.0  # after a wrong password
-# Environment variables that tell a hosted notebook, and the names under which its proxy asks.
-PROXIES = {
-    "COLAB_RELEASE_TAG": (
-        r".+\.(colab|codatalab)-user-runtimes\.internal"
-        r"|.+-colab\.googleusercontent\.com|.+\.prod\.colab\.dev"
-    ),
-    "KAGGLE_KERNEL_RUN_TYPE": r"kkb-production\.jupyter-proxy\.kaggle\.net",
-}
 
 OLD_TOKEN = (
     "open the address with the token that the page printed when it started;"
@@ -72,21 +63,6 @@ OLD_TOKEN = (
 )
 ENTERED = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Welcome</title>
 <noscript>This page needs JavaScript.</noscript><script>location.replace("./")</script></html>"""
-LOGIN = """<!doctype html><html lang="en"><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1"><title>Password</title>
-<style>body{font:1rem system-ui,sans-serif;margin:2rem}input,button{font:inherit}</style>
-<form><label>Password <input name="password" type="password" autocomplete="current-password"
- required autofocus></label> <button>Enter</button> <p role="alert"></p></form>
-<script>
-const form = document.querySelector("form")
-form.onsubmit = async (event) => {
-  event.preventDefault()
-  const body = new URLSearchParams(new FormData(form))
-  const answer = await fetch("login", {method: "POST", body})
-  if (answer.ok) location.replace("./")
-  else document.querySelector("p").textContent = await answer.text()
-}
-</script></html>"""
 
 
 @dataclass(frozen=True)
@@ -97,7 +73,6 @@ class Settings:
     host: str
     port: int
     token: str
-    password: str  # "": none, the address with the token is the only way in
     temporary: Path
     kept: tuple[Path, ...]
     bytes_kept: int
@@ -111,8 +86,6 @@ class Guard:
         self.settings = settings
         self.temporary = settings.temporary.resolve()
         self.cookie = f"speech_page_{settings.port}"  # ports of one host share their cookies
-        self.proxy = next((names for name, names in PROXIES.items() if name in os.environ), None)
-        self.guesses = asyncio.Lock()  # one password at a time
         self.uploads = 0  # that are arriving
         self.kept = 0  # bytes, as counted when the first of these began, and theirs
 
@@ -121,7 +94,7 @@ class Guard:
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
             send = _with_headers(send)
-            answer = await self.answer(scope, receive)
+            answer = self.answer(scope)
             if answer is None:
                 await self.pass_on(scope, receive, send)
             else:
@@ -129,7 +102,7 @@ class Guard:
         else:  # a websocket, which the page does not use
             await send({"type": "websocket.close", "code": 1008})
 
-    async def answer(self, scope, receive) -> Response | None:
+    def answer(self, scope) -> Response | None:
         """The answer in place of the page, or None for the page itself."""
         headers = Headers(scope=scope)
         path, method = scope["path"], scope["method"]
@@ -139,12 +112,9 @@ class Guard:
         if refusal:
             return _refuse(refusal)
         if enters:
-            return self.welcome(ENTERED)
-        if self.settings.password and (method, path) == ("POST", "/login"):
-            return await self.login(headers, receive)
-        if not _same(self.cookie_of(headers), self.settings.token):
-            if self.settings.password and (method, path) == ("GET", "/"):
-                return HTMLResponse(LOGIN, 403)
+            return self.welcome()
+        cookie = cookie_parser(headers.get("cookie", "")).get(self.cookie, "")
+        if not _same(cookie, self.settings.token):
             return _refuse(OLD_TOKEN, is_event=method == "POST")
         return self.unknown(method, path)
 
@@ -174,34 +144,18 @@ class Guard:
         if match is None:
             return False
         name = match[1].strip("[]")
-        if self.proxy and (re.fullmatch(self.proxy, name) or _is_address(name)):
-            return True
         if int(match[2] or 80) != self.settings.port:
             return False
         if name in ("localhost", "127.0.0.1", "::1", self.settings.host.lower()):
             return True
         return not is_loopback(self.settings.host) and _is_address(name)
 
-    def cookie_of(self, headers: Headers) -> str:
-        return cookie_parser(headers.get("cookie", "")).get(self.cookie, "")
-
-    def welcome(self, content: str) -> Response:
+    def welcome(self) -> Response:
         """Gives the cookie. No redirect: in a navigation that began on another site, a browser
         would not send a strict cookie to the page behind it."""
-        answer = HTMLResponse(content, headers={"Cache-Control": "no-store"})
+        answer = HTMLResponse(ENTERED, headers={"Cache-Control": "no-store"})
         answer.set_cookie(self.cookie, self.settings.token, httponly=True, samesite="strict")
         return answer
-
-    async def login(self, headers: Headers, receive) -> Response:
-        body = await _read(receive, 1 << 12) or b""
-        words = parse_qs(body.decode("utf-8", "replace")).get("password", [""])
-        if not headers.get("origin"):
-            return _refuse("the page takes passwords from its own form")
-        async with self.guesses:
-            if _same(words[0], self.settings.password):
-                return self.welcome("")
-            await asyncio.sleep(PAUSE_SECONDS)
-        return _refuse("the password is wrong")
 
     def unknown(self, method: str, path: str) -> Response | None:
         """The answer to what the page does not have or never asks for."""
@@ -225,13 +179,11 @@ class Guard:
 
     async def pass_on(self, scope, receive, send) -> None:
         """Hands a request to the page. What a proxy says of the address is left out: the browser
-        takes the address that it knows, except behind a proxy that adds folders to it."""
+        takes the address that it knows."""
         headers = MutableHeaders(scope=scope)
-        folder = headers.get("x-forwarded-prefix", "") if self.proxy else ""
-        root = headers["origin"] + folder if folder and "origin" in headers else "/"
         for name in ("x-forwarded-host", "x-forwarded-proto", "x-forwarded-prefix"):
             del headers[name]
-        headers["x-gradio-server"] = root
+        headers["x-gradio-server"] = "/"
         scope = {**scope, "headers": headers.raw}
         if scope["path"] == "/":
             scope["query_string"] = b""  # gradio would restore a state that it names

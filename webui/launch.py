@@ -58,8 +58,7 @@ def holder(path) -> int | None:
 
 def open_lock(folder) -> int:
     """The descriptor of a folder's .lock. Raises `OSError`."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    return os.open(os.path.join(folder, LOCK), flags, 0o666)
+    return os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
 def write_word(lock: int, process: int, word: str, name: str = "") -> None:
@@ -82,10 +81,9 @@ def read_run(folder) -> dict:
     """The content of run.json; {} if there is none, or it is damaged."""
     try:
         with open(os.path.join(folder, RUN), encoding="utf-8") as file:
-            content = json.load(file)
-    except (OSError, ValueError, RecursionError):
+            return json.load(file)
+    except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 def blocker(folder: str) -> str | None:
@@ -116,8 +114,7 @@ def blocker(folder: str) -> str | None:
 
 
 def _place(run: dict, name: str) -> tuple:
-    queued = run.get("queued")
-    return (queued if isinstance(queued, int | float) else 0, name)
+    return (run.get("queued", 0), name)
 
 
 def wait(folder: str, lock: int) -> int:
@@ -163,9 +160,8 @@ def run_command(words: list[str], lock: int) -> int:
 def note_end(folder: str, status: int) -> None:
     """Writes ended.json."""
     path = os.path.join(folder, ENDED)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     with contextlib.suppress(OSError):  # a full disk: the log tells the page
-        with open(os.open(f"{path}.tmp", flags, 0o666), "w", encoding="utf-8") as file:
+        with open(f"{path}.tmp", "w", encoding="utf-8") as file:
             json.dump({"status": status, "ended": time.time()}, file)
         os.replace(f"{path}.tmp", path)
 

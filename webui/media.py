@@ -2,7 +2,6 @@
 files of runs."""
 
 import re
-from urllib.parse import parse_qs
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
@@ -20,7 +19,7 @@ def routes(places: Places) -> list[Route]:
     """`/audio?path=&offset=&seconds=` and `/download?path=`."""
 
     def audio(request: Request) -> Response:
-        query = _query(request)
+        query = request.query_params
         try:
             path = places.file(query.get("path", ""))
             offset = _seconds(query.get("offset"), 0.0)
@@ -32,21 +31,14 @@ def routes(places: Places) -> list[Route]:
 
     def download(request: Request) -> Response:
         try:
-            path = places.file(_query(request).get("path", ""))
+            path = places.file(request.query_params.get("path", ""))
         except Failure as failure:
             return PlainTextResponse(f"{failure}\n", 404)
         if not path.is_relative_to(places.runs):
             return PlainTextResponse("only files of runs can be downloaded\n", 404)
-        name = path.name.encode("utf-8", "replace").decode()
-        return FileResponse(path, filename=name, media_type="application/octet-stream")
+        return FileResponse(path, filename=path.name, media_type="application/octet-stream")
 
     return [Route("/audio", audio), Route("/download", download)]
-
-
-def _query(request: Request) -> dict[str, str]:
-    """The query, whose paths may be bytes that are not UTF-8, as `views.player` writes them."""
-    query = request.scope["query_string"].decode("latin-1")
-    return {name: values[0] for name, values in parse_qs(query, errors="surrogateescape").items()}
 
 
 def _seconds(text: str | None, default: float) -> float:

@@ -1,8 +1,7 @@
 """Files that a run has written into its folder: log, metrics, transcripts and weights. A run may be
-writing them, and its folder may come from elsewhere: of a file as much is read as a page shows."""
+writing them. Of a file as much is read as a page shows."""
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -15,13 +14,12 @@ LOG = "run.log"
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
 TRANSCRIPTS = "transcripts.jsonl"
-ASIDE = re.compile(r"(earlier|abandoned)-\d+")  # folders of what the loop moves aside
+ASIDE = re.compile(r"earlier-\d+")  # folders of what the loop moves aside
 LOG_BYTES = 1 << 18  # of the end of a log that are shown
 END_BYTES = 1 << 13  # of the end of a file, to tell how far a run is
 LINE = 2000  # characters of a line that are shown
 POINTS = 1000  # of the curves of training, at least, if there are more
 ROWS = 5000  # of transcripts.jsonl
-ROW_BYTES = 1 << 20  # of a line in it, and in metrics.jsonl
 BEGAN = re.compile(r"^=== \d{4}-\d\d-\d\d \d\d:\d\d:\d\d === .*$", re.MULTILINE)  # of an attempt
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\?)?|[@-Z\\-_])")
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
@@ -61,10 +59,10 @@ def _tail(path: Path, size: int) -> str:
 
 
 def _last_bytes(path: Path, size: int) -> bytes:
-    """The last bytes of a regular file, from the beginning of a line if there is one among them;
-    b"" if it cannot be read."""
+    """The last bytes of a file, from the beginning of a line if there is one among them; b"" if it
+    cannot be read."""
     try:
-        with _open(path) as file:
+        with open(path, "rb") as file:
             length = os.fstat(file.fileno()).st_size
             file.seek(max(0, length - size))
             data = file.read(size)
@@ -75,18 +73,11 @@ def _last_bytes(path: Path, size: int) -> bytes:
     return data
 
 
-def _open(path: Path):
-    """A file for reading, not by a link to another place, and without waiting if it is a pipe."""
-    if os.path.realpath(path) != os.path.abspath(path):
-        raise OSError(errno.ELOOP, "it is a link")
-    return open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb")
-
-
 # --- metrics and transcripts ----------------------------------------------------------------------
 
 
 def stage(folder: Path) -> str:
-    """The stage that was trained last, such as "dvae", of a training in several; "" for the main
+    """The stage that was trained last, such as "vocoder", of a training in several; "" for the main
     one, whose logs and checkpoints have no folder of their own."""
     found = {}
     for path in [folder / "logs", *(folder / "logs").glob("*/")]:
@@ -133,17 +124,16 @@ def transcripts(folder: Path) -> list[dict]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a regular file, as far as their length is sensible."""
-    with contextlib.suppress(OSError), _open(path) as file:
-        while line := file.readline(ROW_BYTES):
-            yield line
+    """The lines of a file, if there is one."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        yield from file
 
 
 def _row(line: bytes) -> dict:
     """A line of JSON; {} if it is damaged, or only half written."""
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError):
+    except ValueError:
         return {}
     return row if isinstance(row, dict) else {}
 
@@ -155,7 +145,7 @@ def _finite(line: bytes) -> dict:
 
 def is_finite(value) -> bool:
     """Whether a value of a JSON file is a number, and not one that no plot can show."""
-    return isinstance(value, int | float) and abs(value) < 1e300
+    return isinstance(value, int | float) and abs(value) < 1e100
 
 
 # --- weights --------------------------------------------------------------------------------------
@@ -165,4 +155,4 @@ def weights(folder: Path) -> list[Path]:
     """The weights of a run: the best ones, and its checkpoints, newest first."""
     checkpoints = folder / CHECKPOINTS
     found = [checkpoints / "best.safetensors", *list_checkpoints(checkpoints)]
-    return [path for path in found if path.is_file() and not path.is_symlink()]
+    return [path for path in found if path.is_file()]

@@ -14,9 +14,10 @@ from common.errors import Failure, UsageError, cannot_write
 from common.files import require_file
 from speech.data.annotations.rows import files_of, is_annotations
 from speech.data.columns import Rejections, printable
+from speech.data.fields import AUDIO_KEYS
 from speech.data.folders import write_folder
 from speech.data.headers import AUDIO_SUFFIXES
-from speech.data.manifest import AUDIO_KEYS, parse
+from speech.data.manifest import parse
 from webui import uploads
 from webui.uploads import NOT_USED, START, TABLE_SUFFIXES
 
@@ -195,7 +196,7 @@ class Places:
             folder = place / str(max(numbers, default=0) + 1)
             try:
                 return folder / write_folder(
-                    folder, lambda aside: uploads.fill(aside, files, names, room), {}
+                    folder, lambda aside: uploads.fill(aside, files, names), {}
                 )
             except OSError as error:
                 raise cannot_write(place, error, "--runs") from None

@@ -155,18 +155,17 @@ def _last_numbers(run: Run) -> dict:
         now |= _without("train/", row)
         if results := _without("eval/", row):
             now["evaluation"] = (now.get("step"), results)
-    with contextlib.suppress(ValueError):  # a log from elsewhere: no number, or one of 5000 digits
-        if lengths:
-            now["total"] = int(lengths[-1][1])
-        if lines:
-            line = lines[-1]
-            now["total"] = int(line["total"])
-            now["minutes"] = int(line["minutes"])
-            if int(line["step"]) > now.get("step", -1):
-                now["step"] = int(line["step"])
-                for name, _, _, factor in NUMBERS:
-                    if line[name]:
-                        now[name] = float(line[name]) / factor
+    if lengths:
+        now["total"] = int(lengths[-1][1])
+    if lines:
+        line = lines[-1]
+        now["total"] = int(line["total"])
+        now["minutes"] = int(line["minutes"])
+        if int(line["step"]) > now.get("step", -1):
+            now["step"] = int(line["step"])
+            for name, _, _, factor in NUMBERS:
+                if line[name]:
+                    now[name] = float(line[name]) / factor
     return now
 
 

@@ -170,9 +170,8 @@ def start(run: Run) -> None:
         raise UsageError(f"{run.name} runs already")
     _write(replace(run, device=device_of(run.words)), queued=time.time())
     words = [sys.executable, "-I", "-S", launch.__file__, str(run.folder)]
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
     try:
-        with open(os.open(run.folder / outputs.LOG, flags, 0o666), "ab") as log:
+        with open(run.folder / outputs.LOG, "ab") as log:
             process = subprocess.Popen(
                 words,
                 cwd=ROOT,
@@ -235,8 +234,6 @@ def resume(run: Run, places: Places, recipes: dict[str, Recipe]) -> None:
         )
     if run.recipe not in recipes:
         raise UsageError(f"{run.name}: there is no recipe {run.recipe[:60]!r}")
-    for name in (outputs.CHECKPOINTS, "logs"):
-        places.inside(run.folder / name)  # a link could lead out
     made = commands.command(places, recipes[run.recipe], run.settings, run.folder)
     start(replace(run, words=commands.resumed(made.words)))
 

@@ -19,9 +19,10 @@ from pathlib import Path
 from common.errors import Failure, UsageError, cannot_write
 from common.files import write_file
 from speech.data.columns import Rejections, printable
+from speech.data.fields import AUDIO_KEYS, SPEAKER_KEYS, START_KEYS, TEXT_KEYS
 from speech.data.finding import find_audio
 from speech.data.headers import audio_suffix
-from speech.data.manifest import AUDIO_KEYS, SPEAKER_KEYS, START_KEYS, TEXT_KEYS, parse
+from speech.data.manifest import parse
 from speech.writing import metrics, subtitles
 from webui import outputs, runs
 from webui.catalogue import Recipe
@@ -74,20 +75,20 @@ class Wish:
 # --- which model ----------------------------------------------------------------------------------
 
 
-def weights_of(places: Places, run: Run, name: str | None) -> Path:
+def weights_of(run: Run, name: str | None) -> Path:
     """The weights of a run that have this file name. Raises `UsageError`."""
     for path in outputs.weights(run.folder):
         if path.name == name:
-            return places.inside(path)
+            return path
     if not name:
         raise UsageError("choose weights first")
     raise UsageError(f"{run.name} has no weights {printable(name[:60])}: choose others")
 
 
-def model_of_run(places: Places, run: Run, weights: str | None) -> Model:
+def model_of_run(run: Run, weights: str | None) -> Model:
     """The weights of a run that have this file name. Raises `UsageError`."""
-    words = ("--resume", str(weights_of(places, run, weights)))
-    return Model(run.recipe, words, f"{run.name}, {weights}", places.inside(run.folder / SPOKEN))
+    words = ("--resume", str(weights_of(run, weights)))
+    return Model(run.recipe, words, f"{run.name}, {weights}", run.folder / SPOKEN)
 
 
 def released_model(places: Places, recipe: Recipe, path: str, language: str = "") -> Model:
@@ -111,7 +112,7 @@ def _released(places: Places, recipe: Recipe, values: dict[str, str]) -> Model:
         if value:
             words += words_of(places, recipe.option(name), value, places.runs)
     label = next(values[name] for name in RELEASED if values.get(name))
-    return Model(recipe.name, tuple(words), label, places.inside(places.runs / SPOKEN))
+    return Model(recipe.name, tuple(words), label, places.runs / SPOKEN)
 
 
 def on_device(model: Model, places: Places, device: str, is_allowed: bool) -> tuple[str, ...]:
@@ -203,8 +204,6 @@ def speak(models: Models, model: Model, wish: Wish, words: tuple[str, ...]) -> d
 
 def _remember(model: Model, wish: Wish, text: str, spoken: Path) -> dict:
     model.folder.mkdir(parents=True, exist_ok=True)
-    if (model.folder / HISTORY).is_symlink():
-        raise UsageError(f"{model.folder / HISTORY} is a link: remove it")
     numbers = [int(path.stem) for path in model.folder.glob("*.wav") if path.stem.isdecimal()]
     row = {
         "file": f"{max(numbers, default=0) + 1:04}.wav",
@@ -221,22 +220,21 @@ def _remember(model: Model, wish: Wish, text: str, spoken: Path) -> dict:
     return row
 
 
-def history(places: Places, folder: Path) -> list[dict]:
+def history(folder: Path) -> list[dict]:
     """The speech that was made, the newest first, with the "path" of each file."""
     rows = []
-    with suppress(OSError, UsageError), open(places.file(folder / HISTORY), "rb") as file:
+    with suppress(OSError), open(folder / HISTORY, "rb") as file:
         file.seek(max(0, file.seek(0, 2) - HISTORY_BYTES))
         for line in file.read().splitlines():
-            with suppress(ValueError, KeyError, TypeError):  # of a half line, or changed by hand
+            with suppress(ValueError):  # of a half line
                 row = json.loads(line)
                 rows.append({**row, "path": str(folder / row["file"])})
     return rows[::-1]
 
 
-def keep_voice(places: Places, model: Model, upload: Path) -> Path:
-    """A copy of an uploaded reference clip that stays with what it says. Raises `UsageError` and
-    `RunError`."""
-    folder = places.inside(model.folder / VOICES)
+def keep_voice(model: Model, upload: Path) -> Path:
+    """A copy of an uploaded reference clip that stays with what it says. Raises `RunError`."""
+    folder = model.folder / VOICES
     name = hashlib.blake2b(upload.read_bytes(), digest_size=8).hexdigest()
     kept = folder / f"{name}{audio_suffix(upload)}"
     try:
@@ -253,8 +251,7 @@ def voices(places: Places, run: Run | None, spoken: Path) -> list[tuple[str, str
     clips that the run has learned from, all clips of the page's folders."""
     found = {}
     for path in sorted((spoken / VOICES).glob("*")):
-        with suppress(UsageError):  # a link that leads out
-            found[str(places.file(path))] = f"uploaded: {path.name}"
+        found[str(path)] = f"uploaded: {path.name}"
     if run:
         for path, speaker, text in islice(_training_clips(places, run), MOST_CLIPS):
             found[path] = ": ".join(filter(None, ("training", speaker, text[:60])))

@@ -21,12 +21,9 @@ def _escaped(text: str) -> str:
     return html.escape(text.encode("utf-8", "replace").decode())
 
 
-def moment(seconds) -> str:
-    """A time since 1970 as date and time here; "" if it is none."""
-    try:
-        return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
-    except (TypeError, ValueError, OverflowError, OSError):
-        return ""
+def moment(seconds: float) -> str:
+    """A time since 1970 as date and time here."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 def player(path: str, offset: float = 0.0, seconds: float | None = None) -> str:
@@ -35,13 +32,13 @@ def player(path: str, offset: float = 0.0, seconds: float | None = None) -> str:
     if seconds is not None:
         part["seconds"] = seconds
     label = text(f"Play {path.rsplit('/', 1)[-1]}")
-    address = html.escape("audio?" + urlencode(part, errors="surrogateescape"))
+    address = html.escape("audio?" + urlencode(part, errors="replace"))
     return f'<audio controls preload="none" aria-label="{label}" src="{address}"></audio>'
 
 
 def download(path: str) -> str:
     """A link that saves a file of a run."""
-    address = html.escape("download?" + urlencode({"path": path}, errors="surrogateescape"))
+    address = html.escape("download?" + urlencode({"path": path}, errors="replace"))
     return f'<a href="{address}" download>Download {text(path.rsplit("/", 1)[-1])}</a>'
 
 
@@ -98,16 +95,13 @@ def difference(reference: str, hypothesis: str) -> str:
 WIDTH, HEIGHT = 480, 240  # of a plot, in its own units
 LEFT, RIGHT, TOP, BOTTOM = 52, 16, 24, 34  # its margins
 MOST_POINTS = 400  # of a line
-LARGEST = 1e100  # number that is drawn
 STYLES = ("", "6 3", "2 3", "8 3 2 3")  # dashes, so that lines are told apart without colours
 Points = list[tuple[float, float]]
 
 
 def curves(title: str, lines: dict[str, Points], x_label: str = "updates") -> str:
-    """A plot of several lines as SVG. Points that are not finite, or above LARGEST,
-    are left out."""
-    lines = {name: _finite(points) for name, points in lines.items()}
-    lines = {name: points for name, points in lines.items() if points}
+    """A plot of several lines as SVG."""
+    lines = {name: _thinned(points) for name, points in lines.items()}
     if not lines:
         return f"<p>{text(title)}: nothing is measured yet.</p>"
     every = [point for points in lines.values() for point in points]
@@ -147,11 +141,10 @@ def curves(title: str, lines: dict[str, Points], x_label: str = "updates") -> st
     )
 
 
-def _finite(points: Points) -> Points:
-    """At most MOST_POINTS of the points below LARGEST, the last one among them."""
-    finite = [(x, y) for x, y in points if abs(x) < LARGEST and abs(y) < LARGEST]
-    step = math.ceil(len(finite) / MOST_POINTS)
-    return finite[::-1][:: max(1, step)][::-1]
+def _thinned(points: Points) -> Points:
+    """At most MOST_POINTS of the points, the last one among them."""
+    step = math.ceil(len(points) / MOST_POINTS)
+    return points[::-1][::step][::-1]
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 
-from common import checkpoint, files, options, setting_up
+from common import checkpoint, files, options
 from common.checkpoint import Saved
 from common.device import Setup
 from common.errors import UsageError, cannot_write
 from common.ranks import Ranks, torchrun
+from common.report import check_folder
 from common.task import Run
 
 PIECE = 2**26  # bytes that are sent at a time
@@ -28,10 +29,13 @@ def begin(args, name: str, setup: Setup) -> Run:
     ranks = setup.ranks
     folder = args.checkpoint_dir
     keeps = keeps_folder(folder, ranks)
-    locks = setting_up.lock_folders(args) if keeps else []
+    locks = []
+    if keeps:
+        check_folder(args.log_dir)
+        locks.append(checkpoint.lock_folder(folder))
     restarted = is_restarted(folder, ranks)
     resumed = resume(args.resume, folder, name, ranks, restarted)
-    initial = setting_up.read_initial(args, name, resumed)
+    initial = checkpoint.read_initial(args.init_from, name, resumed)
     options.freeze(args)
     return Run(setup, resumed, initial, locks, keeps_folder=keeps, restarted=restarted)
 
@@ -121,7 +125,8 @@ def distribute(found: Path, own: Path, folder: Path, source: int, ranks: Ranks) 
     """Sends the checkpoint `found` of the rank `source` to the machines that have another one or
     none (`own`), where it comes into `folder`, and the best weights to the first rank. Returns its
     path on this machine."""
-    receivers = lacking(own, source, ranks)
+    digests = ranks.gather(digest_of(own) if ranks.leader else None)
+    receivers = [i for i, digest in enumerate(digests) if digest not in (None, digests[source])]
     send(ranks, found, folder / found.name, source, receivers)
     if 0 in receivers:
         for name in BEST:
@@ -131,22 +136,6 @@ def distribute(found: Path, own: Path, folder: Path, source: int, ranks: Ranks) 
     ranks.gather(None)  # all files are there
     leader = ranks.rank - torchrun("LOCAL_RANK", 0)
     return folder / found.name if leader in receivers else own
-
-
-def share_best(folder: Path, ranks: Ranks) -> None:
-    """Sends the best weights in `folder`, which the first rank has, to the machines that lack them.
-    All ranks call it."""
-    with ranks.patient():  # the first one may still evaluate them
-        receivers = lacking(folder / BEST[0], 0, ranks)
-        for name in BEST:
-            send(ranks, folder / name, folder / name, 0, receivers)
-        ranks.gather(None)  # all files are there
-
-
-def lacking(own: Path, source: int, ranks: Ranks) -> list[int]:
-    """The first ranks of the machines whose file `own` is not that of the rank `source`."""
-    digests = ranks.gather(digest_of(own) if ranks.leader else None)
-    return [rank for rank, digest in enumerate(digests) if digest not in (None, digests[source])]
 
 
 def send(ranks: Ranks, found: Path, path: Path, source: int, receivers: list[int]) -> None:

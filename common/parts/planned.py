@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 import dry_run
-from common import checkpoint, device, memory, optim, options, run_length, setting_up
+from common import checkpoint, device, memory, optim, options, run_length
 from common.batches import EvalBatches, GlobalBatches, join_sets
 from common.device import Setup
 from common.engine import run_global_batch
@@ -38,7 +38,7 @@ def begin(args, name: str) -> Run:
         raise UsageError("--sharded needs several GPUs: plan for two with --dry_run 2x16gb")
     setup = Setup(torch.device("meta"), ranks=Ranks(size=card.count if card else 1))
     resumed = checkpoint.resume(args.resume, args.checkpoint_dir, name)
-    initial = setting_up.read_initial(args, name, resumed)
+    initial = checkpoint.read_initial(args.init_from, name, resumed)
     options.freeze(args)
     return Run(setup, resumed, initial, is_planned=True, card=card)
 

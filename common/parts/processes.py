@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from common import checkpoint, files
 from common.errors import RunError, UsageError, first_line
+from common.limits import lower_limits
 from common.ranks import LostRank, Ranks, torchrun
-from common.update import lower_limits
 
 # Seconds that a rank waits for the others where nobody knows how long they take: while they read
 # their data, evaluate, or save.

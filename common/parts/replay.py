@@ -3,7 +3,7 @@ global batch has, and which. Several data sets as one."""
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 
@@ -89,9 +89,9 @@ class ReplayedBatches(GlobalBatches):
     def count(self, first: int, last: int) -> int:
         return count_global_batches(len(self.data), self.global_batch_size, self.share, first, last)
 
-    def plan(self, epoch: int, seconds: np.ndarray, done: list) -> list[np.ndarray]:
+    def plan(self, epoch: int, seconds: np.ndarray) -> list[np.ndarray]:
         size = self.global_batch_size
-        return plan_epoch(seconds, len(self.old), self.share, size, (self.seed, epoch), done)
+        return plan_epoch(seconds, len(self.old), self.share, size, (self.seed, epoch))
 
     def fingerprint(self) -> str:
         return f"{super().fingerprint()} {self.old.fingerprint()} {self.share:g}"
@@ -103,13 +103,15 @@ class ReplayedBatches(GlobalBatches):
         )
 
 
+def make_batches(args, data, collate: Callable, setup, old=None) -> GlobalBatches:
+    """The global batches of a training set and, with --replay_manifest, of a set `old`."""
+    if old is None:
+        return GlobalBatches(args, data, collate, setup)
+    return ReplayedBatches(args, data, old, collate, setup)
+
+
 def plan_epoch(
-    seconds: np.ndarray,
-    old: int,
-    share: float,
-    global_batch_size: int,
-    key: tuple[int, int],
-    done: Iterable = (),
+    seconds: np.ndarray, old: int, share: float, global_batch_size: int, key: tuple[int, int]
 ) -> list[np.ndarray]:
     """`batches.plan_epoch` with replay. The last `old` utterances of `seconds` (N,) are old
     material, of which every global batch has a `share` (see `batch_sizes`): the next ones of an
@@ -120,30 +122,20 @@ def plan_epoch(
     # An old one can come twice: the places of this epoch's utterances are planned.
     ends = old_among([begin, whole((epoch + 1) * new, share)], share).tolist()
     places = np.concatenate([np.arange(new), new + drawn(old, seed, *ends)])
-    seconds = seconds[places]
-    remaining = np.arange(len(places))
-    for part, (size, count) in enumerate([*done, (global_batch_size, None)]):
-        fresh, others = np.split(remaining, [np.searchsorted(remaining, new)])
-        sizes = batch_sizes(len(fresh), size, share, begin)
-        plan = cut_epoch(fresh, others, seconds, sizes, (seed, epoch, part))
-        if count is None:
-            return [places[global_batch] for global_batch in plan]
-        begin += sum(map(len, plan[:count]))
-        remaining = np.sort(np.concatenate([remaining[:0], *plan[count:]]))
+    sizes = batch_sizes(new, global_batch_size, share, begin)
+    plan = cut_epoch(seconds[places], new, sizes, key)
+    return [places[global_batch] for global_batch in plan]
 
 
 def cut_epoch(
-    indices: np.ndarray,
-    old: np.ndarray,
-    seconds: np.ndarray,
-    sizes: np.ndarray,
-    key: tuple[int, int, int],
+    seconds: np.ndarray, new: int, sizes: np.ndarray, key: tuple[int, int]
 ) -> list[np.ndarray]:
-    """`batches.cut_epoch` with replay. `sizes` (K, 2): how many of `indices` and of `old`, which
-    come in this order, are in each global batch; `key`: seed, epoch, and how many cuts of it came
-    before."""
-    random = np.random.default_rng(key)
-    streams = random.permutation(indices), old
+    """The global batches of utterances with these lengths, of which the first `new` are new. `sizes`
+    (K, 2): how many new ones and how many of the others, which come in this order, are in each
+    global batch; `key`: seed and epoch."""
+    seed, epoch = key
+    random = np.random.default_rng((seed, epoch, 0))
+    streams = random.permutation(new), np.arange(new, len(seconds))
     begins = np.cumsum(sizes, axis=0) - sizes
     global_batches = []
     for first in range(0, len(sizes), POOL_BATCHES):
@@ -162,8 +154,7 @@ def cut_epoch(
     for kind in range(kinds.max(initial=-1) + 1):
         places = np.flatnonzero(kinds == kind)
         order[places] = places[random.permutation(len(places))]
-    _, epoch, part = key
-    if epoch == 0 and part == 0 and len(order):
+    if epoch == 0 and len(order):
         longest = np.array([seconds[global_batches[number]].max() for number in order]).argmax()
         places = np.flatnonzero(kinds[: longest + 1] == kinds[longest])
         order[places] = np.roll(order[places], 1)

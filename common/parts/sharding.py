@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from common import update
 from common.device import LossScale
 from common.engine import Engine, Outcome, run_global_batch
 from common.errors import UsageError
+from common.limits import learn_limit, out_of_memory, too_long
 from common.parts import processes
 from common.parts.offload import begin, castable
 from common.ranks import CannotSave, LostRank, Ranks
@@ -131,13 +131,11 @@ class Sharded(Engine):
         """The error of a rank that is out of memory: the job has to start anew. The micro-batch
         size that fits is written beside the checkpoints."""
         if len(outcome.failed["names"]) == 1:
-            return InPass(update.too_long(outcome, self.setup))
-        update.learn_limit(outcome.failed, limits, Counter())
+            return InPass(too_long(outcome.failed, outcome.reason, self.setup.device))
+        learn_limit(outcome.failed, limits, Counter())
         processes.write_limits(self.args.checkpoint_dir, self.setup.ranks, limits)
-        return Restart(
-            f"{update.out_of_memory(outcome, self.setup, 'starts anew with')}; torchrun"
-            " --max_restarts does so, or --resume auto"
-        )
+        problem = out_of_memory(outcome.failed, self.setup.device, "starts anew with")
+        return Restart(f"{problem}; torchrun --max_restarts does so, or --resume auto")
 
     def sum_gradients(self) -> None:
         """FSDP has done it in the backward passes."""

@@ -20,7 +20,7 @@ NAME = re.compile(r"[a-z]{2,3}-[A-Z]{2}")  # of a new language
 NEAREST = 5  # names in a message
 COLUMNS = "prompt_projector.linear_1.weight"  # (W, D + slots)
 # The slots of the released models, for files that do not name them.
-_USUAL = """
+_SLOTS = """
     0 en-US en, 1 en-GB enGB, 2 es-ES esES, 3 es-US es, 4 zh-CN zh-ZH, 5 zh-TW, 6 hi-IN hi hi-HI,
     7 ar-AR ar, 8 fr-FR fr, 9 de-DE de, 10 ja-JP ja-JA, 11 ru-RU ru, 12 pt-BR, 13 pt-PT pt,
     14 ko-KR ko ko-KO, 15 it-IT it, 16 nl-NL nl, 17 pl-PL pl, 18 tr-TR tr, 19 uk-UA uk, 20 ro-RO ro,
@@ -33,8 +33,8 @@ _USUAL = """
     80 qu-PE, 81 ay-BO, 82 gn-PY, 83 nah-MX, 96 mi-NZ, 97 haw-US, 98 sm-WS, 99 to-TO, 100 fr-CA,
     101 auto, 102 mt-MT, 103 nb-NO nb, 104 nn-NO nn
 """
-USUAL = {
-    name: int(slot) for slot, *names in (row.split() for row in _USUAL.split(",")) for name in names
+SLOTS = {
+    name: int(slot) for slot, *names in (row.split() for row in _SLOTS.split(",")) for name in names
 }
 
 

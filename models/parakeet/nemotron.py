@@ -6,7 +6,7 @@ from pathlib import Path
 
 from common import records
 from common.errors import UsageError
-from models.parakeet.languages import AUTO, USUAL, are_slots
+from models.parakeet.languages import AUTO, SLOTS, are_slots
 
 # Of the released models; a file may not say with which it was trained.
 LOOKAHEADS = (0, 1, 3, 6, 13)
@@ -61,7 +61,7 @@ def _contexts(contexts, path: Path) -> dict:
 def _languages(values: dict, path: Path) -> dict[str, int]:
     names = values["languages"]
     if names is None:
-        names = dict(USUAL)
+        names = dict(SLOTS)
     if isinstance(names, dict):  # Norwegian without quotes is a truth value in yaml
         names = {"no" if name is False else name: slot for name, slot in names.items()}
     slots = values["slots"]

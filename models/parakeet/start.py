@@ -1,26 +1,23 @@
 """The start of a Parakeet's training: what this family adds to models/released.py."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated
 
 import torch
 
-from common import checkpoint, device, options, records
+from common import checkpoint, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
 from common.layers import quieten_branches
-from common.parts import lora
+from common.options import TRAINS, USUAL, flag
 from models import adapters, card, onnx_files, released
 from models.parakeet import formats, live, settings, vocabulary
-from models.parakeet.languages import AUTO, USUAL, are_slots, slot_of
+from models.parakeet.languages import AUTO, SLOTS, are_slots, slot_of
 from models.parakeet.model import Parakeet
 from models.parakeet.tokenizer import STATE, ParakeetTokenizer, make_tokenizer, pieces
 from models.released import Origin
-from speech.data.splits import RunInfo
 from speech.decoding import recogniser
 
 BRANCH_OUTPUTS = (".linear2", ".o_proj", ".pointwise_conv2")  # for quieten_branches
@@ -43,39 +40,19 @@ SMALL_RATE = 2e-3
 SCRATCH_RATE = 5e-4
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-LINEAR = ("linear1", "linear2", "subsampling.linear", "encoder_projector")
-ADAPTED = {"q,v": ("q_proj", "v_proj"), "attention": ATTENTION, "linear": (*ATTENTION, *LINEAR)}
-CARDS = {  # by --export_format; NAME, KIND and CLASS stand for the model's
-    "hf": card.Form(
-        library="transformers",
-        task=card.RECOGNITION,
-        family="NAME",
-        use="""
-from transformers import pipeline
-
-print(pipeline("automatic-speech-recognition", "FOLDER")("recording.wav")["text"])
-""",
-    ),
-    "nemo": card.Form(
-        library="nemo",
-        task=card.RECOGNITION,
-        family="NAME",
-        use="""
+ADAPTED = {  # by --lora_targets
+    "q,v": ("q_proj", "v_proj"),
+    "attention": ATTENTION,
+    "linear": (*ATTENTION, "linear1", "linear2", "subsampling.linear", "encoder_projector"),
+}
+NEMO = """
 from nemo.collections.asr.models import ASRModel
 
 print(ASRModel.restore_from("FOLDER/model.nemo").transcribe(["recording.wav"]))
-""",
-    ),
-    "onnx": card.Form(
-        library="onnx",
-        task=card.RECOGNITION,
-        family="NAME",
-        use=onnx_files.USE.replace("TYPE", "nemo-conformer-KIND"),
-    ),
-}
-
-PROMPTED = {  # by library: the use of a model that is told the language, here "auto"
-    "transformers": """
+"""
+LIBRARIES = {"hf": "transformers", "nemo": "nemo", "onnx": "onnx"}  # by --export_format
+PROMPTED = {  # by --export_format: the use of a model that is told the language, here "auto"
+    "hf": """
 import librosa
 from transformers import AutoModel, AutoProcessor
 
@@ -96,18 +73,6 @@ print(model.transcribe(["recording.wav"], override_config=told))
 """,
 }
 
-ADAPTER_CARD = dataclasses.replace(
-    CARDS["hf"],
-    library="peft",
-    use="""
-from peft import PeftModel
-from transformers import CLASS
-
-base = CLASS.from_pretrained("BASE")  # the folder of the base model
-model = PeftModel.from_pretrained(base, "FOLDER")
-""",
-)
-
 FORMS = released.Forms(
     family="Parakeet",
     folder="a Hugging Face folder",
@@ -115,23 +80,11 @@ FORMS = released.Forms(
     exported="in --export_format",
     fetch="hf download nvidia/parakeet-tdt-0.6b-v3 --local-dir parakeet",
 )
-TRAINING = (
-    "ctc_weight", "tdt_sigma", "tdt_omega", "fastemit_lambda", "loss_reduction", "joint_dropout",
-    "vocab_size",
-)  # fmt: skip
 # What prepare.py does, and this recipe once did.
 PREPARED = ("--add_tokens", "--train_tokenizer", "--tokenizer", "--new_language", "--like")
-LOSS_FLAGS = {  # of one kind of model or two
-    "tdt_sigma": ("tdt",),
-    "tdt_omega": ("tdt",),
-    "fastemit_lambda": ("tdt", "rnnt"),
-    "joint_dropout": ("tdt", "rnnt"),
-    "ctc_weight": ("tdt", "rnnt"),
-}
-# Rows for common.options: flags that exclude each other, and flags that need another one.
+TRANSDUCERS = {"ctc_weight", "joint_dropout"}  # flags for models that have a transducer
+# Rows for `Parser.refuse`: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
-    *released.EXCLUDES,
-    *adapters.EXCLUDES,
     *(
         (model, "vocab_size", "a released model has its own vocabulary")
         for model in released.MODELS
@@ -141,10 +94,8 @@ EXCLUDES = (
     ("stream", "lookahead", "the first says how long the model waits; leave the second out"),
     ("stream", "piece_seconds", "a stream is not cut; leave the second out"),
     ("stream", "decoding ctc", "words as they come are the transducer's; leave the second out"),
-    *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
 )
 NEEDS = (
-    *adapters.NEEDS,
     ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
     ("export_format", ("export",), ""),
     ("stream", ("transcribe",), ""),
@@ -184,26 +135,64 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
-class Options:
-    """The request of the flags. `origin`: where the model starts. `how`: decoding and transcribing.
-    `vocab_size`: pieces of a model from scratch, None for the usual number. `loss`: settings that
-    replace the model's. `loss_flags`: those of LOSS_FLAGS that were given. `dropouts`: in the
-    encoder, and in the prediction and joint networks. `export_format`: "hf", "nemo" or "onnx".
-    `decoding`: "transducer", "ctc", or None for the model's usual one. `language`: what a model
-    with a prompt is told where the data do not say it; `lookahead`: frames that a streaming model
-    waits for in evaluation; `stream`: milliseconds, for words as they come."""
+class Start:
+    """Flags of the model that is made, read and written."""
+
+    # fmt: off
+    export_format: str = flag(
+        ["hf", "nemo", "onnx"], None, None,
+        "form of --export: a folder for transformers, one with NeMo's model.nemo, or one for"
+        " sherpa-onnx and onnx-asr (hf)", USUAL)
+    decoding: str | None = flag(
+        ["transducer", "ctc"], None, None,
+        "which part of a hybrid model writes the text (transducer)")
+    vocab_size: int | None = flag(
+        options.number(int, 2, vocabulary.MOST), None, "N",
+        "pieces of a model from scratch (by --model_size; demo: characters)", TRAINS)
+    # fmt: on
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Flags of the loss and of dropout."""
+
+    # fmt: off
+    ctc_weight: float | None = flag(
+        options.SHARE, None, "X",
+        f"share of a CTC head's loss; from scratch it adds the head ({CTC_WEIGHT} for a model with"
+        " a CTC head, else 0)", TRAINS)
+    dropout: float = flag(options.SHARE, 0.1, "P", "in the encoder (0.1)", TRAINS)
+    joint_dropout: float = flag(
+        options.SHARE, 0.2, "P", "in the prediction and joint networks (0.2)", TRAINS)
+    # fmt: on
+
+
+@dataclass(frozen=True)
+class Nemotron:
+    """Flags of models that are told a language and of those that hear a stream. `language`: what a
+    model is told where the data do not say it."""
+
+    # fmt: off
+    language: str | None = flag(
+        None, None, "NAME",
+        "the language of utterances whose manifest has none (lang, language, locale, target_lang),"
+        " and of files to transcribe (these: auto), such as fi-FI", USUAL)
+    lookahead: int | None = flag(
+        options.number(int, 0, 1000), None, "FRAMES",
+        "of 80 ms that a streaming model waits for in evaluation and transcripts (the model's usual"
+        " one); in training each utterance has one of the model's")
+    stream: int | None = flag(
+        options.POSITIVE, None, "MS",
+        "print the words of --transcribe FILE, or of - (16 kHz mono 16-bit samples on standard"
+        " input), as they come, after so many milliseconds: 80, 160, 320, 560, 640 or 1120")
+    # fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Start, Nemotron, Loss, recogniser.Request):
+    """The request of the flags. `origin`: where the model starts."""
 
     origin: Origin
-    how: recogniser.Options
-    vocab_size: int | None
-    loss: dict
-    loss_flags: frozenset[str]
-    dropouts: tuple[float, float]
-    export_format: str
-    decoding: str | None
-    language: str | None
-    lookahead: int | None
-    stream: int | None
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -211,169 +200,135 @@ class Options:
 
 def add_arguments(parser) -> None:
     group = released.add_arguments(parser, FORMS, settings.SIZES, "110m")
-    group.add_argument(
-        "--export_format",
-        choices=["hf", "nemo", "onnx"],
-        help=(
-            "form of --export: a folder for transformers, one with NeMo's model.nemo, or one for"
-            " sherpa-onnx and onnx-asr (hf)"
-        ),
-    )
-    group.add_argument(
-        "--decoding",
-        choices=["transducer", "ctc"],
-        help="which part of a hybrid model writes the text (transducer)",
-    )
-    group.add_argument(
-        "--vocab_size",
-        type=options.number(int, 2, vocabulary.MOST),
-        metavar="N",
-        help="pieces of a model from scratch (by --model_size; demo: characters)",
-    )
+    options.add_record(parser, group, Start)
     adapters.add_arguments(parser, has_peft=True)
-    add_language_arguments(parser)
-    add_loss_arguments(parser)
-    parser.usual("export_format", "language")
+    options.add_record(parser, "Nemotron: language and streaming", Nemotron)
+    options.add_record(parser, "loss", Loss)
+    parser.refuse(EXCLUDES, NEEDS)
     prepared = f"{vocabulary.COMMAND} makes a model with it, which --model_dir then names"
     parser.hints |= dict.fromkeys(PREPARED, prepared)
-
-
-def add_language_arguments(parser) -> None:
-    group = parser.add_argument_group("Nemotron: language and streaming")
-    group.add_argument(
-        "--language",
-        metavar="NAME",
-        help=(
-            "the language of utterances whose manifest has none (lang, language, locale,"
-            " target_lang), and of files to transcribe (these: auto), such as fi-FI"
-        ),
-    )
-    group.add_argument(
-        "--lookahead",
-        type=options.number(int, 0, 1000),
-        metavar="FRAMES",
-        help=(
-            "of 80 ms that a streaming model waits for in evaluation and transcripts (the model's"
-            " usual one); in training each utterance has one of the model's"
-        ),
-    )
-    group.add_argument(
-        "--stream",
-        type=options.POSITIVE,
-        metavar="MS",
-        help=(
-            "print the words of --transcribe FILE, or of - (16 kHz mono 16-bit samples on standard"
-            " input), as they come, after so many milliseconds: 80, 160, 320, 560, 640 or 1120"
-        ),
-    )
-
-
-def add_loss_arguments(parser) -> None:
-    loss = parser.add_argument_group("loss")
-    loss.add_argument(
-        "--tdt_sigma",
-        type=options.number(float, 0.0, 1.0),
-        metavar="X",
-        help="taken from every token's log-probability; favours long durations (the model's, 0.02)",
-    )
-    loss.add_argument(
-        "--tdt_omega",
-        type=options.SHARE,
-        metavar="P",
-        help="chance that an utterance of TDT has the RNN-T loss (the model's, 0.1)",
-    )
-    loss.add_argument(
-        "--fastemit_lambda",
-        type=options.SHARE,
-        metavar="X",
-        help="FastEmit: a transducer writes labels earlier, 0.001 to 0.01 is usual (the model's)",
-    )
-    loss.add_argument(
-        "--loss_reduction",
-        choices=REDUCTIONS,
-        help=(
-            "the mean over utterances of the loss per label (mean), of the loss (mean_batch), or"
-            " over labels (mean_volume) (the model's)"
-        ),
-    )
-    loss.add_argument(
-        "--ctc_weight",
-        type=options.SHARE,
-        metavar="X",
-        help=(
-            f"share of a CTC head's loss; from scratch it adds the head ({CTC_WEIGHT} for a model"
-            " with a CTC head, else 0)"
-        ),
-    )
-    loss.add_argument(
-        "--dropout", type=options.SHARE, default=0.1, metavar="P", help="in the encoder (0.1)"
-    )
-    loss.add_argument(
-        "--joint_dropout",
-        type=options.SHARE,
-        default=0.2,
-        metavar="P",
-        help="in the prediction and joint networks (0.2)",
-    )
 
 
 def resolve(args, is_demo: bool) -> Options:
     """Fills in the defaults of these flags and returns what they ask for. Raises `UsageError`."""
     origin = released.resolve(args, FORMS, settings.SIZES, "110m", is_demo)
-    loss = {
-        "sigma": args.tdt_sigma,
-        "omega": args.tdt_omega,
-        "fastemit": args.fastemit_lambda,
-        "reduction": args.loss_reduction,
-        "ctc_reduction": args.loss_reduction,
-        "ctc": args.ctc_weight,
-    }
     live.check_source(args.transcribe or [], args.stream)
-    return Options(
-        origin=origin,
-        how=recogniser.resolve(args, is_demo, has_times=True),
-        vocab_size=args.vocab_size,
-        loss={name: value for name, value in loss.items() if value is not None},
-        loss_flags=args.given & LOSS_FLAGS.keys(),
-        dropouts=(args.dropout, args.joint_dropout),
+    return options.read_record(
+        Options,
+        args,
         export_format=args.export_format or "hf",
-        decoding=args.decoding,
-        language=args.language,
-        lookahead=args.lookahead,
-        stream=args.stream,
+        origin=origin,
+        **recogniser.request(args, recogniser.resolve(args, is_demo, has_times=True)),
     )
 
 
 # --- the model ------------------------------------------------------------------------------------
 
 
-def family(asked: Options) -> released.Family:
-    """The family Parakeet for models/released.py."""
+class Family(released.Family):
+    """Parakeet. The prediction and the joint network, which are small, are trained whole beside
+    adapters: their layers are not called in the loss, and a vocabulary may be new."""
 
-    def conflicts(info: ModelInfo, saved: Saved) -> list[str]:
-        return find_conflicts(asked, info)
-
-    return released.Family(
-        model_info=ModelInfo,
-        read=read,
-        network=network,
-        check=check,
-        conflicts=conflicts,
-        layers=adapted_layers,
-        about=about_model,
-        export=functools.partial(export, asked),
-        adapter_card=functools.partial(_of_model, ADAPTER_CARD),
-    )
-
-
-def adapted_layers(info: ModelInfo, targets: str) -> lora.Layers:
-    """The layers that --lora_targets means. The prediction and the joint network, which are small,
-    are trained whole: their layers are not called in the loss, and a vocabulary may be new."""
-    with torch.device("meta"):
-        model = network(info)
-    adapted = [name for name, _ in model.named_modules() if name.endswith(ADAPTED[targets])]
+    model_info = ModelInfo
+    sized = ("d_model", "layers")
+    adapted = ADAPTED
     whole = ("decoder.", "joint.", "ctc_head.", "prompt_projector.")
-    return lora.Layers([name for name in adapted if not name.startswith(whole)], whole)
+    rows = vocabulary.ROWS
+
+    def read(self, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+        return read(path)
+
+    def network(self, info: ModelInfo) -> Parakeet:
+        return network(info)
+
+    def make_model(self, info: ModelInfo, weights, trains: bool = False) -> Parakeet:
+        asked = self.asked
+        dropouts = (asked.dropout, asked.joint_dropout) if trains else ()
+        model = make_model(info, weights, *dropouts)
+        tell(asked, info, model)
+        return model
+
+    def check(self, info: ModelInfo, name: str) -> None:
+        formats.check_config(info.config, name)
+        slots = info.config.get("prompts", {"slots": 0})["slots"]
+        if bool(slots) != bool(info.languages) or slots <= max(info.languages.values(), default=-1):
+            raise UsageError(f"{name}: its languages are not those of a prompt with {slots} slots")
+        tokenizer_of(info)
+
+    def conflicts(self, info: ModelInfo, saved: Saved) -> list[str]:
+        asked = self.asked
+        found = super().conflicts(info, saved)
+        has = info.config["vocabulary"]
+        if asked.vocab_size not in (None, has):
+            found.append(f"--vocab_size {asked.vocab_size} (the checkpoint has {has})")
+        if self.origin.path and info.pretrained:
+            theirs, _ = read(self.origin.path)
+            if theirs.config != info.config or pieces(theirs.tokenizer) != pieces(info.tokenizer):
+                has = "the checkpoint's model has another shape or vocabulary"
+                found.append(f"{self.origin.flag} {self.origin.path} ({has})")
+        return found
+
+    def create(self, source: Callable[[], Iterable[str]]) -> ModelInfo:
+        """Its vocabulary is made of the training texts."""
+        size = self.origin.size
+        is_demo = self.origin.size_name == "demo" and self.asked.vocab_size is None
+        kind = "char" if is_demo else "bpe"
+        state = vocabulary.train_tokenizer(
+            source(), kind, self.asked.vocab_size or size["vocabulary"]
+        )
+        has_ctc = size["ctc"]
+        if self.asked.ctc_weight is not None:
+            has_ctc = self.asked.ctc_weight > 0
+        config = {**size, "vocabulary": len(pieces(state)), "ctc": has_ctc}
+        settings.check_config(config, "--from_scratch")
+        is_tdt = settings.kind_of(config) == "tdt"
+        return ModelInfo(
+            config=config,
+            tokenizer=state,
+            loss=SCRATCH_LOSS if is_tdt else settings.family_of(config).loss,
+            source={},
+            pretrained=False,
+            languages=dict(SLOTS) if "prompts" in size else {},
+        )
+
+    def begin(self, info: ModelInfo, weights, run, source):
+        """The pieces that --init_from has are trained. The flags change the loss."""
+        info = dataclasses.replace(info, new_pieces=self.untrained(info, run.initial))
+        self.require_usable(info)
+        if is_unified(info):
+            print("trained offline only: what this model does in streaming is not looked at")
+        return with_loss(info, self.asked), weights
+
+    def require_usable(self, info: ModelInfo) -> None:
+        if self.origin.export:
+            formats.check_form(self.asked.export_format, info.config, exported(info))
+
+    def tokens(self, info: ModelInfo) -> list[str]:
+        return vocabulary.row_names(info)
+
+    def about(self, info: ModelInfo, about: card.About) -> card.About:
+        """The licence goes by the name of the released model."""
+        return dataclasses.replace(super().about(info, about), base=info.base or about.base)
+
+    def form(self, info: ModelInfo) -> card.Form:
+        return self._form(info, self.asked.export_format)
+
+    def adapter_form(self, info: ModelInfo) -> card.Form:
+        kind = settings.family_of(info.config)
+        use = card.PEFT.replace("CLASS", kind.architecture)
+        return dataclasses.replace(self._form(info, "hf"), library="peft", use=use)
+
+    def _form(self, info: ModelInfo, form: str) -> card.Form:
+        family = settings.family_of(info.config)
+        onnx = onnx_files.USE.replace("TYPE", f"nemo-conformer-{family.kind}")
+        uses = {"hf": card.PIPELINE, "nemo": NEMO, "onnx": onnx}
+        if info.languages:
+            uses |= PROMPTED
+        return card.Form(LIBRARIES[form], card.RECOGNITION, family.name, uses[form])
+
+    def write(self, info: ModelInfo, weights: dict[str, torch.Tensor], text: str) -> list[str]:
+        form = self.asked.export_format
+        return formats.export(self.origin.export, form, weights, info.config, exported(info), text)
 
 
 def read(path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
@@ -406,22 +361,11 @@ def make_model(
     return model
 
 
-def check(info: ModelInfo, name: str) -> None:
-    """Raises `UsageError` if the parts of a saved info contradict each other."""
-    formats.check_config(info.config, name)
-    slots = info.config.get("prompts", {"slots": 0})["slots"]
-    if bool(slots) != bool(info.languages) or slots <= max(info.languages.values(), default=-1):
-        raise UsageError(f"{name}: its languages are not those of a prompt with {slots} slots")
-    tokenizer_of(info)
-
-
 def tokenizer_of(info: ModelInfo) -> ParakeetTokenizer:
     return make_tokenizer(info.tokenizer, info.config["vocabulary"])
 
 
-def given_tokenizer(
-    asked: Options, recipe: str, init_from: str | None
-) -> tuple[ParakeetTokenizer | None, bool]:
+def given_tokenizer(asked: Options, recipe: str) -> tuple[ParakeetTokenizer | None, bool]:
     """The tokenizer that a training begins with, read without the weights of a released model, and
     `ModelInfo.own_vocabulary`. The tokenizer is None if the training texts will make it. Raises
     `UsageError`."""
@@ -431,78 +375,12 @@ def given_tokenizer(
         state = formats.read_tokenizer(origin.path)
         is_own = bool(formats.read_note(origin.path)["new_pieces"])
         return make_tokenizer(state, len(pieces(state))), is_own
-    if init_from and not (saved or origin.may_be_random):
-        saved = checkpoint.read_weights(init_from, recipe, "--init_from")
+    if asked.init_from and not (saved or origin.may_be_random):
+        saved = checkpoint.read_weights(asked.init_from, recipe, "--init_from")
     if not saved:
         return None, True
-    info, _ = saved_model(saved)
+    info = records.read(ModelInfo, saved.model_info, saved.path)
     return tokenizer_of(info), info.own_vocabulary
-
-
-def find_conflicts(asked: Options, info: ModelInfo) -> list[str]:
-    """The flags that contradict a checkpoint, each with what the checkpoint has."""
-    origin = asked.origin
-    found = released.conflicts(origin, info, ("d_model", "layers"))
-    has = info.config["vocabulary"]
-    if asked.vocab_size not in (None, has):
-        found.append(f"--vocab_size {asked.vocab_size} (the checkpoint has {has})")
-    if origin.path and info.pretrained:
-        theirs, _ = read(origin.path)
-        if theirs.config != info.config or pieces(theirs.tokenizer) != pieces(info.tokenizer):
-            has = "the checkpoint's model has another shape or vocabulary"
-            found.append(f"{origin.flag} {origin.path} ({has})")
-    return found
-
-
-def first_model(
-    asked: Options,
-    resumed: Saved | None,
-    initial: Saved | None,
-    texts: Callable[[], Iterable[str]],
-    seed: int,
-) -> tuple[ModelInfo, Parakeet]:
-    """The model that a training begins with, and its info: that of the checkpoint `resumed`, that
-    of --init_from, a released one, or a new one with a vocabulary from the training texts, which
-    `texts()` returns. It has the adapters that the flags ask for. Raises `UsageError`."""
-    kind = family(asked)
-    info, weights = released.choose(
-        asked.origin, kind, resumed, initial, lambda: from_scratch(asked, texts)
-    )
-    if initial:  # the pieces that it has are trained
-        known = set(pieces(saved_model(initial)[0].tokenizer))
-        names = pieces(info.tokenizer)
-        new = [piece for piece in info.new_pieces if names[piece] not in known]
-        info = dataclasses.replace(info, new_pieces=new)
-    check_export(asked, info)
-    info = with_loss(info, asked)
-    model = make_model(info, weights, *asked.dropouts)
-    tell(asked, info, model)
-    if is_unified(info):
-        print("trained offline only: what this model does in streaming is not looked at")
-    adapters.adapt(asked.origin, kind, info, model, weights, resumed, initial, seed)
-    return info, model
-
-
-def trained(
-    asked: Options, recipe: str, setup: device.Setup
-) -> tuple[Parakeet, ModelInfo, RunInfo | None]:
-    """The model of --model_dir or --model_file, of --resume, or of the best evaluation, its info,
-    and the `RunInfo` of the run that trained it, which is None for a released one. Raises
-    `UsageError`."""
-    info, weights, saved = released.use(asked.origin, family(asked), recipe)
-    before = released.read_run_info(RunInfo, saved)
-    check_export(asked, info)
-    model = make_model(info, weights).eval()
-    tell(asked, info, model)
-    return model.to(setup.device), info, before
-
-
-def released_model(asked: Options) -> tuple[ModelInfo, Parakeet]:
-    """The released model that a flag names, with its info, on the host. Raises `UsageError`."""
-    info, weights = read(asked.origin.path)
-    model = make_model(info, weights).eval()
-    tell(asked, info, model)
-    return info, model
 
 
 def usual_prompt(info: ModelInfo) -> int:
@@ -541,28 +419,6 @@ def tell(asked: Options, info: ModelInfo, model: Parakeet) -> None:
         model.encoder.lookahead = asked.lookahead
 
 
-def from_scratch(asked: Options, texts: Callable[[], Iterable[str]]) -> ModelInfo:
-    """A model with random weights and a vocabulary from `texts()`."""
-    size = asked.origin.size
-    is_demo = asked.origin.size_name == "demo" and asked.vocab_size is None
-    kind = "char" if is_demo else "bpe"
-    state = vocabulary.train_tokenizer(texts(), kind, asked.vocab_size or size["vocabulary"])
-    has_ctc = size["ctc"]
-    if "ctc" in asked.loss:
-        has_ctc = asked.loss["ctc"] > 0
-    config = {**size, "vocabulary": len(pieces(state)), "ctc": has_ctc}
-    settings.check_config(config, "--from_scratch")
-    is_tdt = settings.kind_of(config) == "tdt"
-    return ModelInfo(
-        config=config,
-        tokenizer=state,
-        loss=SCRATCH_LOSS if is_tdt else settings.family_of(config).loss,
-        source={},
-        pretrained=False,
-        languages=dict(USUAL) if "prompts" in size else {},
-    )
-
-
 def exported(info: ModelInfo) -> dict:
     """The settings of an export besides weights and configuration."""
     return {
@@ -573,49 +429,31 @@ def exported(info: ModelInfo) -> dict:
     }
 
 
-def check_export(asked: Options, info: ModelInfo) -> None:
-    """Raises `UsageError` if --export is given and its form cannot express this model."""
-    if asked.origin.export:
-        formats.check_form(asked.export_format, info.config, exported(info))
-
-
-def saved_model(saved: Saved) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
-    """The info and the weights of a checkpoint."""
-    return records.read(ModelInfo, saved.model_info, saved.path), saved.model
-
-
-def rows_by_piece(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
-    """The meanings of the rows of the embedding and of the output layers, here and in the weights
-    of --init_from."""
-    if initial is None:
-        return None
-    before, _ = saved_model(initial)
-    tokens = map(vocabulary.row_names, (info, before))
-    return checkpoint.Vocabulary(vocabulary.ROWS, *tokens)
-
-
 def with_loss(info: ModelInfo, asked: Options) -> ModelInfo:
-    """`info` with the settings of the loss that the flags ask for. Raises `UsageError`."""
+    """`info` with the loss that it is trained with: the model's own, with --ctc_weight. Raises
+    `UsageError`."""
     kind = settings.kind_of(info.config)
-    for flag in sorted(asked.loss_flags):
-        if kind not in LOSS_FLAGS[flag]:
-            name = settings.family_of(info.config).name
-            raise UsageError(f"--{flag}: a {name} model has no use for it; leave it out")
-    loss = {**info.loss, **asked.loss}
-    reductions = [loss["reduction"], loss.get("ctc_reduction")]
-    if not {*reductions} <= {*REDUCTIONS, None}:
+    for name in sorted(asked.origin.given & TRANSDUCERS):
+        if kind == "ctc":
+            model = settings.family_of(info.config).name
+            raise UsageError(f"--{name}: a {model} model has no use for it; leave it out")
+    loss = dict(info.loss)
+    for name in ("reduction", "ctc_reduction"):
+        if loss.get(name) == "sum":
+            print(
+                "the model's loss is a sum over a batch, which would depend on the batch's size:"
+                " here it is a mean over labels"
+            )
+            loss[name] = "mean_volume"
+    if not info.config["ctc"] and asked.ctc_weight:
         raise UsageError(
-            f"{asked.origin.path}: the model's loss reduction is 'sum', and its sum over a batch"
-            " depends on the batch's size; choose a --loss_reduction"
+            f"--ctc_weight {asked.ctc_weight:g}: the model has no CTC head; leave it out"
         )
-    if not info.config["ctc"] and asked.loss.get("ctc"):
-        raise UsageError(f"--ctc_weight {loss['ctc']:g}: the model has no CTC head; leave it out")
     if loss["omega"] and not {0, 1} <= set(info.config["durations"]):
-        raise UsageError(
-            "the RNN-T loss needs the durations 0 and 1, which this model does not have: add"
-            " --tdt_omega 0"
-        )
-    loss.setdefault("ctc", CTC_WEIGHT if info.config["ctc"] else 0.0)
+        print("without the durations 0 and 1 no utterance has the RNN-T loss")
+        loss["omega"] = 0.0
+    usual = CTC_WEIGHT if info.config["ctc"] else 0.0
+    loss["ctc"] = loss.get("ctc", usual) if asked.ctc_weight is None else asked.ctc_weight
     return dataclasses.replace(info, loss=loss)
 
 
@@ -629,27 +467,3 @@ def learning_rate(info: ModelInfo, hours: float) -> float:
     if info.pretrained:
         return FINE_TUNING_RATE if hours >= MANY_HOURS else CAREFUL_RATE
     return SMALL_RATE if info.config["d_model"] <= SMALL_WIDTH else SCRATCH_RATE
-
-
-def about_model(info: ModelInfo, about: card.About) -> card.About:
-    """`about` with the name of the released model, by which its licence goes."""
-    return dataclasses.replace(about, base=info.base or about.base, is_new=not info.pretrained)
-
-
-def _of_model(form: card.Form, info: ModelInfo) -> card.Form:
-    """`form` with the names of this model's family."""
-    family = settings.family_of(info.config)
-    use = PROMPTED.get(form.library, form.use) if info.languages else form.use
-    use = use.replace("CLASS", family.architecture).replace("KIND", family.kind)
-    return dataclasses.replace(form, family=family.name, use=use)
-
-
-def export(
-    asked: Options, info: ModelInfo, weights: dict[str, torch.Tensor], about: card.About
-) -> None:
-    """Writes a trained model to --export in the form of --export_format, with a model card."""
-    folder = asked.origin.export
-    form = asked.export_format
-    text = card.readme(Path(folder).resolve().name, about, _of_model(CARDS[form], info))
-    names = formats.export(folder, form, weights, info.config, exported(info), text)
-    print(f"exported to {folder}: {', '.join(names)}")

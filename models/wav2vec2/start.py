@@ -1,18 +1,16 @@
 """The start of a wav2vec 2.0's training: what this family adds to models/released.py."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated
 
 import torch
 
-from common import checkpoint, device, options
+from common import checkpoint, options
 from common.checkpoint import Saved
 from common.errors import UsageError
-from common.parts import lora
+from common.options import TRAINS, USUAL, OnOff, flag
 from models import adapters, card, released
 from models.released import Origin
 from models.wav2vec2 import formats, onnx, settings, texts, vocabulary
@@ -33,44 +31,19 @@ NEW_HEAD_MASKS = (0.65, 0.25)
 KEPT_HEAD_MASKS = (0.05, 0.0)
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
-LINEAR = ("intermediate_dense", "output_dense")
-ADAPTED = {"q,v": ("q_proj", "v_proj"), "attention": ATTENTION, "linear": (*ATTENTION, *LINEAR)}
-WHOLE = ("lm_head.",)  # trained whole beside adapters: the vocabulary may be new
-# In fp32 beside adapters: the convolutions compute in fp32 if the rest is in fp16.
-KEPT = (".conv",)
-
+ADAPTED = {  # by --lora_targets
+    "q,v": ("q_proj", "v_proj"),
+    "attention": ATTENTION,
+    "linear": (*ATTENTION, "intermediate_dense", "output_dense"),
+}
 NON_COMMERCIAL = "cc-by-nc"  # how the names of such licences begin
 
-CARDS = {  # by --export_format
-    "hf": card.Form(
-        library="transformers",
-        task=card.RECOGNITION,
-        family="wav2vec 2.0",
-        use="""
+PIPELINE = """
 from transformers import pipeline
 
 # a file name needs ffmpeg; an array does not
 print(pipeline("automatic-speech-recognition", "FOLDER")("recording.wav")["text"])
-""",
-    ),
-    "onnx": card.Form(
-        library="onnx",
-        task=card.RECOGNITION,
-        family="wav2vec 2.0",
-        use=onnx.USE,
-    ),
-}
-ADAPTER_CARD = dataclasses.replace(
-    CARDS["hf"],
-    library="peft",
-    use="""
-from peft import PeftModel
-from transformers import AutoModelForCTC
-
-base = AutoModelForCTC.from_pretrained("BASE")  # the folder of the base model
-model = PeftModel.from_pretrained(base, "FOLDER")
-""",
-)
+"""
 FORMS = released.Forms(
     family="wav2vec 2.0",
     folder="a Hugging Face folder",
@@ -81,20 +54,15 @@ FORMS = released.Forms(
     f" {settings.PUBLISHED}omniASR-CTC-300M.pt {settings.PUBLISHED}omniASR_tokenizer.model",
 )
 VOCABULARIES = ("released", "extended", "own")
-TRAINING = ("train_extractor", "vocab", "mask_time", "mask_channels", "layer_drop", "keep_text")
-# Rows for common.options: flags that exclude each other, and flags that need another one.
+# Rows for `Parser.refuse`: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
-    *released.EXCLUDES,
-    *adapters.EXCLUDES,
     ("transcribe", "export", "give one of them"),
     ("transcribe", "export_adapter", "give one of them"),
     ("vocab", "from_scratch", "a new model's vocabulary is its training texts'"),
     ("spec_augment False", "mask_time", "the first turns masks off; leave one of them out"),
     ("spec_augment False", "mask_channels", "the first turns masks off; leave one of them out"),
-    *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
 )
 NEEDS = (
-    *adapters.NEEDS,
     ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
     ("export_format", ("export",), ""),
     ("vocab", (*released.MODELS, "resume"), "it changes the vocabulary of a released model"),
@@ -137,20 +105,67 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
-class Options:
-    """The request of the flags. `origin`: where the model starts. `how`: decoding and transcribing.
-    `vocab`: one of VOCABULARIES, or None. `keep_text`: texts are left as they are. `dropout`: in
-    the encoder. `train_extractor`: None for a new model only."""
+class Start:
+    """Flags of the model that is read and written."""
+
+    # fmt: off
+    export_format: str = flag(
+        ("hf", "onnx"), None, None,
+        "form of --export: a folder for transformers, or one for sherpa-onnx and onnx-asr (hf)",
+        USUAL)
+    tokenizer: str | None = flag(
+        options.file, None, "FILE",
+        "SentencePiece file of omniASR's weights (the one beside them)")
+    language: str | None = flag(
+        str, None, "CODE", "whose adapter of an MMS folder is used (the folder's)")
+    # fmt: on
+
+
+@dataclass(frozen=True)
+class Text:
+    """Flags of texts and of the vocabulary."""
+
+    # fmt: off
+    vocab: str | None = flag(
+        VOCABULARIES, None, None,
+        "the released model's characters, these with the ones that they lack, or only those of the"
+        " training texts (released; own for a model without a head)", USUAL, TRAINS)
+    keep_text: bool = flag(
+        OnOff, False, None,
+        "leave texts as they are, with capitals, punctuation and digits (off: as the released model"
+        " writes; a vocabulary of one's own always takes them as they are)", USUAL, TRAINS)
+    # fmt: on
+
+
+@dataclass(frozen=True)
+class Regularisation:
+    """Flags of masks and dropout. `train_extractor`: None for a new model only."""
+
+    # fmt: off
+    mask_time: float | None = flag(
+        options.SHARE, None, "P",
+        "share of the frames that spans of --spec_augment begin with, times their length"
+        f" ({KEPT_HEAD_MASKS[0]:g}; {NEW_HEAD_MASKS[0]:g} with a new head)", TRAINS)
+    mask_channels: float | None = flag(
+        options.SHARE, None, "P",
+        f"the same for channels ({KEPT_HEAD_MASKS[1]:g}; {NEW_HEAD_MASKS[1]:g} with a new head)",
+        TRAINS)
+    layer_drop: float | None = flag(
+        options.SHARE, None, "P",
+        f"chance that an utterance skips a layer ({LAYER_DROP:g}; from scratch 0)", TRAINS)
+    dropout: float = flag(options.SHARE, 0.1, "P", "after attention and feed-forward (0.1)", TRAINS)
+    train_extractor: bool | None = flag(
+        OnOff, None, None,
+        "train the convolutions over the waveform, too (from scratch only), which needs more"
+        " memory", TRAINS)
+    # fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Start, Text, Regularisation, recogniser.Request):
+    """The request of the flags. `origin`: where the model starts."""
 
     origin: Origin
-    how: recogniser.Options
-    vocab: str | None
-    keep_text: bool
-    dropout: float
-    train_extractor: bool | None
-    export_format: str
-    language: str | None
-    tokenizer: str | None
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -158,91 +173,129 @@ class Options:
 
 def add_arguments(parser) -> None:
     group = released.add_arguments(parser, FORMS, settings.SIZES, "300m")
-    options.add_rows(
-        group,
-        ("export_format", ("hf", "onnx"), None, None,
-         "form of --export: a folder for transformers, or one for sherpa-onnx and onnx-asr (hf)"),
-        ("tokenizer", options.file, None, "FILE",
-         "SentencePiece file of omniASR's weights (the one beside them)"),
-        ("language", str, None, "CODE", "whose adapter of an MMS folder is used (the folder's)"),
-    )  # fmt: skip
-    text = parser.add_argument_group("text and vocabulary")
-    options.add_rows(
-        text,
-        ("vocab", VOCABULARIES, None, None,
-         "the released model's characters, these with the ones that they lack, or only those of the"
-         " training texts (released; own for a model without a head)"),
-        ("keep_text", options.OnOff, False, None,
-         "leave texts as they are, with capitals, punctuation and digits (off: as the released"
-         " model writes; a vocabulary of one's own always takes them as they are)"),
-    )  # fmt: skip
+    options.add_record(parser, group, Start)
+    options.add_record(parser, "text and vocabulary", Text)
     adapters.add_arguments(parser, has_peft=True)
-    learning = parser.add_argument_group("regularisation")
-    options.add_rows(
-        learning,
-        ("mask_time", options.SHARE, None, "P",
-         "share of the frames that spans of --spec_augment begin with, times their length"
-         f" ({KEPT_HEAD_MASKS[0]:g}; {NEW_HEAD_MASKS[0]:g} with a new head)"),
-        ("mask_channels", options.SHARE, None, "P",
-         f"the same for channels ({KEPT_HEAD_MASKS[1]:g}; {NEW_HEAD_MASKS[1]:g} with a new head)"),
-        ("layer_drop", options.SHARE, None, "P",
-         f"chance that an utterance skips a layer ({LAYER_DROP:g}; from scratch 0)"),
-        ("dropout", options.SHARE, 0.1, "P", "after attention and feed-forward (0.1)"),
-        ("train_extractor", options.OnOff, None, None,
-         "train the convolutions over the waveform, too (from scratch only), which needs more"
-         " memory"),
-    )  # fmt: skip
-    parser.usual("export_format", "vocab", "keep_text")
+    options.add_record(parser, "regularisation", Regularisation)
+    parser.refuse(EXCLUDES, NEEDS)
 
 
 def resolve(args, is_demo: bool) -> Options:
     """Fills in the defaults of these flags and returns what they ask for. Raises `UsageError`."""
-    origin = released.resolve(args, FORMS, settings.SIZES, "300m", is_demo)
-    return Options(
-        origin=origin,
-        how=recogniser.resolve(args, is_demo, has_times=True),
-        vocab=args.vocab,
-        keep_text=args.keep_text,
-        dropout=args.dropout,
-        train_extractor=args.train_extractor,
+    return options.read_record(
+        Options,
+        args,
         export_format=args.export_format or "hf",
-        language=args.language,
-        tokenizer=args.tokenizer,
+        origin=released.resolve(args, FORMS, settings.SIZES, "300m", is_demo),
+        **recogniser.request(args, recogniser.resolve(args, is_demo, has_times=True)),
     )
 
 
 # --- the model ------------------------------------------------------------------------------------
 
 
-def family(asked: Options) -> released.Family:
-    """The family wav2vec 2.0 for models/released.py."""
+class Family(released.Family):
+    """wav2vec 2.0. The head, whose vocabulary may be new, is trained whole beside adapters. The
+    convolutions compute in fp32 if the rest is in fp16."""
 
-    def read_asked(path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
-        return read(asked, path)
+    model_info = ModelInfo
+    sized = ("hidden_size", "num_hidden_layers")
+    adapted = ADAPTED
+    whole = ("lm_head.",)
+    kept = (".conv",)
+    rows = vocabulary.ROWS
+    peft_class = "AutoModelForCTC"
 
-    def conflicts(info: ModelInfo, saved: Saved) -> list[str]:
-        return find_conflicts(asked, info)
+    def read(self, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+        return read(self.asked, path)
 
-    return released.Family(
-        model_info=ModelInfo,
-        read=read_asked,
-        network=network,
-        check=check,
-        conflicts=conflicts,
-        layers=adapted_layers,
-        about=about_model,
-        export=functools.partial(export, asked),
-        adapter_card=lambda info: ADAPTER_CARD,
-        prefix=lambda info: formats.prefix_of(info.config),
-    )
+    def network(self, info: ModelInfo) -> Wav2Vec2:
+        return Wav2Vec2(info.config)
 
+    def make_model(self, info: ModelInfo, weights, trains: bool = False) -> Wav2Vec2:
+        """The convolutions over the waveform are trained from scratch only, unless the flag says
+        it."""
+        model = make_model(info, weights, self.asked.dropout if trains else 0.0)
+        trains_extractor = self.asked.train_extractor
+        if trains_extractor is None:
+            trains_extractor = not info.pretrained
+        model.feature_extractor.requires_grad_(trains_extractor)
+        return model
 
-def adapted_layers(info: ModelInfo, targets: str) -> lora.Layers:
-    """The layers that --lora_targets means. The head is trained whole."""
-    with torch.device("meta"):
-        model = network(info)
-    adapted = [name for name, _ in model.named_modules() if name.endswith(ADAPTED[targets])]
-    return lora.Layers(adapted, WHOLE, KEPT)
+    def check(self, info: ModelInfo, name: str) -> None:
+        settings.check_config(info.config, name)
+        tokenizer_of(info)
+
+    def conflicts(self, info: ModelInfo, saved: Saved) -> list[str]:
+        asked = self.asked
+        source = f"{self.origin.flag} {self.origin.path}"
+        found = super().conflicts(info, saved)
+        if asked.keep_text and info.style:
+            found.append("--keep_text (the checkpoint's model was trained on prepared texts)")
+        if asked.vocab not in (None, info.vocab):
+            found.append(f"--vocab {asked.vocab} (the checkpoint's model has --vocab {info.vocab})")
+        if self.origin.path and info.pretrained:
+            theirs, _ = read(asked, self.origin.path)
+            if not settings.is_same_encoder(theirs.config, info.config):
+                found.append(f"{source} (the checkpoint's model has another shape)")
+            elif theirs.language != info.language:
+                found.append(
+                    f"{source} in {theirs.language} (the checkpoint's model is of --language"
+                    f" {info.language})"
+                )
+        return found
+
+    def create(self, source: Callable[[ModelInfo], Iterable[str]]) -> ModelInfo:
+        """Its vocabulary are the characters of the training texts, which are left as they are."""
+        config = dict(self.origin.size)
+        empty = ModelInfo(config, {}, {}, pretrained=False, vocab="own")
+        state = vocabulary.padded(vocabulary.own(source(empty)), config["vocabulary"])
+        tokenizer = Wav2Vec2Tokenizer(state)
+        config |= {"vocabulary": tokenizer.size, "blank": tokenizer.blank}
+        settings.check_config(config, "--from_scratch")
+        return dataclasses.replace(empty, tokenizer=state)
+
+    def begin(self, info: ModelInfo, weights, run, source: Callable[[ModelInfo], Iterable[str]]):
+        """A released model gets the vocabulary that --vocab asks for. The pieces that --init_from
+        has are trained."""
+        if weights is not None and not run.resumed:
+            info, weights = with_vocabulary(self.asked, info, weights, source)
+        info = dataclasses.replace(info, new_pieces=self.untrained(info, run.initial))
+        self._check_export(info)
+        if info.licence.startswith(NON_COMMERCIAL):
+            print(f"licence of the released model: {info.licence}, for non-commercial use only")
+        return info, weights
+
+    def require_usable(self, info: ModelInfo) -> None:
+        if not info.config["vocabulary"]:
+            raise UsageError(
+                f"{self.origin.path} is a self-supervised model, which writes no text before it is"
+                " trained: add --train_manifest"
+            )
+        self._check_export(info)
+
+    def _check_export(self, info: ModelInfo) -> None:
+        if self.origin.export and self.asked.export_format == "onnx":
+            onnx.check(info.config)
+
+    def tokens(self, info: ModelInfo) -> list[str]:
+        return vocabulary.row_names(tokenizer_of(info))
+
+    def prefix(self, info: ModelInfo) -> str:
+        return formats.prefix_of(info.config)
+
+    def about(self, info: ModelInfo, about: card.About) -> card.About:
+        licence = {"license": info.licence} if info.licence else None
+        return dataclasses.replace(super().about(info, about), licence=licence)
+
+    def form(self, info: ModelInfo) -> card.Form:
+        if self.asked.export_format == "onnx":
+            return card.Form("onnx", card.RECOGNITION, FORMS.family, onnx.USE)
+        return card.Form("transformers", card.RECOGNITION, FORMS.family, PIPELINE)
+
+    def write(self, info: ModelInfo, weights: dict[str, torch.Tensor], text: str) -> list[str]:
+        write = formats.export if self.asked.export_format == "hf" else onnx.export
+        return write(self.origin.export, weights, info.config, info.tokenizer, text)
 
 
 def read(asked: Options, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
@@ -256,33 +309,23 @@ def read(asked: Options, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]
     return ModelInfo(config, state, style, True, had_head=bool(state), **extras), weights
 
 
-def network(info: ModelInfo, dropout: float = 0.0) -> Wav2Vec2:
-    return Wav2Vec2(info.config, dropout)
-
-
 def make_model(
     info: ModelInfo, weights: dict[str, torch.Tensor] | None, dropout: float = 0.0
 ) -> Wav2Vec2:
     """A model with these weights, which become its parameters, or with random ones."""
     if weights is None:
-        return network(info, dropout)
+        return Wav2Vec2(info.config, dropout)
     with torch.device("meta"):
-        model = network(info, dropout)
+        model = Wav2Vec2(info.config, dropout)
     model.load_state_dict(weights, assign=True)
     return model
-
-
-def check(info: ModelInfo, name: str) -> None:
-    """Raises `UsageError` if the parts of a saved info contradict each other."""
-    settings.check_config(info.config, name)
-    tokenizer_of(info)
 
 
 def tokenizer_of(info: ModelInfo) -> Wav2Vec2Tokenizer:
     return make_tokenizer(info.tokenizer, info.config["vocabulary"])
 
 
-def given_info(asked: Options, recipe: str, init_from: str | None) -> ModelInfo | None:
+def given_info(asked: Options, recipe: str) -> ModelInfo | None:
     """The info of the model that a training begins with; None if it is a new one. Raises
     `UsageError`."""
     origin = asked.origin
@@ -290,64 +333,9 @@ def given_info(asked: Options, recipe: str, init_from: str | None) -> ModelInfo 
     if origin.path and not saved:
         with torch.device("meta"):
             return read(asked, origin.path)[0]
-    if init_from and not (saved or origin.may_be_random):
-        saved = checkpoint.read_weights(init_from, recipe, "--init_from")
+    if asked.init_from and not (saved or origin.may_be_random):
+        saved = checkpoint.read_weights(asked.init_from, recipe, "--init_from")
     return checkpoint.read_infos(saved, ModelInfo, RunInfo)[0]
-
-
-def find_conflicts(asked: Options, info: ModelInfo) -> list[str]:
-    """The flags that contradict a checkpoint, each with what the checkpoint has."""
-    origin = asked.origin
-    found = released.conflicts(origin, info, ("hidden_size", "num_hidden_layers"))
-    if asked.keep_text and info.style:
-        found.append("--keep_text (the checkpoint's model was trained on prepared texts)")
-    if asked.vocab not in (None, info.vocab):
-        found.append(f"--vocab {asked.vocab} (the checkpoint's model has --vocab {info.vocab})")
-    if origin.path and info.pretrained:
-        theirs, _ = read(asked, origin.path)
-        if not settings.is_same_encoder(theirs.config, info.config):
-            found.append(f"{origin.flag} {origin.path} (the checkpoint's model has another shape)")
-        elif theirs.language != info.language:
-            found.append(
-                f"{origin.flag} {origin.path} in {theirs.language} (the checkpoint's model is of"
-                f" --language {info.language})"
-            )
-    return found
-
-
-def first_model(
-    asked: Options,
-    resumed: Saved | None,
-    initial: Saved | None,
-    training_texts: Callable[[ModelInfo], Iterable[str]],
-    seed: int,
-) -> tuple[ModelInfo, Wav2Vec2]:
-    """The model that a training begins with, and its info: that of the checkpoint `resumed`, that
-    of --init_from, a released one, or a new one. Its vocabulary is the released one, or comes from
-    the training texts, which `training_texts(info)` returns as that model reads them. It has the
-    adapters that the flags ask for. Raises `UsageError` and `DataError`."""
-    kind = family(asked)
-    info, weights = released.choose(
-        asked.origin, kind, resumed, initial, lambda: from_scratch(asked, training_texts)
-    )
-    if weights is not None and not resumed:
-        info, weights = with_vocabulary(asked, info, weights, training_texts)
-    if initial:  # the pieces that it has are trained
-        before, _ = checkpoint.read_infos(initial, ModelInfo, RunInfo)
-        known = set(vocabulary.row_names(tokenizer_of(before)))
-        names = vocabulary.row_names(tokenizer_of(info))
-        new = [row for row in info.new_pieces if names[row] not in known]
-        info = dataclasses.replace(info, new_pieces=new)
-    check_export(asked, info)
-    if info.licence.startswith(NON_COMMERCIAL):
-        print(f"licence of the released model: {info.licence}, for non-commercial use only")
-    model = make_model(info, weights, asked.dropout)
-    trains_extractor = asked.train_extractor
-    if trains_extractor is None:
-        trains_extractor = not info.pretrained
-    model.feature_extractor.requires_grad_(trains_extractor)
-    adapters.adapt(asked.origin, kind, info, model, weights, resumed, initial, seed)
-    return info, model
 
 
 def with_vocabulary(
@@ -375,57 +363,6 @@ def with_vocabulary(
     return vocabulary.with_new_vocabulary(info, weights, state)
 
 
-def from_scratch(asked: Options, training_texts: Callable[[ModelInfo], Iterable[str]]) -> ModelInfo:
-    """A model with random weights and the characters of the training texts, which are left as they
-    are."""
-    config = dict(asked.origin.size)
-    empty = ModelInfo(config, {}, {}, pretrained=False, vocab="own")
-    state = vocabulary.own(training_texts(empty))
-    state = vocabulary.padded(state, config["vocabulary"])
-    tokenizer = Wav2Vec2Tokenizer(state)
-    config |= {"vocabulary": tokenizer.size, "blank": tokenizer.blank}
-    settings.check_config(config, "--from_scratch")
-    return dataclasses.replace(empty, tokenizer=state)
-
-
-def trained(
-    asked: Options, recipe: str, setup: device.Setup
-) -> tuple[Wav2Vec2, ModelInfo, RunInfo | None]:
-    """The model of --model_dir or --model_file, of --resume, or of the best evaluation, its info,
-    and the `RunInfo` of the run that trained it, which is None for a released one. Raises
-    `UsageError`."""
-    info, weights, saved = released.use(asked.origin, family(asked), recipe)
-    require_head(info, asked.origin.path)
-    before = released.read_run_info(RunInfo, saved)
-    check_export(asked, info)
-    return make_model(info, weights).eval().to(setup.device), info, before
-
-
-def released_model(asked: Options) -> tuple[ModelInfo, Wav2Vec2]:
-    """The released model that a flag names, with its info, on the host. Raises `UsageError`."""
-    info, weights = read(asked, asked.origin.path)
-    require_head(info, asked.origin.path)
-    return info, make_model(info, weights).eval()
-
-
-def require_head(info: ModelInfo, path: str | None) -> None:
-    """Raises `UsageError` for a model that writes no text yet."""
-    if not info.config["vocabulary"]:
-        raise UsageError(
-            f"{path} is a self-supervised model, which writes no text before it is trained: add"
-            " --train_manifest"
-        )
-
-
-def rows_by_piece(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
-    """The meanings of the rows of the head, here and in the weights of --init_from."""
-    if initial is None:
-        return None
-    before, _ = checkpoint.read_infos(initial, ModelInfo, RunInfo)
-    names = (vocabulary.row_names(tokenizer_of(each)) for each in (info, before))
-    return checkpoint.Vocabulary(vocabulary.ROWS, *names)
-
-
 def learning_rate(info: ModelInfo) -> float:
     """The peak learning rate, by the model's start."""
     if not info.pretrained:
@@ -433,43 +370,17 @@ def learning_rate(info: ModelInfo) -> float:
     return NEW_HEAD_RATE if info.has_new_head else KEPT_HEAD_RATE
 
 
-def mask_shares(args, info: ModelInfo) -> tuple[float, float]:
+def mask_shares(asked: Options, info: ModelInfo) -> tuple[float, float]:
     """--mask_time and --mask_channels, or what the model's start asks for."""
     usual = NEW_HEAD_MASKS if info.has_new_head else KEPT_HEAD_MASKS
     return tuple(
         default if value is None else value
-        for value, default in zip((args.mask_time, args.mask_channels), usual, strict=True)
+        for value, default in zip((asked.mask_time, asked.mask_channels), usual, strict=True)
     )
 
 
-def layer_drop(args, info: ModelInfo) -> float:
+def layer_drop(asked: Options, info: ModelInfo) -> float:
     """--layer_drop, or what the model's start asks for."""
-    if args.layer_drop is not None:
-        return args.layer_drop
+    if asked.layer_drop is not None:
+        return asked.layer_drop
     return LAYER_DROP if info.pretrained else 0.0
-
-
-# --- exports --------------------------------------------------------------------------------------
-
-
-def check_export(asked: Options, info: ModelInfo) -> None:
-    """Raises `UsageError` if --export is given and its form cannot express this model."""
-    if asked.origin.export and asked.export_format == "onnx":
-        onnx.check(info.config)
-
-
-def about_model(info: ModelInfo, about: card.About) -> card.About:
-    """`about` with what the info says of the licence and the language."""
-    licence = {"license": info.licence} if info.licence else None
-    return dataclasses.replace(about, is_new=not info.pretrained, licence=licence)
-
-
-def export(
-    asked: Options, info: ModelInfo, weights: dict[str, torch.Tensor], about: card.About
-) -> None:
-    """Writes a trained model to --export in the form of --export_format, with a model card."""
-    folder = asked.origin.export
-    text = card.readme(Path(folder).resolve().name, about, CARDS[asked.export_format])
-    write = formats.export if asked.export_format == "hf" else onnx.export
-    names = write(folder, weights, info.config, info.tokenizer, text)
-    print(f"exported to {folder}: {', '.join(names)}")

@@ -1,30 +1,29 @@
 """Another model on the same data (--compare_to), and whole recordings (--timestamps, --long)."""
 
 import dataclasses
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from common import checkpoint, memory, options
+from common.options import OnOff, flag
 from models import released
 from models.whisper import timed
 from models.whisper.decoding import Search
 from models.whisper.model import Whisper
 from models.whisper.start import (
     FORMS,
+    Family,
     ModelInfo,
     Options,
-    family,
     make_model,
     make_search,
     read_released,
 )
 from models.whisper.tokenizer import WhisperTokenizer
-from speech.decoding import recogniser
-from speech.writing import metrics
 
-# Rows for common.options: flags that exclude each other, and flags that need another one.
+# Rows for `Parser.refuse`: flags that exclude each other, and flags that need another one.
 MANIFESTS = ("train_manifest", "val_manifest", "test_manifest")
 EXCLUDES = (
     ("compare_to", "transcribe", "files to transcribe have no reference; leave the first out"),
@@ -34,31 +33,28 @@ EXCLUDES = (
 NEEDS = (("timestamps", ("transcribe",), ""), ("long", ("evaluate",), ""))
 
 
-def add_arguments(group) -> None:
-    group.add_argument(
-        "--compare_to",
-        type=options.path,
-        metavar="PATH",
-        help=(
-            "a baseline for the results at the end: a Hugging Face folder, OpenAI's .pt, or weights"
-            " of this recipe"
-        ),
-    )
-    group.add_argument(
-        "--timestamps",
-        action=options.OnOff,
-        default=False,
-        help="transcribe in segments with times, by the model's time tokens (off)",
-    )
-    group.add_argument(
-        "--long",
-        type=options.path,
-        metavar="FILE",
-        help=(
-            "evaluate on this manifest of whole recordings of any length, decoded in segments with"
-            " times"
-        ),
-    )
+@dataclass(frozen=True)
+class Flags:
+    """Flags of a baseline, and of whole recordings."""
+
+    # fmt: off
+    compare_to: str | None = flag(
+        options.path, None, "PATH",
+        "a baseline for the results at the end: a Hugging Face folder, OpenAI's .pt, or weights of"
+        " this recipe")
+    timestamps: bool = flag(
+        OnOff, False, None,
+        "transcribe in segments with times, by the model's time tokens (off)")
+    long: str | None = flag(
+        options.path, None, "FILE",
+        "evaluate on this manifest of whole recordings of any length, decoded in segments with"
+        " times")
+    # fmt: on
+
+
+def add_arguments(parser, group) -> None:
+    options.add_record(parser, group, Flags)
+    parser.refuse(EXCLUDES, NEEDS)
 
 
 def check(asked: Options, recipe: str, path: str, with_times: bool) -> None:
@@ -78,8 +74,8 @@ def read(
     name = Path(path).name
     if name.endswith(".safetensors") or name.startswith("checkpoint_step_"):
         saved = checkpoint.read_weights(path, recipe, "--compare_to")
-        info = released.check_saved(family(asked), saved, FORMS.family)
-        return info, released.whole_weights(asked.origin, family(asked), saved)
+        family = Family(asked)
+        return family.check_saved(saved), family.whole_weights(saved)
     released.require_source(path, "--compare_to", FORMS)
     if not asked.origin.path:  # then --tokenizer_file is not a released model's
         asked = dataclasses.replace(asked, tokenizer_file=None)
@@ -98,24 +94,3 @@ def baseline(
     other = make_model(info, weights=weights).eval()
     memory.replace_on_device(model, other)
     return other, make_search(asked, info)
-
-
-def print_recordings(
-    rows: list[dict],
-    before: list[dict] | None,
-    path: str | None,
-    how: recogniser.Options,
-    normalise: Callable[[str], str],
-) -> None:
-    """Prints the error rates of whole recordings and what they lose in a row, from the `rows` of
-    `timed.decode_corpus`, which are written to the log folder; then those of the model at `path`
-    from its rows `before`. Raises `RunError`."""
-    readings = recogniser.readings_of(rows, how, normalise)
-    errors = metrics.read_by(rows, readings)
-    print(metrics.error_table(errors, metrics.rates(errors)))
-    print(metrics.recordings_table(rows, normalise))
-    recogniser.write_rows(rows, how, recogniser.LONG)
-    if before:
-        print(f"{path} on the same recordings:")
-        print(metrics.recordings_table(before, normalise))
-        print(metrics.improvement_table(metrics.read_by(before, readings), errors))

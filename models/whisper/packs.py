@@ -23,6 +23,7 @@ import torch
 
 from common import options
 from common.errors import UsageError
+from common.options import TRAINS, flag
 from models import released
 from models.whisper.start import ModelInfo
 from models.whisper.tokenizer import WhisperTokenizer, make_tokenizer
@@ -54,8 +55,7 @@ LONG_PAUSE = 0.3  # seconds
 EDGE = 0.25  # seconds of such a pause at its ends, or a quarter of it, that are left as they are
 LOUD = 0.05  # mean square relative to that of the window
 
-# Rows for common.options: flags that exclude each other, and flags that need another one.
-EXCLUDES = (("timestamp_share", options.COMMAND, options.TRAINS),)
+# Rows for `Parser.refuse`: flags that exclude each other, and flags that need another one.
 NO_TIMES = "a model from scratch has no time tokens"
 NEEDS = (("timestamp_share", (*released.MODELS, "resume", "init_from"), NO_TIMES),)
 
@@ -366,17 +366,22 @@ class Packs:
         return np.arange(max(earliest, first), place)
 
 
-def add_arguments(group) -> None:
-    group.add_argument(
-        "--timestamp_share",
-        type=options.SHARE,
-        metavar="S",
-        help=(
-            "train a released model on windows of several utterances, and this share of them with"
-            " times, so that programs which read long recordings lose no text; 0: on single"
-            " utterances (0.25 if utterances follow each other in their recordings, else 0)"
-        ),
-    )
+@dataclass(frozen=True)
+class Flags:
+    """Flags of windows of several utterances."""
+
+    # fmt: off
+    timestamp_share: float | None = flag(
+        options.SHARE, None, "S",
+        "train a released model on windows of several utterances, and this share of them with"
+        " times, so that programs which read long recordings lose no text; 0: on single utterances"
+        " (0.25 if utterances follow each other in their recordings, else 0)", TRAINS)
+    # fmt: on
+
+
+def add_arguments(parser, group) -> None:
+    options.add_record(parser, group, Flags)
+    parser.refuse((), NEEDS)
 
 
 class Windows:

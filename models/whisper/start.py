@@ -5,15 +5,16 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 
-from common import checkpoint, device, options, records
+from common import checkpoint, options, records
 from common.checkpoint import Saved
 from common.errors import DataError, UsageError
+from common.options import TRAINS, USUAL, OnOff, flag
 from common.parts import lora
 from models import adapters, card, released
 from models.whisper import decoding, formats, scratch
@@ -39,8 +40,12 @@ AUXILIARY_WEIGHT = 0.3  # share of the encoder's own loss, from scratch
 FINE_TUNING_RATES = {384: 3.75e-5, 512: 2.5e-5, 768: 1.25e-5, 1024: 6.25e-6, 1280: 4.4e-6}
 SMALL_RATE = 2e-3  # from scratch, for models narrower than the smallest released one
 ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
+ADAPTED = {  # by --lora_targets
+    "q,v": ("q_proj", "v_proj"),
+    "attention": ATTENTION,
+    "linear": (*ATTENTION, "fc1", "fc2"),
+}
 SHAPE = ("d_model", "encoder_layers", "decoder_layers", "attention_heads")
-SIZED = ("d_model", "encoder_layers", "decoder_layers")  # what tells sizes apart
 SUPPRESSED = ("suppress_tokens", "begin_suppress_tokens")  # in generation_config.json
 ALIGNED = (
     "a released encoder is aligned already, and its vocabulary of 50,257 would need 3 GB of CTC"
@@ -53,36 +58,12 @@ FORMS = released.Forms(
     exported="for transformers, with OpenAI's model.pt",
     fetch="hf download openai/whisper-base --local-dir whisper-base",
 )
-CARD = card.Form(
-    library="transformers",
-    task=card.RECOGNITION,
-    family="Whisper",
-    use="""
-from transformers import pipeline
-
-print(pipeline("automatic-speech-recognition", "FOLDER")("recording.wav")["text"])
-""",
-)
-ADAPTER_CARD = replace(
-    CARD,
-    library="peft",
-    use="""
-from peft import PeftModel
-from transformers import WhisperForConditionalGeneration
-
-base = WhisperForConditionalGeneration.from_pretrained("BASE")  # the folder of the base model
-model = PeftModel.from_pretrained(base, "FOLDER")
-""",
-)
 TOKENS = range(formats.CONFIG["vocab_size"][-1])
 
-# Rows for common.options: flags that exclude each other, and flags that need another one.
+# Rows for `Parser.refuse`: flags that exclude each other, and flags that need another one.
 OWN_SHAPE = "a released model has its own shape; leave one of them out"
 FROZEN = "a frozen encoder knows inputs of 30 s only; leave one of them out"
-TRAINING = ("freeze_encoder", "ctc_weight", "pad_share", "pad_to_30s")
 EXCLUDES = (
-    *released.EXCLUDES,
-    *adapters.EXCLUDES,
     ("transcribe", "export", "give one of them"),
     ("transcribe", "export_adapter", "give one of them"),
     *((model, flag, OWN_SHAPE) for model in released.MODELS for flag in SHAPE),
@@ -90,10 +71,8 @@ EXCLUDES = (
     ("pad_share", "pad_to_30s", "the second pads every utterance; leave one of them out"),
     ("pad_share", "freeze_encoder", "the second pads every utterance; leave one of them out"),
     ("max_target_tokens", "transcribe", "the first is for texts that are given; leave it out"),
-    *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
 )
 NEEDS = (
-    *adapters.NEEDS,
     ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
     (
         "tokenizer_file",
@@ -127,39 +106,76 @@ class ModelInfo:
     times: bool = False
 
 
+def _size(what: str, key: str):
+    """A flag of the size of a model from scratch, where it is not --model_size's."""
+    kind = options.number(int, 1, formats.CONFIG[key][-1])
+    return flag(kind, None, "N", f"{what} of a model from scratch (by --model_size)")
+
+
+@dataclass(frozen=True)
+class Start:
+    """Flags of the model, its vocabulary and its language."""
+
+    # fmt: off
+    tokenizer_file: str | None = flag(
+        options.path, None, "PATH",
+        "tokenizer.json, a folder or multilingual.tiktoken (next to the model)")
+    d_model: int | None = _size("width", "d_model")
+    encoder_layers: int | None = _size("encoder layers", "encoder_layers")
+    decoder_layers: int | None = _size("decoder layers", "decoder_layers")
+    attention_heads: int | None = _size("heads of every attention", "encoder_attention_heads")
+    language: str | None = flag(
+        language_code, None, "NAME",
+        "the language of the texts, such as sw or Swahili; one without a token borrows that of"
+        " another: mdw=ln ()")
+    freeze_encoder: bool = flag(
+        OnOff, False, None, "train the decoder only, with inputs of 30 s (off)", USUAL, TRAINS)
+    # fmt: on
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The flags that change the size of a model from scratch."""
+        return {name: getattr(self, name) for name in SHAPE if getattr(self, name)}
+
+
 @dataclass(frozen=True)
 class Training:
-    """The flags' settings of the model that is trained."""
+    """How the model is trained."""
 
-    dropout: float
-    label_smoothing: float
-    pad_to_30s: bool
-    freeze_encoder: bool
-    learning_rate: float | None
-    seed: int
+    # fmt: off
+    dropout: float = flag(options.SHARE, 0.0, "P", "(0)", TRAINS)
+    label_smoothing: float = flag(
+        options.SHARE, 0.0, "P", "label smoothing of the decoder's targets (0)", TRAINS)
+    ctc_weight: float | None = flag(
+        options.SHARE, None, "X",
+        "share of an auxiliary CTC loss on the encoder of a model from scratch (0.3 there)", TRAINS)
+    pad_share: float | None = flag(
+        options.SHARE, None, "X",
+        "share of utterances padded to 30 s from the middle epoch on, because transformers always"
+        " pads when it decodes (0.05)", TRAINS)
+    pad_to_30s: bool | None = flag(
+        OnOff, None, None,
+        "pad all utterances to 30 s, in training and decoding (off; on with --freeze_encoder)",
+        TRAINS)
+    max_target_tokens: int | None = flag(
+        options.number(int, 8, formats.CONFIG["max_target_positions"][-1]), None, "N",
+        "reject longer transcripts, in tokens with prompt and end (the decoder's positions)")
+    # fmt: on
 
 
-@dataclass(frozen=True)
-class Options:
+@dataclass(frozen=True, kw_only=True)
+class Options(Start, Training, recogniser.Request):
     """The request of a Whisper recipe's flags.
 
-    `origin`: where the model starts. `how`: how it decodes. `shape`: the flags that change the size
-    of a model from scratch. `vocabulary`: the tokens that a planned run without data has, None for
-    the tokenizer's. `auxiliary`: the shares of the encoder's auxiliary losses, by flag.
+    `origin`: where the model starts. `vocabulary`: the tokens that a planned run without data has,
+    None for the tokenizer's. `auxiliary`: the shares of the encoder's auxiliary losses, by flag.
     `suppress`: whether the tokens that a released model does not generate are suppressed."""
 
     origin: released.Origin
-    how: recogniser.Options
-    tokenizer_file: str | None
-    language: str | None
-    shape: dict[str, int]
     vocab_size: int | None
     vocabulary: int | None
     auxiliary: dict[str, float]
     suppress: bool
-    max_target_tokens: int | None
-    max_duration: float
-    training: Training
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -170,82 +186,10 @@ def add_arguments(parser, sizes: dict[str, dict], language: str | None, usual: s
     `usual`."""
     model = released.add_arguments(parser, FORMS, sizes, "base")
     parser.hints["--align"] = "recipes/wav2vec2_ctc.py aligns a recording with its text"
-    model.add_argument(
-        "--tokenizer_file",
-        type=options.path,
-        metavar="PATH",
-        help="tokenizer.json, a folder or multilingual.tiktoken (next to the model)",
-    )
-    shape = {
-        "d_model": ("width", "d_model"),
-        "encoder_layers": ("encoder layers", "encoder_layers"),
-        "decoder_layers": ("decoder layers", "decoder_layers"),
-        "attention_heads": ("heads of every attention", "encoder_attention_heads"),
-    }
-    for name, (what, key) in shape.items():
-        model.add_argument(
-            f"--{name}",
-            type=options.number(int, 1, formats.CONFIG[key][-1]),
-            metavar="N",
-            help=f"{what} of a model from scratch (by --model_size)",
-        )
-    model.add_argument(
-        "--language",
-        type=language_code,
-        default=language,
-        metavar="NAME",
-        help=(
-            "the language of the texts, such as sw or Swahili; one without a token borrows that of"
-            f" another: mdw=ln ({usual})"
-        ),
-    )
-    model.add_argument(
-        "--freeze_encoder",
-        action=options.OnOff,
-        default=False,
-        help="train the decoder only, with inputs of 30 s (off)",
-    )
+    options.add_record(parser, model, Start, language=(language, usual))
     adapters.add_arguments(parser, has_peft=True)
-    add_loss_arguments(parser.add_argument_group("losses and padding"))
-    parser.usual("freeze_encoder")
-
-
-def add_loss_arguments(losses) -> None:
-    """Adds the flags of losses and padding to this group."""
-    losses.add_argument("--dropout", type=options.SHARE, default=0.0, metavar="P", help="(0)")
-    losses.add_argument(
-        "--label_smoothing",
-        type=options.SHARE,
-        default=0.0,
-        metavar="P",
-        help="label smoothing of the decoder's targets (0)",
-    )
-    losses.add_argument(
-        "--ctc_weight",
-        type=options.SHARE,
-        metavar="X",
-        help="share of an auxiliary CTC loss on the encoder of a model from scratch (0.3 there)",
-    )
-    losses.add_argument(
-        "--pad_share",
-        type=options.SHARE,
-        metavar="X",
-        help=(
-            "share of utterances padded to 30 s from the middle epoch on, because transformers"
-            " always pads when it decodes (0.05)"
-        ),
-    )
-    losses.add_argument(
-        "--pad_to_30s",
-        action=options.OnOff,
-        help="pad all utterances to 30 s, in training and decoding (off; on with --freeze_encoder)",
-    )
-    losses.add_argument(
-        "--max_target_tokens",
-        type=options.number(int, 8, formats.CONFIG["max_target_positions"][-1]),
-        metavar="N",
-        help="reject longer transcripts, in tokens with prompt and end (the decoder's positions)",
-    )
+    options.add_record(parser, "losses and padding", Training)
+    parser.refuse(EXCLUDES, NEEDS)
 
 
 def resolve(
@@ -256,10 +200,11 @@ def resolve(
     auxiliary: tuple[str, ...] = ("ctc_weight",),
     suppress: bool = True,
     demo_language: str | None = None,
+    record: type = Options,
 ) -> Options:
     """Fills in the defaults of these flags and returns what they ask for. `sizes`: as in
-    `add_arguments`. `auxiliary`: the flags that give shares to losses of the encoder. Raises
-    `UsageError`."""
+    `add_arguments`. `auxiliary`: the flags that give shares to losses of the encoder. `record`:
+    the class of what is returned. Raises `UsageError`."""
     origin = released.resolve(args, FORMS, sizes, "base", is_demo)
     if released.exports_only(origin):
         demo_language = None
@@ -274,8 +219,8 @@ def resolve(
         args.pad_to_30s = args.freeze_encoder
     if args.pad_share is None:
         args.pad_share = PAD_SHARE
-    shape = {name: getattr(args, name) for name in SHAPE if getattr(args, name)}
     if origin.size:
+        shape = {name: getattr(args, name) for name in SHAPE if getattr(args, name)}
         origin = replace(origin, size=formats.reshape(origin.size, shape))
     vocab_size = args.vocab_size if "vocab_size" in args.given else None
     vocabulary = None
@@ -285,53 +230,159 @@ def resolve(
         vocabulary = vocab_size
         if vocabulary is None and origin.size_name in formats.SIZES:
             vocabulary = origin.size["vocab_size"]
-    return Options(
+    return options.read_record(
+        record,
+        args,
         origin=origin,
-        how=how,
-        tokenizer_file=args.tokenizer_file,
+        **recogniser.request(args, how),
         language=language,
-        shape=shape,
         vocab_size=vocab_size,
         vocabulary=vocabulary,
         auxiliary={name: getattr(args, name) for name in auxiliary},
         suppress=suppress,
-        max_target_tokens=args.max_target_tokens,
-        max_duration=args.max_duration,
-        training=Training(*(getattr(args, each.name) for each in fields(Training))),
     )
 
 
 # --- the model ------------------------------------------------------------------------------------
 
 
-def family(asked: Options) -> released.Family:
-    """The family Whisper for `released.choose` and `released.use`."""
-    return released.Family(
-        model_info=ModelInfo,
-        read=functools.partial(read_released, asked),
-        network=make_model,
-        check=check_info,
-        conflicts=functools.partial(conflicts, asked),
-        layers=adapted_layers,
-        about=about_model,
-        export=functools.partial(export, asked.origin.export),
-        adapter_card=lambda info: ADAPTER_CARD,
-        prefix=lambda info: "model.",
-        base=lambda path: formats.read_model(path)[0],
-    )
+class Family(released.Family):
+    """Whisper."""
 
+    model_info = ModelInfo
+    sized = ("d_model", "encoder_layers", "decoder_layers")
+    adapted = ADAPTED
+    kept = ("embed_positions",)
+    rows = ("decoder.embed_tokens.weight", "ctc_head.weight", "ctc_head.bias")
+    peft_class = "WhisperForConditionalGeneration"
 
-def adapted_layers(info: ModelInfo, targets: str) -> lora.Layers:
-    """The layers that --lora_targets means."""
-    names = {
-        "q,v": ("q_proj", "v_proj"),
-        "attention": ATTENTION,
-        "linear": (*ATTENTION, "fc1", "fc2"),
-    }[targets]
-    with torch.device("meta"):
-        model = make_model(info)
-    adapted = [name for name, _ in model.named_modules() if name.endswith(names)]
-    return lora.Layers(adapted, kept=("embed_positions",))
+    def read(self, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+        return read_released(self.asked, path)
+
+    def base(self, path: str) -> dict[str, torch.Tensor]:
+        return formats.read_model(path)[0]
+
+    def network(self, info: ModelInfo) -> Whisper:
+        return make_model(info)
+
+    def make_model(self, info: ModelInfo, weights, trains: bool = False) -> Whisper:
+        if not trains:
+            return make_model(info, weights=weights)
+        asked = self.asked
+        model = make_model(info, asked.dropout, asked.label_smoothing, weights)
+        if asked.freeze_encoder:
+            model.freeze_encoder()
+        return model
+
+    def check(self, info: ModelInfo, name: str) -> None:
+        formats.check_config(info.config, name)
+        tokenizer = make_tokenizer(info.tokenizer)
+        tokens = [tokenizer.size - 1]
+        for suppressed in SUPPRESSED:
+            tokens += info.generation.get(suppressed, [])
+        if max(tokens) >= info.config["vocab_size"] or info.ctc_tokens not in (0, tokenizer.eos):
+            raise UsageError(f"{name} is damaged: its tokens are not those of its tokenizer")
+
+    def conflicts(self, info: ModelInfo, saved: Saved) -> list[str]:
+        asked, origin = self.asked, self.origin
+        found = super().conflicts(info, saved)
+        has = {**info.config, "attention_heads": info.config["encoder_attention_heads"]}
+        for name, value in asked.shape.items():
+            if value != has[name]:
+                found.append(f"--{name} {value} (the checkpoint has {has[name]})")
+        if origin.path and info.pretrained and os.path.isdir(origin.path):
+            config = formats.read_config(Path(origin.path))
+            if any(info.config[name] != value for name, value in config.items()):
+                shape = "the checkpoint's model has another shape"
+                found.append(f"{origin.flag} {origin.path} ({shape})")
+        for name, share in asked.auxiliary.items():
+            if name in origin.given and share and not info.ctc_tokens:
+                found.append(f"--{name} {share:g} (the checkpoint's encoder has no output layer)")
+        if asked.vocab_size and saved.state:
+            before = saved.state["args"].get("vocab_size")
+            if before not in (None, asked.vocab_size):
+                found.append(f"--vocab_size {asked.vocab_size} (the checkpoint has {before})")
+        told = make_tokenizer(info.tokenizer)
+        if "language" in origin.given and not told.speaks(asked.language):
+            found.append(f"--language {asked.language} (the checkpoint has {told.told})")
+        if file := asked.tokenizer_file:
+            tokenizer = read_tokenizer(file, told.told, info.config["vocab_size"])
+            if tokenizer.vocab != info.tokenizer["vocab"]:
+                found.append(f"--tokenizer_file {file} (the checkpoint has another vocabulary)")
+        return found
+
+    def create(self, source: Callable[[], WhisperTokenizer]) -> ModelInfo:
+        """With an auxiliary loss its encoder has an output layer for the text's tokens, which are
+        numbered before the special ones."""
+        tokenizer = source()
+        has_head = any(self.asked.auxiliary.values())
+        size = self.asked.vocabulary or tokenizer.size
+        return ModelInfo(
+            config={**self.origin.size, "vocab_size": size},
+            tokenizer=tokenizer.state(),
+            ctc_tokens=tokenizer.eos if has_head else 0,
+            generation={},
+            pretrained=False,
+            pad_to_30s=False,
+        )
+
+    def begin(self, info: ModelInfo, weights, run, source):
+        check_limits(self.asked, info.config)
+        return replace(info, pad_to_30s=self.asked.pad_to_30s), weights
+
+    def first_model(self, run, source: Callable, seed: int) -> tuple[ModelInfo, Whisper]:
+        info, model = super().first_model(run, source, seed)
+        describe(info, model, self.asked.learning_rate)
+        return info, model
+
+    def for_task(self, info: ModelInfo, initial: Saved | None) -> dict:
+        """Fields of the loop's `Task` that every Whisper has, by their names. `initial`: the weights
+        of --init_from."""
+        fit = None
+        if not info.pretrained:
+            seed = self.asked.seed
+            fit = functools.partial(scratch.fit, seed=seed, initialised=initial is not None)
+        return {
+            "fit": fit,
+            "learning_rate": learning_rate(info),
+            "checkpointed": LAYERS,
+            "compiled": LAYERS,
+            "evaluate_first": info.pretrained,
+            "fine_tunes": info.pretrained,
+            "vocabulary": self.vocabulary(info, initial),
+        }
+
+    def tokens(self, info: ModelInfo) -> list[str]:
+        """CTC's blank has the number of the end of text."""
+        return make_tokenizer(info.tokenizer).tokens
+
+    def prefix(self, info: ModelInfo) -> str:
+        return "model."
+
+    def about(self, info: ModelInfo, about: card.About) -> card.About:
+        """The language of the texts, unless a recipe names others, and the token by which the model
+        is told it."""
+        about = super().about(info, about)
+        if about.languages is not None:
+            return about
+        tokenizer = make_tokenizer(info.tokenizer)
+        token = f"Whisper's token of {languages.described(tokenizer.language)}"
+        note = f"It is trained with {token}." if tokenizer.multilingual else ""
+        if tokenizer.spoken != tokenizer.language:
+            note = (
+                f"Its language has no token in Whisper: it is trained with {token}, and told by it."
+            )
+        return replace(about, languages=(tokenizer.spoken,), note=note)
+
+    def form(self, info: ModelInfo) -> card.Form:
+        return card.Form("transformers", card.RECOGNITION, FORMS.family, card.PIPELINE)
+
+    def write(self, info: ModelInfo, weights: dict[str, torch.Tensor], text: str) -> list[str]:
+        """A folder for transformers, with OpenAI's model.pt."""
+        tokenizer = make_tokenizer(info.tokenizer)
+        generation = {**info.generation, "return_timestamps": info.times}
+        folder = self.origin.export
+        return formats.export(folder, weights, info.config, tokenizer, generation, text)
 
 
 def read_released(asked: Options, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
@@ -357,62 +408,6 @@ def read_released(asked: Options, path: str) -> tuple[ModelInfo, dict[str, torch
         pad_to_30s=True,
     )
     return info, weights
-
-
-def new_info(asked: Options, tokenizer: WhisperTokenizer) -> ModelInfo:
-    """A model from scratch with this tokenizer. With an auxiliary loss its encoder has an output
-    layer for the text's tokens, which are numbered before the special ones."""
-    has_head = any(asked.auxiliary.values())
-    return ModelInfo(
-        config={**asked.origin.size, "vocab_size": asked.vocabulary or tokenizer.size},
-        tokenizer=tokenizer.state(),
-        ctc_tokens=tokenizer.eos if has_head else 0,
-        generation={},
-        pretrained=False,
-        pad_to_30s=False,
-    )
-
-
-def check_info(info: ModelInfo, name: str) -> None:
-    """Raises `UsageError` if the parts of an info that was saved contradict each other."""
-    formats.check_config(info.config, name)
-    tokenizer = make_tokenizer(info.tokenizer)
-    tokens = [tokenizer.size - 1]
-    for suppressed in SUPPRESSED:
-        tokens += info.generation.get(suppressed, [])
-    if max(tokens) >= info.config["vocab_size"] or info.ctc_tokens not in (0, tokenizer.eos):
-        raise UsageError(f"{name} is damaged: its tokens are not those of its tokenizer")
-
-
-def conflicts(asked: Options, info: ModelInfo, saved: Saved) -> list[str]:
-    """The flags that contradict a checkpoint, for `released.Family`."""
-    origin = asked.origin
-    found = released.conflicts(origin, info, SIZED)
-    has = {**info.config, "attention_heads": info.config["encoder_attention_heads"]}
-    for name, value in asked.shape.items():
-        if value != has[name]:
-            found.append(f"--{name} {value} (the checkpoint has {has[name]})")
-    if origin.path and info.pretrained and os.path.isdir(origin.path):
-        config = formats.read_config(Path(origin.path))
-        if any(info.config[name] != value for name, value in config.items()):
-            found.append(f"{origin.flag} {origin.path} (the checkpoint's model has another shape)")
-    for name, share in asked.auxiliary.items():
-        if name in origin.given and share and not info.ctc_tokens:
-            found.append(f"--{name} {share:g} (the checkpoint's encoder has no output layer)")
-    if asked.vocab_size and saved.state:
-        before = saved.state["args"].get("vocab_size")
-        if before not in (None, asked.vocab_size):
-            found.append(f"--vocab_size {asked.vocab_size} (the checkpoint has {before})")
-    told = make_tokenizer(info.tokenizer)
-    if "language" in origin.given and not told.speaks(asked.language):
-        found.append(f"--language {asked.language} (the checkpoint has {told.told})")
-    if asked.tokenizer_file:
-        tokenizer = read_tokenizer(asked.tokenizer_file, told.told, info.config["vocab_size"])
-        if tokenizer.vocab != info.tokenizer["vocab"]:
-            found.append(
-                f"--tokenizer_file {asked.tokenizer_file} (the checkpoint has another vocabulary)"
-            )
-    return found
 
 
 def input_seconds(config: dict) -> float:
@@ -451,41 +446,6 @@ def make_model(
     return model
 
 
-def first_model(
-    asked: Options, run, new_tokenizer: Callable[[], WhisperTokenizer]
-) -> tuple[ModelInfo, Whisper]:
-    """The model that the training `run` (`common.loop.begin`) starts with: that of its checkpoint,
-    a released one, or a new one with the tokenizer that `new_tokenizer()` makes. Raises
-    `UsageError`."""
-    training = asked.training
-    kind = family(asked)
-
-    def new() -> ModelInfo:
-        return new_info(asked, new_tokenizer())
-
-    with run.model_device():
-        info, weights = released.choose(asked.origin, kind, run.resumed, run.initial, new)
-        info = replace(info, pad_to_30s=training.pad_to_30s)
-        check_limits(asked, info.config)
-        model = make_model(info, training.dropout, training.label_smoothing, weights)
-    if training.freeze_encoder:
-        model.freeze_encoder()
-    weights = (weights, run.resumed, run.initial)
-    adapters.adapt(asked.origin, kind, info, model, *weights, training.seed)
-    describe(info, model, training.learning_rate)
-    return info, model
-
-
-def trained(
-    asked: Options, recipe: str, run_info: type, setup: device.Setup
-) -> tuple[Whisper, ModelInfo, Any]:
-    """The model of --model_dir or --model_file, of --resume, or of the best evaluation, and the
-    `run_info` of the run that trained it, which is None for a released one. Raises `UsageError`."""
-    info, weights, saved = released.use(asked.origin, family(asked), recipe)
-    model = make_model(info, weights=weights).to(setup.device).eval()
-    return model, info, released.read_run_info(run_info, saved)
-
-
 def make_search(asked: Options, info: ModelInfo) -> tuple[WhisperTokenizer, decoding.Search]:
     """The tokenizer of a model, and how --decoding searches."""
     tokenizer = make_tokenizer(info.tokenizer)
@@ -494,7 +454,7 @@ def make_search(asked: Options, info: ModelInfo) -> tuple[WhisperTokenizer, deco
         tokenizer,
         info.generation,
         info.config["vocab_size"],
-        how.method,
+        how.decoding,
         how.beam_size,
         how.seed,
     )
@@ -502,18 +462,6 @@ def make_search(asked: Options, info: ModelInfo) -> tuple[WhisperTokenizer, deco
 
 
 # --- training -------------------------------------------------------------------------------------
-
-
-def vocabulary(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
-    """The meanings of the rows of the embedding and of the CTC layer, here and in the weights of
-    --init_from. CTC's blank has the number of the end of text."""
-    if initial is None:
-        return None
-    before = records.read(ModelInfo, initial.model_info, initial.path)
-    names = ("decoder.embed_tokens.weight", "ctc_head.weight", "ctc_head.bias")
-    return checkpoint.Vocabulary(
-        names, *(make_tokenizer(each.tokenizer).tokens for each in (info, before))
-    )
 
 
 def learning_rate(info: ModelInfo) -> float:
@@ -571,30 +519,6 @@ def describe(info: ModelInfo, model: Whisper, given_rate: float | None) -> None:
     )
 
 
-def for_task(asked: Options, info: ModelInfo, initial: Saved | None) -> dict:
-    """Fields of the loop's `Task` that every Whisper has, by their names. `initial`: the weights of
-    --init_from."""
-    fit = None
-    if not info.pretrained:
-        fit = functools.partial(
-            scratch.fit, seed=asked.training.seed, initialised=initial is not None
-        )
-    return {
-        "fit": fit,
-        "learning_rate": learning_rate(info),
-        "checkpointed": LAYERS,
-        "compiled": LAYERS,
-        "evaluate_first": info.pretrained,
-        "fine_tunes": info.pretrained,
-        "vocabulary": vocabulary(info, initial),
-    }
-
-
-def usual_adapters(asked: Options, info: ModelInfo) -> Callable[[int], lora.Adapters]:
-    """The adapters that --lora adds, by their rank, for the advice of a dry run."""
-    return functools.partial(adapters.usual, family(asked), info)
-
-
 def with_longest(
     info: ModelInfo, data: splits.RunInfo, before: splits.RunInfo | None
 ) -> splits.RunInfo:
@@ -624,29 +548,3 @@ def long_recordings(
     if trained:
         longest = min(1.05 * trained.longest, longest)
     return longest, BY_OVERLAP if longest >= SHORT_CLIPS else short
-
-
-def about_model(info: ModelInfo, about: card.About) -> card.About:
-    """`about` with the language of the texts, unless a recipe names others, and the token by which
-    the model is told it."""
-    about = replace(about, is_new=not info.pretrained)
-    if about.languages is not None:
-        return about
-    tokenizer = make_tokenizer(info.tokenizer)
-    token = f"Whisper's token of {languages.described(tokenizer.language)}"
-    note = f"It is trained with {token}." if tokenizer.multilingual else ""
-    if tokenizer.spoken != tokenizer.language:
-        note = f"Its language has no token in Whisper: it is trained with {token}, and told by it."
-    return replace(about, languages=(tokenizer.spoken,), note=note)
-
-
-def export(
-    folder: str, info: ModelInfo, weights: dict[str, torch.Tensor], about: card.About
-) -> None:
-    """Writes a trained model as a folder for transformers, with OpenAI's model.pt and a model card.
-    Raises `UsageError` and `RunError`."""
-    tokenizer = make_tokenizer(info.tokenizer)
-    text = card.readme(Path(folder).resolve().name, about, CARD)
-    generation = {**info.generation, "return_timestamps": info.times}
-    names = formats.export(folder, weights, info.config, tokenizer, generation, text)
-    print(f"exported to {folder}: {', '.join(names)}")

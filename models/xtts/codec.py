@@ -70,9 +70,7 @@ class DVAE(nn.Module):
     """The discrete VAE between mel features (B, M, F) and the codes (B, ceil(F / 4)) of a codebook.
 
     `config` gives "mel_channels" (M), "dvae_hidden" (width of the first layer; the second is twice
-    as wide), "codes" (size of the codebook) and "code_dim". `codes` and `decode` are for frozen
-    weights. Training uses their parts, `encode`, `codebook.nearest` and `reconstruct`, which follow
-    autocast."""
+    as wide), "codes" (size of the codebook) and "code_dim". It is never trained here."""
 
     def __init__(self, config: dict):
         super().__init__()
@@ -99,22 +97,13 @@ class DVAE(nn.Module):
     def codes(self, mel: torch.Tensor) -> torch.Tensor:
         """Codes (B, ceil(F / 4)), int64, of mel features (B, M, F), computed in fp32 or better."""
         with torch.autocast(mel.device.type, enabled=False), full_fp32(mel.device):
-            return self.codebook.nearest(self.encode(upcast(mel)))
+            return self.codebook.nearest(self.encoder(upcast(mel)).transpose(1, 2))
 
     @torch.no_grad()
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         """Mel features (B, M, 4 N) of codes (B, N), computed in fp32 or better."""
         with torch.autocast(codes.device.type, enabled=False), full_fp32(codes.device):
-            return self.reconstruct(self.codebook.vectors(codes))
-
-    def encode(self, mel: torch.Tensor) -> torch.Tensor:
-        """Vectors (B, ceil(F / 4), code_dim) of mel features (B, M, F), before they are
-        quantised."""
-        return self.encoder(mel).transpose(1, 2)
-
-    def reconstruct(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Mel features (B, M, 4 N) of vectors (B, N, code_dim)."""
-        return self.decoder(vectors.transpose(1, 2))
+            return self.decoder(self.codebook.vectors(codes).transpose(1, 2))
 
 
 class ResidualBlock(nn.Module):
@@ -143,13 +132,6 @@ class UpsampledConv(nn.Module):
         return self.conv(x.repeat_interleave(2, dim=2))
 
 
-def nearest(vectors: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """The indices (N,) of the columns of `codes` (D, K) that are nearest to vectors (N, D)."""
-    # The order of the terms decides how near ties are rounded. This is the released model's.
-    distance = vectors.square().sum(1, keepdim=True) - 2 * vectors @ codes + codes.square().sum(0)
-    return distance.argmin(1)
-
-
 class Codebook(nn.Module):
     """K vectors of width D, `embed` (D, K). The released ones were trained by moving averages:
     `cluster_size` (K,) is the number of vectors nearest to each code, `embed_avg` (D, K) their
@@ -163,9 +145,13 @@ class Codebook(nn.Module):
         self.register_buffer("embed_avg", embed.clone())
 
     def nearest(self, vectors: torch.Tensor) -> torch.Tensor:
-        """The codes (..., N) nearest to vectors (..., N, D) by Euclidean distance; of equally near
+        """The codes (B, N) nearest to vectors (B, N, D) by Euclidean distance; of equally near
         ones, the first."""
-        return nearest(vectors.reshape(-1, vectors.shape[-1]), self.embed).view(vectors.shape[:-1])
+        # The order of the terms decides how near ties are rounded. This is the released model's.
+        flat = vectors.flatten(0, 1)
+        distance = flat.square().sum(1, keepdim=True) - 2 * flat @ self.embed
+        distance = distance + self.embed.square().sum(0)
+        return distance.argmin(1).view(vectors.shape[:-1])
 
     def vectors(self, codes: torch.Tensor) -> torch.Tensor:
         """The vectors (..., D) of codes (...)."""

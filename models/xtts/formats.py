@@ -58,7 +58,7 @@ SMALL = range(1, 129)
 POSITIONS = range(4, 1 << 14)
 TOKENS = range(4, MOST_TOKENS + 1)
 # The schema of a configuration. `codes`: size of the DVAE's codebook; `code_dim`: width of its
-# vectors; `hifigan`: whether the weights have a vocoder and a speaker encoder.
+# vectors.
 CONFIG = {
     "d_model": range(8, 8193, 4), "layers": SMALL, "heads": SMALL,
     "text_tokens": TOKENS, "text_positions": POSITIONS,
@@ -67,7 +67,7 @@ CONFIG = {
     "start_audio": range(MOST_TOKENS), "stop_audio": range(MOST_TOKENS),
     "latents": range(1, 1025), "perceiver_heads": SMALL, "perceiver_head_dim": range(1, 1025),
     "mel_channels": range(1, 1025), "codes": range(2, MOST_TOKENS),
-    "code_dim": POSITIONS, "dvae_hidden": POSITIONS, "hifigan": bool,
+    "code_dim": POSITIONS, "dvae_hidden": POSITIONS,
 }  # fmt: skip
 # Sizes that Coqui's code has as constants.
 CONSTANT = {"latents": 32, "mel_channels": 80, "perceiver_heads": 8, "perceiver_head_dim": 64}
@@ -127,25 +127,19 @@ def make_config(
         "codes": codes,
         "code_dim": 512,
         "dvae_hidden": 512,
-        "hifigan": True,
         **CONSTANT,
     }
     return {**config, **others}
 
 
-DEMO_PARTS = {"latents": 8, "perceiver_heads": 2, "code_dim": 64, "dvae_hidden": 128}
-SIZES = {
-    "demo": make_config(128, 4, 2, text_tokens=512, codes=512, hifigan=False, **DEMO_PARTS),
-    "full": make_config(1024, 30, 16, text_tokens=6681, codes=1024),
-}
+RELEASED = make_config(1024, 30, 16, text_tokens=6681, codes=1024)
 
 
 def expected_shapes(config: dict) -> dict[str, dict[str, tuple[int, ...]]]:
     """The shape of every tensor of the groups `gpt`, `hifigan_decoder` and `dvae`, by name."""
     with torch.device("meta"):
-        parts = {"gpt": GPT(config), "hifigan_decoder": torch.nn.Module(), "dvae": DVAE(config)}
-        if config["hifigan"]:
-            parts["hifigan_decoder"] = HifiDecoder(config["d_model"])
+        vocoder = HifiDecoder(config["d_model"])
+        parts = {"gpt": GPT(config), "hifigan_decoder": vocoder, "dvae": DVAE(config)}
     return {
         group: {name: tuple(tensor.shape) for name, tensor in part.state_dict().items()}
         for group, part in parts.items()
@@ -194,7 +188,6 @@ def read_model(folder: str | Path) -> tuple[dict, dict, dict]:
     for name, tensor in (("code_dim", "codebook.embed"), ("dvae_hidden", "encoder.0.0.weight")):
         if groups["dvae"].get(tensor, torch.tensor(0)).dim():
             config[name] = len(groups["dvae"][tensor])
-    config["hifigan"] = bool(groups["hifigan_decoder"])
     check_config(config, folder)
     _check(groups, config, folder)
     licence = os.path.isfile(folder / LICENCE_FILE) or read_made_from(folder) is None
@@ -270,7 +263,7 @@ def _read_config(description: dict, folder: Path, text: str) -> dict:
             raise UsageError(
                 f"{folder / DESCRIPTION}: {key} is {str(value)[:20]!r}; XTTS-v2 has {expected} only"
             )
-    config = dict(SIZES["full"])
+    config = dict(RELEASED)
     for name, (key, more, default) in ARGS.items():
         value = args.get(key, default)
         # `check_config` refuses values of other types.
@@ -361,7 +354,7 @@ class Speaker:
     samples: np.ndarray
     rate: int
     latents: torch.Tensor
-    vector: torch.Tensor | None
+    vector: torch.Tensor
 
 
 def export(
@@ -423,11 +416,6 @@ def _check_export(groups: dict, config: dict, vocab: str) -> None:
     """Raises `UsageError` for a model that Coqui's code cannot load, or whose parts do not fit
     together."""
     check_config(config, "the model to be exported")
-    if not config["hifigan"]:
-        raise UsageError(
-            "--export: these weights have no vocoder, which Coqui's XTTS needs; a released model"
-            " has one"
-        )
     for name, value in CONSTANT.items():
         if config[name] != value:
             raise UsageError(f"--export: {name} is {config[name]}; Coqui's XTTS has {value} only")

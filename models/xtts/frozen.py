@@ -9,12 +9,11 @@ import torch.nn.functional as F
 from common.layers import full_fp32
 from models.xtts import codec
 from models.xtts.codec import DVAE, SAMPLE_RATE, SAMPLES_PER_CODE, Mel
-from models.xtts.vocoder import OUTPUT_RATE, SPEAKER_RATE, HifiDecoder
+from models.xtts.vocoder import SPEAKER_RATE, HifiDecoder
 from speech.signal import spectra
 
 # Zeros after every clip: its codes must not depend on what else is in the batch.
 MARGIN = 16 * SAMPLES_PER_CODE
-SEED = 0  # of random parts, which every run has to make again
 
 
 @dataclass
@@ -24,12 +23,7 @@ class Frozen:
     dvae_mel: Mel
     conditioning_mel: Mel
     dvae: DVAE
-    vocoder: HifiDecoder | None
-
-    @property
-    def rate(self) -> int:
-        """Hz of the speech."""
-        return OUTPUT_RATE if self.vocoder else SAMPLE_RATE
+    vocoder: HifiDecoder
 
     def to(self, device: torch.device, speaking: bool = True) -> "Frozen":
         """Moves all parts to a device or, unless `speaking`, those that make features and codes."""
@@ -37,8 +31,7 @@ class Frozen:
         if speaking:
             parts += [self.dvae, self.vocoder]
         for part in parts:
-            if part is not None:
-                part.to(device).eval().requires_grad_(False)
+            part.to(device).eval().requires_grad_(False)
         return self
 
     @torch.no_grad()
@@ -61,35 +54,22 @@ class Frozen:
         """The weights of the parts, as `formats.read_frozen` returns them."""
         return {
             "dvae": self.dvae.state_dict(),
-            "hifigan_decoder": self.vocoder.state_dict() if self.vocoder else {},
+            "hifigan_decoder": self.vocoder.state_dict(),
             "mel_stats": self.dvae_mel.mel_stats,
         }
 
 
-def make_frozen(config: dict, groups: dict) -> Frozen:
-    """The parts with these weights, on the default device."""
+def make_frozen(config: dict, groups: dict | None = None) -> Frozen:
+    """The parts with these weights, or with random ones, on the default device."""
     dvae = DVAE(config)
-    dvae.load_state_dict(groups["dvae"])
-    vocoder = None
-    if groups["hifigan_decoder"]:
-        vocoder = HifiDecoder(config["d_model"])
+    vocoder = HifiDecoder(config["d_model"])
+    stats = torch.ones(config["mel_channels"])
+    if groups:
+        dvae.load_state_dict(groups["dvae"])
         vocoder.load_state_dict(groups["hifigan_decoder"])
-    stats = groups["mel_stats"]
+        stats = groups["mel_stats"]
     frozen = Frozen(Mel("dvae", stats), Mel("conditioning", stats), dvae, vocoder)
     return frozen.to(torch.get_default_device())
-
-
-def random_groups(config: dict) -> dict:
-    """The same random weights for every model of this configuration."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        dvae = DVAE(config)
-        vocoder = HifiDecoder(config["d_model"]) if config["hifigan"] else None
-    return {
-        "dvae": dvae.state_dict(),
-        "hifigan_decoder": vocoder.state_dict() if vocoder else {},
-        "mel_stats": torch.ones(config["mel_channels"]),
-    }
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:

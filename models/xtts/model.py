@@ -243,15 +243,6 @@ class GPT(nn.Module):
         """Conditioning mels (B, 80, F) of a voice to its latents (B, L, D)."""
         return self.conditioning_perceiver(self.conditioning_encoder(mels).transpose(1, 2))
 
-    @torch.no_grad()
-    def fit_conditioning(self, mels: torch.Tensor) -> None:
-        """Scales the encoder's first layer, so that its outputs for mels (B, 80, F) have mean 0 and
-        deviation 1 in each channel."""
-        first = self.conditioning_encoder.init
-        deviation, mean = torch.std_mean(first(mels), dim=(0, 2))
-        first.weight.div_(deviation[:, None, None])
-        first.bias.sub_(mean).div_(deviation)
-
     def embed_text(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens (B, U) to embeddings with positions (B, U, D)."""
         positions = self.text_pos_embedding["emb"].weight[: tokens.shape[1]]

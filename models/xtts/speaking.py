@@ -14,12 +14,14 @@ import torch.nn.functional as F
 from common import memory, options
 from common.device import Setup
 from common.errors import UsageError
+from common.options import ALONE, USUAL, flag
 from models.xtts import decoding
 from models.xtts.codec import SAMPLE_RATE, code_count
 from models.xtts.decoding import Sampling, Speech
 from models.xtts.formats import Conditioning, Speaker
 from models.xtts.frozen import Frozen
 from models.xtts.texts import Texts
+from models.xtts.vocoder import OUTPUT_RATE
 from speech.data.columns import Corpus
 from speech.decoding import judge
 from speech.decoding.judge import KINDS, clip_name, write_corpus
@@ -36,10 +38,11 @@ QUIET_SECONDS = 0.3  # kept at the end; a natural end has 0.12 to 0.18 s
 FADE_SECONDS = 0.005
 
 EXPORTED_SECONDS = 10.0  # the length that the clip of a speaker in an export should have
+HELD_OUT = 2  # sentences that are spoken after training
 SHORTEST_LIMIT = 40  # codes that a held-out sentence may have
 LIMIT = 2  # times the codes of its recording, if that is more
 
-# Rows for common.options: flags that need another one.
+# Rows for `Parser.refuse`: flags that need another one.
 NEEDS = (
     ("synthesize", ("speaker_wav",), "a reference clip of the voice"),
     ("speaker_wav", ("synthesize", "export"), ""),
@@ -65,74 +68,47 @@ class Synthesiser:
 
 @dataclass(frozen=True)
 class Voice:
-    """A voice as the model hears it: latents (1, L, d) for the GPT and, if there is a vocoder, a
-    speaker vector (1, 512)."""
+    """A voice as the model hears it: latents (1, L, d) for the GPT and a speaker vector (1, 512)
+    for the vocoder."""
 
     latents: torch.Tensor
-    speaker: torch.Tensor | None
+    speaker: torch.Tensor
 
 
 # --- flags ----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Flags:
+    """Flags of speaking."""
+
+    # fmt: off
+    synthesize: list[str] | None = flag(
+        None, None, "TEXT",
+        "speak texts, or a file with a text in each line, with the weights of --resume"
+        " (OUTPUT_DIR/checkpoints/best.safetensors)", USUAL, ALONE, nargs="+")
+    speaker_wav: list[str] | None = flag(
+        options.path, None, "FILE",
+        "reference clips of the voice; with --export, clips of one voice each, which get the names"
+        " of the files", USUAL, nargs="+")
+    output: str = flag(
+        options.file, "speech.wav", "FILE", "the wav; several texts get numbers (speech.wav)", USUAL)
+    temperature: float = flag(
+        options.number(float, 0.0, 10.0, open_low=True), 0.75, "X", "(0.75)")
+    top_k: int = flag(
+        options.COUNT, 50, "N", "draw among the N likeliest codes; 0 = all (50)")
+    top_p: float = flag(
+        options.number(float, 0.0, 1.0, open_low=True), 0.85, "P",
+        "draw among the likeliest codes with this probability in all (0.85)")
+    repetition_penalty: float = flag(
+        options.number(float, 1.0, 100.0), 5.0, "X",
+        "divides the scores of codes that have been spoken (5)")
+    # fmt: on
+
+
 def add_arguments(parser) -> None:
-    group = parser.add_argument_group("speaking")
-    parser.add_command(
-        group,
-        "--synthesize",
-        nargs="+",
-        metavar="TEXT",
-        help=(
-            "speak texts, or a file with a text in each line, with the weights of --resume"
-            " (OUTPUT_DIR/checkpoints/best.safetensors)"
-        ),
-    )
-    group.add_argument(
-        "--speaker_wav",
-        nargs="+",
-        type=options.path,
-        metavar="FILE",
-        help=(
-            "reference clips of the voice; with --export, clips of one voice each, which get the"
-            " names of the files"
-        ),
-    )
-    group.add_argument(
-        "--output",
-        type=options.file,
-        default="speech.wav",
-        metavar="FILE",
-        help="the wav; several texts get numbers (speech.wav)",
-    )
-    group.add_argument(
-        "--temperature",
-        type=options.number(float, 0.0, 10.0, open_low=True),
-        default=0.75,
-        metavar="X",
-        help="(0.75)",
-    )
-    group.add_argument(
-        "--top_k",
-        type=options.COUNT,
-        default=50,
-        metavar="N",
-        help="draw among the N likeliest codes; 0 = all (50)",
-    )
-    group.add_argument(
-        "--top_p",
-        type=options.number(float, 0.0, 1.0, open_low=True),
-        default=0.85,
-        metavar="P",
-        help="draw among the likeliest codes with this probability in all (0.85)",
-    )
-    group.add_argument(
-        "--repetition_penalty",
-        type=options.number(float, 1.0, 100.0),
-        default=5.0,
-        metavar="X",
-        help="divides the scores of codes that have been spoken (5)",
-    )
-    parser.usual("synthesize", "speaker_wav", "output")
+    options.add_record(parser, "speaking", Flags)
+    parser.refuse((), NEEDS)
 
 
 def resolve(args, count: int) -> tuple[Sampling, list[Path]]:
@@ -143,9 +119,6 @@ def resolve(args, count: int) -> tuple[Sampling, list[Path]]:
         args.temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed
     )
     return sampling, outputs
-
-
-# --- sentences ------------------------------------------------------------------------------------
 
 
 # --- voices and texts -----------------------------------------------------------------------------
@@ -219,7 +192,7 @@ def voice_of(synthesiser: Synthesiser, waveforms: Sequence[torch.Tensor]) -> Voi
     lengths = synthesiser.lengths
     clips = [waveform[: lengths.max_ref_len * SAMPLE_RATE] for waveform in waveforms]
     latents = latents_of(synthesiser.model, frozen.conditioning_mel, torch.cat(clips), lengths)
-    return Voice(latents, frozen.speaker(clips) if frozen.vocoder else None)
+    return Voice(latents, frozen.speaker(clips))
 
 
 @torch.no_grad()
@@ -254,7 +227,7 @@ def speak(
     settings: Sampling,
     language: str | None = None,
 ) -> Iterator[torch.Tensor]:
-    """Texts as samples (T,) at `frozen.rate`, in order. Sentences of several texts are sampled
+    """Texts as samples (T,) at OUTPUT_RATE, in order. Sentences of several texts are sampled
     together, which changes none of them."""
     model = synthesiser.model
     frozen = synthesiser.frozen
@@ -266,7 +239,7 @@ def speak(
         spoken = iter(spoken)
         for sentences in part:
             waveforms = [_waveform(frozen, next(spoken), voice) for _ in sentences]
-            yield join(waveforms, frozen.rate)
+            yield torch.cat([finish(waveform) for waveform in waveforms])
 
 
 def _sentences(
@@ -298,34 +271,27 @@ def _parts(lines: list[list]) -> Iterator[list[list]]:
 def _waveform(frozen: Frozen, speech: Speech, voice: Voice) -> torch.Tensor:
     if not len(speech.codes):
         return voice.latents.new_zeros(0)
-    if frozen.vocoder:
-        return frozen.vocoder(speech.latents[None], voice.speaker)[0]
-    return frozen.resynthesise(speech.codes)
+    return frozen.vocoder(speech.latents[None], voice.speaker)[0]
 
 
 # --- waveforms ------------------------------------------------------------------------------------
 
 
-def finish(waveform: torch.Tensor, rate: int) -> torch.Tensor:
+def finish(waveform: torch.Tensor) -> torch.Tensor:
     """A waveform (T,) whose end is cut 0.3 s after it becomes quiet, and whose last 5 ms are faded
     out."""
-    size = round(FRAME_SECONDS * rate)
+    size = round(FRAME_SECONDS * OUTPUT_RATE)
     frames = F.pad(waveform, (0, -len(waveform) % size)).view(-1, size)
     levels = frames.square().mean(1).sqrt()
     end = 0
     if len(levels):
         loud = (levels > max(SILENT, QUIET * float(levels.max()))).nonzero()
         end = (int(loud[-1]) + 1) * size if len(loud) else 0
-    waveform = waveform[: end + round(QUIET_SECONDS * rate)].clone()
-    fade = min(len(waveform), round(FADE_SECONDS * rate))
+    waveform = waveform[: end + round(QUIET_SECONDS * OUTPUT_RATE)].clone()
+    fade = min(len(waveform), round(FADE_SECONDS * OUTPUT_RATE))
     factors = torch.linspace(1, 0, fade + 1, dtype=waveform.dtype, device=waveform.device)
     waveform[len(waveform) - fade :] *= factors[1:]
     return waveform
-
-
-def join(waveforms: Sequence[torch.Tensor], rate: int) -> torch.Tensor:
-    """The finished waveforms (T,) of sentences as one."""
-    return torch.cat([finish(waveform, rate) for waveform in waveforms])
 
 
 # --- held-out sentences ---------------------------------------------------------------------------
@@ -342,7 +308,7 @@ def speak_corpus(
     """Speaks the sentences of a corpus with the voices of `references`, {speaker: (int16 samples,
     Hz)}, and makes their recordings anew from their codes. Writes wav files into `folder`, and the
     manifests reference.csv, resynthesis.csv and synthesis.csv. Returns a message, with the
-    similarity of the voices if there is a speaker encoder. Raises `RunError` if the files cannot be
+    similarity of the voices. Raises `RunError` if the files cannot be
     written."""
     frozen = synthesiser.frozen
     device = next(synthesiser.model.parameters()).device
@@ -363,13 +329,13 @@ def speak_corpus(
         limited = replace(settings, max_codes=min(most, settings.max_codes))
         language = corpus.languages[index]
         [spoken] = speak(synthesiser, [text], voices[name], limited, language)
-        if frozen.vocoder and len(spoken) > frozen.rate // 2:
-            heard = frozen.speaker([spoken], frozen.rate)
+        if len(spoken) > OUTPUT_RATE // 2:
+            heard = frozen.speaker([spoken], OUTPUT_RATE)
             similarities.append(float(F.cosine_similarity(heard, voices[name].speaker)[0]))
         outputs = {
             "reference": (recording, SAMPLE_RATE),
             "resynthesis": (frozen.resynthesise(codes), SAMPLE_RATE),
-            "synthesis": (spoken, frozen.rate),
+            "synthesis": (spoken, OUTPUT_RATE),
         }
         for kind, (waveform, rate) in outputs.items():
             file = clip_name(index, kind)
@@ -396,17 +362,14 @@ def speak_held_out(
 ) -> None:
     """Speaks the first sentences of `corpus`, each in the voice of its speaker's clip in `clips`,
     of `speakers_of`, and prints how well the judge understands them."""
-    usual, sampling = 20, decoding.GREEDY
-    if synthesiser.frozen.vocoder:
-        usual, sampling = 2, Sampling(seed=asked.seed)
-    count = usual if asked.count is None else asked.count
+    count = HELD_OUT if asked.speak_held_out is None else asked.speak_held_out
     if not (count and clips):
         return
     corpus = corpus.select(np.arange(min(count, len(corpus))))
     folder = judge.folder_of(asked.output_dir)
     synthesiser.frozen.to(setup.device)
     with setup.autocast():
-        print(speak_corpus(folder, synthesiser, corpus, clips, sampling))
+        print(speak_corpus(folder, synthesiser, corpus, clips, Sampling(seed=asked.seed)))
     if asked.judge:
         synthesiser.model.cpu()
         synthesiser.frozen.to(torch.device("cpu"))

@@ -5,7 +5,6 @@ import argparse
 import contextlib
 import functools
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -14,22 +13,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from common import checkpoint, device, options, records
+from common import device, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
+from common.options import TRAINS, USUAL, OnOff, flag
 from common.parts import lora
 from common.parts.new_rows import NewRows
 from models import adapters, card, released
 from models.released import Forms, Origin
-from models.xtts import (
-    cleaners,
-    codec_training,
-    formats,
-    frozen,
-    new_tokens,
-    speaking,
-    texts,
-)
+from models.xtts import cleaners, formats, frozen, new_tokens, speaking, texts
 from models.xtts.frozen import Frozen
 from models.xtts.model import (
     CHECKPOINTED,
@@ -48,15 +40,18 @@ from speech.data.splits import RunInfo
 from speech.decoding import judge
 from speech.writing import languages
 
-DVAE_FOLDER = "dvae"  # beside the checkpoints of a model from scratch
-OF_DVAE = "it is of the DVAE's training; name a checkpoint or weights in the folder above it"
-DVAE_UPDATES = codec_training.STEPS["dvae"]
+TUNED_ONLY = "it began from random weights, and this recipe only tunes released ones"
 FORMS = Forms(
     family="XTTS-v2",
     folder=f"a folder with Coqui's {', '.join(formats.FILES)}",
     file="",
     exported="that Coqui's XTTS loads",
     fetch="hf download coqui/XTTS-v2 --local-dir XTTS-v2",
+    scratch=False,
+)
+NEEDED = (
+    "training needs --train_manifest FILE (clips and their texts) and --model_dir DIR"
+    f" ({FORMS.folder}; fetch them with: {FORMS.fetch})"
 )
 CARD = card.Form(
     library="coqui",
@@ -86,37 +81,23 @@ ADAPTED = {
     "attention": ATTENTION,
     "linear": ("",),
 }  # ends of names, for --lora_targets
-WHOLE = ("text_embedding.", "text_head.")
 POSITIONS = ("text_pos_embedding.emb", "mel_pos_embedding.emb")
-SIZED = ("d_model",)  # what tells the sizes of --model_size apart
 # Rows of the text embedding.
 VERSIONS = {"v2.0.0": 6153, "v2.0.1": 6153, "v2.0.2": 6681, "v2.0.3": 6681}
-# The shortest and longest conditioning slice, samples.
-SLICES = {"full": (66_150, 132_300), "demo": (11_025, 22_050)}
-FINE_TUNING_RATE = 5e-6
-SCRATCH_RATE = 2e-3
-NEW_ROWS_RATE = 1e-4  # of tokens that are new in a released model
+SLICE = 66_150, 132_300  # the shortest and longest conditioning slice, samples
+LEARNING_RATE = 5e-6
+NEW_ROWS_RATE = 1e-4  # of tokens that are new
 TEXT_FLAGS = {"use_amharic_g2p", "extend_vocab"}
-TRAINING = ("condition", "freeze_layers", "dropout", "sdpa")  # flags for training alone
 
 EXCLUDES = (
-    ("custom_model", "from_scratch", "the first is an already tuned model; leave one of them out"),
     ("synthesize", "export", "give one of them"),
     *splits.unused_by("synthesize"),
     ("evaluate", "export", "give one of them"),
     ("show_text", "export", "give one of them"),
-    *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
-    *released.EXCLUDES,
-    *adapters.EXCLUDES,
-    *texts.EXCLUDES,
-    *judge.EXCLUDES,
 )
 NEEDS = (
-    *adapters.NEEDS,
     ("adapter", ("synthesize", "evaluate", "export"), "--init_from trains them"),
     ("custom_model", ("model_dir",), "it holds the GPT only"),
-    ("model_size", ("from_scratch",), ""),
-    *texts.NEEDS,
 )
 
 
@@ -124,98 +105,108 @@ NEEDS = (
 class ModelInfo:
     """The record of a GPT that is saved with its weights."""
 
-    stage: Annotated[str, {"gpt"}, OF_DVAE]
     config: dict  # see `formats.CONFIG`
     vocab: str  # text of vocab.json
     language: str  # of rows without a language
     carried: bool  # the language's token follows English's
     text: texts.TextOptions
-    reads_stop: bool  # the codes follow the text's STOP in training
     condition: Annotated[str, {"same", "other"}]  # --condition
     slice: tuple[int, int]  # the shortest and longest conditioning slice, samples
-    pretrained: bool  # began from released weights
     settings: dict  # config.json of the released model
     licence: bool  # the weights derive from Coqui's
-    model_dir: str | None  # the folder of the frozen parts; None: random ones
+    model_dir: str | None  # the folder of the frozen parts; None in a plan without one
     dvae: str  # `digest` of the DVAE
     new_tokens: int = 0  # the last ones, which the released vocabulary lacked
+    # Earlier versions could begin at random weights. The others have these values.
+    pretrained: Annotated[bool, lambda pretrained: pretrained, TUNED_ONLY] = True
+    reads_stop: bool = False
+    stage: str = "gpt"
+
+
+@dataclass(frozen=True)
+class Start:
+    """Flags of the model that is trained, and of what it hears."""
+
+    # fmt: off
+    custom_model: str | None = flag(
+        options.optional_path, None, "FILE",
+        "take the GPT from an already tuned .pth, and the rest from --model_dir")
+    language: str | None = flag(
+        None, None, "NAME",
+        "language of the texts, such as sw or Swahili; one that the vocabulary lacks gets a token"
+        " (it has to be given)", USUAL)
+    condition: str | None = flag(
+        ["same", "other"], None, None,
+        "the voice comes from the clip that is learned, or from another one of its speaker (same)",
+        TRAINS)
+    version: str | None = flag(
+        list(VERSIONS), None, None, "the version that the weights should have; another is an error")
+    # fmt: on
 
 
 @dataclass(frozen=True)
 class Training:
-    """How the GPT is trained, and which parts of it."""
+    """Flags of how the GPT is trained, and which parts of it."""
 
-    freeze_layers: int
-    dropout: float
-    sdpa: bool
-    seed: int
+    # fmt: off
+    sdpa: bool = flag(
+        OnOff, True, None, "fused attention; off: all scores in memory (on)", TRAINS)
+    freeze_layers: int = flag(
+        options.COUNT, 0, "N", "leave the first N layers of the GPT as they are (0)", TRAINS)
+    dropout: float = flag(options.SHARE, 0.1, "P", "(0.1)", TRAINS)
+    # fmt: on
+
+
+def _other_name(dest: str, kind=None, unit: str | None = None, **settings):
+    """The name that a flag has in the project that this recipe replaces."""
+    text = (
+        "another name of the flag without enable_ or of --train_manifest, --val_manifest,"
+        " --output_dir, --gradient_accumulation_steps"
+    )
+    return flag(kind, argparse.SUPPRESS, unit, text, dest=dest, **settings)
 
 
 @dataclass(frozen=True)
-class Options:
-    """The model to start from, as the flags ask. `recipe`: its name in checkpoints; `voices`: the
-    clips of --speaker_wav; `planned`: this is a dry run."""
+class OtherNames:
+    """Flags under the names that they have in the project that this recipe replaces."""
+
+    # fmt: off
+    enable_sdpa: bool = _other_name("sdpa", OnOff)
+    enable_grad_checkpoint: bool = _other_name("gradient_checkpointing", OnOff)
+    enable_mixed_precision: str = _other_name(
+        "mixed_precision", action="store_const", const="auto")
+    train_csv: list[str] = _other_name("train_manifest", options.path, "FILE", nargs="+")
+    eval_csv: list[str] = _other_name("val_manifest", options.path, "FILE", nargs="+")
+    output_path: str = _other_name("output_dir", options.path, "DIR")
+    grad_acumm: int = _other_name("gradient_accumulation_steps", options.POSITIVE, "N")
+    # fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Start, Training):
+    """The request of the flags. `recipe`: its name in checkpoints; `voices`: the clips of
+    --speaker_wav."""
 
     origin: Origin
     recipe: str
-    custom_model: str | None
-    language: str | None
-    version: str | None
-    condition: str | None
     text: texts.TextOptions
-    training: Training
+    seed: int
     voices: list[str]
     held_out: judge.HeldOut
-    planned: bool
 
 
 # --- flags ----------------------------------------------------------------------------------------
 
 
 def add_arguments(parser) -> None:
-    group = released.add_arguments(parser, FORMS, formats.SIZES, "demo")
-    group.add_argument(
-        "--custom_model",
-        type=options.optional_path,
-        metavar="FILE",
-        help="take the GPT from an already tuned .pth, and the rest from --model_dir",
-    )
-    group.add_argument(
-        "--language",
-        metavar="NAME",
-        help=(
-            "language of the texts, such as sw or Swahili; one that the vocabulary lacks gets a"
-            " token (with your data it has to be given; am for the demo)"
-        ),
-    )
-    group.add_argument(
-        "--condition",
-        choices=["same", "other"],
-        help=(
-            "the voice comes from the clip that is learned, or from another one of its speaker"
-            " (same; other from scratch)"
-        ),
-    )
-    group.add_argument(
-        "--version",
-        choices=list(VERSIONS),
-        help="the version that the weights should have; another is an error",
-    )
+    group = released.add_arguments(parser, FORMS, (), "")
+    options.add_record(parser, group, Start)
     adapters.add_arguments(parser, has_peft=False)
     texts.add_arguments(parser)
-    add_training(parser)
-    judge.add_arguments(parser, "2; 20 from scratch")
-    add_other_names(parser)
-    parser.usual("language")
-
-
-def add_training(parser) -> None:
-    add = parser.add_argument_group("the GPT in training").add_argument
-    fused = "fused attention; off: all scores in memory (on)"
-    add("--sdpa", action=options.OnOff, default=True, help=fused)
-    few = "leave the first N layers of the GPT as they are (0)"
-    add("--freeze_layers", type=options.COUNT, default=0, metavar="N", help=few)
-    add("--dropout", type=options.SHARE, default=0.1, metavar="P", help="(0.1)")
+    options.add_record(parser, "the GPT in training", Training)
+    judge.add_arguments(parser, str(speaking.HELD_OUT))
+    options.add_record(parser, parser, OtherNames)
+    parser.refuse(EXCLUDES, NEEDS)
 
 
 def resolve_language(args, origin: Origin) -> str | None:
@@ -223,8 +214,8 @@ def resolve_language(args, origin: Origin) -> str | None:
     --use_amharic_g2p. Raises `UsageError`."""
     if args.use_amharic_g2p and args.language is None:
         return texts.AMHARIC
-    demo = None if released.exports_only(origin) else texts.AMHARIC
-    language = languages.resolve(args, demo)
+    planned = None if released.exports_only(origin) else texts.AMHARIC
+    language = languages.resolve(args, planned)
     if language is None:
         return None
     code = texts.code_of(language)
@@ -233,137 +224,121 @@ def resolve_language(args, origin: Origin) -> str | None:
     return code
 
 
-def add_other_names(parser) -> None:
-    """The names that the flags have in the project that this recipe replaces."""
-
-    def add(name: str, **settings) -> None:
-        parser.add_argument(
-            name,
-            default=argparse.SUPPRESS,
-            help=(
-                "another name of the flag without enable_ or of --train_manifest, --val_manifest,"
-                " --output_dir, --gradient_accumulation_steps"
-            ),
-            **settings,
-        )
-
-    add("--enable_sdpa", dest="sdpa", action=options.OnOff)
-    add("--enable_grad_checkpoint", dest="gradient_checkpointing", action=options.OnOff)
-    add(
-        "--enable_mixed_precision",
-        dest="mixed_precision",
-        action="store_const",
-        const="auto",
-    )
-    for flag, name in (("--train_csv", "train_manifest"), ("--eval_csv", "val_manifest")):
-        add(flag, dest=name, type=options.path, nargs="+", metavar="FILE")
-    add("--output_path", dest="output_dir", type=options.path, metavar="DIR")
-    add(
-        "--grad_acumm",
-        dest="gradient_accumulation_steps",
-        type=options.POSITIVE,
-        metavar="N",
-    )
-
-
-def resolve(args, is_demo: bool, recipe: str) -> Options:
+def resolve(args, recipe: str) -> Options:
     """Checks these flags and returns what they ask for. Raises `UsageError`."""
-    origin = released.resolve(args, FORMS, formats.SIZES, "demo", is_demo)
+    is_command = any(options.is_on(vars(args), name) for name in args.rules.commands)
+    if not (is_command or args.train_manifest or args.export):
+        raise UsageError(NEEDED)
+    # A plan without weights is of a model with the shape of the released one.
+    origin = released.resolve(args, FORMS, {}, "", is_demo=options.plans(args))
     language = resolve_language(args, origin)
     if args.extend_vocab and released.exports_only(origin):
         raise UsageError(
             "--extend_vocab is for training, and --export alone trains nothing: add"
             " --train_manifest"
         )
-    if origin.may_be_random and not origin.resume:
-        require_vocoder(origin, origin.size)
-    text = texts.resolve(args, language)
-    is_read = args.synthesize or args.show_text or TEXT_FLAGS & args.given
-    if origin.path and not args.train_manifest and not args.test_manifest and not is_read:
-        # A released vocabulary lacks the letters of the demo's texts.
-        text = replace(text, g2p=language == texts.AMHARIC)
     if args.export and args.speaker_wav:
         speaking.named_clips(args.speaker_wav)  # what is wrong with them is reported now
-    return Options(
+    return options.read_record(
+        Options,
+        args,
         origin=origin,
         recipe=recipe,
-        custom_model=args.custom_model,
         language=language,
-        version=args.version,
-        condition=args.condition,
-        text=text,
-        training=Training(args.freeze_layers, args.dropout, args.sdpa, args.seed),
+        text=texts.resolve(args, language),
+        seed=args.seed,
         voices=args.speaker_wav or [],
         held_out=judge.resolve(args, released.exports_only(origin)),
-        planned=options.plans(args),
     )
 
 
 # --- the model ------------------------------------------------------------------------------------
 
 
-def family(asked: Options) -> released.Family:
-    return released.Family(
-        model_info=ModelInfo,
-        read=functools.partial(read, asked),
-        network=lambda info: GPT(info.config),
-        check=check_info,
-        conflicts=functools.partial(conflicts, asked),
-        layers=adapted_layers,
-        base=lambda path: read(replace(asked, language=texts.CARRIER), path)[1],
-    )
+class Family(released.Family):
+    """XTTS. Text embedding and head, whose tokens may be new, are trained whole beside adapters. A
+    layer of GPT-2 has queries, keys and values in one."""
 
+    model_info = ModelInfo
+    adapted = ADAPTED
+    whole = ("text_embedding.", "text_head.")
+    rows = new_tokens.TEXT_ROWS
 
-def adapted_layers(info: ModelInfo, targets: str) -> lora.Layers:
-    """The layers that --lora_targets means. A layer of GPT-2 has queries, keys and values in one.
-    The text embedding and head, whose tokens may be new, are trained whole."""
-    with torch.device("meta"):
-        model = GPT(info.config)
-    adapted = []
-    for name, module in model.named_modules():
-        is_linear = isinstance(module, Conv1D | nn.Linear)
-        if is_linear and name.endswith(ADAPTED[targets]) and not f"{name}.".startswith(WHOLE):
-            adapted.append(name)
-    return lora.Layers(adapted, WHOLE, kept=POSITIONS, transposed=("c_attn", "c_fc", "c_proj"))
+    def read(self, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+        return read(self.asked, path)
+
+    def base(self, path: str) -> dict[str, torch.Tensor]:
+        return read(replace(self.asked, language=texts.CARRIER), path)[1]
+
+    def network(self, info: ModelInfo) -> GPT:
+        return GPT(info.config)
+
+    def check(self, info: ModelInfo, name: str) -> None:
+        formats.check_config(info.config, name)
+        size = Vocabulary(info.vocab).size
+        if size != info.config["text_tokens"]:
+            raise UsageError(
+                f"{name}: the model has {info.config['text_tokens']} text tokens, and its"
+                f" vocabulary {size}"
+            )
+
+    def conflicts(self, info: ModelInfo, saved: Saved) -> list[str]:
+        asked = self.asked
+        given = asked.origin.given
+        found = []
+        if "language" in given and asked.language != info.language:
+            found.append(f"--language {asked.language} (the checkpoint has {info.language})")
+        if asked.condition not in (None, info.condition):
+            found.append(f"--condition {asked.condition} (the checkpoint has {info.condition})")
+        return found + texts.conflicts(given, asked.text, info.text)
+
+    def layers(self, info: ModelInfo, targets: str) -> lora.Layers:
+        with torch.device("meta"):
+            model = GPT(info.config)
+        adapted = []
+        for name, module in model.named_modules():
+            is_linear = isinstance(module, Conv1D | nn.Linear)
+            is_whole = f"{name}.".startswith(self.whole)
+            if is_linear and name.endswith(self.adapted[targets]) and not is_whole:
+                adapted.append(name)
+        transposed = ("c_attn", "c_fc", "c_proj")
+        return lora.Layers(adapted, self.whole, POSITIONS, transposed)
+
+    def tokens(self, info: ModelInfo) -> list[str]:
+        return Vocabulary(info.vocab).tokens()
 
 
 def choose(
-    asked: Options,
-    resumed: Saved | None,
-    initial: Saved | None,
-    train_dvae: Callable[[dict], Path],
+    asked: Options, resumed: Saved | None, initial: Saved | None
 ) -> tuple[ModelInfo, dict[str, torch.Tensor] | None, Frozen]:
-    """The model to be trained: its info, the GPT's weights (None if they are random or the loop
-    loads them), and the frozen parts. `resumed` and `initial` are the checkpoints of --resume and
-    --init_from. `train_dvae(config)` returns the folder of a DVAE for a new model without a
-    vocoder; a dry run has a random one. Raises `UsageError`."""
-    create = functools.partial(new_info, asked, train_dvae)
-    info, weights = released.choose(asked.origin, family(asked), resumed, initial, create)
+    """The model to be trained: its info, the GPT's weights (None if the loop loads them), and the
+    frozen parts. `resumed` and `initial` are the checkpoints of --resume and --init_from. Raises
+    `UsageError`."""
+    create = functools.partial(planned_info, asked)
+    info, weights = Family(asked).choose(resumed, initial, create)
     if initial:
         check_initial(initial, info)
     return info, weights, frozen_parts(asked, info)
 
 
 def first_model(
-    asked: Options, run, train_dvae: Callable[[dict], Path], corpora: dict[str, Corpus]
+    asked: Options, run, corpora: dict[str, Corpus]
 ) -> tuple[Synthesiser, ModelInfo, int]:
     """The model that the training `run` (`common.loop.begin`) starts with, with all that it takes
     to use it, its info, and how many tokens were added to its vocabulary for the training texts. It
-    reads the texts of the `corpora`. `train_dvae`: see `choose`. Raises `UsageError`."""
-    training = asked.training
+    reads the texts of the `corpora`. Raises `UsageError`."""
     added = 0
     with run.model_device():
-        info, weights, parts = choose(asked, run.resumed, run.initial, train_dvae)
+        info, weights, parts = choose(asked, run.resumed, run.initial)
         texts.read_corpora(texts.Texts(info), corpora)
         if not run.resumed:
             learned = corpora["train"].read
             info, weights, added = new_tokens.extend(info, weights, learned, asked.text)
-        device.seed_everything(training.seed)  # the DVAE's training has drawn random numbers
-        model = make_model(info.config, weights, training.dropout)
-    freeze(model, info, training.freeze_layers)
-    began = (weights, run.resumed, run.initial)
-    adapters.adapt(asked.origin, family(asked), info, model, *began, training.seed)
-    use_sdpa(model, training.sdpa)
+        device.seed_everything(asked.seed)  # the frozen parts have drawn random numbers
+        model = make_model(info.config, weights, asked.dropout)
+    freeze(model, asked.freeze_layers)
+    adapters.adapt(Family(asked), info, model, weights, run, asked.seed)
+    use_sdpa(model, asked.sdpa)
     print(f"attention: {attention_kernel(model, run.setup.device, run.setup.dtype)}")
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -373,15 +348,12 @@ def first_model(
     return synthesiser_of(info, model, parts, vocabulary), info, added
 
 
-def freeze(model: GPT, info: ModelInfo, layers: int) -> None:
+def freeze(model: GPT, layers: int) -> None:
     """Freezes the first `layers` of the GPT. Raises `UsageError` if it has fewer."""
     if layers > len(model.gpt.h):
         raise UsageError(f"--freeze_layers {layers}: the GPT has {len(model.gpt.h)} layers")
     for block in model.gpt.h[:layers]:
         block.requires_grad_(False)
-    # In a short training a small conditioning encoder, which began at random, unlearns the voices.
-    if not (info.pretrained or info.config["hifigan"]):
-        model.conditioning_encoder.requires_grad_(False)
 
 
 def trained(asked: Options, setup: device.Setup) -> tuple[Synthesiser, ModelInfo, RunInfo | None]:
@@ -404,7 +376,7 @@ def synthesiser_of(
 def use(asked: Options) -> tuple[ModelInfo, dict[str, torch.Tensor], Frozen, Saved | None]:
     """A model that is not trained further: its info, the GPT's weights, the frozen parts, and the
     checkpoint that it is from, None for a released model. Raises `UsageError`."""
-    info, weights, saved = released.use(asked.origin, family(asked), asked.recipe)
+    info, weights, saved = Family(asked).use(asked.recipe)
     return info, weights, frozen_parts(asked, info), saved
 
 
@@ -413,7 +385,7 @@ def known_info(asked: Options) -> tuple[ModelInfo | None, RunInfo | None]:
     has saved, which is None for a released one. Raises `UsageError`."""
     if asked.origin.resume == "auto" or not (asked.origin.resume or asked.origin.path):
         return None, None
-    info, _, saved = released.use(asked.origin, family(asked), asked.recipe)
+    info, _, saved = Family(asked).use(asked.recipe)
     return info, released.read_run_info(RunInfo, saved)
 
 
@@ -426,7 +398,7 @@ def reader_of(
         language = told(asked)
         reader = texts.FrontEnd(language, asked.text, language not in cleaners.LANGUAGES)
         texts.read_corpora(reader, corpora)
-        return reader, formats.SIZES["full"]
+        return reader, formats.RELEASED
     texts.read_corpora(texts.Texts(info), corpora)
     if is_new and "train" in corpora:
         info, _, _ = new_tokens.extend(info, None, corpora["train"].read, asked.text)
@@ -434,8 +406,7 @@ def reader_of(
 
 
 def told(asked: Options) -> str:
-    """The language of the texts of a new or released model. Raises `UsageError` if it is not
-    given."""
+    """The language of the texts of a released model. Raises `UsageError` if it is not given."""
     if asked.language is None:
         raise UsageError(languages.ASK)
     return asked.language
@@ -453,16 +424,13 @@ def read(asked: Options, folder: str) -> tuple[ModelInfo, dict[str, torch.Tensor
     if asked.custom_model:
         weights = formats.read_custom(asked.custom_model, config)
     info = ModelInfo(
-        stage="gpt",
         config=config,
         vocab=extras["vocab"],
         language=told(asked),
         carried=False,
         text=new_text(asked),
-        reads_stop=False,
         condition=asked.condition or "same",
-        slice=SLICES["full"],
-        pretrained=True,
+        slice=SLICE,
         settings=extras["config"],
         licence=extras["licence"] or asked.custom_model is not None,
         model_dir=os.path.abspath(folder),
@@ -471,64 +439,30 @@ def read(asked: Options, folder: str) -> tuple[ModelInfo, dict[str, torch.Tensor
     return new_tokens.add_language(info, weights)
 
 
-def new_info(asked: Options, train_dvae: Callable[[dict], Path]) -> ModelInfo:
-    """The info of a model from scratch, after the training of its DVAE."""
-    config = asked.origin.size
-    require_vocoder(asked.origin, config)
+def planned_info(asked: Options) -> ModelInfo:
+    """The info of a plan without a released model: one with the shape of XTTS-v2. All codes have a
+    loss, as with --condition other, so no batch takes more."""
     language = told(asked)
+    config = formats.RELEASED
     vocab = new_vocabulary(texts.CHARACTERS, [texts.CARRIER, language], config["text_tokens"])
-    if config["hifigan"] or asked.planned:
-        folder = None
-        groups = frozen.random_groups(config)
-    else:
-        folder = os.path.abspath(train_dvae(config))
-        groups, _ = read_dvae(asked.recipe, config, [Path(folder)])
     return ModelInfo(
-        stage="gpt",
         config={**config, "start_text": Vocabulary(vocab).start},
         vocab=vocab,
         language=language,
         carried=language != texts.CARRIER,
         text=new_text(asked),
-        reads_stop=True,
         condition=asked.condition or "other",
-        slice=SLICES[asked.origin.size_name],
-        pretrained=False,
+        slice=SLICE,
         settings={},
         licence=False,
-        model_dir=folder,
-        dvae=frozen.digest(groups["dvae"]),
+        model_dir=None,
+        dvae="",
     )
 
 
 def new_text(asked: Options) -> texts.TextOptions:
     """How a new model reads, whose vocabulary is not extended yet."""
     return replace(asked.text, extend_vocab=None, vocab_size=texts.VOCAB_SIZE)
-
-
-def check_info(info: ModelInfo, name: str) -> None:
-    """Raises `UsageError` if the configuration and the vocabulary in a checkpoint do not fit
-    together."""
-    formats.check_config(info.config, name)
-    size = Vocabulary(info.vocab).size
-    if size != info.config["text_tokens"]:
-        raise UsageError(
-            f"{name}: the model has {info.config['text_tokens']} text tokens, and its vocabulary"
-            f" {size}"
-        )
-
-
-def conflicts(asked: Options, info: ModelInfo, saved: Saved) -> list[str]:
-    """The flags that contradict a checkpoint, each with what the checkpoint has instead."""
-    origin = asked.origin
-    if not info.pretrained and info.model_dir:
-        origin = replace(origin, path=None)  # --model_dir names the folder of the model's own DVAE
-    found = released.conflicts(origin, info, SIZED)
-    if "language" in origin.given and asked.language != info.language:
-        found.append(f"--language {asked.language} (the checkpoint has {info.language})")
-    if asked.condition not in (None, info.condition):
-        found.append(f"--condition {asked.condition} (the checkpoint has {info.condition})")
-    return found + texts.conflicts(origin.given, asked.text, info.text)
 
 
 def check_initial(initial: Saved, info: ModelInfo) -> None:
@@ -541,21 +475,12 @@ def check_initial(initial: Saved, info: ModelInfo) -> None:
         )
 
 
-def vocabulary(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
-    """The meaning of the rows of text embedding and head, here and in --init_from's weights."""
-    if initial is None:
-        return None
-    before = records.read(ModelInfo, initial.model_info, initial.path)
-    names = [Vocabulary(each.vocab).tokens() for each in (info, before)]
-    return checkpoint.Vocabulary(new_tokens.TEXT_ROWS, *names)
-
-
-def new_rows(info: ModelInfo, initial: Saved | None) -> NewRows | None:
+def new_rows(family: Family, info: ModelInfo, initial: Saved | None) -> NewRows | None:
     """The rows of tokens that the released vocabulary lacked, and that the weights of --init_from
     have not learned. They have a learning rate of their own."""
     size = info.config["text_tokens"]
     rows = range(size - info.new_tokens, size)
-    if named := vocabulary(info, initial):
+    if named := family.vocabulary(info, initial):
         known = set(named.saved)
         rows = [row for row in rows if named.tokens[row] not in known]
     if not rows:
@@ -566,21 +491,17 @@ def new_rows(info: ModelInfo, initial: Saved | None) -> NewRows | None:
 def for_task(asked: Options, info: ModelInfo, initial: Saved | None) -> dict:
     """The fields of the loop's `Task` that every XTTS has, by the names of its fields. `initial`:
     the weights of --init_from."""
+    family = Family(asked)
     return {
-        "learning_rate": FINE_TUNING_RATE if info.pretrained else SCRATCH_RATE,
+        "learning_rate": LEARNING_RATE,
         "checkpointed": CHECKPOINTED,
         "compiled": COMPILED,
-        "evaluate_first": info.pretrained,
-        "fine_tunes": info.pretrained,
-        "new_rows": new_rows(info, initial),
-        "vocabulary": vocabulary(info, initial),
+        "evaluate_first": True,
+        "fine_tunes": True,
+        "new_rows": new_rows(family, info, initial),
+        "vocabulary": family.vocabulary(info, initial),
         "reports": (str(judge.folder_of(asked.held_out.output_dir)),),
     }
-
-
-def usual_adapters(asked: Options, info: ModelInfo) -> Callable[[int], lora.Adapters]:
-    """The adapters that --lora adds, by their rank, for the advice of a dry run."""
-    return functools.partial(adapters.usual, family(asked), info)
 
 
 # --- frozen parts and exports ---------------------------------------------------------------------
@@ -589,32 +510,17 @@ def usual_adapters(asked: Options, info: ModelInfo) -> Callable[[int], lora.Adap
 def frozen_parts(asked: Options, info: ModelInfo) -> Frozen:
     """The parts that the GPT was trained with. Prints the licence of released ones. Raises
     `UsageError`."""
-    origin = asked.origin
-    require_vocoder(origin, info.config)
-    folder = origin.path or info.model_dir
-    if origin.export and folder:
-        released.refuse_overlap(origin.export, folder)
-    if info.pretrained:
-        if not os.path.isdir(folder):
-            raise UsageError(
-                f"the frozen parts come from {folder}, which is not there: name the folder with"
-                " --model_dir"
-            )
-        groups = formats.read_frozen(folder, info.config)
-    elif folder is None:
-        groups = frozen.random_groups(info.config)
-    else:
-        folders = [Path(folder)]
-        if not origin.path:
-            # The run's folder may have moved, or the GPT alone: to abandoned-1/.
-            place = checkpoints_of(origin)
-            folders = [place / DVAE_FOLDER, place.parent / DVAE_FOLDER, *folders]
-        groups, coder = read_dvae(asked.recipe, info.config, folders, info.dvae)
-        if coder.updates < DVAE_UPDATES:
-            print(
-                f"warning: the DVAE of this model had {coder.updates} of {DVAE_UPDATES} updates, so"
-                " speech is rough; a new --output_dir trains another"
-            )
+    folder = asked.origin.path or info.model_dir
+    if folder is None:
+        return frozen.make_frozen(info.config)
+    if asked.origin.export:
+        released.refuse_overlap(asked.origin.export, folder)
+    if not os.path.isdir(folder):
+        raise UsageError(
+            f"the frozen parts come from {folder}, which is not there: name the folder with"
+            " --model_dir"
+        )
+    groups = formats.read_frozen(folder, info.config)
     if frozen.digest(groups["dvae"]) not in ("", info.dvae):
         raise UsageError(
             "the DVAE is not the one that this GPT learned the codes of: name the same --model_dir"
@@ -623,35 +529,6 @@ def frozen_parts(asked: Options, info: ModelInfo) -> Frozen:
     if info.licence:
         print(formats.LICENCE)
     return frozen.make_frozen(info.config, groups)
-
-
-def checkpoints_of(origin: Origin) -> Path:
-    """The folder of the checkpoint that is resumed, or of this run's."""
-    return origin.checkpoint_dir if origin.resume in (None, "auto") else Path(origin.resume).parent
-
-
-def read_dvae(
-    recipe: str, config: dict, folders: list[Path], wanted: str = ""
-) -> tuple[dict, codec_training.ModelInfo]:
-    """The DVAE in the first of `folders` that has one with the digest `wanted`, else in the first
-    that has one. Raises `UsageError`."""
-    shapes = formats.expected_shapes(config)["dvae"]
-    there = [folder for folder in folders if (folder / "best.safetensors").exists()]
-    first = None
-    for folder in there or folders[-1:]:
-        found = codec_training.read_dvae(recipe, config, folder, shapes)
-        first = first or found
-        if frozen.digest(found[0]["dvae"]) == wanted:
-            return found
-    return first
-
-
-def require_vocoder(origin: Origin, config: dict) -> None:
-    """Raises `UsageError` if --export is given for a model without a vocoder."""
-    if origin.export and not config["hifigan"]:
-        raise UsageError(
-            "--export: the model has no vocoder, which Coqui's XTTS needs; a released model has one"
-        )
 
 
 def export_trained(
@@ -671,7 +548,7 @@ def export_trained(
     has_adapters = lora.adapters_of(synthesiser.model)  # beside weights in 16 bits
     with setup.autocast() if has_adapters else contextlib.nullcontext():
         speakers = speaking.to_export(synthesiser, named | clips | named)
-    weights = released.trained_weights(asked.origin, family(asked), synthesiser.model)
+    weights = Family(asked).trained_weights(synthesiser.model)
     export(asked.origin.export, info, weights, synthesiser.frozen, speakers, about)
 
 
@@ -690,7 +567,6 @@ def export(
         about,
         base=about.base or info.model_dir,
         languages=tuple(about.languages or (info.language,)),
-        is_new=not info.pretrained,
         licence=card.CPML if info.licence else None,
     )
     # Coqui's code refuses a language that it does not know, and reads a token in the text.

@@ -19,6 +19,7 @@ import numpy as np
 
 from common import options
 from common.errors import UsageError
+from common.options import ALONE, USUAL, OnOff, flag
 from models.xtts import cleaners
 from models.xtts.tokenizer import MOST_TOKENS, Vocabulary
 from speech import amharic
@@ -33,7 +34,7 @@ KINDS = ("characters", "bpe")  # of --extend_vocab
 VOCAB_SIZE = 2000
 MAX_TEXT = 200  # tokens of a text, at most
 PHONEMES = "abcdefghijklmnopqrstuvwxyzäəčšžñı'"
-# The characters of a model from scratch.
+# The characters of a plan's vocabulary.
 CHARACTERS = "".join(map(chr, range(0x1200, 0x1380))) + "'.,;:?!-" + PHONEMES
 ETHIOPIC = re.compile(amharic.ETHIOPIC)
 
@@ -67,54 +68,40 @@ class TextOptions:
     vocab_size: int = VOCAB_SIZE
 
 
+@dataclass(frozen=True)
+class Flags:
+    """Flags of how a new model reads texts."""
+
+    # fmt: off
+    use_amharic_g2p: bool | None = flag(
+        OnOff, None, None,
+        "read Amharic as phonemes in Latin letters, which the released vocabulary has (off: as it"
+        " is written, with numbers in words)", USUAL)
+    lexicon: str | None = flag(
+        options.path, None, "FILE",
+        "with --use_amharic_g2p: pronunciations of words, above all their long consonants, which"
+        " are not written")
+    epenthesis: bool = flag(
+        OnOff, True, None,
+        "with --use_amharic_g2p: write the vowel ı that breaks up clusters of consonants (on)")
+    extend_vocab: str | None = flag(
+        KINDS, None, None,
+        "add to the vocabulary the characters of the training texts that it lacks; bpe: also pieces"
+        " of Ethiopic words", USUAL)
+    vocab_size: int = flag(
+        options.number(int, 1, MOST_TOKENS), VOCAB_SIZE, "N",
+        f"with --extend_vocab bpe: tokens to add at most ({VOCAB_SIZE})")
+    show_text: list[str] | None = flag(
+        None, None, "TEXT",
+        "print what the model reads of texts, or of a file with a text in each line, and exit",
+        ALONE, nargs="+")
+    # fmt: on
+
+
 def add_arguments(parser) -> None:
-    group = parser.add_argument_group("text (of a new model; a checkpoint keeps how it reads)")
-    group.add_argument(
-        "--use_amharic_g2p",
-        action=options.OnOff,
-        help=(
-            "read Amharic as phonemes in Latin letters, which the released vocabulary has (off: as"
-            " it is written, with numbers in words)"
-        ),
-    )
-    group.add_argument(
-        "--lexicon",
-        type=options.path,
-        metavar="FILE",
-        help=(
-            "with --use_amharic_g2p: pronunciations of words, above all their long consonants,"
-            " which are not written"
-        ),
-    )
-    group.add_argument(
-        "--epenthesis",
-        action=options.OnOff,
-        default=True,
-        help="with --use_amharic_g2p: write the vowel ı that breaks up clusters of consonants (on)",
-    )
-    group.add_argument(
-        "--extend_vocab",
-        choices=KINDS,
-        help=(
-            "add to the vocabulary the characters of the training texts that it lacks; bpe: also"
-            " pieces of Ethiopic words"
-        ),
-    )
-    group.add_argument(
-        "--vocab_size",
-        type=options.number(int, 1, MOST_TOKENS),
-        default=VOCAB_SIZE,
-        metavar="N",
-        help=f"with --extend_vocab bpe: tokens to add at most ({VOCAB_SIZE})",
-    )
-    parser.add_command(
-        group,
-        "--show_text",
-        nargs="+",
-        metavar="TEXT",
-        help="print what the model reads of texts, or of a file with a text in each line, and exit",
-    )
-    parser.usual("use_amharic_g2p", "extend_vocab")
+    title = "text (of a new model; a checkpoint keeps how it reads)"
+    options.add_record(parser, title, Flags)
+    parser.refuse(EXCLUDES, NEEDS)
 
 
 def resolve(args, language: str | None) -> TextOptions:
@@ -256,10 +243,6 @@ class Texts:
         self.unknown = self.vocabulary.unknown
         self.is_new = is_new
         self.front_end = FrontEnd(info.language, info.text, info.carried)
-        # When XTTS speaks, the codes follow STOP. In the training of the released model they do not
-        # attend to it. A model from scratch that is trained like that adds a syllable at the end,
-        # because it has never seen STOP.
-        self.ending = [self.vocabulary.stop] if info.reads_stop else []
 
     def language_of(self, language: str | None) -> str:
         """The language that a row is read in: its own, or the model's if the row has none or the
@@ -280,8 +263,7 @@ class Texts:
         the vocabulary lacks."""
         tokens = []
         for read, language in zip(corpus.read, corpus.languages, strict=True):
-            row = self.encode_read(read, language) + self.ending
-            tokens.append(np.array(row, dtype=np.int32))
+            tokens.append(np.array(self.encode_read(read, language), dtype=np.int32))
         foreign = [code for code in corpus.languages if code and not self._known(code)]
         if foreign:
             reason = f"a language that the vocabulary lacks, such as {foreign[0][:20]!r}"

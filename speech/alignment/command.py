@@ -18,6 +18,7 @@ from common import batches, files, options
 from common.device import Setup
 from common.errors import DataError, RunError, UsageError
 from common.layers import finite_layers
+from common.options import ALONE, USUAL, flag
 from speech.alignment import cutting, emissions, flat, matching, page
 from speech.alignment.cutting import Cuts
 from speech.alignment.letters import Vocabulary
@@ -31,7 +32,7 @@ TEXTS = (".txt", ".text", ".md")  # suffixes of texts
 OTHER = "it is for transcripts; leave the first out"
 NO_WEIGHTS = "a flat start reads no weights; leave one out"
 
-# Rows for common.options. A recipe with --align has --output and the flags of decoding, too.
+# Rows for `Parser.refuse`. A recipe with --align has --output and the flags of decoding, too.
 EXCLUDES = (
     ("normaliser", "align", OTHER),
     ("decoding", "align", "the path of CTC is used; leave the first out"),
@@ -81,25 +82,26 @@ class Recogniser:
 # --- flags ----------------------------------------------------------------------------------------
 
 
-def add_arguments(parser) -> None:
-    """The flags --align and --flat_start, in a group of their own."""
-    group = parser.add_argument_group("aligning")
-    parser.add_command(
-        group,
-        "--align",
-        nargs=2,
-        type=options.path,
-        metavar=("AUDIO", "TEXT"),
-        help="cut a long recording with its text, or folders of both, into utterances to train on:"
+@dataclass(frozen=True)
+class Flags:
+    """Flags of alignment."""
+
+    # fmt: off
+    align: list[str] | None = flag(
+        options.path, None, ("AUDIO", "TEXT"),
+        "cut a long recording with its text, or folders of both, into utterances to train on:"
         " writes the manifest --output FILE, what is left out, and a page to review them",
-    )
-    group.add_argument(
-        "--flat_start",
-        action="store_true",
-        help="with --align: without a model, by how long each sentence takes; for a text that is"
-        " read in its order, with pauses",
-    )
-    parser.usual("align")
+        USUAL, ALONE, nargs=2)
+    flat_start: bool = flag(
+        None, False, None,
+        "with --align: without a model, by how long each sentence takes; for a text that is read in"
+        " its order, with pauses", action="store_true")
+    # fmt: on
+
+
+def add_arguments(parser) -> None:
+    options.add_record(parser, "aligning", Flags)
+    parser.refuse(EXCLUDES, NEEDS)
 
 
 def resolve(args) -> Request | None:
@@ -116,14 +118,9 @@ def resolve(args) -> Request | None:
     pairs = find_pairs(*args.align)
     inputs = [*(path for pair in pairs for path in pair), *options.paths_in(args, "output")]
     for path, begins in ((manifest, MANIFEST), (left_out, MANIFEST), (review, page.BEGINS)):
-        is_earlier = functools.partial(_begins, begins)
+        is_earlier = functools.partial(transcripts.begins_with, begins)
         files.require_output(path, "--output", inputs, is_earlier)
     return Request(pairs, manifest, left_out, review, args.flat_start)
-
-
-def _begins(beginning: bytes, path: Path) -> bool:
-    with open(path, "rb") as file:
-        return file.read(len(beginning)) in (b"", beginning)
 
 
 def find_pairs(audio: str, text: str) -> list[tuple[Path, Path]]:

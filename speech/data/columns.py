@@ -339,11 +339,3 @@ class Segments:
             (self.starts[i], self.stops[i], self.texts[i])
             for i in range(self.ends[index], self.ends[index + 1])
         ]
-
-    def select(self, rows: np.ndarray) -> "Segments":
-        """The segments of `rows` (M,), in that order."""
-        chosen = Segments(self.wanted)
-        for row in rows.tolist():
-            parts = self.row(row) if self.wanted else []
-            chosen.append(self.given[row], parts, self.problems[row] if self.wanted else "")
-        return chosen

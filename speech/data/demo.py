@@ -62,15 +62,13 @@ NO_NOISE = 0.5  # share of the recordings without noise
 @dataclass(frozen=True)
 class Manner:
     """How a corpus is spoken: the range of the rate in words a minute, of the pitch (0 to 99) and
-    of the words in a sentence; whether the silence at the ends is cut, as synthesis needs it, or
-    silence and low noise are added, as in recordings of people; and the splits in which every voice
-    speaks each sentence, not just one."""
+    of the words in a sentence; and whether the silence at the ends is cut, as synthesis needs it, or
+    silence and low noise are added, as in recordings of people."""
 
     rate: tuple[int, int] = (140, 220)
     pitch: tuple[int, int] = (30, 70)
     words: tuple[int, int] = (2, 5)
     trimmed: bool = False
-    in_all_voices: tuple[str, ...] = ()
 
 
 USUAL = Manner()
@@ -243,24 +241,21 @@ def _write_corpus(folder: Path, recipe: dict, manner: Manner) -> tuple[float, in
         rows = []
         for _ in range(size):
             text = texts.pop()
-            spoken_by = [voices[int(random.integers(len(voices)))]]
+            voice = voices[int(random.integers(len(voices)))]
             rate = int(random.integers(manner.rate[0], manner.rate[1] + 1))
             pitch = int(random.integers(manner.pitch[0], manner.pitch[1] + 1))
-            if split in manner.in_all_voices:
-                spoken_by = voices
-            for voice in spoken_by:
-                samples = speaker.say(text, voice, rate, pitch)
-                if manner.trimmed:
-                    samples = trim(samples)
-                else:
-                    ends = np.random.default_rng([recipe["seed"], count + len(rows)])
-                    samples = recorded(samples, speaker.sample_rate, ends)
-                name = f"audio/{split}_{len(rows):05d}.wav"
-                write_wav(folder / name, samples, speaker.sample_rate)
-                duration = len(samples) / speaker.sample_rate
-                seconds += duration
-                row = {"audio_filepath": name, "text": text, "duration": round(duration, 3)}
-                rows.append({**row, "speaker": voice})
+            samples = speaker.say(text, voice, rate, pitch)
+            if manner.trimmed:
+                samples = trim(samples)
+            else:
+                ends = np.random.default_rng([recipe["seed"], count + len(rows)])
+                samples = recorded(samples, speaker.sample_rate, ends)
+            name = f"audio/{split}_{len(rows):05d}.wav"
+            write_wav(folder / name, samples, speaker.sample_rate)
+            duration = len(samples) / speaker.sample_rate
+            seconds += duration
+            row = {"audio_filepath": name, "text": text, "duration": round(duration, 3)}
+            rows.append({**row, "speaker": voice})
         count += len(rows)
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         (folder / f"{split}.json").write_text("".join(lines), encoding="utf-8")

@@ -32,7 +32,8 @@ def write_folder(folder: Path, fill: Callable[[Path], object], made_from: dict):
     require_replaceable(folder, made_from)
     with _temporary(folder) as aside:
         result = fill(aside)
-        content = {"made_from": made_from, "files": {**_hashes(aside)}}
+        hashes = {name: (size, _hash(aside / name)) for name, size in _sizes(aside).items()}
+        content = {"made_from": made_from, "files": hashes}
         (aside / MADE_FROM).write_text(json.dumps(content), encoding="utf-8")
         require_replaceable(folder, made_from)  # again, because `fill` may have taken hours
         _move(aside, folder)
@@ -126,10 +127,11 @@ def require_replaceable(folder: Path, made_from: dict) -> None:
             f"{folder}: it holds files that are not replaced ({', '.join(changed[:3])}); choose a"
             " new folder"
         )
-    stored = _made(folder)[0]
-    is_empty = stored is None
-    is_same_kind = is_empty or stored.get("made_by") == made_from.get("made_by")
-    if not is_empty and not (is_same_kind and stored.keys() & made_from.keys()):
+    stored, _ = _made(folder)
+    if stored is None:  # empty
+        return
+    is_same_kind = stored.get("made_by") == made_from.get("made_by")
+    if not (is_same_kind and stored.keys() & made_from.keys()):
         raise UsageError(f"{folder}: it holds what another command wrote; choose a new folder")
 
 
@@ -155,15 +157,11 @@ def read_made_from(folder: Path) -> dict | None:
     return stored if is_complete else None
 
 
-def _made(folder: Path) -> tuple[dict | None, dict[str, tuple[int, str | None]]]:
-    """The `made_from` of a folder, and the size and the hash of each file that was written. Earlier
-    versions stored sizes only."""
+def _made(folder: Path) -> tuple[dict | None, dict[str, tuple[int, str]]]:
+    """The `made_from` of a folder, and the size and the hash of each file that was written."""
     try:
         content = files.read_json(folder / MADE_FROM, "")
-        written = {}
-        for name, entry in content["files"].items():
-            size, digest = entry if isinstance(entry, list) else (entry, None)
-            written[name] = size, digest
+        written = {name: (size, digest) for name, (size, digest) in content["files"].items()}
         return dict(content["made_from"]), written
     except (UsageError, KeyError, TypeError, ValueError, AttributeError):
         return None, {}
@@ -178,20 +176,9 @@ def _changes(folder: Path) -> list[str]:
     sizes = _sizes(folder)
     changed = {name for name in sizes if name not in written}
     for name, (size, digest) in written.items():
-        if sizes.get(name) != size or not _is_as_written(folder, name, digest):
+        if sizes.get(name) != size or _hash(folder / name) != digest:
             changed.add(name)
     return sorted(changed)
-
-
-def _is_as_written(folder: Path, name: str, digest: str | None) -> bool:
-    if digest is None:
-        return (folder / name).lstat().st_mtime_ns <= (folder / MADE_FROM).stat().st_mtime_ns
-    return _hash(folder / name) == digest
-
-
-def _hashes(folder: Path) -> dict[str, tuple[int, str]]:
-    """The size and the hash of each file below a folder, by its path there."""
-    return {name: (size, _hash(folder / name)) for name, size in _sizes(folder).items()}
 
 
 def _hash(path: Path) -> str:

@@ -22,9 +22,10 @@ if __name__ == "__main__":
 
 from common.errors import Failure
 from speech.data.columns import Rejections
+from speech.data.fields import row_fields
 from speech.data.finding import find_all
 from speech.data.headers import probe_all
-from speech.data.manifest import LATER, LEAST_MILLISECONDS, parse, row_fields
+from speech.data.manifest import LATER, LEAST_MILLISECONDS, parse
 
 WORDS = {"small_data": 2.0, "medium_data": 20.0, "large_data": math.inf}  # hours, less than
 PART = 1024  # rows whose audio files are looked at together

@@ -31,9 +31,6 @@ TOO_LITTLE = (
 SHORT_SEGMENT, SHORT_GAP = 1.0, 0.5
 MICROSECOND = 1e-6  # rounding error of time differences, seconds
 FASTEST_SPEECH = 100  # characters per second, more than anyone says
-DRAW = 1  # joins the seed of --max_samples, whose order must not be that of the held-out part
-SPARE_SHARE = 20  # of a sample: one row in so many more is checked at once, and SPARE
-SPARE = 16  # rows
 MOST_CHARACTERS = 10_000  # of a text; FASTEST_SPEECH per second if --max_duration is over 100 s
 
 
@@ -78,7 +75,7 @@ class Rows:
     """The rows of manifests while they are checked. `keep` (N,) marks what is not rejected,
     `file_of` (N,) is the number of each row's file in `files`."""
 
-    def __init__(self, tables: "Tables", corpus: Corpus, rejected: Rejections):
+    def __init__(self, tables: Tables, corpus: Corpus, rejected: Rejections):
         codes = Codes(corpus.paths)
         self.tables = tables
         self.corpus = corpus
@@ -129,18 +126,29 @@ def load_corpus(
     it has what `checks.needs`. With `checks.use_chunking`, longer rows are cut by their segment
     times. With `checks.listen`, its audio can also be decoded and is not silent. Raises `DataError`
     for audio that cannot be decoded unless `checks.skip_bad_audio`."""
-    tables, corpus, segments, rejected = read_rows(path, normalise, checks)
-    rows = check_rows(tables, corpus, segments, rejected, checks)
-    rejected.repeated = count_repeated(rows.file_of, rows.corpus)
-    return rows.corpus, rejected
+    segments = Segments(checks.use_chunking)
+    rows = read_rows(path, normalise, segments, checks)
+    check_files(rows, checks)
+    check_lengths(rows, segments, checks)
+    if checks.needs == "text":
+        rows.reject_all(rows.corpus.texts.empty(), "text is empty")
+    longest_text = most_characters(checks)
+    rows.reject_all(
+        rows.corpus.texts.longer(longest_text), f"text is longer than {longest_text} characters"
+    )
+    rows.drop_rejected()
+    if checks.listen:
+        check_sound(rows, checks)
+    rows.rejected.repeated = count_repeated(rows.file_of, rows.corpus)
+    return rows.corpus, rows.rejected
 
 
 def read_rows(
-    path: str | Sequence[str], normalise: Callable[[str], str], checks: Checks
-) -> tuple[Tables, Corpus, Segments, Rejections]:
-    """The rows of manifests before their audio and the length of their texts are checked."""
+    path: str | Sequence[str], normalise: Callable[[str], str], segments: Segments, checks: Checks
+) -> Rows:
+    """The rows of manifests before their audio and the length of their texts are checked. Their
+    segments are added to `segments`."""
     rejected = Rejections()
-    segments = Segments(checks.use_chunking)
     longest_text = most_characters(checks)
     too_long = "." * (longest_text + 1)
 
@@ -165,99 +173,11 @@ def read_rows(
         rejected.source = sources[0]
     corpus.cache_audio = checks.cache_audio
     corpus.repeats_texts = checks.needs == "label"
-    return tables, corpus, segments, rejected
+    return Rows(tables, corpus, rejected)
 
 
 def most_characters(checks: Checks) -> int:
     return max(MOST_CHARACTERS, int(FASTEST_SPEECH * checks.max_duration))
-
-
-def check_rows(
-    tables: Tables, corpus: Corpus, segments: Segments, rejected: Rejections, checks: Checks
-) -> Rows:
-    """The usable ones of the rows of `read_rows`; others are added to `rejected`."""
-    rows = Rows(tables, corpus, rejected)
-    check_files(rows, checks)
-    check_lengths(rows, segments, checks)
-    if checks.needs == "text":
-        rows.reject_all(rows.corpus.texts.empty(), "text is empty")
-    longest_text = most_characters(checks)
-    rows.reject_all(
-        rows.corpus.texts.longer(longest_text), f"text is longer than {longest_text} characters"
-    )
-    rows.drop_rejected()
-    if checks.listen:
-        check_sound(rows, checks)
-    return rows
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The utterances that --max_samples draws from a manifest: `rows` (N,), ascending, of
-    `corpus`, which has a few more that were checked. `checked` of the manifest's `total` rows were
-    looked at."""
-
-    corpus: Corpus
-    rows: np.ndarray
-    rejected: Rejections
-    checked: int
-    total: int
-
-
-def load_sample(
-    path: str | Sequence[str], normalise: Callable[[str], str], checks: Checks
-) -> Sample:
-    """`checks.max_samples` usable utterances of manifests, as `load_corpus` finds them: the first
-    ones in an order of all rows that depends on the seed and their number alone, so that more
-    contain every smaller sample. Only so many rows are checked as this takes, and those that an
-    earlier run held out (`checks.held_out`)."""
-    tables, corpus, segments, rejected = read_rows(path, normalise, checks)
-    total = len(corpus)
-    order = sample_order(total, checks.seed)
-    lines = corpus.lines
-    whole = None
-    checked = 0
-
-    def check(rows: np.ndarray) -> None:
-        nonlocal whole, checked
-        rows = np.sort(rows)
-        part = corpus.select(rows)
-        part = check_rows(tables, part, segments.select(rows), rejected, checks).corpus
-        whole = part if whole is None else whole.with_rows_of(part)
-        checked += len(rows)
-
-    def lacking() -> int:
-        return checks.max_samples - (len(whole) if checked else 0)
-
-    while whole is None or (lacking() > 0 and checked < total):
-        # With some to spare, and always twice as many, so that bad data take few turns.
-        more = max(lacking() + lacking() // SPARE_SHARE + SPARE, checked)
-        check(order[checked : checked + more])
-    left = order[checked:]
-    if checks.held_out and len(left):
-        before = set(checks.held_out)
-        keys = held_out_keys(corpus.select(left))
-        held_out = np.array([key in before for key in keys])
-        if checks.use_chunking:  # their pieces have keys of their own
-            held_out |= np.array(segments.given, dtype=bool)[left]
-        if held_out.any():
-            check(left[held_out])
-    place = np.empty(total, dtype=np.int64)
-    place[order] = np.arange(total)
-    drawn = place[np.searchsorted(lines, whole.lines)].argsort(kind="stable")[: checks.max_samples]
-    is_drawn = np.zeros(len(whole), dtype=bool)
-    is_drawn[drawn] = True
-    by_line = whole.lines.argsort(kind="stable")
-    whole = whole.select(by_line)
-    rows = np.flatnonzero(is_drawn[by_line])
-    sample = whole.select(rows)
-    rejected.repeated = count_repeated(np.array(Codes(sample.paths).codes), sample)
-    return Sample(whole, rows, rejected, checked, total)
-
-
-def sample_order(count: int, seed: int) -> np.ndarray:
-    """The order in which --max_samples takes `count` rows: it depends on these two alone."""
-    return np.random.default_rng([seed, DRAW]).permutation(count)
 
 
 def held_out_keys(corpus: Corpus) -> list[str]:

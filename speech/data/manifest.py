@@ -9,209 +9,53 @@ import os
 import re
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn, TextIO
+from typing import TextIO
 
 import numpy as np
 
 from common.errors import DataError, UsageError
 from common.files import require_file
-from speech.data.annotations.rows import annotated_rows, files_of, is_annotations
 from speech.data.columns import Codes, Corpus, Rejections, Segments, Strings, printable
-from speech.data.finding import comparable, find_all
+from speech.data.fields import (
+    AUDIO_KEYS,
+    SAMPLE,
+    TEXT_KEYS,
+    Fields,
+    Table,
+    cell_label,
+    named,
+    row_fields,
+    with_segments,
+)
+from speech.data.finding import TABLES, find_all
 from speech.data.headers import probe_all
-from speech.data.pairs import paired_rows, texts_of
 
-# The names of columns by what they hold: the first that a row has, whatever its cell holds.
-AUDIO_KEYS = "audio_filepath audio_file file_name path audio wav filename file id".split()
-TEXT_KEYS = ("text", "transcription", "sentence", "transcript", "normalized_text")
-SPEAKER_KEYS = ("speaker", "speaker_name", "client_id", "speaker_id")
-LANGUAGE_KEYS = ("target_lang", "lang", "language", "locale")
-CHANNEL_KEYS = ("channel_selector", "channel")
-# Those of times, also with a unit, such as start_ms or "Start Time [s]".
-START_KEYS = ("offset", "start", "starttime", "begin", "begintime", "segmentstart")
-END_KEYS = ("end", "endtime", "stop", "stoptime", "segmentend")
-DURATION_KEYS = ("duration", "dur")
-UNITS = {"s": 1.0, "sec": 1.0, "seconds": 1.0, "ms": 1e-3, "msec": 1e-3, "milliseconds": 1e-3}
 # Milliseconds are recognised by the files' real lengths, if half of the parts are as long as this.
 LEAST_MILLISECONDS = 50
 PROBED = 200  # files for that, at most
 LATER = 0.5  # seconds by which a part may reach beyond a file there
-MOST_COLUMNS = 30  # that a line names
-SAMPLE = 60  # characters of a cell in a question
 LOOKED_AT = 1000  # rows of a table without a header, to tell what its third cells are
-SEGMENT_OVERLAP = 1e-3  # seconds by which the rounded times of consecutive segments may overlap
 # Characters: six hours of speech with segment times, even if every letter is a JSON escape.
 LINE_LENGTH = 1 << 22
-LIST_BYTES = 1 << 30  # of a JSON list, because it is read as a whole
 # Delimiters that come with quotes. Spreadsheets write semicolons where numbers have commas.
 QUOTED = ",;"
 CELL_LINES = 50  # that a quoted cell may take
 AUDIO_SUFFIX = re.compile(r"\.[A-Za-z]\w{1,3}$")
-NUMBER = r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*"
 WORD = re.compile(r"\b[^\W\d_]+\b")  # without digits
 UNREADABLE = f"line is longer than {LINE_LENGTH} characters, or has NUL characters"
 # Tables without a header whose third cells are not LJSpeech's are in one of these orders.
 SPEAKER_FIRST = ("audio_file", "speaker", "text")
 TEXT_FIRST = ("audio_file", "text", "speaker")
 
-TIMES = ("start", "end", "duration")
-
 csv.field_size_limit(LINE_LENGTH)
 
 Line = tuple[int, str]  # number, and content with its line end; "" if the line is UNREADABLE
 END: Line = (0, "")
+Row = tuple[int, str, list[str], str]  # its line, its cells, and why it is not valid CSV or ""
 Reject = Callable[..., None]  # (reason, line number, details)
-
-
-class Columns(NamedTuple):
-    """The names of a row's columns that are used, None without one. `texts`: all those of texts;
-    `unit`: that of the times in seconds, None if their names do not tell."""
-
-    audio: str | None
-    texts: tuple[str, ...]
-    speaker: str | None
-    language: str | None
-    channel: str | None
-    start: str | None
-    end: str | None
-    duration: str | None
-    unit: float | None
-
-    @property
-    def text(self) -> str | None:
-        """The column of the texts; None if there is none, or if it is not known which of several to
-        take. LJSpeech has them twice, as they are written and normalised."""
-        if self.texts == ("text", "normalized_text"):
-            return "normalized_text"
-        return self.texts[0] if len(self.texts) == 1 else None
-
-
-class Fields(NamedTuple):
-    """The fields of a row that are used; `offset` and `duration` in seconds or, if their `unit` is
-    None, in seconds or milliseconds. `offset` NaN: the row does not say that it is a part;
-    `duration` NaN: to the end of the file; `channel` -1: the average."""
-
-    audio: str
-    text: str
-    label: str  # in JSON
-    offset: float
-    duration: float
-    unit: float | None
-    channel: int
-    speaker: str
-    language: str
-
-
-class Table:
-    """The columns of a manifest's rows: how many rows have which, and which are used. `chunked`:
-    segments are used, too."""
-
-    def __init__(self, path: str, how: "Reading", chunked: bool):
-        self.path = path
-        self.text_column = how.text_column
-        self.also = {"pieces", how.needs, *(["segments"] if chunked else [])}
-        self.counts: dict[tuple[str, ...], int] = {}
-        self.columns: dict[tuple[str, ...], Columns] = {}
-
-    def columns_of(self, row) -> Columns:
-        """The columns of a row, which is counted. Raises `UsageError` if it is not clear which one
-        has its text, `ValueError` if it is no row."""
-        if not isinstance(row, dict):
-            raise ValueError("line is not an object")
-        keys = tuple(row)
-        self.counts[keys] = self.counts.get(keys, 0) + 1
-        columns = self.columns.get(keys)
-        if columns is None:
-            columns = columns_of(keys)
-            if self.text_column:
-                chosen = (self.text_column,) if self.text_column in keys else ()
-                columns = columns._replace(texts=chosen)
-            elif len(columns.texts) > 1 and not columns.text:
-                self.ask({name: repr(row[name])[:SAMPLE] for name in columns.texts})
-            self.columns[keys] = columns
-        return columns
-
-    def ask(self, texts: dict[str, str]) -> NoReturn:
-        """`texts`: columns that may have the texts, and what is in them."""
-        readings = " or ".join(f"{name} ({what})" for name, what in texts.items())
-        raise UsageError(
-            f"manifest {self.path}: which column has the texts, {printable(readings)}? Add"
-            f" --text_column {' or --text_column '.join(texts)}"
-        )
-
-    def described(self) -> str:
-        """Which columns are used and which are not. Raises `UsageError` if the rows have their
-        texts in different columns, or none in --text_column."""
-        texts: dict[str, int] = {}
-        used: dict[str, str] = {}
-        every: dict[str, None] = {}
-        for keys, columns in self.columns.items():
-            every |= dict.fromkeys(filter(None, keys))
-            for what in ("audio", "text", "speaker", "language", "channel", *TIMES):
-                if name := getattr(columns, what):
-                    used[name] = name if name == what else f"{name} ({what})"
-            if columns.text:
-                texts[columns.text] = texts.get(columns.text, 0) + self.counts[keys]
-            elif "segments" in keys:
-                used["segments"] = "segments (text)"
-            used |= {name: name for name in keys if name in self.also and name not in used}
-        if len(texts) > 1:
-            self.ask({name: f"{count} rows" for name, count in texts.items()})
-        if self.text_column and every and not texts:
-            raise UsageError(
-                f"--text_column {self.text_column}: manifest {self.path} has no such column, but"
-                f" {_named(every)}"
-            )
-        rest = [name for name in every if name not in used]
-        return f"columns used: {_named(used.values())}; not used: {_named(rest)}"
-
-    def times(self) -> str:
-        """The columns of times, for messages."""
-        names = [getattr(each, name) for each in self.columns.values() for name in TIMES]
-        return _named(dict.fromkeys(filter(None, names)))
-
-
-def _named(names: Iterable[str]) -> str:
-    names = [printable(name[:SAMPLE]) for name in names]
-    more = [f"{len(names) - MOST_COLUMNS} more"] if len(names) > MOST_COLUMNS else []
-    return ", ".join([*names[:MOST_COLUMNS], *more]) or "none"
-
-
-def columns_of(keys: Sequence[str]) -> Columns:
-    """The columns that are used of a row with these, if --text_column names none."""
-
-    def first(names: Sequence[str]) -> str | None:
-        return next((name for name in names if name in keys), None)
-
-    timed: dict[str, tuple[str, float | None]] = {}  # by their names without unit
-    plain = {re.sub(r"[\W_]", "", key.lower()): key for key in reversed(keys)}
-    for unit, seconds in {"": None, **UNITS}.items():
-        for name, key in plain.items():
-            if name.endswith(unit):
-                timed.setdefault(name.removesuffix(unit), (key, seconds))
-    times = []
-    for names in (START_KEYS, END_KEYS, DURATION_KEYS):
-        times.append(next((timed[name] for name in names if name in timed), (None, None)))
-    start, end, duration = times
-    if not start[0]:
-        end = (None, None)
-    if end[0]:  # perhaps of the whole recording
-        duration = (None, None)
-    units = [unit for _, unit in (start, end, duration) if unit]
-    return Columns(
-        audio=first(AUDIO_KEYS),
-        texts=tuple(name for name in TEXT_KEYS if name in keys),
-        speaker=first(SPEAKER_KEYS),
-        language=first(LANGUAGE_KEYS),
-        channel=first(CHANNEL_KEYS),
-        start=start[0],
-        end=end[0],
-        duration=duration[0],
-        unit=units[0] if units else None,
-    )
 
 
 def parse(
@@ -231,11 +75,9 @@ def parse(
             f'manifest {path} is Parquet: python -m speech.data.parquet "{path}" FOLDER makes audio'
             " files and FOLDER/manifest.jsonl of it"
         )
-    if texts := texts_of(str(path)):
-        yield from paired_rows(str(path), texts, audio_root, rejected)
-        return
-    if files := files_of(path):
-        yield from annotated_rows(files, tiers, audio_root, rejected)
+    others = None if _is_table(path) else _other_rows(path, tiers, audio_root, rejected)
+    if others:
+        yield from others
         return
     try:
         with open(require_file(path, "manifest"), "rb") as binary:
@@ -268,9 +110,40 @@ def parse(
         if only_tables or not is_json:
             yield from _parse_table(path, first, read, audio_root, reject)
         elif first[1].lstrip().startswith("["):
-            yield from enumerate(_parse_json_list(path, file), 1)
+            try:
+                entries = _decode_json(file.read())
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"manifest {path} is not valid JSON: {error}") from None
+            yield from enumerate(entries, 1)
         else:
             yield from _parse_json_lines(_lines(file, end), reject)
+
+
+def _is_table(path: Path) -> bool:
+    return path.suffix.lower() in TABLES and os.path.isfile(path)
+
+
+def _other_rows(
+    path: Path, tiers: Sequence[str], audio_root: str | None, rejected: Rejections
+) -> Iterator[tuple[int, dict]] | None:
+    """The rows of what is no table: pairs, or files of annotations. None for other files."""
+    from speech.data import pairs
+    from speech.data.annotations import rows
+
+    if texts := pairs.texts_of(str(path)):
+        return pairs.paired_rows(str(path), texts, audio_root, rejected)
+    if files := rows.files_of(path):
+        return rows.annotated_rows(files, tiers, audio_root, rejected)
+    return None
+
+
+def has_lines(path: str) -> bool:
+    """Whether a manifest is a table, whose rows people find by their lines."""
+    if _is_table(Path(path)):
+        return True
+    from speech.data.annotations.rows import is_annotations
+
+    return os.path.isfile(path) and not is_annotations(Path(path))
 
 
 def _lines(file: TextIO, end: str) -> Iterator[Line]:
@@ -284,19 +157,6 @@ def _lines(file: TextIO, end: str) -> Iterator[Line]:
         line = line.lstrip("\ufeff")  # files that begin with byte-order marks may be joined
         if not line.isspace():
             yield number, line
-
-
-def _parse_json_list(path: Path, file: TextIO) -> list:
-    size = os.fstat(file.fileno()).st_size
-    if size > LIST_BYTES:
-        raise DataError(
-            f"manifest {path}: a JSON list of {size >> 20} MiB is not read; write one object per"
-            " line"
-        )
-    try:
-        return _decode_json(file.read())
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"manifest {path} is not valid JSON: {error}") from None
 
 
 def _parse_json_lines(lines: Iterator[Line], reject: Reject) -> Iterator[tuple[int, dict]]:
@@ -421,7 +281,7 @@ def _table_row(header: list[str], cells: list[str], after: int) -> dict:
             )
     row = dict(zip(header, map(str.strip, cells), strict=True))
     if "label" in row:
-        row["label"] = _cell_label(row["label"])
+        row["label"] = cell_label(row["label"])
     return row
 
 
@@ -432,21 +292,16 @@ def _has_csv_quotes(lines: Iterator[Line], delimiter: str, header: list[str]) ->
     needed = False
     wrapped: set[int] = set()
     bare: set[int] = set()
-    ahead: deque[Line] = deque()
     next(lines)
-    while (line := ahead.popleft() if ahead else next(lines, END)) is not END:
-        cells = line[1].rstrip("\r\n").split(delimiter)
-        if '"' in line[1]:
-            try:
-                parsed, more = _quoted_cells(line[1], lines, ahead, header, delimiter)
-            except csv.Error:
-                return False
-            content = line[1] + "".join(ahead.popleft()[1] for _ in range(more))
-            special = [cell for cell in parsed if re.search(rf'["\r\n{delimiter}]', cell)]
+    for _, content, cells, fault in _quoted_rows(lines, delimiter, header):
+        if fault:
+            return False
+        if '"' in content:
+            special = [cell for cell in cells if re.search(rf'["\r\n{delimiter}]', cell)]
             if content.count('"') < sum(2 * cell.count('"') + 2 for cell in special):
                 return False
             needed = needed or bool(special)
-        for place, cell in enumerate(cells):
+        for place, cell in enumerate(_plain_cells(content, delimiter)):
             if cell:
                 (wrapped if cell[0] == cell[-1] == '"' else bare).add(place)
     return needed or bool(wrapped - bare)
@@ -456,25 +311,36 @@ def _split(
     lines: Iterator[Line], delimiter: str, quoted: bool, header: list[str], reject: Reject
 ) -> Iterator[tuple[int, list[str]]]:
     """(line number, cells) of each row. `quoted`: cells may be in quotes."""
-    ahead: deque[Line] = deque()  # lines that were read in search of the end of a cell
-    while True:
-        line = ahead.popleft() if ahead else next(lines, END)
-        if line is END:
-            return
-        number, content = line
+    rows: Iterator[Row] = ((*line, _plain_cells(line[1], delimiter), "") for line in lines)
+    if quoted:
+        rows = _quoted_rows(lines, delimiter, header)
+    for number, content, cells, fault in rows:
         if not content:
             reject(UNREADABLE, number)
-        elif not quoted or '"' not in content:
-            yield number, content.rstrip("\r\n").split(delimiter)
+        elif fault:
+            reject("line is not valid CSV", number, fault)
         else:
-            try:
-                cells, more = _quoted_cells(content, lines, ahead, header, delimiter)
-            except csv.Error as error:
-                reject("line is not valid CSV", number, str(error))
-                continue
-            for _ in range(more):
-                ahead.popleft()
             yield number, cells
+
+
+def _plain_cells(content: str, delimiter: str) -> list[str]:
+    return content.rstrip("\r\n").split(delimiter)
+
+
+def _quoted_rows(lines: Iterator[Line], delimiter: str, header: list[str]) -> Iterator[Row]:
+    """The rows of which cells may be in quotes, and continue in the next lines."""
+    ahead: deque[Line] = deque()  # lines that were read in search of the end of a cell
+    while (line := ahead.popleft() if ahead else next(lines, END)) is not END:
+        number, content = line
+        if '"' not in content:
+            yield number, content, _plain_cells(content, delimiter), ""
+            continue
+        try:
+            cells, more = _quoted_cells(content, lines, ahead, header, delimiter)
+            content += "".join(ahead.popleft()[1] for _ in range(more))
+            yield number, content, cells, ""
+        except csv.Error as error:
+            yield number, content, [], str(error)
 
 
 def _quoted_cells(
@@ -633,12 +499,11 @@ def read_manifest(
     if how.audio_root and not os.path.isdir(how.audio_root):
         raise UsageError(f"--audio_root {how.audio_root}: no such folder")
     read = Gathered()
-    table = Table(path, how, segments.wanted)
+    table = Table(path, how.needs, how.text_column, segments.wanted)
     for number, row in parse(Path(path), rejected, how.tiers, how.audio_root):
         try:
             columns = table.columns_of(row)
-            given, parts, problem = _parts(row, columns, segments.wanted, normalise)
-            row, columns = _with_text_of_segments(row, columns, given, parts, problem)
+            row, columns, parts = with_segments(row, columns, segments.wanted, normalise)
             fields = row_fields(row, how.needs, columns)
         except TypeError as error:
             raise DataError(f"{path}:{number}: {error}") from None
@@ -648,7 +513,7 @@ def read_manifest(
         read.append(fields._replace(text=normalise(fields.text)), number)
         if columns.audio == "file":
             read.transcribed.add(fields.audio)
-        segments.append(given, parts, problem)
+        segments.append(*parts)
     if not read.lines and not rejected.total:
         raise DataError(f"manifest {path} is empty")
     said = [rejected.source or table.described()]
@@ -727,218 +592,4 @@ def _places(names: list[str], files: list[str], base: str) -> str:
         folder = os.path.dirname(file)
         if folder != os.path.dirname(os.path.join(base, name)) and not os.path.isabs(name):
             places.add(os.path.relpath(folder or ".", base or "."))
-    return _named(f"{place}/" for place in sorted(places)) if places else ""
-
-
-def has_lines(path: str) -> bool:
-    """Whether a manifest is a table, whose rows people find by their lines."""
-    return os.path.isfile(path) and not is_annotations(Path(path))
-
-
-def row_fields(row, needs: str, columns: Columns | None = None) -> Fields:
-    """The fields of a row. `needs`: "text" or "label" if it must have one, or "". Raises
-    `ValueError` that says what is wrong with the row, `TypeError` for a label of a wrong type: then
-    the whole table is made for something else."""
-    if not isinstance(row, dict):
-        raise ValueError("line is not an object")
-    columns = columns or columns_of(tuple(row))
-    audio = row.get(columns.audio)
-    if not isinstance(audio, str) or not audio.strip() or "\0" in audio:
-        raise ValueError("no audio path")
-    text = label = ""
-    if needs == "label":
-        label = _label(row)
-    if needs == "text" or columns.text:
-        text = _text(row, columns.text, "no text field", "text is not a string")
-    speaker, language = (row.get(name) for name in (columns.speaker, columns.language))
-    # Spaces, and how a system writes an umlaut, make no other speaker.
-    speaker = "" if speaker is None else comparable(" ".join(str(speaker).split()))
-    language = "" if language is None else str(language).strip()
-    check_encoding(audio + text + label + speaker + language)
-    offset, duration = _times(row, columns)
-    channel = _channel(row.get(columns.channel))
-    return Fields(
-        audio.strip(), text, label, offset, duration, columns.unit, channel, speaker, language
-    )
-
-
-def _times(row: dict, columns: Columns) -> tuple[float, float]:
-    """(offset, duration) of a row in its unit, NaN where it has none. Raises `ValueError` that says
-    what is wrong with them."""
-    start, end, duration = (_time(row, getattr(columns, name)) for name in TIMES)
-    if columns.end:
-        if math.isnan(start) != math.isnan(end):
-            raise ValueError(f"row has only one of {columns.start} and {columns.end}")
-        if end <= start:
-            raise ValueError(f"{columns.end} is not after {columns.start}")
-        duration = end - start
-    return start, duration
-
-
-def _time(row: dict, name: str | None) -> float:
-    """The number in a column of times, NaN without one: some tables write NaN for an empty cell.
-    Raises `ValueError`."""
-    value = row.get(name)
-    if value in (None, ""):
-        return math.nan
-    try:
-        time = math.inf if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        time = math.inf
-    if math.isinf(time):
-        raise ValueError(f"{name} is not a number")
-    if time < 0:
-        raise ValueError(f"{name} is negative")
-    return time
-
-
-def _channel(value) -> int:
-    """The channel in a cell, from 0 on; -1: the average. Raises `ValueError`."""
-    if value in (None, "", "average"):
-        return -1
-    number = str(value).strip().removesuffix(".0")
-    if not re.fullmatch(r"\d{1,3}", number, re.ASCII):
-        raise ValueError('channel is neither a number from 0 on nor "average"')
-    return int(number)
-
-
-def _label(row: dict) -> str:
-    """The label of a row in JSON: a number, a string, or a list of these. Raises `ValueError` or
-    `TypeError` that says what is wrong with it."""
-    label = row.get("label")
-    if label is None or label == "":
-        raise ValueError("no label field" if "label" not in row else "label is empty")
-    items = label if isinstance(label, list) else [label]
-    for item in items:
-        if isinstance(item, bool) or not isinstance(item, (int, float, str)):
-            raise TypeError(
-                f"label is {json.dumps(label, ensure_ascii=False)[:60]}: it must be a number, a"
-                " string or a list of them (pairs can be one flat list: [0.2, 0.9, 1.8, 2.3])"
-            )
-        if isinstance(item, float) and not math.isfinite(item):
-            raise ValueError("label is not finite")
-    return json.dumps(label, ensure_ascii=False)
-
-
-def _cell_label(cell: str) -> int | float | str:
-    """The label in a table's cell: a number if it is one."""
-    if re.fullmatch(r"\s*[+-]?\d{1,18}\s*", cell, re.ASCII):
-        return int(cell)
-    if re.fullmatch(NUMBER, cell, re.ASCII) and math.isfinite(float(cell)):
-        return float(cell)
-    return cell.strip()
-
-
-def _text(row: dict, name: str | None, missing: str, wrong: str) -> str:
-    """The text of a row or segment in the column `name`, "" if it is null. Raises
-    `ValueError(missing)` without such a field, and `ValueError(wrong)` for other types."""
-    if not name:
-        raise ValueError(missing)
-    text = row[name]
-    if text is None:
-        return ""
-    if not isinstance(text, (str, int)) or isinstance(text, bool):
-        raise ValueError(wrong)
-    return str(text)
-
-
-def check_encoding(text: str) -> None:
-    """Raises `ValueError` for bytes that are not UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # bytes that are not UTF-8 are read as lone surrogates
-        raise ValueError("line is not UTF-8") from None
-
-
-def _parts(
-    row: dict, columns: Columns, wanted: bool, normalise: Callable[[str], str]
-) -> tuple[bool, list[tuple[float, float, str]], str]:
-    """(whether the row has segments, the segments with normalised texts, why they cannot be used).
-    Segments are parsed if they are `wanted`, if the row has no other text, or if somebody may have
-    corrected them."""
-    rows = _segment_rows(row)
-    if not rows:
-        return False, [], ""
-    if not wanted and columns.text and "pieces" not in row:
-        return True, [], ""
-    try:
-        parts = [(start, stop, normalise(text)) for start, stop, text in _segments(rows)]
-    except ValueError as error:
-        return True, [], str(error)
-    return True, parts, ""
-
-
-def _with_text_of_segments(
-    row: dict,
-    columns: Columns,
-    given: bool,
-    parts: list[tuple[float, float, str]],
-    problem: str,
-) -> tuple[dict, Columns]:
-    """The row and its columns with the text of its segments, if it has no other text, or if it is a
-    transcript whose pieces somebody has corrected. `given`, `parts` and `problem`: what `_parts`
-    returns. Raises `ValueError` if the segments have a `problem`, and the row has no text without
-    them."""
-    if given and not columns.text and problem:
-        raise ValueError(problem)
-    if parts and (not columns.text or "pieces" in row):
-        text = _joined(parts)
-        before = row.get(columns.text)
-        if "".join(str(before).split()) != "".join(text.split()):
-            return {**row, "text": text}, columns._replace(texts=("text",))
-    return row, columns
-
-
-def _joined(parts: list[tuple[float, float, str]]) -> str:
-    return " ".join(text for *_, text in parts if text)
-
-
-def _segment_rows(row: dict):
-    """A row's segments, not checked: "segments", or a transcript's "pieces", without those in which
-    nothing was heard."""
-    pieces = row.get("pieces") if "file" in row else None
-    if not isinstance(pieces, list):
-        return row.get("segments")
-    return [piece for piece in pieces if not isinstance(piece, dict) or piece.get("text") != ""]
-
-
-def _segments(rows) -> list[tuple[float, float, str]]:
-    """(start, stop, text) of each of a row's "segments", in seconds, rounded to microseconds, in
-    order and without overlap. Raises `ValueError` that says what is wrong."""
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError("segments are not a list of objects")
-    segments = []
-    before = 0.0
-    for row in rows:
-        columns = columns_of(tuple(row))
-        if len(columns.texts) > 1:
-            raise ValueError(f"a segment has several texts: {', '.join(columns.texts)}")
-        wrong = "a segment's text is not a string"
-        text = _text(row, columns.text, "a segment has no text field", wrong)
-        check_encoding(text)
-        start, stop = _segment_times(row, columns)
-        if start < before - SEGMENT_OVERLAP or stop <= before:
-            raise ValueError("segments overlap, or are not in the order of time")
-        segments.append((max(start, before), stop, text))
-        before = stop
-    return segments
-
-
-def _segment_times(row: dict, columns: Columns) -> tuple[float, float]:
-    """Start and end of a segment in seconds. Raises `ValueError` that says what is wrong."""
-    if not columns.start or not (columns.end or columns.duration):
-        raise ValueError("a segment has no times (start and end, or offset and duration)")
-    try:
-        start = float(row[columns.start])
-        stop = float(row[columns.end]) if columns.end else start + float(row[columns.duration])
-    except (TypeError, ValueError, OverflowError):
-        start = stop = math.nan
-    if not (math.isfinite(start) and math.isfinite(stop)):
-        raise ValueError("a segment's time is not a number")
-    start = round(start * (columns.unit or 1.0), 6)
-    stop = round(stop * (columns.unit or 1.0), 6)
-    if start < 0:
-        raise ValueError("a segment's time is negative")
-    if stop <= start:
-        raise ValueError("a segment ends before it begins")
-    return start, stop
+    return named(f"{place}/" for place in sorted(places)) if places else ""

@@ -10,10 +10,9 @@ from pathlib import Path
 from common.errors import UsageError
 from speech.data.annotations.rows import is_annotations
 from speech.data.columns import Rejections
-from speech.data.finding import comparable, listed
+from speech.data.finding import TABLES, comparable, listed
 
 SUFFIXES = (".txt", ".lab")
-TABLES = (".csv", ".tsv", ".json", ".jsonl")
 TEXT_BYTES = 1 << 20  # of the text of a recording, at most
 
 

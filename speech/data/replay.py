@@ -2,39 +2,40 @@
 its name among a run's sets, what it shares with evaluation sets."""
 
 import itertools
+from dataclasses import dataclass
 
 from common import options
+from common.options import TRAINS, flag
 from speech.data.checks import overlap
 from speech.data.columns import Corpus, Rejections, Strings
 
 REPLAY = "replay"
-FLAGS = ("replay_manifest", "replay_share")
-# Rows for `common.options`.
-EXCLUDES = (*((flag, options.COMMAND, options.TRAINS) for flag in FLAGS),)
+# Rows for `Parser.refuse`.
 NEEDS = (
     ("replay_manifest", ("train_manifest",), ""),
     ("replay_share", ("replay_manifest",), ""),
 )
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of old material."""
+
+    # fmt: off
+    replay_manifest: str | None = flag(
+        options.path, None, "FILE",
+        "old material, such as the language that the model knows, to train on beside the new",
+        TRAINS)
+    replay_share: float = flag(
+        options.number(float, 0.0, 1.0, open_low=True), 0.1, "S",
+        "share of the utterances of every update that are old; an epoch is one of the new material"
+        " (0.1)", TRAINS)
+    # fmt: on
+
+
 def add_arguments(parser) -> None:
-    group = parser.add_argument_group("against forgetting: old material")
-    group.add_argument(
-        "--replay_manifest",
-        type=options.path,
-        metavar="FILE",
-        help="old material, such as the language that the model knows, to train on beside the new",
-    )
-    group.add_argument(
-        "--replay_share",
-        type=options.number(float, 0.0, 1.0, open_low=True),
-        default=0.1,
-        metavar="S",
-        help=(
-            "share of the utterances of every update that are old; an epoch is one of the new"
-            " material (0.1)"
-        ),
-    )
+    options.add_record(parser, "against forgetting: old material", Options)
+    parser.refuse((), NEEDS)
 
 
 def resolve(args) -> dict[str, list[str]]:

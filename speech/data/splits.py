@@ -5,7 +5,7 @@ import argparse
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -14,8 +14,8 @@ import numpy as np
 
 from common import options
 from common.errors import DataError, UsageError
+from common.options import BESIDE, USUAL, OnOff, flag
 from speech.data import replay, watching
-from speech.data.annotations.rows import has_tiers
 from speech.data.checks import report_texts
 from speech.data.columns import (
     Codes,
@@ -25,16 +25,10 @@ from speech.data.columns import (
     describe_utterances,
     report_rejections,
 )
-from speech.data.loading import (
-    MOST_CHARACTERS,
-    Checks,
-    held_out_keys,
-    load_corpus,
-    load_sample,
-    sample_order,
-)
+from speech.data.loading import MOST_CHARACTERS, Checks, held_out_keys, load_corpus
 from speech.writing.changes import Changes
 
+DRAW = 1  # joins the seed of --max_samples, whose order must not be that of the held-out part
 HELD_OUT = 0.05  # share of the training data to evaluate on if there is no --val_manifest
 MOST_HELD_OUT = 200  # utterances, at most
 WORDS_PER_SECOND = 4  # of `stand_in`: fast speech
@@ -46,7 +40,7 @@ SPLITS = ("train", "val", "test", replay.REPLAY)
 TRAINED = ("train", replay.REPLAY)  # the sets that a model learns from
 SET = {"utterances": int, "hours": (int, float), "languages": [str]}  # of `RunInfo.sets`
 
-# Rows for `common.options`: (flag, flags of which one must be given, words to add to the message).
+# Rows for `Parser.refuse`.
 NEEDS = (
     ("val_manifest", ("train_manifest",), ""),
     ("test_manifest", ("train_manifest", "evaluate", "check_data"), ""),
@@ -98,59 +92,64 @@ def sample_count(text: str) -> int | None:
         raise argparse.ArgumentTypeError(f"{error} (-1 means all)") from None
 
 
-def add_arguments(parser, allow_unknown: bool = False) -> None:
-    """The flags of data. `allow_unknown`: with the flag for `speech.writing.unknown.check_unknown`,
-    for a recipe whose vocabulary can lack characters."""
-    group = parser.add_argument_group("data")
-    several = {"nargs": "+"}
-    options.add_rows(
-        group,
-        ("train_manifest", options.path, None, "FILE",
-         "JSON Lines, CSV/TSV with a header, LJSpeech's metadata.csv; .eaf, .TextGrid, .srt, .vtt"
-         " or Audacity's labels beside their audio, also 'files/*.eaf'; a folder of a.wav with"
-         " a.txt; or several of these (synthetic data)", several),
-        ("val_manifest", options.path, None, "FILE",
-         "for evaluation during training (a held-out part of the training data)", several),
-        ("test_manifest", options.path, None, "FILE",
-         "for the results at the end (the evaluation set)", several),
-        ("audio_root", options.path, None, "DIR",
-         "base of audio paths, also of absolute ones of another machine (the manifest's folder)"),
-        ("text_column", None, None, "NAME",
-         "the column of a table that has the texts (the only one called text, sentence ...)"),
-        ("tier", None, None, "NAME",
-         "the tiers with the texts in .eaf and .TextGrid: names, such as 'tx@*', or a type in ELAN"
-         " (the only one)", {"action": options.Repeated, "nargs": "+"}),
-        ("max_samples", sample_count, None, "N",
-         "use N training utterances, drawn by --seed: a larger N adds to them; -1 = all (all)"),
-        ("min_duration", options.number(float, 0.0), 0.1, "S",
-         "reject shorter utterances, seconds (0.1)"),
-        ("max_duration", options.RATE, 30.0, "S", "reject longer utterances, seconds (30)"),
-        ("use_chunking", options.OnOff, False, None,
-         "cut recordings over --max_duration by the manifest's segment times (off)"),
-        ("strict_data", options.OnOff, False, None, "stop if any utterance is rejected (off)"),
-    )  # fmt: skip
-    parser.add_command(
-        group,
-        "--check_data",
-        takes_training_flags=True,
-        action=options.OnOff,
-        default=False,
-        help="read and check all data, print what is wrong with them, and exit",
-    )
-    options.add_rows(
-        group,
-        ("check_audio", options.OnOff, True, None,
-         "decode all audio once before training, and reject silent clips (on)"),
-        ("cache_audio", options.path, None, "DIR",
-         "keep decoded audio in this folder, 230 MB an hour at 16 kHz (no cache)"),
-    )  # fmt: skip
-    if allow_unknown:
-        options.add_rows(
-            group,
-            ("allow_unknown", options.OnOff, False, None,
-             "also use texts of which the vocabulary lacks over 5 %% of the characters (off)"),
-        )  # fmt: skip
-    parser.usual("train_manifest", "val_manifest", "test_manifest", "check_data")
+@dataclass(frozen=True)
+class Flags:
+    """Flags of data."""
+
+    # fmt: off
+    train_manifest: list[str] | None = flag(
+        options.path, None, "FILE",
+        "JSON Lines, CSV/TSV with a header, LJSpeech's metadata.csv; .eaf, .TextGrid, .srt, .vtt"
+        " or Audacity's labels beside their audio, also 'files/*.eaf'; a folder of a.wav with"
+        " a.txt; or several of these (synthetic data)", USUAL, nargs="+")
+    val_manifest: list[str] | None = flag(
+        options.path, None, "FILE",
+        "for evaluation during training (a held-out part of the training data)", USUAL, nargs="+")
+    test_manifest: list[str] | None = flag(
+        options.path, None, "FILE",
+        "for the results at the end (the evaluation set)", USUAL, nargs="+")
+    audio_root: str | None = flag(
+        options.path, None, "DIR",
+        "base of audio paths, also of absolute ones of another machine (the manifest's folder)")
+    text_column: str | None = flag(
+        None, None, "NAME",
+        "the column of a table that has the texts (the only one called text, sentence ...)")
+    tier: list[str] | None = flag(
+        options.Repeated, None, "NAME",
+        "the tiers with the texts in .eaf and .TextGrid: names, such as 'tx@*', or a type in ELAN"
+        " (the only one)", nargs="+")
+    max_samples: int | None = flag(
+        sample_count, None, "N",
+        "use N training utterances, drawn by --seed: a larger N adds to them; -1 = all (all)")
+    min_duration: float = flag(
+        options.number(float, 0.0), 0.1, "S", "reject shorter utterances, seconds (0.1)")
+    max_duration: float = flag(options.RATE, 30.0, "S", "reject longer utterances, seconds (30)")
+    use_chunking: bool = flag(
+        OnOff, False, None,
+        "cut recordings over --max_duration by the manifest's segment times (off)")
+    strict_data: bool = flag(OnOff, False, None, "stop if any utterance is rejected (off)")
+    check_data: bool = flag(
+        OnOff, False, None, "read and check all data, print what is wrong with them, and exit",
+        USUAL, BESIDE)
+    check_audio: bool = flag(
+        OnOff, True, None,
+        "decode all audio once before training, and reject silent clips (on)")
+    cache_audio: str | None = flag(
+        options.path, None, "DIR",
+        "keep decoded audio in this folder, 230 MB an hour at 16 kHz (no cache)")
+    allow_unknown: bool = flag(
+        OnOff, False, None,
+        "also use texts of which the vocabulary lacks over 5 %% of the characters (off)")
+    # fmt: on
+
+
+def add_arguments(parser, allow_unknown: bool = False, **defaults) -> None:
+    """The flags of data, with a recipe's own `defaults`. `allow_unknown`: with the flag for
+    `speech.writing.unknown.check_unknown`, for a recipe whose vocabulary can lack characters."""
+    if not allow_unknown:
+        defaults["allow_unknown"] = options.LEAVE_OUT
+    options.add_record(parser, "data", Flags, **defaults)
+    parser.refuse((), NEEDS)
 
 
 def resolve(
@@ -173,10 +172,8 @@ def resolve(
         raise UsageError(
             f"--min_duration {args.min_duration:g} is not below --max_duration {max_duration:g}"
         )
-    if args.tier and not any(map(has_tiers, itertools.chain(*manifests.values()))):
-        raise UsageError(
-            "--tier: none of the manifests is an .eaf or a .TextGrid, which have tiers"
-        )
+    if args.tier:
+        require_tiers(itertools.chain(*manifests.values()))
     planned = options.plans(args)
     # A check leaves nothing in the current folder.
     keeps = not planned and not (args.check_data and "output_dir" not in args.given)
@@ -190,7 +187,6 @@ def resolve(
         max_samples=args.max_samples,
         strict=args.strict_data,
         seed=args.seed,
-        held_out=tuple(before.held_out) if before else (),
         # The demo's audio is known to be good, and a plan needs only the lengths.
         listen=args.check_audio and bool(manifests) and not planned,
         skip_bad_audio=args.skip_bad_audio or args.check_data,
@@ -199,9 +195,26 @@ def resolve(
         tiers=tuple(args.tier or ()),
         text_column=args.text_column,
     )
-    return DataOptions(
-        manifests, checks, planned, had_others=before is not None and not before.demo
-    )
+    return again(DataOptions(manifests, checks, planned), before)
+
+
+def again(data: DataOptions, before: RunInfo | None) -> DataOptions:
+    """The request, if it is of the run `before` that is resumed or used: what that held out for
+    evaluation is held out again."""
+    if before is None:
+        return data
+    checks = replace(data.checks, held_out=tuple(before.held_out))
+    return replace(data, checks=checks, had_others=not before.demo)
+
+
+def require_tiers(manifests: Iterable[str]) -> None:
+    """Raises `UsageError` if --tier has no effect."""
+    from speech.data.annotations.rows import has_tiers
+
+    if not any(map(has_tiers, manifests)):
+        raise UsageError(
+            "--tier: none of the manifests is an .eaf or a .TextGrid, which have tiers"
+        )
 
 
 def load_splits(
@@ -221,7 +234,9 @@ def load_splits(
         if data.planned and stand_in:
             return stand_in()
         if demo is None:
-            raise UsageError("there are no data: give --train_manifest")
+            raise UsageError(
+                "there are no data: give --train_manifest or, with --evaluate, --test_manifest"
+            )
         if data.had_others:
             raise UsageError(
                 "these weights were trained on other data than the demo corpus, which is used"
@@ -238,33 +253,28 @@ def read_manifests(
     """The checked corpora of `manifests`, {split: path or paths}; prints their sizes and what was
     rejected.
 
-    `checks.max_samples` shortens "train" to the rows of `load_sample`; sets that are only
-    evaluated have joined segments. If there is a "train" but no "val", a part of these rows is held
-    out: if possible `checks.held_out`, whatever the seed and `max_samples` are now. Raises
-    `DataError` and `UsageError`."""
+    `checks.max_samples` shortens "train" to the rows of `draw`; sets that are only evaluated have
+    joined segments. If there is a "train" but no "val", a part of these rows is held out: if
+    possible `checks.held_out`, whatever the seed and `max_samples` are now. Raises `DataError` and
+    `UsageError`."""
     corpora = {}
     normalise = Changes(normalise)
     for split, path in manifests.items():
         name = path if isinstance(path, str) else ", ".join(path)
-        if split == "train" and checks.max_samples is not None:
-            sample = load_sample(path, normalise, checks)
-            whole, rows, rejected = sample.corpus, sample.rows, sample.rejected
-            corpus = whole.select(rows)
-            if sample.checked < sample.total:
-                print(
-                    f"--max_samples: {sample.checked} of {sample.total} rows of {name} were checked"
-                )
-        else:
-            own = checks if split in TRAINED else replace(checks, join_segments=True)
-            corpus, rejected = load_corpus(path, normalise, own)
-            if split == "train":
-                whole, rows = corpus, np.arange(len(corpus))
-        report_rejections(f"{split} set ({name})", corpus.seconds, rejected, checks.strict)
-        corpora[split] = corpus
+        own = checks if split in TRAINED else replace(checks, join_segments=True)
+        corpora[split], rejected = load_corpus(path, normalise, own)
+        seconds = corpora[split].seconds
+        report_rejections(f"{split} set ({name})", seconds, rejected, checks.strict)
     if report := normalise.report():
         print(report)
-    if "train" in corpora and "val" not in corpora:
-        corpora["train"], corpora["val"] = hold_out(whole, rows, checks.seed, set(checks.held_out))
+    if whole := corpora.get("train"):
+        rows = draw(len(whole), checks)
+        if len(rows) < len(whole):
+            print(f"--max_samples: {len(rows)} of {len(whole)} training utterances are taken")
+            corpora["train"] = whole.select(rows)
+        if "val" not in corpora:
+            before = set(checks.held_out)
+            corpora["train"], corpora["val"] = hold_out(whole, rows, checks.seed, before)
     replay.note_overlaps(corpora)
     watching.note_overlaps(corpora)
     return corpora
@@ -306,12 +316,19 @@ def stand_in(
     return {"train": corpus, "val": corpus}
 
 
-def run_info(data: DataOptions, corpora: dict[str, Corpus]) -> RunInfo:
-    """The record in a checkpoint of the `corpora` of `load_splits(data, ...)`."""
+def run_info(
+    data: DataOptions, corpora: dict[str, Corpus], before: RunInfo | None = None
+) -> RunInfo:
+    """The record in a checkpoint of the `corpora` of `load_splits(data, ...)`. `before`: that of the
+    run that is resumed, or of a released model's training, if recordings may later be cut into
+    pieces as long as its utterances."""
     held_out = "train" in data.manifests and "val" not in data.manifests
+    longest = [float(corpora[name].seconds.max()) for name in TRAINED if name in corpora]
+    if before:
+        longest.append(before.longest)
     return RunInfo(
         held_out=held_out_keys(corpora["val"]) if held_out else [],
-        longest=max(float(corpora[name].seconds.max()) for name in TRAINED if name in corpora),
+        longest=max(longest),
         demo=not data.manifests,
         sets=about_sets(corpora),
     )
@@ -364,11 +381,12 @@ def say_checked(sets: dict[str, Corpus]) -> None:
 
 
 def draw(count: int, checks: Checks) -> np.ndarray:
-    """The rows of a checked training set of `count` that `checks.max_samples` leaves, ascending:
-    the first ones of `sample_order`."""
+    """The rows of a checked training set of `count` that `checks.max_samples` leaves, ascending.
+    They are the first ones of an order of all rows, so that more contain every smaller choice."""
     if checks.max_samples is None or checks.max_samples >= count:
         return np.arange(count)
-    return np.sort(sample_order(count, checks.seed)[: checks.max_samples])
+    order = np.random.default_rng([checks.seed, DRAW]).permutation(count)
+    return np.sort(order[: checks.max_samples])
 
 
 def drop(

@@ -1,46 +1,43 @@
 """Watched sets, which are evaluated with the evaluation set, such as a language that a model shall
 not forget: the flags, their names among a run's sets, what they share with the training set."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from common import options
 from common.errors import UsageError
+from common.options import TRAINS, flag
 from speech.data.checks import overlap
 from speech.data.columns import Corpus, Rejections, printable
 
 WATCHED = "watched "  # how the name of a watched set begins
-FLAGS = ("watch_manifest", "stop_when_watched_rises")
-# Rows for `common.options`.
-EXCLUDES = (*((flag, options.COMMAND, options.TRAINS) for flag in FLAGS),)
+# Rows for `Parser.refuse`.
 NEEDS = (
     ("watch_manifest", ("train_manifest",), ""),
     ("stop_when_watched_rises", ("watch_manifest",), ""),
 )
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of watched sets."""
+
+    # fmt: off
+    watch_manifest: list[str] | None = flag(
+        options.path, None, "FILE",
+        "further sets to evaluate with the evaluation set, also before training; can be given"
+        " several times", TRAINS, action=options.Repeated, nargs="+")
+    stop_when_watched_rises: float | None = flag(
+        options.RATE, None, "X",
+        "end at the first evaluation in which the metric of a watched set is worse than before"
+        " training by more than X times its value then, and by more than 0.01 (one point of an"
+        " error rate); the best weights are among those before (never)", TRAINS)
+    # fmt: on
+
+
 def add_arguments(parser) -> None:
-    group = parser.add_argument_group("against forgetting: watched sets")
-    group.add_argument(
-        "--watch_manifest",
-        type=options.path,
-        action=options.Repeated,
-        nargs="+",
-        metavar="FILE",
-        help=(
-            "further sets to evaluate with the evaluation set, also before training; can be given"
-            " several times"
-        ),
-    )
-    group.add_argument(
-        "--stop_when_watched_rises",
-        type=options.RATE,
-        metavar="X",
-        help=(
-            "end at the first evaluation in which the metric of a watched set is worse than before"
-            " training by more than X times its value then, and by more than 0.01 (one point of an"
-            " error rate); the best weights are among those before (never)"
-        ),
-    )
+    options.add_record(parser, "against forgetting: watched sets", Options)
+    parser.refuse((), NEEDS)
 
 
 def resolve(args) -> dict[str, list[str]]:

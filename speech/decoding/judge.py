@@ -17,6 +17,7 @@ import torch
 
 from common import checkpoint, files, options
 from common.errors import RunError, UsageError, cannot_write
+from common.options import flag
 from speech.data.folders import is_replaceable, made_from, write_folder
 from speech.signal.audio import int16, is_own_speech, write_speech, write_wav
 from speech.writing import metrics
@@ -39,11 +40,18 @@ EXCLUDES = (
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out sentences that are spoken: the first `count`, as many as usual if it is None.
-    The recogniser at `judge` (or None) transcribes them on `device`."""
+    """The held-out sentences that are spoken, as many as usual if their number is None, on
+    `device`."""
 
-    count: int | None
-    judge: str | None
+    # fmt: off
+    speak_held_out: int | None = flag(
+        options.COUNT, None, "N",
+        "held-out sentences to speak after training, or with --evaluate, in OUTPUT_DIR/speech ()")
+    judge: str | None = flag(
+        options.path, None, "FILE",
+        "weights of a recogniser that another recipe has trained (best.safetensors): print its"
+        " error rate on the sentences that are spoken after training, or with --evaluate")
+    # fmt: on
     output_dir: str
     device: str
     seed: int
@@ -54,25 +62,9 @@ class HeldOut:
 
 def add_arguments(parser, usual: str) -> None:
     """`usual`: how many sentences are spoken unless the flag says it, for the help."""
-    group = parser.add_argument_group("held-out sentences")
-    group.add_argument(
-        "--speak_held_out",
-        type=options.COUNT,
-        metavar="N",
-        help=(
-            "held-out sentences to speak after training, or with --evaluate, in OUTPUT_DIR/speech"
-            f" ({usual}; with --evaluate 0, unless there is a judge)"
-        ),
-    )
-    group.add_argument(
-        "--judge",
-        type=options.path,
-        metavar="FILE",
-        help=(
-            "weights of a recogniser that another recipe has trained (best.safetensors): print its"
-            " error rate on the sentences that are spoken after training, or with --evaluate"
-        ),
-    )
+    counts = f"{usual}; with --evaluate 0, unless there is a judge"
+    options.add_record(parser, "held-out sentences", HeldOut, speak_held_out=(None, counts))
+    parser.refuse(EXCLUDES)
 
 
 def resolve(args, exports_only: bool) -> HeldOut:
@@ -89,24 +81,28 @@ def resolve(args, exports_only: bool) -> HeldOut:
         recogniser_of(args.judge, RECIPES)
     if args.evaluate and count is None and not args.judge:
         count = 0
-    return HeldOut(count, args.judge, args.output_dir, args.device, args.seed)
+    return HeldOut(
+        speak_held_out=count,
+        judge=args.judge,
+        output_dir=args.output_dir,
+        device=args.device,
+        seed=args.seed,
+    )
 
 
 def outputs_of(output: str, count: int, inputs: Sequence[str]) -> list[Path]:
     """The file of each of `count` texts, which --output names. `inputs`: what the command reads.
     Raises `UsageError`."""
-    outputs = [numbered(output, number, count) for number in range(1, count + 1)]
+    if Path(output).suffix.lower() != ".wav":
+        raise UsageError(f"--output {output}: speech is written as .wav; name a file that ends so")
+    path = Path(output)
+    outputs = [path]
+    if count > 1:  # speech_001.wav and so on
+        names = [f"{path.stem}_{number:03d}{path.suffix}" for number in range(1, count + 1)]
+        outputs = [path.with_name(name) for name in names]
     for path in outputs:
         files.require_output(path, "--output", inputs, is_own_speech)
     return outputs
-
-
-def numbered(output: str, number: int, count: int) -> Path:
-    """The file for text `number` of `count`: `output` itself, or speech_001.wav and so on."""
-    path = Path(output)
-    if count == 1:
-        return path
-    return path.with_name(f"{path.stem}_{number:03d}{path.suffix or '.wav'}")
 
 
 def write(path: Path, waveform: torch.Tensor, rate: int) -> None:

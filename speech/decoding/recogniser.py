@@ -1,53 +1,35 @@
-"""Everything that recognisers do besides learning: flags, decoding a set, the results at the end,
-transcribing files."""
+"""Everything that recognisers do besides learning: flags, decoding a set, transcribing files. Their
+results at the end are in results.py."""
 
-import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from common import batches, files, memory, options
+from common import batches, memory, options
 from common.device import Setup
-from common.errors import DataError, UsageError, cannot_write
+from common.errors import DataError, UsageError
 from common.layers import finite_layers
+from common.options import ALONE, TRAINS, USUAL, OnOff, flag
 from speech.data import splits
-from speech.data.columns import Codes
 from speech.decoding import transcripts
 from speech.decoding.long import BY_SILENCES, Cutting, Piece, by_length, unless_silent
 from speech.signal.audio import SAMPLE_RATE, audio_files, read_audio
 from speech.signal.augment import read_noises
-from speech.writing import metrics, subtitles
-from speech.writing.text import NAMES, as_whisper, for_scoring, in_lower_case, mark_share, style
+from speech.writing import subtitles
+from speech.writing.text import as_whisper
 
-AS_SENT = "as sent"  # what tables call the comparison of symbols that are no writing
-LONG = "transcripts_long.jsonl"  # of whole recordings
-REPORTS = ("transcripts.jsonl", LONG, "results.json")  # files in the log folder
-EXAMPLES = 5  # transcripts printed at the end
 MOST_BEAMS = 500  # hypotheses
 AUGMENTATIONS = ("spec_augment", "speed_perturbation", "wave_augment")
 NOT_BEGUN = 0.75  # CER above which a model has not begun to write
 SPEEDS = (0.9, 1.0, 1.1)  # of --speed_perturbation (Ko et al. 2015)
-MOST_MARKS = 0.02  # share of marks among letters above which Whisper's normaliser breaks words
 NORMALISERS = {"whisper": as_whisper}  # choices of --normaliser
 
-STYLES = {  # what a warning says, and the difference between shares of texts that is worth it
-    "case": ("capitals are", 0.3),
-    "punctuation": ("punctuation is", 0.3),
-    "digits": ("digits are", 0.05),
-}
-
-REGULARISATION = (
-    "spec_augment speed_perturbation wave_augment noise_dir dropout label_smoothing".split()
-)
-
-# Rows for common.options: flags that exclude each other, and flags that need another one.
+# Rows for `Parser.refuse`: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
-    *((flag, options.COMMAND, options.TRAINS) for flag in REGULARISATION),
     ("noise_dir", "wave_augment False", "with the second no noise is added; leave one of them out"),
     *splits.unused_by("transcribe"),
     ("normaliser", "transcribe", "files to transcribe have no reference; leave the first out"),
@@ -59,21 +41,51 @@ NEEDS = (
 
 
 @dataclass(frozen=True)
-class Options:
-    """The flags' settings of decoding and transcribing: the `method` and `beam_size` of a search
-    (None if the recipe has one method only); a further way to compare texts; the files and folders
-    to transcribe, the file that the transcripts are written to (None: they are printed), the
-    longest piece of a recording in seconds (None: what the model reads), and whether they are
-    printed with times; where results are written, the seed that chooses examples, and
-    `Task.augmented_share` of a model that cannot write yet, None in a demo and in a recipe that
-    does not augment by default."""
+class Augmentation:
+    """Flags of augmentation."""
 
-    method: str | None = None
-    beam_size: int | None = None
-    normaliser: str | None = None
-    transcribe: list[str] = field(default_factory=list)
-    output: str | None = None
-    piece_seconds: float | None = None
+    # fmt: off
+    spec_augment: bool | None = flag(
+        OnOff, None, None,
+        "mask bands and spans of the features (on; off for the demo)", TRAINS)
+    speed_perturbation: bool | None = flag(
+        OnOff, None, None, "play at 0.9, 1.0 or 1.1 times the speed (on; off for the demo)", TRAINS)
+    wave_augment: bool | None = flag(
+        OnOff, None, None,
+        "add silence at the ends and noise, and change the level (on; off for the demo)", TRAINS)
+    noise_dir: str | None = flag(
+        options.path, None, "DIR",
+        "turns --wave_augment on, with the noise in these audio files", TRAINS)
+    # fmt: on
+
+
+@dataclass(frozen=True)
+class Options:
+    """The flags' settings of decoding and transcribing, None for flags that a recipe lacks, and
+    where results are written, the seed that chooses examples, and `Task.augmented_share` of a model
+    that cannot write yet, None in a demo and in a recipe that does not augment by default.
+    `timestamps`: whether transcripts are printed with times."""
+
+    # fmt: off
+    decoding: str | None = flag(None, None, None, "")  # by the recipe's methods
+    beam_size: int | None = flag(
+        options.number(int, 1, MOST_BEAMS), None, "N", "hypotheses of a beam search ()")
+    normaliser: str | None = flag(
+        tuple(NORMALISERS), None, None,
+        "also print error rates of texts that are normalised as Whisper's reports are (its"
+        " multilingual normaliser)")
+    transcribe: list[str] | None = flag(
+        options.path, None, "PATH",
+        "transcribe files and folders with the weights of --resume"
+        " (OUTPUT_DIR/checkpoints/best.safetensors)", USUAL, ALONE, nargs="+")
+    output: str | None = flag(
+        options.file, None, "FILE",
+        "write the transcripts to this file as JSON Lines, or subtitles to x.srt or x.vtt", USUAL)
+    piece_seconds: float | None = flag(
+        options.number(float, 1.0), None, "S",
+        "cut recordings at silences into pieces of at most S seconds, to train on with"
+        " --use_chunking (as long as the model reads)")
+    # fmt: on
     timestamps: bool = False
     batch_size: int = 8
     log_dir: Path = Path("logs")
@@ -81,22 +93,33 @@ class Options:
     augmented_share: Callable[[float], float] | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Request(Augmentation):
+    """The request of a recogniser's flags, by their names. `how`: decoding and transcribing. `data`:
+    what is read. Flags that a recipe lacks are None."""
+
+    how: Options
+    data: splits.DataOptions
+    train_manifest: list[str] | None
+    evaluate: bool
+    init_from: str | None
+    output_dir: str
+    log_dir: Path
+    seed: int
+    learning_rate: float | None
+    max_duration: float
+    use_chunking: bool
+    strict_data: bool
+    allow_unknown: bool | None
+    stop_when_watched_rises: bool | None
+
+
 # --- flags ----------------------------------------------------------------------------------------
 
 
 def add_augmentation(parser) -> None:
     """The flags of augmentation alone, for a recipe that does not decode."""
-    options.add_rows(
-        parser.add_argument_group("augmentation"),
-        ("spec_augment", options.OnOff, None, None,
-         "mask bands and spans of the features (on; off for the demo)"),
-        ("speed_perturbation", options.OnOff, None, None,
-         "play at 0.9, 1.0 or 1.1 times the speed (on; off for the demo)"),
-        ("wave_augment", options.OnOff, None, None,
-         "add silence at the ends and noise, and change the level (on; off for the demo)"),
-        ("noise_dir", options.path, None, "DIR",
-         "turns --wave_augment on, with the noise in these audio files"),
-    )  # fmt: skip
+    options.add_record(parser, "augmentation", Augmentation)
 
 
 def add_arguments(
@@ -120,42 +143,17 @@ def add_decoding(
 ) -> None:
     """The flags of a recogniser that decodes by `methods`, `method` by default. Without
     `normalisers` its texts are compared in one way only."""
-    group = parser.add_argument_group("decoding and transcribing")
+    changes = dict.fromkeys(("decoding", "beam_size"), options.LEAVE_OUT)
     if methods:
-        options.add_rows(
-            group,
-            ("decoding", methods, method, None,
-             f"method for the results at the end, --evaluate and --transcribe ({method})"),
-            ("beam_size", options.number(int, 1, MOST_BEAMS), None, "N",
-             f"hypotheses of a beam search ({beam_size})"),
-        )  # fmt: skip
-    if normalisers:
-        options.add_rows(
-            group,
-            ("normaliser", tuple(NORMALISERS), None, None,
-             "also print error rates of texts that are normalised as Whisper's reports are (its"
-             " multilingual normaliser)"),
-        )  # fmt: skip
-    parser.add_command(
-        group,
-        "--transcribe",
-        nargs="+",
-        type=options.path,
-        metavar="PATH",
-        help=(
-            "transcribe files and folders with the weights of --resume"
-            " (OUTPUT_DIR/checkpoints/best.safetensors)"
-        ),
-    )
-    options.add_rows(
-        group,
-        ("output", options.file, None, "FILE",
-         "write the transcripts to this file as JSON Lines, or subtitles to x.srt or x.vtt"),
-        ("piece_seconds", options.number(float, 1.0), None, "S",
-         "cut recordings at silences into pieces of at most S seconds, to train on with"
-         " --use_chunking (as long as the model reads)"),
-    )  # fmt: skip
-    parser.usual("transcribe", "output")
+        what = f"method for the results at the end, --evaluate and --transcribe ({method})"
+        changes = {
+            "decoding": {"choices": methods, "default": method, "help": what},
+            "beam_size": (None, str(beam_size)),
+        }
+    if not normalisers:
+        changes["normaliser"] = options.LEAVE_OUT
+    options.add_record(parser, "decoding and transcribing", Options, **changes)
+    parser.refuse(EXCLUDES, NEEDS)
 
 
 def resolve(
@@ -187,19 +185,22 @@ def resolve(
             needed = "add --timestamps" if "timestamps" in vars(args) else "name a .jsonl file"
             raise UsageError(f"--output {output}: subtitles need times; {needed}")
         transcripts.check_output(output, options.paths_in(args, "output"))
-    return Options(
-        method=getattr(args, "decoding", None),
-        beam_size=getattr(args, "beam_size", None),
-        normaliser=getattr(args, "normaliser", None),
-        transcribe=getattr(args, "transcribe", None) or [],
-        output=output,
-        piece_seconds=getattr(args, "piece_seconds", None),
+    return options.read_record(
+        Options,
+        args,
         timestamps=getattr(args, "timestamps", False),
         batch_size=args.eval_batch_size,
         log_dir=args.log_dir,
         seed=args.seed,
         augmented_share=augmented_share if augment else None,
     )
+
+
+def request(args, how: Options) -> dict:
+    """The fields of a `Request`, for `options.read_record`. Raises `UsageError`."""
+    names = [each.name for each in fields(Request) if each.name not in ("how", "data")]
+    values = {name: getattr(args, name, None) for name in names}
+    return {**values, "how": how, "data": splits.resolve(args)}
 
 
 # --- the beginning of a training from scratch -----------------------------------------------------
@@ -260,162 +261,15 @@ def decode_set(
 
 
 def decode_texts(
-    model: torch.nn.Module, texts_of: Callable[[dict], list], eval_batches: Iterable[dict]
+    model: torch.nn.Module, decode: Callable[[dict], list], eval_batches: Iterable[dict]
 ) -> list[dict]:
-    """The rows of `decode_set` for `texts_of(batch on the model's device)`, without losses."""
-    return decode_set(model, lambda batch: (texts_of(batch), {}), eval_batches)[0]
-
-
-def print_results(
-    rows: list[dict],
-    title: str,
-    how: Options,
-    normalise: Callable[[str], str] = for_scoring,
-    languages: Codes | None = None,
-) -> None:
-    """Prints WER, CER and a few of `rows` ({"file", "seconds", "reference", "hypothesis"}, and
-    perhaps timed "words"), and writes all of them with their "errors" to transcripts.jsonl. The
-    texts are compared after `normalise`, and as `readings_of` says. The error rates are also
-    written to results.json. If the set has several `languages`, by "index", there are also error
-    rates of each, in the first of the readings. Raises `RunError`."""
-    print(f"\n{title}")
-    errors = metrics.read_by(rows, readings_of(rows, how, normalise))
-    rates = metrics.rates(errors)
-    print(metrics.error_table(errors, rates))
-    results = {"title": title, "rates": rates}
-    spoken = [languages[row["index"]] for row in rows] if languages else []
-    if len(set(spoken)) > 1:
-        rows = [{**row, "language": name} for row, name in zip(rows, spoken, strict=True)]
-        results["languages"] = metrics.rates_by(spoken, next(iter(errors.values())))
-        print(metrics.table_by("language", results["languages"]))
-    for number in np.random.default_rng(how.seed).permutation(len(rows))[:EXAMPLES]:
-        row = rows[number]
-        print(f"  reference:  {row['reference']}\n  transcript: {row['hypothesis']}")
-        words = row.get("words", ())
-        times = [f"{word['start']:.2f}-{word['end']:.2f} {word['text']}" for word in words]
-        print(f"  times:      {'  '.join(times)}\n" if times else "")
-    counted = [
-        {**row, "errors": metrics.errors_of_row(errors, number)} for number, row in enumerate(rows)
-    ]
-    write_rows(counted, how, "transcripts.jsonl")
-    write_results(how, results)
-
-
-def write_rows(rows: list[dict], how: Options, name: str) -> None:
-    """Writes decoded utterances to one of REPORTS. Raises `RunError`."""
-    lines = []
+    """The rows of `decode_set` for `decode(batch on the model's device)`, without losses. It returns
+    texts, or records with a "text" and timed "words", which the rows have, too."""
+    rows, _ = decode_set(model, lambda batch: (decode(batch), {}), eval_batches)
     for row in rows:
-        shown = {key: value for key, value in row.items() if key != "index"}
-        lines.append(json.dumps(shown, ensure_ascii=False) + "\n")
-    write_report(how, name, "".join(lines))
-
-
-def write_report(how: Options, name: str, text: str) -> None:
-    """Writes one of REPORTS. Raises `RunError`."""
-    try:
-        files.write_text(how.log_dir / name, text)
-    except OSError as error:
-        raise cannot_write(how.log_dir, error, "--output_dir") from None
-
-
-def write_results(how: Options, results: dict) -> None:
-    """Writes results.json: the "title" of the results, the "rates" of `metrics.rates`, those of
-    several "languages" (`metrics.rates_by`), and, if a model was "compared_to", its rates as
-    "before"; "watched" sets (`Watched.by_step`); a "warning". Raises `RunError`."""
-    write_report(how, "results.json", json.dumps(results, ensure_ascii=False, indent=1) + "\n")
-
-
-def read_results(log_dir: Path) -> dict:
-    """The results that `print_results` has written in the log folder."""
-    return files.read_json(log_dir / "results.json")
-
-
-def results_of(log_dir: Path, weights: Path | None, are_new: bool) -> dict | None:
-    """The results in the log folder, of an evaluation of these `weights` that was just made
-    (`are_new`) or earlier: then results.json names this file. None if there are none. Raises
-    `UsageError` and `OSError`."""
-    path = log_dir / "results.json"
-    if not (are_new or path.exists()):
-        return None
-    results = read_results(log_dir)
-    if weights is None:
-        return results if are_new else None
-    state = weights.stat()
-    file = {"file": str(weights.resolve()), "bytes": state.st_size, "time": state.st_mtime}
-    if are_new:
-        results["weights"] = file
-        files.write_text(path, json.dumps(results, ensure_ascii=False, indent=1) + "\n")
-    return results if results.get("weights") == file else None
-
-
-def add_watched(how: Options, watched, progress) -> None:
-    """Adds to results.json the evaluations of `watched` sets (`parts.watching.Watched`, or None)
-    that the progress of a training has. Raises `RunError`."""
-    if watched:
-        found = watched.by_step(progress)
-        write_results(how, {**read_results(how.log_dir), "watched": found})
-
-
-def add_warning(how: Options, warning: str) -> None:
-    """Adds a warning to results.json, which the card of an export repeats. Raises `RunError`."""
-    write_results(how, {**read_results(how.log_dir), "warning": warning})
-
-
-def print_improvement(
-    before: list[dict],
-    rows: list[dict],
-    path: str,
-    how: Options,
-    normalise: Callable[[str], str] = for_scoring,
-) -> None:
-    """Prints how much lower the error rates of `rows` are than those of the rows `before` of the
-    model at `path`, of the same utterances, and adds the latter to results.json. `normalise` as in
-    `print_results`, which is called before. Raises `RunError`."""
-    readings = readings_of(rows, how, normalise, warns=False)
-    old, new = (metrics.read_by(each, readings) for each in (before, rows))
-    table = metrics.improvement_table(old, new)
-    print(f"compared to {path} on the same {len(rows)} utterances:\n{table}")
-    compared = {"compared_to": path, "before": metrics.rates(old)}
-    write_results(how, {**read_results(how.log_dir), **compared})
-
-
-def readings_of(
-    rows: list[dict], how: Options, normalise: Callable[[str], str], warns: bool = True
-) -> dict[str, Callable[[str], str]]:
-    """The ways in which texts are compared, by name: after a recipe's own `normalise`, in lower
-    case without punctuation, and by --normaliser. Symbols that are no writing, whose `normalise` is
-    not one of text.py's, are compared in this way only."""
-    if normalise not in NAMES:
-        return {AS_SENT: normalise}
-    chosen = [normalise, in_lower_case]
-    if how.normaliser:
-        chosen.append(NORMALISERS[how.normaliser])
-        share = mark_share(row["reference"] for row in rows)
-        if warns and share > MOST_MARKS:
-            print(
-                f"warning: {NAMES[chosen[-1]]} puts spaces in place of the marks of this script,"
-                f" {100 * share:.0f} % of its letters: its error rates say little about how well"
-                " this language is read",
-                flush=True,
-            )
-    return {NAMES[each]: each for each in chosen}
-
-
-def warn_of_style(texts: list[str], rows: list[dict]) -> None:
-    """Warns once if the training `texts` and the hypotheses in `rows` differ in style: error rates
-    rise while a model learns another one. `texts` is emptied."""
-    if texts and rows:
-        trained = style(texts)
-        decoded = style([row["hypothesis"] for row in rows])
-        for name, (words, limit) in STYLES.items():
-            if abs(trained[name] - decoded[name]) > limit:
-                print(
-                    f"warning: {words} in {100 * decoded[name]:.0f} % of the model's texts and in"
-                    f" {100 * trained[name]:.0f} % of the training texts: error rates rise while"
-                    " the model learns another style",
-                    flush=True,
-                )
-    texts.clear()
+        if isinstance(decoded := row["hypothesis"], dict):
+            row.update(hypothesis=decoded["text"], words=decoded["words"])
+    return rows
 
 
 # --- transcribing files ---------------------------------------------------------------------------

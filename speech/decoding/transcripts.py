@@ -40,12 +40,13 @@ def check_output(output: str, inputs: Iterable[str]) -> None:
         begins = TRANSCRIPT
         if is_subtitles(path):
             begins = subtitles.FORMATS[path.suffix.lower()].begins
-        is_earlier = functools.partial(_begins, begins)
+        is_earlier = functools.partial(begins_with, begins)
         files.require_output(output, "--output", inputs, is_earlier)
         files.require_output(partial_of(path), "--output", inputs, is_earlier)
 
 
-def _begins(beginning: bytes, path: Path) -> bool:
+def begins_with(beginning: bytes, path: Path) -> bool:
+    """Whether a file is empty, or begins as what this project writes does."""
     with open(path, "rb") as file:
         return file.read(len(beginning)) in (b"", beginning)
 

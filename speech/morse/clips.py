@@ -1,27 +1,20 @@
 """Which Morse clips a run trains on and is evaluated on: the flags, synthetic clips or
 recordings."""
 
-import argparse
-import os
 from dataclasses import dataclass, replace
 
 from common import options
 from common.errors import DataError, UsageError
+from common.options import TRAINS, USUAL, flag
 from speech.data import splits
 from speech.data.splits import TRAINED
 from speech.morse.alphabet import normalise
-from speech.morse.recordings import (
-    DATASET_MIX,
-    MOST_CLIPS,
-    Recordings,
-    from_corpus,
-    read_splits,
-    write_dataset,
-)
+from speech.morse.recordings import Recordings, from_corpus, read_splits
 from speech.morse.synthesis import CONDITIONS, LIMITS, LONGEST, Choice, Synthetic
 
 EPOCH_CLIPS = 4000
 EVAL_CLIPS = 200
+MOST_CLIPS = 10_000_000
 MOST_EVAL_CLIPS = 1_000_000
 DEMO_SECONDS = 3.0  # the longest clip of the demo
 DRAWN = ("conditions", "wpm", "tone", "snr_db", "clip_seconds")  # flags: what clips are drawn from
@@ -34,7 +27,7 @@ GOALS = (
 )  # flags that ask for training, see `models.released.exports_only`
 ALIGNED = "a released encoder is aligned already; leave the first out"
 NOT_ALIGNED = "recordings do not say when a symbol is sent; give --ctc_weight instead"
-# Rows for common.options: flags that exclude each other, and flags that need another one.
+# Rows for `Parser.refuse`: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
     ("train_manifest", "data_dir", "both name recordings; give one of them"),
     ("test_manifest", "data_dir", "both name recordings to test on; give one of them"),
@@ -52,7 +45,7 @@ EXCLUDES = (
         (flag, "transcribe", "the first is for training and --evaluate")
         for flag in (*SYNTHETIC_ONLY, "data_dir")
     ),
-    ("clips_per_epoch", "evaluate", options.TRAINS),
+    ("clips_per_epoch", "evaluate", "the first is for training; leave it out"),
     (
         "alignment_weight",
         "ctc_weight",
@@ -60,7 +53,6 @@ EXCLUDES = (
     ),
     *(("alignment_weight", model, ALIGNED) for model in RELEASED),
     *(("alignment_weight", source, NOT_ALIGNED) for source in RECORDED),
-    ("alignment_weight", options.COMMAND, options.TRAINS),
 )
 NEEDS = tuple((flag, RECORDED, "") for flag in ("max_samples", "cache_audio", "audio_root"))
 
@@ -70,81 +62,55 @@ Clips = Synthetic | Recordings
 @dataclass(frozen=True)
 class Options:
     """The request of the flags. `named`: whether they name clips, synthetic ones or recordings.
-    `counts`: synthetic clips in an epoch by split. `write`: the folder that a data set of
-    `write_count` clips is written to, with so many `workers`, or None."""
+    `counts`: synthetic clips in an epoch by split."""
 
     choice: Choice
     named: bool
     counts: dict[str, int]
     data_dir: str | None
-    write: str | None
-    write_count: int
-    workers: int
     seed: int
 
 
+def _range(what: str, name: str):
+    """The flag of a range that clips are drawn from."""
+    kind = options.number(float, *LIMITS[name])
+    return flag(kind, None, ("LOW", "HIGH"), f"{what} (the conditions' own)", nargs=2)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of Morse clips."""
+
+    # fmt: off
+    conditions: list[str] | None = flag(
+        list(CONDITIONS), None, "NAME",
+        f"conditions that clips are drawn from, each equally likely: {', '.join(CONDITIONS)}"
+        " (demo; all but demo with a released model or --from_scratch)", USUAL, nargs="+")
+    wpm: list[float] | None = _range("speed, words a minute", "wpm")
+    tone: list[float] | None = _range("tone, Hz", "tone")
+    snr_db: list[float] | None = _range("SNR in 2,500 Hz, dB", "snr_db")
+    clip_seconds: float | None = flag(
+        options.number(float, 1.0, LONGEST), None, "S",
+        "longest clip; a slow symbol is sent whole (29; 3 in the demo)")
+    clips_per_epoch: int | None = flag(
+        options.number(int, 1, MOST_CLIPS), None, "N",
+        f"synthetic clips in an epoch; every epoch has new ones ({EPOCH_CLIPS})")
+    eval_clips: int | None = flag(
+        options.number(int, 1, MOST_EVAL_CLIPS), None, "N",
+        f"synthetic clips in the evaluation set, and in the test set ({EVAL_CLIPS})")
+    data_dir: str | None = flag(
+        options.path, None, "DIR",
+        "train and evaluate on a folder of recordings with metadata.csv or splits/", USUAL)
+    alignment_weight: float | None = flag(
+        options.SHARE, None, "X",
+        "share of an auxiliary loss on the encoder (which symbol is sent in every frame), for"
+        " synthetic clips from scratch (0.3 there)", TRAINS)
+    # fmt: on
+
+
 def add_arguments(parser) -> None:
-    group = parser.add_argument_group("Morse clips")
-    group.add_argument(
-        "--conditions",
-        nargs="+",
-        choices=list(CONDITIONS),
-        metavar="NAME",
-        help=(
-            f"conditions that clips are drawn from, each equally likely: {', '.join(CONDITIONS)}"
-            " (demo; all but demo with a released model or --from_scratch)"
-        ),
-    )
-    units = {"wpm": "speed, words a minute", "tone": "tone, Hz", "snr_db": "SNR in 2,500 Hz, dB"}
-    for name, what in units.items():
-        group.add_argument(
-            f"--{name}",
-            type=options.number(float, *LIMITS[name]),
-            nargs=2,
-            metavar=("LOW", "HIGH"),
-            help=f"{what} (the conditions' own)",
-        )
-    group.add_argument(
-        "--clip_seconds",
-        type=options.number(float, 1.0, LONGEST),
-        metavar="S",
-        help="longest clip; a slow symbol is sent whole (29; 3 in the demo)",
-    )
-    group.add_argument(
-        "--clips_per_epoch",
-        type=options.number(int, 1, MOST_CLIPS),
-        metavar="N",
-        help=f"synthetic clips in an epoch; every epoch has new ones ({EPOCH_CLIPS})",
-    )
-    group.add_argument(
-        "--eval_clips",
-        type=options.number(int, 1, MOST_EVAL_CLIPS),
-        metavar="N",
-        help=f"synthetic clips in the evaluation set, and in the test set ({EVAL_CLIPS})",
-    )
-    group.add_argument(
-        "--data_dir",
-        type=options.path,
-        metavar="DIR",
-        help="train and evaluate on a folder of recordings with metadata.csv or splits/",
-    )
-    group.add_argument(
-        "--alignment_weight",
-        type=options.SHARE,
-        metavar="X",
-        help=(
-            "share of an auxiliary loss on the encoder (which symbol is sent in every frame), for"
-            " synthetic clips from scratch (0.3 there)"
-        ),
-    )
-    parser.add_command(
-        group,
-        "--write_dataset",
-        nargs=2,
-        metavar=("DIR", "N"),
-        help="write such a folder with N synthetic clips of --conditions, and exit",
-    )
-    parser.usual("conditions", "data_dir")
+    options.add_record(parser, "Morse clips", Flags)
+    parser.refuse(EXCLUDES, NEEDS)
 
 
 def resolve(args, is_demo: bool, alignment_weight: float) -> Options:
@@ -161,13 +127,8 @@ def resolve(args, is_demo: bool, alignment_weight: float) -> Options:
             f"--{flag} would move what --alignment_weight trains on; synthetic clips have speeds,"
             " silence and noise of their own: --wpm LOW HIGH, --snr_db LOW HIGH"
         )
-    write = None
-    write_count = 0
     conditions = [name for name in CONDITIONS if name != "demo"]
-    if args.write_dataset:
-        write, write_count = dataset_to_write(args.write_dataset)
-        conditions = list(DATASET_MIX)
-    elif is_demo:
+    if is_demo:
         conditions = ["demo"]
         if args.clip_seconds is None:
             args.clip_seconds = DEMO_SECONDS
@@ -179,33 +140,13 @@ def resolve(args, is_demo: bool, alignment_weight: float) -> Options:
         args.eval_clips = EVAL_CLIPS
     choice = Choice(*(getattr(args, name) for name in DRAWN))
     choice.mix()  # what is wrong with it is reported now
-    workers = os.cpu_count() or 1
-    if args.dataloader_num_workers != "auto":
-        workers = min(args.dataloader_num_workers, workers)
     return Options(
         choice=choice,
         named=bool(args.given & {*DRAWN, *RECORDED}),
         counts={"train": args.clips_per_epoch, "val": args.eval_clips, "test": args.eval_clips},
         data_dir=args.data_dir,
-        write=write,
-        write_count=write_count,
-        workers=workers,
         seed=args.seed,
     )
-
-
-def dataset_to_write(words: list[str]) -> tuple[str, int]:
-    """The folder and the number of clips of --write_dataset. Raises `UsageError`."""
-    try:
-        return options.path(words[0]), options.number(int, 1, MOST_CLIPS)(words[1])
-    except argparse.ArgumentTypeError as error:
-        raise UsageError(f"--write_dataset {' '.join(words)}: {error}") from None
-
-
-def write(source: Options) -> None:
-    """--write_dataset DIR N. Raises `UsageError` and `RunError`."""
-    mix = source.choice.mix()
-    write_dataset(source.write, source.write_count, source.seed, mix, source.workers)
 
 
 def read(source: Options, data: splits.DataOptions, trains: bool = True) -> dict[str, Clips]:
@@ -251,7 +192,7 @@ def run_info(data: splits.DataOptions, sets: dict[str, Clips]) -> splits.RunInfo
     """The record of these sets in a checkpoint."""
     held_out = []
     if "train" in data.manifests and "val" not in data.manifests:
-        held_out = splits.held_out_keys(sets["val"])
+        held_out = splits.held_out_keys(sets["val"].corpus)
     return splits.RunInfo(
         held_out=held_out,
         longest=max(float(sets[name].seconds(0).max()) for name in TRAINED if name in sets),

@@ -1,55 +1,29 @@
-"""Folders of Morse recordings with metadata.csv: written by the synthesis, read into columns."""
+"""Morse recordings in columns: of folders with metadata.csv, and of manifests."""
 
-import csv
 import dataclasses
 import hashlib
-import json
 import math
-import multiprocessing.connection
 import os
-import signal
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from common.errors import DataError, RunError, UsageError, cannot_write
+from common.errors import DataError, UsageError
 from speech.data.columns import Codes, Corpus, Rejections, Strings
+from speech.data.fields import check_encoding
 from speech.data.finding import find_all
-from speech.data.folders import read_made_from, require_replaceable, write_folder
 from speech.data.headers import probe_all
 from speech.data.loading import FILE_TOLERANCE, MOST_CHARACTERS, Checks
-from speech.data.manifest import check_encoding, parse
+from speech.data.manifest import parse
 from speech.data.splits import draw, drop, report_rejections
 from speech.morse.alphabet import CALLSIGN, SYMBOLS, normalise, symbols
-from speech.morse.synthesis import Conditions, draw_conditions, synthesise
-from speech.signal.audio import SAMPLE_RATE, read_utterance, write_wav
+from speech.morse.scores import TAGS
+from speech.signal.audio import SAMPLE_RATE, read_utterance
 from speech.writing.unknown import named
 
-METADATA = [
-    "id",
-    "audio_file",
-    "text",
-    "contest_type",
-    "sample_type",
-    "wpm",
-    "condition",
-    "duration",
-    "is_noise_only",
-]
-MORE_METADATA = ["snr_db", "callsigns", "exchange"]  # columns that other data sets may lack
-# The conditions of a data set that is written.
-DATASET_MIX = (
-    "clean",
-    "contest_good",
-    "contest_moderate",
-    "contest_poor",
-    "dx_expedition",
-    "wide",
-)
 SPLITS = {  # name of a file in splits/: what it is for
     "train": "train",
     "validation": "validation",
@@ -57,104 +31,45 @@ SPLITS = {  # name of a file in splits/: what it is for
     "val": "validation",
     "test": "test",
 }
-MADE_BY = "whisper_morse"  # in a folder's made_from.json
-MOST_CLIPS = 10_000_000  # of a data set: 2 TB
 NO_CODE = "text has characters without a Morse code"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Recordings:
-    """Clips on disk, in columns. Unknown values are "" or NaN. `lengths` (N,) in seconds is what
-    the files' headers say, `durations` is NaN for clips that end with their file. `cache_audio`:
-    folder for decoded audio."""
+    """Clips on disk, and what is known of each: the tags that `scores.evaluation_tables` asks
+    for."""
 
-    ids: list[str]
-    paths: list[str]
-    texts: list[str]
-    contest_types: list[str]
-    sample_types: list[str]
-    conditions: list[str]
-    callsigns: list[list[str]]
-    exchanges: list[str]
-    wpm: np.ndarray
-    snr_db: np.ndarray
-    is_noise_only: np.ndarray
-    lengths: np.ndarray
-    offsets: np.ndarray
-    durations: np.ndarray
-    channels: np.ndarray | None = None
-    starts: None = None  # clips are not trimmed
-    cache_audio: str | None = None
-    repeats_texts: bool = True  # short texts of callsigns and numbers
+    corpus: Corpus
+    tags: list[dict]
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self.corpus)
 
     def text_length(self, index: int) -> int:
-        return len(self.texts[index])
+        return len(self.corpus.texts[index])
 
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths of the clips, the same in every epoch."""
-        return self.lengths
-
-    def where(self, index: int) -> str:
-        """The file of a clip, for messages."""
-        return self.paths[index]
+        return self.corpus.seconds
 
     def load(self, index: int, epoch: int) -> tuple[torch.Tensor, str, str, None]:
         """(waveform (T,), text, name, None: recordings do not say when each symbol is sent). Raises
         `BadAudio`."""
-        waveform = read_utterance(self, index, SAMPLE_RATE)
-        return waveform, self.texts[index], self.paths[index], None
+        waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
+        return waveform, self.corpus.texts[index], self.corpus.paths[index], None
 
     def row(self, index: int, hypothesis: str) -> dict:
         """A row for `scores.evaluation_tables`."""
-        return {
-            "file": self.paths[index],
-            "reference": self.texts[index],
-            "hypothesis": hypothesis,
-            "condition": self.conditions[index],
-            "contest_type": self.contest_types[index],
-            "sample_type": self.sample_types[index],
-            "wpm": float(self.wpm[index]),
-            "snr_db": float(self.snr_db[index]),
-            "is_noise_only": bool(self.is_noise_only[index]),
-            "callsigns": self.callsigns[index],
-            "exchange": self.exchanges[index],
-        }
+        texts = {"reference": self.corpus.texts[index], "hypothesis": hypothesis}
+        return {"file": self.corpus.paths[index], **texts, **self.tags[index]}
 
     def fingerprint(self) -> str:
         """Changes when the clips, their texts or their order do."""
-        digest = hashlib.blake2b(digest_size=16)
-        for row in zip(self.paths, self.texts, self.offsets.tolist(), strict=True):
-            digest.update(repr(row).encode("utf-8", "surrogateescape"))
-        return digest.hexdigest()
-
-    def as_corpus(self) -> Corpus:
-        """The clips as a corpus for the report of --check_data, without speakers and languages."""
-        count = len(self)
-        return Corpus(
-            paths=Strings(self.paths),
-            texts=Strings(self.texts),
-            seconds=self.lengths,
-            offsets=self.offsets,
-            durations=self.durations,
-            speakers=Codes([""] * count),
-            languages=Codes([""] * count),
-            lines=np.arange(1, count + 1),
-            repeats_texts=self.repeats_texts,
-        )
+        return self.corpus.fingerprint()
 
     def select(self, indices: np.ndarray) -> "Recordings":
         """The clips at `indices`, in that order."""
-        columns = {}
-        for field in dataclasses.fields(self):
-            column = getattr(self, field.name)
-            if isinstance(column, np.ndarray):
-                columns[field.name] = column[indices]
-            elif isinstance(column, list):
-                columns[field.name] = [column[i] for i in indices]
-        return dataclasses.replace(self, **columns)
+        return Recordings(self.corpus.select(indices), [self.tags[index] for index in indices])
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -166,7 +81,7 @@ def read_splits(folder: str | Path, checks: Checks) -> dict[str, Recordings]:
     names = {"train": "train", "validation": "val", "test": "test"}
     splits = {}
     for split, recordings in read_dataset(folder, checks.cache_dir, checks.strict).items():
-        lengths = recordings.lengths
+        lengths = recordings.seconds(0)
         kept = np.flatnonzero((lengths >= checks.min_duration) & (lengths <= checks.max_duration))
         if len(kept) < len(recordings):
             print(
@@ -178,9 +93,8 @@ def read_splits(folder: str | Path, checks: Checks) -> dict[str, Recordings]:
         if split == "train":
             kept = kept[draw(len(kept), checks)]
         if len(kept):
-            splits[names[split]] = dataclasses.replace(
-                recordings.select(kept), cache_audio=checks.cache_audio
-            )
+            splits[names[split]] = recordings.select(kept)
+            splits[names[split]].corpus.cache_audio = checks.cache_audio
     if "val" not in splits and "test" in splits:
         splits["val"] = splits["test"]
     return splits
@@ -189,8 +103,8 @@ def read_splits(folder: str | Path, checks: Checks) -> dict[str, Recordings]:
 def read_dataset(
     folder: str | Path, cache_dir: Path | None = None, strict: bool = False
 ) -> dict[str, Recordings]:
-    """The usable clips of a folder as `write_dataset` writes it, by split: "train", "validation"
-    and "test", as far as they exist. Without splits/*.csv, metadata.csv is divided 80/10/10 by a
+    """The usable clips of a folder, by split: "train", "validation" and "test", as far as they
+    exist. Without splits/*.csv, metadata.csv is divided 80/10/10 by a
     hash of the id. The columns audio_file and text are required. The lengths in file headers are
     kept in `cache_dir`.
 
@@ -220,9 +134,9 @@ def read_dataset(
                 rejections[name].add(reason, f"{row['place']}: {row['audio_file']}")
             else:
                 usable.append(row)
-        columns = _in_columns(usable)
-        report_rejections(f"{name} set ({folder})", columns.lengths, rejections[name], strict)
-        recordings[name] = columns
+        recordings[name] = _recordings(usable)
+        seconds = recordings[name].seconds(0)
+        report_rejections(f"{name} set ({folder})", seconds, rejections[name], strict)
     if not recordings:
         raise DataError(f"{folder}: its tables have no rows")
     return recordings
@@ -278,10 +192,10 @@ def _read_table(path: Path, rejected: Rejections) -> list[dict]:
 
 
 def _parse_row(cells: dict[str, str]) -> dict:
-    """All columns of METADATA and MORE_METADATA, numbers as floats. Raises `ValueError` that says
-    what is wrong."""
+    """The columns "id", "audio_file", "text", "duration" and TAGS, numbers as floats. Raises
+    `ValueError` that says what is wrong."""
     check_encoding("".join(cells.values()))
-    row = {**dict.fromkeys(METADATA + MORE_METADATA, ""), **cells}
+    row = {**dict.fromkeys(("id", "duration", *TAGS), ""), **cells}
     for column in ("audio_file", "text"):
         if column not in cells:
             raise ValueError(f"no column {column}")
@@ -314,26 +228,20 @@ def find_callsigns(text: str) -> list[str]:
     return [word for word in text.split() if CALLSIGN.fullmatch(word)]
 
 
-def _in_columns(rows: list[dict]) -> Recordings:
-    def column(name: str) -> list:
-        return [row[name] for row in rows]
-
-    return Recordings(
-        ids=column("id"),
-        paths=column("path"),
-        texts=column("text"),
-        contest_types=column("contest_type"),
-        sample_types=column("sample_type"),
-        conditions=column("condition"),
-        callsigns=column("callsigns"),
-        exchanges=column("exchange"),
-        wpm=np.array(column("wpm"), dtype=float),
-        snr_db=np.array(column("snr_db"), dtype=float),
-        is_noise_only=np.array(column("is_noise_only"), dtype=bool),
-        lengths=np.array(column("seconds"), dtype=float),
+def _recordings(rows: list[dict]) -> Recordings:
+    nothing = [""] * len(rows)
+    corpus = Corpus(
+        paths=Strings(row["path"] for row in rows),
+        texts=Strings(row["text"] for row in rows),
+        seconds=np.array([row["seconds"] for row in rows], dtype=float),
         offsets=np.zeros(len(rows)),
         durations=np.full(len(rows), np.nan),
+        speakers=Codes(nothing),
+        languages=Codes(nothing),
+        lines=np.arange(1, len(rows) + 1),
+        repeats_texts=True,  # short texts of callsigns and numbers
     )
+    return Recordings(corpus, [{name: row[name] for name in TAGS} for row in rows])
 
 
 def from_corpus(corpus: Corpus, name: str, strict: bool) -> Recordings:
@@ -348,159 +256,8 @@ def from_corpus(corpus: Corpus, name: str, strict: bool) -> Recordings:
         return NO_CODE, f"{corpus.texts[index][:60]} ({named(others, 5)})"
 
     corpus = drop(corpus, name, fault, strict)
-    count = len(corpus)
-    texts = list(corpus.texts)
-    return Recordings(
-        ids=[corpus.where(index) for index in range(count)],
-        paths=list(corpus.paths),
-        texts=texts,
-        contest_types=[""] * count,
-        sample_types=[""] * count,
-        conditions=[""] * count,
-        callsigns=[find_callsigns(text) for text in texts],
-        exchanges=[""] * count,
-        wpm=np.full(count, np.nan),
-        snr_db=np.full(count, np.nan),
-        is_noise_only=np.zeros(count, dtype=bool),
-        lengths=corpus.seconds,
-        offsets=corpus.offsets,
-        durations=corpus.durations,
-        channels=corpus.channels,
-        cache_audio=corpus.cache_audio,
-    )
-
-
-# --- writing --------------------------------------------------------------------------------------
-
-
-def write_dataset(
-    folder: str | Path, count: int, seed: int, mix: Sequence[Conditions], workers: int = 1
-) -> None:
-    """Writes `count` clips with conditions drawn from `mix`: audio/*.wav (16 bits), metadata.csv,
-    and splits/ with 80 % of them for training, 10 % for validation and 10 % for the test.
-
-    The content depends on `count`, `seed` and `mix` alone. The same data set is left as it is;
-    another one that this function wrote and nobody has changed is replaced. Raises `UsageError` if
-    the folder holds anything else, `RunError` if it cannot be written."""
-    folder = Path(folder).absolute()
-    settings = {
-        "made_by": MADE_BY,
-        "version": 1,
-        "count": count,
-        "seed": seed,
-        "mix": [dataclasses.asdict(conditions) for conditions in mix],
-    }
-    settings = json.loads(json.dumps(settings))  # tuples to lists, as they are read back
-    try:
-        require_replaceable(folder, settings)
-        if read_made_from(folder) == settings:
-            print(f"data set: {count} clips are already in {folder}")
-            return
-
-        def fill(aside: Path) -> list[dict]:
-            return _write_clips(aside, count, seed, mix, workers)
-
-        rows = write_folder(folder, fill, settings)
-    except UsageError as error:
-        raise UsageError(f"--write_dataset {error}") from None
-    except OSError as error:
-        raise cannot_write(folder, error, "--write_dataset") from None
-    hours = sum(row["duration"] for row in rows) / 3600
-    print(f"data set: {count} clips, {hours:.2f} h, in {folder}")
-
-
-def _write_clips(
-    folder: Path, count: int, seed: int, mix: Sequence[Conditions], workers: int
-) -> list[dict]:
-    """Fills an empty folder with clips and tables; returns the rows."""
-    (folder / "audio").mkdir()
-    (folder / "splits").mkdir()
-    clips = [(folder, seed, index, mix) for index in range(count)]
-    rows = _in_parallel(clips, workers) if workers > 1 else list(map(_write_clip, clips))
-    _write_table(folder / "metadata.csv", rows)
-    _write_table(folder / "splits" / "train.csv", [row for i, row in enumerate(rows) if i % 10 < 8])
-    _write_table(folder / "splits" / "validation.csv", rows[8::10])
-    _write_table(folder / "splits" / "test.csv", rows[9::10])
-    return rows
-
-
-def _in_parallel(clips: list[tuple], workers: int) -> list[dict]:
-    """`_write_clip` of all `clips` in so many processes. None of them is left at the end, also if
-    it fails. There are no locks, which a signal could leave behind."""
-    # A signal reaches the whole process group, but only the main process acts on it: the workers
-    # inherit the mask.
-    signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    context = multiprocessing.get_context("fork")
-    rows = [{}] * len(clips)
-    shares = {}
-    processes = []
-    try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-        for first in range(workers):
-            reader, writer = context.Pipe(duplex=False)
-            shares[reader] = slice(first, None, workers)
-            process = context.Process(
-                target=_write_share, args=(writer, clips[shares[reader]], os.getpid())
-            )
-            process.start()
-            processes.append(process)
-            writer.close()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-        while shares:
-            for reader in multiprocessing.connection.wait(list(shares)):
-                result = reader.recv()
-                if isinstance(result, OSError):
-                    raise result
-                rows[shares.pop(reader)] = result
-        return rows
-    except EOFError:
-        raise RunError(
-            "a process that writes clips died (often: too little memory); nothing was written"
-        ) from None
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-
-
-def _write_share(writer, clips: list[tuple], parent: int) -> None:
-    """Sends the rows of some clips, or the `OSError` that prevented them. Ends with its parent."""
-    rows = []
-    try:
-        for clip in clips:
-            if os.getppid() != parent:
-                return
-            rows.append(_write_clip(clip))
-        writer.send(rows)
-    except OSError as error:
-        writer.send(error)
-
-
-def _write_clip(clip: tuple[Path, int, int, Sequence[Conditions]]) -> dict:
-    """Writes the wav of (folder, seed, index, mix); returns its row."""
-    folder, seed, index, mix = clip
-    sample = synthesise(seed, index, draw_conditions(mix, seed, index))
-    name = f"audio/{index:06d}.wav"
-    write_wav(folder / name, np.rint(sample.audio * 32768).astype("<i2"), SAMPLE_RATE)
-    return {
-        "id": f"{index:06d}",
-        "audio_file": name,
-        "text": sample.text,
-        "contest_type": sample.contest_type,
-        "sample_type": sample.sample_type,
-        "wpm": round(sample.wpm, 2),
-        "condition": sample.condition,
-        "duration": round(sample.seconds, 3),
-        "is_noise_only": sample.is_noise_only,
-        "snr_db": "" if sample.is_noise_only else round(sample.snr_db, 2),
-        "callsigns": " ".join(sample.callsigns),
-        "exchange": sample.exchange,
-    }
-
-
-def _write_table(path: Path, rows: list[dict]) -> None:
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, METADATA + MORE_METADATA)
-        writer.writeheader()
-        writer.writerows(rows)
+    unknown = dict.fromkeys(TAGS, "") | {"wpm": math.nan, "snr_db": math.nan}
+    tags = []
+    for text in corpus.texts:
+        tags.append({**unknown, "is_noise_only": False, "callsigns": find_callsigns(text)})
+    return Recordings(dataclasses.replace(corpus, repeats_texts=True), tags)

@@ -10,6 +10,11 @@ from common.errors import RunError
 from speech.morse.alphabet import MORSE, normalise, symbols
 from speech.writing import metrics
 
+# What is known of a clip beside its text, in a row.
+TAGS = (
+    *("condition", "contest_type", "sample_type", "wpm", "snr_db"),
+    *("is_noise_only", "callsigns", "exchange"),
+)
 SPEED_BAND = 5  # WPM, of the table by speed
 SNR_BAND = 4  # dB, of the table by SNR
 _SCORED = {label: chr(0xE000 + number) for number, label in enumerate(MORSE) if len(label) > 1}
@@ -48,8 +53,8 @@ def measure(rows: list[dict]) -> dict:
 
 
 def evaluation_tables(rows: list[dict]) -> dict[str, dict[str, dict]]:
-    """{table: {group: metrics}} of evaluated clips, rows as `Recordings.row` returns them: all
-    clips, and by condition, contest, sample type, speed and SNR (in 2,500 Hz). Clips without a
+    """{table: {group: metrics}} of evaluated clips, rows {"file", "reference", "hypothesis", and
+    TAGS}: all clips, and by condition, contest, sample type, speed and SNR (in 2,500 Hz). Clips without a
     station are in no speed or SNR group."""
 
     def band(name: str, width: int, unit: str) -> Callable[[dict], tuple]:

@@ -12,15 +12,8 @@ import torch
 
 from common.errors import UsageError
 from speech.morse.alphabet import MORSE, symbols
-from speech.morse.texts import (
-    CONTEST_SAMPLES,
-    CONTESTS,
-    NO_CONTEST,
-    contest_text,
-    everyday_text,
-    pick,
-    random_groups,
-)
+from speech.morse.scores import TAGS
+from speech.morse.texts import CONTESTS, NO_CONTEST, SAMPLE_TYPES, contest_text, everyday_text, pick
 from speech.signal.audio import SAMPLE_RATE
 
 BLOCK = 64  # samples (4 ms): frequency, fading and gain change from block to block
@@ -61,9 +54,7 @@ class Conditions:
     longest: float = LONGEST  # seconds; texts are shortened to it, to at least one symbol
     silence: tuple[float, float] = (0.1, 0.6)  # seconds before and after the transmission
     # Equally likely; repeat one to make it more frequent.
-    sample_types: tuple[str, ...] = (*CONTEST_SAMPLES, "words")
-    characters: tuple[int, int] = (1, 20)  # number of symbols of the sample type "characters"
-    alphabet: tuple[str, ...] = tuple(MORSE)  # of the sample type "characters"
+    sample_types: tuple[str, ...] = SAMPLE_TYPES
 
 
 _FADING = {
@@ -361,10 +352,7 @@ def plan_clip(random: np.random.Generator, conditions: Conditions) -> Plan:
     contest_type = NO_CONTEST
     exchange = ""
     callsigns = []
-    if sample_type == "characters":
-        low, high = conditions.characters
-        text = random_groups(random, random.integers(low, high + 1), conditions.alphabet)
-    elif sample_type == "words":
+    if sample_type == "words":
         text, callsigns = everyday_text(random)
     else:
         contest_type = pick(random, tuple(CONTESTS))
@@ -522,19 +510,9 @@ class Synthetic:
     def row(self, index: int, hypothesis: str) -> dict:
         """A row for `scores.evaluation_tables`, of a clip of epoch 0."""
         sample = self._synthesise(index)
-        return {
-            "file": f"synthetic clip {self.seed}/{index}",
-            "reference": sample.text,
-            "hypothesis": hypothesis,
-            "condition": sample.condition,
-            "contest_type": sample.contest_type,
-            "sample_type": sample.sample_type,
-            "wpm": sample.wpm,
-            "snr_db": sample.snr_db,
-            "is_noise_only": sample.is_noise_only,
-            "callsigns": list(sample.callsigns),
-            "exchange": sample.exchange,
-        }
+        row = {"file": f"synthetic clip {self.seed}/{index}", "reference": sample.text}
+        row["hypothesis"] = hypothesis
+        return {**row, **{name: getattr(sample, name) for name in TAGS}}
 
     def fingerprint(self) -> str:
         """Changes when the clips do: a resumed run checks that its position in the data still means

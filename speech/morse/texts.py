@@ -1,4 +1,4 @@
-"""Random Morse texts: callsigns, contest exchanges, everyday contacts, random groups."""
+"""Random Morse texts: callsigns, contest exchanges, everyday contacts."""
 
 import re
 
@@ -81,7 +81,7 @@ FORMS = {  # sample type: what is sent by station {own} to station {other}
     ),
 }
 CONTEST_SAMPLES = ("full_qso", "call", "exchange", "partial", "repeat_request")
-SAMPLE_TYPES = (*CONTEST_SAMPLES, "words", "characters")
+SAMPLE_TYPES = (*CONTEST_SAMPLES, "words")
 NO_CONTEST = "NONE"
 STATES = (
     "AL AK AZ AR CA CO CT DE FL GA HI ID IL IN IA KS KY LA ME MD MA MI MN MS MO MT NE NV NH NJ NM"
@@ -293,16 +293,3 @@ def everyday_text(random: np.random.Generator) -> tuple[str, list[str]]:
         return {"a": a, "b": b}.get(name) or pick(random, SLOTS[name])
 
     return re.sub(r"\{(\w+)\}", fill, text), [a, b]
-
-
-def random_groups(random: np.random.Generator, count: int, alphabet: tuple[str, ...]) -> str:
-    """`count` symbols of `alphabet`, equally likely, in groups of one to six."""
-    text = ""
-    left = 0  # symbols of the group that are still to come
-    for number in random.integers(len(alphabet), size=count):
-        if not left:
-            text += " "
-            left = random.integers(1, 7)
-        text += alphabet[number]
-        left -= 1
-    return text.strip()

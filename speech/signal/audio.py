@@ -20,7 +20,7 @@ import torch
 from common.errors import DataError, RunError, UsageError
 from common.files import write_file
 from speech.data.columns import printable
-from speech.data.headers import END_TOLERANCE, Unusable, open_sound
+from speech.data.headers import AUDIO_SUFFIXES, END_TOLERANCE, Unusable, open_sound
 from speech.signal import spectra
 from speech.signal.streams import BadStream, Stream
 
@@ -30,10 +30,9 @@ LARGEST_TERM = 1000
 # Amplitude: that of 16-bit integers stored as floats. Statistics over a set would not survive much
 # more.
 LOUDEST = 32_768.0
+AT_ONCE = 60.0  # seconds that are read of a file at a time
 SOFTWARE = "speech-recipes --synthesize"  # in the wavs of --output
 DIGEST = 32  # hexadecimal digits of the hash there
-# of audio files, besides libsndfile's own
-AUDIO_SUFFIXES = set(".mp3 .m4a .aac .opus .wma .webm .mp4 .oga .aif".split())
 
 
 class BadAudio(DataError):
@@ -94,8 +93,8 @@ def read_at_its_rate(
         if channel is not None and channel >= file.channels:
             count = file.channels
             raise BadAudio(path, f"has no channel {channel}: it has {count}, counted from 0")
-        read = _read_stream if isinstance(file, Stream) else _read
-        waveform = read(file, path, offset, duration, channel)
+        pieces = _pieces(file, path, offset, duration, channel, AT_ONCE)
+        waveform = torch.cat([torch.zeros(0), *pieces])
     if len(waveform) == 0:
         raise BadAudio(path, f"is empty{f' from {offset:g} s on' if offset else ''}")
     _check_samples(path, waveform)
@@ -107,10 +106,8 @@ def read_in_pieces(path: str, sample_rate: int) -> Iterator[torch.Tensor]:
     memory."""
     is_empty = True
     with _open(path) as file:
-        is_stream = isinstance(file, Stream)
-        pieces = _stream_pieces(file, path) if is_stream else _pieces(file, path)
         ratio = _ratio(file.samplerate, sample_rate)
-        for piece in spectra.resampled(_checked(path, pieces), *ratio):
+        for piece in spectra.resampled(_checked(path, _pieces(file, path)), *ratio):
             is_empty = is_empty and not len(piece)
             yield piece
     if is_empty:
@@ -138,78 +135,48 @@ def _checked(path: str, pieces: Iterator[torch.Tensor]) -> Iterator[torch.Tensor
         yield piece
 
 
-def _read(
-    file: soundfile.SoundFile,
+def _pieces(
+    file: soundfile.SoundFile | Stream,
     path: str,
-    offset: float,
-    duration: float | None,
-    channel: int | None,
-) -> torch.Tensor:
-    rate = file.samplerate
-    start = min(round(offset * rate), file.frames)
-    frames = file.frames - start
-    if duration is not None:
-        frames = min(round(duration * rate), frames)
-    try:
-        if start:  # codecs of telephones cannot be sought
-            file.seek(start)
-        samples = file.read(frames, dtype="float32", always_2d=True)
-    except soundfile.LibsndfileError as error:
-        raise _damaged(path, error) from None
-    except MemoryError:
-        hours = file.frames / rate / 3600
-        raise BadAudio(path, f"does not fit into memory: its header states {hours:.0f} h") from None
-    _check_length(path, len(samples), frames, rate)
-    return _mono(samples) if channel is None else torch.from_numpy(samples[:, channel].copy())
-
-
-def _pieces(file: soundfile.SoundFile, path: str) -> Iterator[torch.Tensor]:
-    """The file's samples, about a second at a time."""
-    read = 0
-    try:
-        while len(samples := file.read(file.samplerate, dtype="float32", always_2d=True)):
-            read += len(samples)
-            yield _mono(samples)
-    except soundfile.LibsndfileError as error:
-        raise _damaged(path, error) from None
-    _check_length(path, read, file.frames, file.samplerate)
-
-
-def _mono(samples: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(samples.mean(axis=1) if samples.shape[1] > 1 else samples[:, 0])
-
-
-def _damaged(path: str, error: Exception) -> BadAudio:
-    return BadAudio(path, f"is truncated or damaged: {_reason(error)}")
-
-
-def _check_length(path: str, read: int, frames: int, rate: int) -> None:
-    if read < frames - END_TOLERANCE * rate:  # the length of an MP3 may be an estimate
-        raise BadAudio(
-            path, f"is truncated: {read / rate:.2f} of {frames / rate:.2f} s could be read"
-        )
-
-
-def _stream_pieces(
-    file: Stream, path: str, first: int = 0, channel: int | None = None
+    offset: float = 0.0,
+    duration: float | None = None,
+    channel: int | None = None,
+    seconds: float = 1.0,
 ) -> Iterator[torch.Tensor]:
+    """The samples of a part of an open file, about so many seconds at a time."""
+    first = round(offset * file.samplerate)
+    left = math.inf if duration is None else round(duration * file.samplerate)
+    if isinstance(file, Stream):
+        pieces = file.pieces(first, channel)
+    else:
+        size = int(max(1, min(left, seconds * file.samplerate)))
+        pieces = _sound_pieces(file, path, first, channel, size)
     try:
-        yield from map(torch.from_numpy, file.pieces(first, channel))
+        for samples in pieces:
+            yield torch.from_numpy(samples[: min(left, len(samples))])
+            left -= len(samples)
+            if left <= 0:
+                return
     except BadStream as fault:
         raise BadAudio(path, str(fault)) from None
+    except soundfile.LibsndfileError as error:
+        raise BadAudio(path, f"is truncated or damaged: {_reason(error)}") from None
 
 
-def _read_stream(
-    file: Stream, path: str, offset: float, duration: float | None, channel: int | None
-) -> torch.Tensor:
-    wanted = math.inf if duration is None else round(duration * file.samplerate)
-    parts, read = [torch.zeros(0)], 0
-    for piece in _stream_pieces(file, path, round(offset * file.samplerate), channel):
-        parts.append(piece)
-        read += len(piece)
-        if read >= wanted:
-            break
-    return torch.cat(parts)[: None if duration is None else wanted]
+def _sound_pieces(
+    file: soundfile.SoundFile, path: str, first: int, channel: int | None, size: int
+) -> Iterator[np.ndarray]:
+    """`Stream.pieces` of a file that libsndfile reads."""
+    if first:  # codecs of telephones cannot be sought
+        file.seek(min(first, file.frames))
+    place = first
+    while len(samples := file.read(size, dtype="float32", always_2d=True)):
+        place += len(samples)
+        yield samples.mean(axis=1) if channel is None else samples[:, channel].copy()
+    # The length of an MP3 may be an estimate.
+    if place < file.frames - END_TOLERANCE * file.samplerate:
+        read, whole = place / file.samplerate, file.frames / file.samplerate
+        raise BadAudio(path, f"is truncated: {read:.2f} of {whole:.2f} s could be read")
 
 
 def read_cached(
@@ -277,7 +244,7 @@ def audio_files(paths: list[str]) -> list[Path]:
     """The files among `paths`, and every file with an audio suffix below the folders among them,
     sorted. Raises `UsageError` if a path does not exist, or if there is no audio file in a
     folder."""
-    suffixes = {f".{name.lower()}" for name in soundfile.available_formats()} | AUDIO_SUFFIXES
+    suffixes = {*AUDIO_SUFFIXES, *(f".{name.lower()}" for name in soundfile.available_formats())}
     files = []
     for path in paths:
         if os.path.isdir(path):

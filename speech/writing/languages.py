@@ -10,7 +10,8 @@ from common import options
 from common.checkpoint import list_checkpoints
 from common.errors import UsageError
 from speech.data.columns import Rejections
-from speech.data.manifest import LANGUAGE_KEYS, parse
+from speech.data.fields import LANGUAGE_KEYS
+from speech.data.manifest import parse
 
 # The code, other codes (ISO 639-2 and 639-3, older ones, other forms of it), English names.
 TABLE = """
@@ -101,7 +102,7 @@ def resolve(args, demo: str | None, may_tell: bool = False) -> str | None:
     `UsageError` if nothing tells."""
     if args.language is not None:
         return args.language
-    used = {name for name in args.commands if options.is_on(vars(args), name)} - PLANS
+    used = {name for name in args.rules.commands if options.is_on(vars(args), name)} - PLANS
     if not args.train_manifest:
         return None if used else demo
     is_saved = args.resume and (args.resume != "auto" or list_checkpoints(args.checkpoint_dir))

@@ -1,6 +1,5 @@
 """Word and character error rates, how far chance moves them, and the tables that show them."""
 
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -8,16 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.errors import require
-from speech.writing.text import for_scoring
+from speech.writing.text import for_scoring, in_unspaced
 
 UNITS = {"wer": "words", "cer": "characters"}
 RESAMPLES = 1000  # sets that are drawn for an interval
 SEED = 0  # of the drawing: the same texts have the same interval
-# How Unicode names the letters of scripts without spaces between words.
-UNSPACED = (
-    *("CJK UNIFIED", "CJK COMPATIBILITY", "HIRAGANA", "KATAKANA"),
-    *("THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN"),
-)
 SHARE = 95  # per cent of the drawn sets that an interval holds
 
 Normaliser = Callable[[str], str]
@@ -55,10 +49,7 @@ class Errors:
 
 
 def errors_of_each(
-    references: list[str],
-    hypotheses: list[str],
-    unit: str,
-    normalise: Normaliser = for_scoring,
+    references: list[str], hypotheses: list[str], unit: str, normalise: Normaliser = for_scoring
 ) -> list[Errors]:
     """The edit distance of each pair, in "words" or "characters" (including spaces), after
     `normalise` on both sides."""
@@ -79,10 +70,7 @@ def errors_of_each(
 
 
 def count_errors(
-    references: list[str],
-    hypotheses: list[str],
-    unit: str,
-    normalise: Normaliser = for_scoring,
+    references: list[str], hypotheses: list[str], unit: str, normalise: Normaliser = for_scoring
 ) -> Errors:
     """The sum of `errors_of_each`."""
     return sum(errors_of_each(references, hypotheses, unit, normalise), Errors())
@@ -319,8 +307,7 @@ def longest_deletion(reference: str, hypothesis: str, normalise: Normaliser = fo
 def is_spaced(texts: Iterable[str]) -> bool:
     """Whether most letters are of scripts with spaces between words."""
     letters = Counter(c for text in texts for c in text if c.isalpha())
-    unspaced = sum(n for c, n in letters.items() if unicodedata.name(c, "").startswith(UNSPACED))
-    return 2 * unspaced <= letters.total()
+    return 2 * sum(n for c, n in letters.items() if in_unspaced(c)) <= letters.total()
 
 
 def recordings_table(rows: list[dict], normalise: Normaliser = for_scoring) -> str:

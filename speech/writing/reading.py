@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from common import files
 from common.errors import UsageError, require
 from speech import amharic
-from speech.data.manifest import check_encoding
+from speech.data.fields import check_encoding
 from speech.writing import languages
-from speech.writing.text import normalise
+from speech.writing.text import is_letter, normalise
 
 AMHARIC = "am"
 # Quotes, and marks that stand for others.
@@ -82,13 +82,6 @@ def read(text: str, language: str) -> str:
     return amharic.spoken(text) if language == AMHARIC else plain(text, language)
 
 
-def is_letter(character: str) -> bool:
-    """Whether a character is a letter, a mark on one, or a tone letter, such as ˥."""
-    kind = unicodedata.category(character)
-    is_tone = kind == "Sk" and unicodedata.name(character, "").startswith("MODIFIER LETTER")
-    return kind[0] == "L" or kind in ("Mn", "Mc") or is_tone
-
-
 def left_out(texts: Iterable[str], read: Callable[[str], str]) -> Counter[str]:
     """The letters of texts that `read` leaves out, or whose marks it leaves out, with their
     counts."""
@@ -97,7 +90,8 @@ def left_out(texts: Iterable[str], read: Callable[[str], str]) -> Counter[str]:
         counts.update(unicodedata.normalize("NFC", text).replace("İ", "i").lower())
 
     def is_lost(letter: str) -> bool:
-        if not is_letter(letter) or ord(letter) in VARIANTS:
+        is_unheard = unicodedata.category(letter) == "Me" or ord(letter) in VARIANTS
+        if is_unheard or not is_letter(letter):
             return False
         if not letter.isalpha():
             carrier = "ሀ" if ETHIOPIC.match(letter) else "a"
@@ -116,7 +110,7 @@ class _Heard(dict):
         character = chr(code)
         kind = unicodedata.category(character)
         is_kept = kind not in UNHEARD or character in SIGNS or character.isspace()
-        is_kept |= is_letter(character)
+        is_kept |= is_letter(character) and kind != "Me"
         heard = character if is_kept and code not in VARIANTS else ""
         self[code] = str(unicodedata.digit(character)) if kind == "Nd" else heard
         return self[code]

@@ -49,36 +49,19 @@ seeds = st.integers(0, 10**6)
 )
 def test_every_utterance_once_an_epoch(count, size, seed, epoch, shortest_first):
     seconds = lengths(count, seed)
-    plan = batches.plan_epoch(seconds, size, seed, epoch, (), shortest_first)
+    plan = batches.plan_epoch(seconds, size, seed, epoch, shortest_first)
     assert sorted(np.concatenate(plan).tolist()) == list(range(count))
     assert len(plan) == math.ceil(count / size)
     assert sorted(map(len, plan))[1:] == [size] * (
         len(plan) - 1
     )  # at most one is smaller, none is empty
-    again = batches.plan_epoch(seconds.copy(), size, seed, epoch, (), shortest_first)
+    again = batches.plan_epoch(seconds.copy(), size, seed, epoch, shortest_first)
     assert all(np.array_equal(a, b) for a, b in zip(plan, again, strict=True))
     if epoch == 0:
         assert seconds.argmax() in plan[0]
     if shortest_first:  # behind the longest ones, which come first in the first epoch
         ordered = seconds[np.concatenate(plan[1:] if epoch == 0 else plan)] if plan[1:] else []
         assert (np.diff(ordered) >= 0).all()
-
-
-parts = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 8)), max_size=4)
-
-
-@given(count=st.integers(1, 300), parts=parts, seed=seeds, epoch=st.integers(0, 3))
-def test_what_other_global_batch_sizes_have_seen_is_left_out(count, parts, seed, epoch):
-    seconds, seen, done = lengths(count, seed), [], []
-    for size, global_batches in parts:
-        plan = batches.plan_epoch(seconds, size, seed, epoch, done)[:global_batches]
-        seen += [index for global_batch in plan for index in global_batch.tolist()]
-        done.append([size, len(plan)])
-    rest = batches.plan_epoch(seconds, 7, seed, epoch, iter(done))
-    assert sorted(
-        seen + [index for global_batch in rest for index in global_batch.tolist()]
-    ) == list(range(count))
-    assert len(rest) == math.ceil((count - len(seen)) / 7)
 
 
 def test_seeds_and_epochs_have_their_own_order():
@@ -376,11 +359,6 @@ def test_global_batches_come_in_order_and_continue_from_any_position(workers, no
     assert [names(global_batch) for global_batch in take(made.iterate(0, 3), 3)] == [
         names(global_batch) for global_batch in taken[3:6]
     ]
-    smaller = global_batches(data, "--gradient_accumulation_steps", "1", workers=workers)
-    count = (20 - len(flat(map(names, taken[:2])))) // 2
-    rest = take(smaller.iterate(0, 0, [[6, 2]]), count + 1)
-    assert sorted(flat(map(names, taken[:2] + rest[:-1]))) == sorted(f"{i}/0" for i in range(20))
-    assert (rest[-2].last, rest[-1].epoch, rest[-1].number) == (True, 1, 0)
 
 
 def test_every_epoch_has_its_own_lengths():

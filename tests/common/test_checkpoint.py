@@ -79,6 +79,13 @@ def test_other_names_in_the_folder_are_not_touched(tmp_path):
     )
 
 
+def test_a_position_of_an_earlier_version_is_read(tmp_path):
+    for done, size in (([], 4), ([[8, 3]], 0)):  # with another size the epoch will restart
+        state = content(global_batch=2, global_batch_size=4, done=done)
+        progress = checkpoint.read(checkpoint.save(tmp_path, 1, state, 1), "r").progress
+        assert (progress.global_batch, progress.global_batch_size) == (2, size)
+
+
 def damage(path, how):
     data = bytearray(path.read_bytes())
     if how == "truncated":
@@ -536,57 +543,19 @@ def test_best_json_is_believed_only_if_it_is_sound(tmp_path):
 # --- branches -------------------------------------------------------------------------------------
 
 
-def test_what_is_newer_than_the_resumed_checkpoint_is_moved_aside(tmp_path, capsys):
-    logs = tmp_path / "logs"
-    logs.mkdir()
-    for number in (1, 2):
-        for step in (2, 4, 6):
-            save(tmp_path, step)
-        for name, text in (
-            ("best.safetensors", "x"),
-            ("best.json", '{"step": 4}'),
-        ):
-            (tmp_path / name).write_text(text)
-        (logs / "metrics.jsonl").write_text("{}\n")
-        checkpoint.branch(tmp_path, logs, 2)
-        moved = sorted(path.name for path in (tmp_path / f"abandoned-{number}").iterdir())
-        assert moved == [
-            "best.json",
-            "best.safetensors",
-            "checkpoint_step_00000004.pt",
-            "checkpoint_step_00000006.pt",
-        ]
-        assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(tmp_path)] == [2]
-        assert (logs / f"abandoned-{number}" / "metrics.jsonl").exists() and (
-            logs / "metrics.jsonl"
-        ).exists()
-        assert (
-            f"continues from step 2; what is newer was moved to abandoned-{number}/"
-            in capsys.readouterr().out
-        )
-    (tmp_path / "best.json").write_text('{"step": 1}')
-    (tmp_path / "best.safetensors").touch()
-    save(tmp_path, 4)
-    checkpoint.branch(tmp_path, logs, 2)
-    assert (tmp_path / "best.safetensors").exists()  # it is older than the branch
-    checkpoint.branch(tmp_path, logs, 2)
-    assert not (tmp_path / "abandoned-4").exists()
-
-
-def test_an_earlier_run_moves_with_its_stages_and_folders(tmp_path):
+def test_an_earlier_run_moves_with_its_folders(tmp_path):
     folder, logs = tmp_path / "c", tmp_path / "l"
-    for place in (folder / "dvae", logs / "dvae", logs / "speech", logs / "mine"):
+    for place in (folder, logs / "speech", logs / "mine"):
         place.mkdir(parents=True)
         (place / "a").write_text(str(place))
     (tmp_path / "precious").mkdir()
     (logs / "reports").symlink_to(tmp_path / "precious")
     save(folder, 1)
-    checkpoint.make_room(folder, logs, ("speech", "reports"), ("dvae",))
-    assert {path.name for path in (folder / "earlier-1").iterdir()} == {
-        "dvae",
-        "checkpoint_step_00000001.pt",
-    }
+    checkpoint.make_room(folder, logs, ("speech", "reports"))
+    assert [path.name for path in (folder / "earlier-1").iterdir()] == [
+        "checkpoint_step_00000001.pt"
+    ]
     moved = {path.name: path for path in (logs / "earlier-1").iterdir()}
-    assert set(moved) == {"dvae", "speech", "reports"} and moved["reports"].is_symlink()
+    assert set(moved) == {"speech", "reports"} and moved["reports"].is_symlink()
     assert (moved["speech"] / "a").read_text() == str(logs / "speech")
     assert (logs / "mine" / "a").exists() and (tmp_path / "precious").is_dir()

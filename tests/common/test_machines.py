@@ -82,15 +82,6 @@ def resume_and_talk(rank: int, port: int, folder: Path) -> None:
     with pytest.raises(RunError, match=r"^rank 1 differs from rank 0 in --resume \(auto, None\)"):
         job.agree({"the size": 5, **({"--resume": "auto"} if rank else {})})
 
-    # The best weights come from the first machine.
-    best = folder / f"best{rank}"
-    best.mkdir()
-    if job.first:
-        for name in machines.BEST:
-            (best / name).write_text(name)
-    machines.share_best(best, job)
-    assert [(best / name).read_text() for name in machines.BEST] == [*machines.BEST]
-
     job.note_update(3.0)
     assert job.limit == processes.MARGIN + 3
     job.limit = 0.5

@@ -2,6 +2,7 @@
 exit status 2."""
 
 import argparse
+import dataclasses
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from common import options
 from common.errors import UsageError
+from common.options import flag
 from tests import small
 
 
@@ -83,7 +85,6 @@ def test_every_switch_has_its_opposite(parser):
     switches = {action.dest for action in parser._actions if type(action) is options.OnOff}
     assert {
         "gradient_checkpointing",
-        "deterministic",
         "persistent_workers",
         "tf32",
         "evaluate",
@@ -121,6 +122,13 @@ def printed(parser, capsys, *words) -> str:
     return out
 
 
+USUAL = (  # of the shared flags
+    "batch_size gradient_accumulation_steps num_epochs max_steps learning_rate device"
+    " mixed_precision gradient_checkpointing optimizer use_cpu_offload dry_run evaluate output_dir"
+    " resume init_from"
+).split()
+
+
 def test_the_short_help_has_the_usual_flags(parser, capsys):
     whole = printed(parser, capsys, "--help", "all")
     assert whole == parser.format_help()
@@ -128,7 +136,7 @@ def test_the_short_help_has_the_usual_flags(parser, capsys):
     short = printed(parser, capsys, "--help")
     assert short == printed(parser, capsys, "-h", "--batch_size", "2")
     listed = set(re.findall(r"^  --(\w+)", short, re.MULTILINE))
-    assert listed == {*options.USUAL, "dropout"}
+    assert listed == {*USUAL, "dropout"}
     assert "\nmemory and speed:\n" in short and short.endswith(
         f"\n--help all shows all {len(parser._actions) - 1} flags.\n"
     )
@@ -145,22 +153,40 @@ def test_a_parser_without_marks_has_one_help(capsys):
 
 
 @pytest.mark.parametrize(
-    ("row", "words", "value"),
+    ("declared", "words", "value"),
     [
-        (("x", int, 3, "N", "(3)"), "", 3),
-        (("x", int, 3, "N", "(3)"), "--x 4", 4),
-        (("x", ["a", "b"], None, None, "(a)"), "--x b", "b"),
-        (("x", ("a", "b"), None, None, "(a)"), "--x b", "b"),
-        (("x", options.OnOff, True, None, "(on)"), "--no_x", False),
-        (("x", None, "t", "T", "(t)"), "--x u", "u"),
-        (("x", int, None, "N", "(none)", {"nargs": 2}), "--x 1 2", [1, 2]),
+        (flag(int, 3, "N", "(3)"), "", 3),
+        (flag(int, 3, "N", "(3)"), "--x 4", 4),
+        (flag(["a", "b"], None, None, "(a)"), "--x b", "b"),
+        (flag(("a", "b"), None, None, "(a)"), "--x b", "b"),
+        (flag(options.OnOff, True, None, "(on)"), "--no_x", False),
+        (flag(None, "t", "T", "(t)"), "--x u", "u"),
+        (flag(int, None, "N", "(none)", nargs=2), "--x 1 2", [1, 2]),
     ],
 )
-def test_a_row_is_a_flag(row, words, value):
+def test_a_field_of_a_record_is_a_flag(declared, words, value):
+    record = dataclasses.make_dataclass(
+        "Record", [("x", object, declared), ("y", int)], frozen=True
+    )
     parser = options.Parser("")
-    options.add_rows(parser.add_argument_group("more"), row)
-    assert parser.parse_args(words.split()).x == value
-    assert parser._actions[-1].help == row[4] and parser._actions[-1].metavar == row[3]
+    options.add_record(parser, "more", record)
+    args = parser.parse_args(words.split())
+    assert args.x == value and options.read_record(record, args, y=5) == record(x=value, y=5)
+    assert options.read_record(record, args, x=0, y=5) == record(x=0, y=5)
+    assert parser._actions[-1].help == declared.metadata["flag"].help
+
+
+def test_what_a_recipe_changes_of_a_record():
+    record = dataclasses.make_dataclass(
+        "Record", [(name, int, flag(int, 3, "N", f"{name} (3)")) for name in "abcd"]
+    )
+    parser = options.Parser("")
+    changes = {"a": 4, "b": (None, "by size"), "c": options.LEAVE_OUT, "d": {"choices": [3, 5]}}
+    options.add_record(parser, "more", record, **changes)
+    args = parser.parse_args([])
+    assert (args.a, args.b, args.d, "c" in vars(args)) == (4, None, 3, False)
+    assert [action.help for action in parser._actions[1:]] == ["a (4)", "b (by size)", "d (3)"]
+    assert options.read_record(record, args).c == 3
 
 
 def test_a_recipes_own_defaults_replace_the_shared_ones_in_the_help_too():
@@ -235,7 +261,7 @@ def test_given_are_the_flags_on_the_command_line(parser, command, given):
 def test_values_are_those_of_argparse(parser, command):
     args = vars(parser.parse_args(command.split()))
     args.pop("given")
-    args.pop("commands")
+    args.pop("rules")
     assert args == vars(argparse.ArgumentParser.parse_args(parser, command.split()))
 
 
@@ -258,17 +284,6 @@ def test_a_parser_may_parse_again(parser, capsys):
         ("--batchsize=1", "--batch_size"),
         ("--num_workers 2", "--dataloader_num_workers"),
         ("--epochs 3", "--num_epochs"),
-        ("--lr 1e-3", "--learning_rate"),
-        ("--fp16", "--mixed_precision fp16"),
-        ("--fp32", "--no_mixed_precision"),
-        ("--per_device_train_batch_size 4", "--batch_size"),
-        ("--resume_from_checkpoint a.pt", "--resume"),
-        ("--keep_last_n_checkpoints 3", "--keep_last"),
-        ("--xla_compilation", "--torch_compile"),
-        ("--eval_steps 500", "--eval_every"),
-        ("--grad_acumm 2", "--gradient_accumulation_steps"),
-        ("--output_path o", "--output_dir"),
-        ("--enable_grad_checkpoint", "--gradient_checkpointing"),
         ("--enable_mixed_precision=False", "--no_mixed_precision"),
         ("--mixed_precision=False", "--no_mixed_precision"),
         ("--tf32=0", "--no_tf32"),
@@ -285,22 +300,9 @@ def test_an_unknown_flag_is_refused_with_the_nearest(parser, capsys, command, hi
     assert f"did you mean {hint}?" in line and command.split("=")[0].split()[0] in line
 
 
-@pytest.mark.parametrize(
-    ("command", "hint"),
-    [
-        ("--num_gpus=1", "GPUS=2 in front of a run_*.sh script trains on two GPUs"),
-        ("--deepspeed ds.json", "here --use_cpu_offload or, on several GPUs, --sharded saves"),
-        ("--report_to none", "metrics are in OUTPUT_DIR/logs/metrics.jsonl"),
-        ("--config config.yaml", "there are no configuration files; every setting is a flag"),
-        ("--print", "it belongs to the run_*.sh script"),
-        ("--model_dir whisper", "the recipe's page says which released model it begins from"),
-        ("--synthesize hello", "a recogniser does not speak"),
-        ("--tf32=True", "on/off flags take no value"),
-    ],
-)
-def test_what_is_no_flag_here_is_explained(parser, capsys, command, hint):
-    line = refused(parser, capsys, *command.split())
-    assert f"; {hint}" in line and "did you mean" not in line
+def test_a_recipe_explains_flags_that_it_does_not_have(parser, capsys):
+    parser.hints["--device_map"] = "one device is used"
+    assert "; one device is used (" in refused(parser, capsys, "--device_map=auto")
 
 
 def test_a_pattern_without_quotes_is_explained(parser, capsys, tmp_path):
@@ -339,6 +341,7 @@ def test_the_card_of_a_plan_may_be_several_words(parser, command, card):
     ("command", "hint"),
     [
         ("--tf32 true", "on/off flags take no value"),
+        ("--tf32=True", "on/off flags take no value"),
         ("--gradient_checkpointing 1", "on/off flags take no value"),
         ("--resume my tapes/run", "a name with spaces needs quotes"),
         ("--bf16 auto base", "TIER and SIZE stand before all flags"),
@@ -419,7 +422,13 @@ def refusal(parser, *command: str, **settings) -> str:
 COMMANDS = {"dry_run": True, "verify_gpu": True, "evaluate": False}  # {name: takes training flags}
 
 
-@pytest.mark.parametrize("flag, other, reason", options.all_excludes(COMMANDS))
+def shared_excludes() -> list[tuple]:
+    parser = options.Parser("")
+    options.add_arguments(parser)
+    return options.all_excludes(parser.parse_args([]))
+
+
+@pytest.mark.parametrize("flag, other, reason", shared_excludes())
 def test_flags_that_exclude_each_other(parser, flag, other, reason):
     message = refusal(parser, *words(parser, flag), *words(parser, other))
     assert message == f"{options.shown(flag)} and {options.shown(other)}: {reason}"
@@ -428,20 +437,24 @@ def test_flags_that_exclude_each_other(parser, flag, other, reason):
 
 
 def test_a_command_of_a_recipe_is_marked_by_the_parser(parser):
-    group = parser.add_argument_group("more")
-    parser.add_command(group, "--transcribe", nargs="+")
-    parser.add_command(group, "--check_data", takes_training_flags=True, action=options.OnOff)
-    assert resolved(parser).commands == {**COMMANDS, "transcribe": False, "check_data": True}
+    flags = {
+        "transcribe": flag(None, None, "PATH", "", options.ALONE, nargs="+"),
+        "check_data": flag(options.OnOff, False, None, "", options.BESIDE),
+        "smoothing": flag(float, 0.0, "X", "", options.TRAINS),
+    }
+    rows = [(name, object, declared) for name, declared in flags.items()]
+    options.add_record(parser, "more", dataclasses.make_dataclass("More", rows))
+    assert resolved(parser).rules.commands == {**COMMANDS, "transcribe": False, "check_data": True}
     resolved(parser, "--check_data", "--batch_size", "2")
     for words_of in ("--transcribe a --check_data", "--transcribe a --evaluate"):
         assert refusal(parser, *words_of.split()).endswith(": give one of them")
     assert refusal(parser, "--dry_run", "--check_data").endswith(": give one of them")
     message = refusal(parser, "--batch_size", "2", "--transcribe", "a")
-    assert message == f"--batch_size and --transcribe: {options.TRAINS}"
-    own = (("dropout", options.COMMAND, options.TRAINS),)
-    message = refusal(parser, "--dropout", "0.2", "--evaluate", excludes=own)
-    assert message == f"--dropout and --evaluate: {options.TRAINS}"
-    resolved(parser, "--dropout", "0.2", "--check_data", excludes=own)
+    trains = "the first is for training; leave it out"
+    assert message == f"--batch_size and --transcribe: {trains}"
+    message = refusal(parser, "--smoothing", "0.2", "--evaluate")
+    assert message == f"--smoothing and --evaluate: {trains}"
+    resolved(parser, "--smoothing", "0.2", "--check_data")
 
 
 def test_the_two_ways_to_save_memory_exclude_each_other(parser):
@@ -455,13 +468,13 @@ def test_a_recipes_own_tables(parser):
         ("keep_last", ("save_every 5", "tf32 False"), "or it has no effect"),
         ("device cpu", ("evaluate",), ""),
     )
+    parser.refuse(excludes, needs)
     assert (
-        refusal(parser, "--no_tf32", "--dropout", "0.5", excludes=excludes)
-        == "--no_tf32 and --dropout 0.5: no reason"
+        refusal(parser, "--no_tf32", "--dropout", "0.5") == "--no_tf32 and --dropout 0.5: no reason"
     )
-    resolved(parser, "--no_tf32", "--dropout", "0.4", excludes=excludes)
+    resolved(parser, "--no_tf32", "--dropout", "0.4")
     assert (
-        refusal(parser, "--keep_last", "5", needs=needs)
+        refusal(parser, "--keep_last", "5")
         == "--keep_last goes with --save_every 5 or --no_tf32: or it has no effect"
     )
     for command in (
@@ -471,12 +484,10 @@ def test_a_recipes_own_tables(parser):
         "--device cuda",
         "--device cpu --evaluate",
     ):
-        resolved(parser, *command.split(), needs=needs)
-    assert refusal(parser, "--device", "cpu", needs=needs) == "--device cpu goes with --evaluate"
+        resolved(parser, *command.split())
+    assert refusal(parser, "--device", "cpu") == "--device cpu goes with --evaluate"
     # The shared tables hold as well.
-    assert "--init_from" in refusal(
-        parser, "--resume", "a", "--init_from", "b", needs=needs, excludes=excludes
-    )
+    assert "--init_from" in refusal(parser, "--resume", "a", "--init_from", "b")
 
 
 # --- what depends on several flags ----------------------------------------------------------------
@@ -506,60 +517,14 @@ def test_folders(parser):
 
 
 def test_a_stage_has_folders_of_its_own_and_changes_win(parser):
-    args = resolved(
-        parser,
-        "--output_dir",
-        "out",
-        "--batch_size",
-        "3",
-        "--learning_rate",
-        "0.5",
-    )
+    args = resolved(parser, "--output_dir", "out", "--batch_size", "3", "--learning_rate", "0.5")
     before = dict(vars(args))
-    stage = options.for_stage(
-        args, "first", 300, learning_rate=0.1, weight_decay=0.0, new=None, log_dir="there"
-    )
-    assert (stage.checkpoint_dir, stage.log_dir) == (Path("out/checkpoints/first"), "there")
-    assert (stage.learning_rate, stage.weight_decay, stage.new, stage.batch_size) == (
-        0.1,
-        0.0,
-        None,
-        3,
-    )
-    assert vars(args) == before and stage.given == args.given
-    changed = {
-        "checkpoint_dir",
-        "log_dir",
-        "learning_rate",
-        "weight_decay",
-        "new",
-        "max_steps",
-    }
-    assert {
-        name for name in vars(stage) if getattr(stage, name) != before.get(name, ...)
-    } == changed
     options.freeze(args)
-    stage = options.for_stage(args, "second", 1)
-    assert stage.checkpoint_dir == Path("out/checkpoints/second") and stage.log_dir == Path(
-        "out/logs/second"
-    )
+    stage = options.for_stage(args, "first", learning_rate=0.1, new=None, log_dir="there")
+    expected = {"checkpoint_dir": Path("out/checkpoints/first"), "log_dir": "there"}
+    assert vars(stage) == {**before, **expected, "learning_rate": 0.1, "new": None}
     stage.batch_size = 4  # each run freezes its own flags
-
-
-@pytest.mark.parametrize(
-    "command, is_demo, bounds",
-    [
-        ("", False, (300, None)),
-        ("", True, (300, None)),  # what the last run lasts by default is not asked for
-        ("--max_steps 7", False, (7, None)),
-        ("--max_steps 900", True, (300, None)),
-        ("--num_epochs 2", False, (300, 2)),
-        ("--num_epochs 2 --max_steps 9", True, (9, 2)),
-    ],
-)
-def test_a_stage_is_bounded_by_what_the_user_asks_for(parser, command, is_demo, bounds):
-    stage = options.for_stage(resolved(parser, *command.split(), is_demo=is_demo), "first", 300)
-    assert (stage.max_steps, stage.num_epochs) == bounds
+    assert options.for_stage(args, "second").log_dir == Path("out/logs/second")
 
 
 def test_frozen_flags_can_be_read_and_not_changed(tmp_path):

@@ -88,31 +88,6 @@ def test_another_draw_in_every_epoch_and_for_every_seed():
     assert not set(drawn[0]) & set(drawn[1])
 
 
-@given(
-    parts=st.lists(st.tuples(st.integers(2, 30), st.integers(0, 8)), max_size=3),
-    new=st.integers(1, 200),
-    old=st.integers(1, 90),
-    share=st.floats(0.01, 0.5),
-    seed=seeds,
-    epoch=st.integers(0, 3),
-)
-def test_another_size_of_global_batches_goes_on_where_the_last_one_stopped(
-    parts, new, old, share, seed, epoch
-):
-    seconds = np.random.default_rng(seed).uniform(1, 30, new + old)
-    seen, done = [], []
-    for size, count in [*parts, (7, 10**6)]:
-        plan = replay.plan_epoch(seconds, old, share, size, (seed, epoch), done)[:count]
-        seen += [i for each in plan for i in each.tolist()]
-        done.append([size, len(plan)])
-    assert sorted(i for i in seen if i < new) == list(range(new))
-    begin, end = (replay.whole(number * new, share) for number in (epoch, epoch + 1))
-    first, last = (int(replay.old_among(each, share)) for each in (begin, end))
-    if any(i >= new for i in seen):
-        expected = replay.drawn(old, seed, first, last)
-        assert sorted(i - new for i in seen if i >= new) == sorted(expected.tolist())
-
-
 def test_old_utterances_are_about_as_long_as_those_that_they_join():
     random = np.random.default_rng(0)
     seconds = np.concatenate([random.uniform(1, 20, 6400), random.uniform(3, 12, 3000)])

@@ -117,6 +117,16 @@ def test_the_other_ranks_report_nothing(tmp_path, capsys):
     assert capsys.readouterr() == ("", "") and not (tmp_path / "logs").exists()
 
 
+def test_a_reader_that_has_gone_does_not_end_a_run(tmp_path, monkeypatch):
+    made = report.Report(tmp_path, 0, 1)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(f"sys.{name}", open("/dev/full", "w"))  # noqa: SIM115
+    made.say("best so far")
+    made.progress(1, 0.5, 1e-3, 2.0, 0, 0.0)
+    monkeypatch.undo()
+    made.close()
+
+
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match=r"cannot write in .*file.*; choose another --output_dir"):

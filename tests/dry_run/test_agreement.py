@@ -184,9 +184,9 @@ def vietnamese(frozen: bool = False) -> Case:
 def xtts_case() -> Case:
     recipe, torch_items = xtts_amharic, items(codec.SAMPLE_RATE)
     config = xtts.make_config(
-        128, 3, 2, 450, 64, latents=8, perceiver_heads=2, code_dim=32, dvae_hidden=32, hifigan=False
+        128, 3, 2, 450, 64, latents=8, perceiver_heads=2, code_dim=32, dvae_hidden=32
     )
-    frozen = xtts_frozen.make_frozen(config, xtts_frozen.random_groups(config))
+    frozen = xtts_frozen.make_frozen(config)
     for item in torch_items:
         codes = codec.code_count(len(item["audio"]))
         item |= {

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ import torch
 from common import checkpoint
 from common.checkpoint import Saved
 from common.errors import UsageError
-from common.parts import lora
 from models import model_files, released
 from speech.data.folders import write_folder
 
@@ -31,16 +31,22 @@ def weights_of(info: ModelInfo) -> dict[str, torch.Tensor]:
     return network(info).state_dict()
 
 
-def make_family(origin: released.Origin) -> released.Family:
-    info = ModelInfo({"width": 4}, pretrained=True)
-    return released.Family(
-        model_info=ModelInfo,
-        read=lambda path: (info, weights_of(info)),
-        network=network,
-        check=lambda info, name: None,
-        conflicts=lambda info, saved: released.conflicts(origin, info, ["width"]),
-        layers=lambda info, targets: lora.Layers([]),
-    )
+class Toy(released.Family):
+    model_info = ModelInfo
+    sized = ("width",)
+
+    def __init__(self, origin: released.Origin):
+        super().__init__(SimpleNamespace(origin=origin))
+
+    def read(self, path: str) -> tuple[ModelInfo, dict]:
+        info = ModelInfo({"width": 4}, pretrained=True)
+        return info, weights_of(info)
+
+    def network(self, info: ModelInfo) -> torch.nn.Module:
+        return network(info)
+
+    def check(self, info: ModelInfo, name: str) -> None:
+        pass
 
 
 def make_origin(**changes) -> released.Origin:
@@ -68,7 +74,7 @@ def choose(origin: released.Origin, resumed=None, initial=None):
     def create() -> ModelInfo:
         return ModelInfo(origin.size)
 
-    return released.choose(origin, make_family(origin), resumed, initial, create)
+    return Toy(origin).choose(resumed, initial, create)
 
 
 def test_a_checkpoint_comes_before_released_weights_and_these_before_random_ones():
@@ -111,11 +117,11 @@ def test_weights_that_are_not_those_of_the_saved_info():
 
 def test_what_is_used_without_training(monkeypatch):
     origin = make_origin(path="toy")
-    info, _, saved = released.use(origin, make_family(origin), "toy")
+    info, _, saved = Toy(origin).use("toy")
     assert info.pretrained and saved is None
     content = saved_model(info)
     monkeypatch.setattr(checkpoint, "weights_to_use", lambda *inputs: content)
-    info, weights, saved = released.use(replace(origin, resume="a.pt"), make_family(origin), "toy")
+    info, weights, saved = Toy(replace(origin, resume="a.pt")).use("toy")
     assert saved is content and weights is content.model
 
 

@@ -12,8 +12,6 @@ from models.parakeet import settings as parakeet
 from models.wav2vec2 import settings as wav2vec2
 from models.whisper import decoding
 from models.whisper import formats as whisper
-from models.xtts import formats as xtts
-from models.xtts import frozen
 from recipes import (
     konkani_conformer,
     matcha_voice,
@@ -25,7 +23,8 @@ from recipes import (
     xtts_amharic,
 )
 from tests.contract import Case
-from tests.recipes import runs, test_xtts
+from tests.models.xtts import small as xtts
+from tests.recipes import runs
 from tests.recipes.runs import TINY
 
 MATCHA = {
@@ -58,8 +57,7 @@ def make_small(patch: pytest.MonkeyPatch | None = None) -> None:
     small = wav2vec2.make_config(80, 2, 2, conv_dim=[8] * 7, num_conv_pos_embeddings=16)
     patch.setitem(wav2vec2.SIZES, "demo", small)
     patch.setitem(matcha.SIZES, "demo", MATCHA)
-    patch.setattr(xtts, "HifiDecoder", test_xtts.small_vocoder)
-    patch.setattr(frozen, "HifiDecoder", test_xtts.small_vocoder)
+    xtts.use_small_vocoder(patch)
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -81,7 +79,7 @@ def in_konkani(corpus: dict[str, str], folder: Path) -> list:
 
 def in_english(corpus: dict[str, str], folder: Path) -> list:
     """The clips with texts of the vocabulary of a small XTTS in Coqui's form, and that."""
-    model = ["--model_dir", test_xtts.write_released(folder / "model"), "--language", "en"]
+    model = ["--model_dir", xtts.write_released(folder / "model"), "--language", "en"]
     return [*model, *rewritten(corpus, folder, lambda _, number: ENGLISH[number % len(ENGLISH)])]
 
 

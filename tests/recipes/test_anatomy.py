@@ -1,4 +1,4 @@
-"""The anatomy of the recipes and the house rules about parameters, read from the syntax trees."""
+"""The anatomy of the recipes, read from the syntax trees."""
 
 import ast
 import inspect
@@ -33,8 +33,6 @@ ORDER = ("add_arguments", "resolve", "Utterances", "collate", "compute_loss", "e
 SPEAKS = ("synthesise", "--synthesize")
 USE = {matcha_voice: SPEAKS, xtts_amharic: SPEAKS}  # the function and the flag that use a model
 METHODS = ("__len__", "fingerprint", "seconds", "item")
-PARAMETERS = 8
-FEWER_PARAMETERS = {"train": 6}
 FLAGS = ("--evaluate", "--verify_gpu", "--use_chunking", "--transcribe", "--output")
 
 
@@ -103,7 +101,8 @@ def test_a_recipe_describes_itself(recipe):
         f"python recipes/{recipe.RECIPE}.py" in line for line in commands
     )
     demo = commands[0].split("#")[0].strip()
-    assert demo == f"python recipes/{recipe.RECIPE}.py"  # the demo needs no flags
+    if recipe is not xtts_amharic:  # which has no demo
+        assert demo == f"python recipes/{recipe.RECIPE}.py"
     assert "--resume" in commands[2] and USE.get(recipe, ("", "--transcribe"))[1] in commands[2]
     assert re.findall(r"^(Data|Memory|Sources): ", recipe.__doc__, re.MULTILINE) == [
         "Data",
@@ -154,13 +153,6 @@ def test_only_resolve_sets_a_flag(recipe):
     tree = tree_of(Path(recipe.__file__))
     tree.body = [node for node in tree.body if getattr(node, "name", "") != "resolve"]
     assert [node.lineno for node in ast.walk(tree) if sets_a_flag(node)] == []
-
-
-@pytest.mark.parametrize("path", modules("common", "speech", "recipes", "benchmarks"), ids=label)
-def test_no_function_has_many_parameters(path):
-    for function in functions(tree_of(path)):
-        names = parameters(function)
-        assert len(names) <= FEWER_PARAMETERS.get(function.name, PARAMETERS), (function.name, names)
 
 
 @pytest.mark.parametrize("path", modules("speech"), ids=label)

@@ -123,21 +123,10 @@ def test_an_empty_path_is_refused(recipe, capsys, flag):
         assert "the path is empty" in capsys.readouterr().err
 
 
-@pytest.fixture
-def tables(monkeypatch):
-    """tables(recipe): the rows of flags that exclude each other and of flags that need another, as
-    it passes them on."""
-
-    def collect(recipe) -> tuple[tuple, tuple]:
-        rows = []
-        with monkeypatch.context() as patched:
-            patched.setattr(
-                options, "refuse", lambda args, excludes, needs: rows.append((excludes, needs))
-            )
-            recipe.resolve(make_parser(recipe).parse_args([]))
-        return rows[0]
-
-    return collect
+def tables(recipe) -> tuple[list, list]:
+    """The rows of flags that exclude each other and of flags that need another."""
+    args = make_parser(recipe).parse_args([])
+    return options.all_excludes(args), args.rules.needs
 
 
 def least(kind) -> str:
@@ -181,7 +170,7 @@ def refusal(recipe, command: list[str]) -> str:
 
 
 @RECIPES
-def test_flags_that_exclude_each_other(recipe, tables):
+def test_flags_that_exclude_each_other(recipe):
     parser = make_parser(recipe)
     excludes, _ = tables(recipe)
     assert len(excludes) > len(options.EXCLUDES)
@@ -196,17 +185,17 @@ def test_flags_that_exclude_each_other(recipe, tables):
 
 
 @RECIPES
-def test_a_command_that_reads_no_manifest_takes_none(recipe, tables):
+def test_a_command_that_reads_no_manifest_takes_none(recipe):
     parser = make_parser(recipe)
     excludes, _ = tables(recipe)
     rows = {(flag, other) for flag, other, _ in excludes}
-    for command in {"transcribe", "align", "synthesize"} & parser.commands.keys():
+    for command in {"transcribe", "align", "synthesize"} & parser.rules.commands.keys():
         for flag in ("train_manifest", "val_manifest", "test_manifest"):
             assert (flag, command) in rows
 
 
 @RECIPES
-def test_flags_that_need_another(recipe, tables):
+def test_flags_that_need_another(recipe):
     parser = make_parser(recipe)
     _, needs = tables(recipe)
     assert needs

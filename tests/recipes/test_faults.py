@@ -230,21 +230,6 @@ def test_transcribing_in_a_folder_whose_name_is_not_utf8(not_utf8, best, tmp_pat
     ]
 
 
-def test_training_on_data_in_a_folder_whose_name_is_not_utf8(not_utf8, tmp_path, monkeypatch):
-    data = ["--train_manifest", not_utf8 / "train.json", "--val_manifest", not_utf8 / "val.json"]
-    monkeypatch.setattr("sys.argv", [recipe.__file__, *map(str, data)])
-    run_folder = tmp_path / "run"
-    flags = [*data, *TINY, *SHORT, "--output_dir", run_folder]
-    ran(recipe, *flags, "--export", tmp_path / "export")
-    assert (
-        str(not_utf8) in checkpoint.noted(run_folder / "checkpoints" / "best")["made_by"]["command"]
-    )
-    assert "caf\\udce9" in (tmp_path / "export" / "README.md").read_text(encoding="utf-8")
-    for flag in ("--output_dir", "--resume", "--export"):
-        status, err = refused(recipe, *flags, flag, not_utf8 / "audio" / "x")
-        assert status == 2 and "this path is not UTF-8" in err and "Traceback" not in err
-
-
 def test_files_of_the_user_in_the_folder_of_a_run_stay(copied, training):
     folder = copied / "checkpoints"
     (folder / "notes.tmp").write_text("mine")

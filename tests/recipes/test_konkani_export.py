@@ -14,7 +14,7 @@ import yaml
 from common import checkpoint
 from common.batches import to_device
 from common.errors import RunError
-from models import model_files, onnx_files
+from models import card, model_files, onnx_files
 from recipes import konkani_conformer as recipe
 from speech.signal.audio import SAMPLE_RATE
 from speech.writing.text import CharTokenizer
@@ -91,7 +91,8 @@ def trained():
 def folder(trained, tmp_path_factory):
     folder = tmp_path_factory.mktemp("export") / "onnx"
     args = runs.parse(recipe, "--export", folder)
-    recipe.export(args, TOKENIZER, trained, folder / "best.safetensors", None, None)
+    about = card.About(recipe.RECIPE, None, folder / "best.safetensors", is_new=True)
+    recipe.export(args, TOKENIZER, trained, about)
     return folder
 
 

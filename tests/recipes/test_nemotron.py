@@ -15,6 +15,7 @@ from common import memory, records
 from common.batches import to_device
 from common.device import Setup
 from common.engine import run_global_batch
+from common.loop import Run
 from models.parakeet import formats, start
 from models.parakeet.model import Parakeet
 from models.parakeet.settings import make_config
@@ -91,11 +92,11 @@ def flags_of(manifest: Path, model: Path, *more) -> list:
 def make_data(manifest: Path, released: Path, *more, training: bool = True):
     args = runs.parse(recipe, *flags_of(manifest, released, "--language", "fi-FI", *more))
     asked = recipe.resolve(args)
-    info, model = start.first_model(asked, None, None, list, 1)
+    info, model = start.Family(asked).first_model(Run(Setup()), list, 1)
     weights = model.state_dict()
-    corpora = recipe.read_data(args)
+    corpora = recipe.read_data(asked)
     tokenizer = start.tokenizer_of(info)
-    data = recipe.Utterances(args, corpora["train"], tokenizer, info, training)
+    data = recipe.Utterances(asked, corpora["train"], tokenizer, info, training)
     return info, weights, data
 
 

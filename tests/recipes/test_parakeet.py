@@ -30,6 +30,7 @@ from common import checkpoint, layers, memory, optim, records
 from common.batches import to_device
 from common.device import Setup
 from common.engine import run_global_batch
+from common.loop import Run
 from common.parts import compiling
 from models.parakeet import archive, decoding, formats, onnx, settings, start, vocabulary
 from models.parakeet import model as network
@@ -82,21 +83,25 @@ def noise(tmp_path_factory) -> tuple[str, Corpus]:
     return str(folder / "train.json"), corpus
 
 
-def make_utterances(noise: tuple[str, Corpus], *flags, training: bool = True, **config) -> tuple:
-    """The corpus as main reads it, and the info of a small model."""
+def make_utterances(
+    noise: tuple[str, Corpus], *flags, training: bool = True, loss: dict | None = None, **config
+) -> tuple:
+    """The corpus as main reads it, and the info of a small model. `loss`: settings of its own."""
     path, corpus = noise
     args = runs.parse(
         recipe, "--train_manifest", path, "--from_scratch", "--model_size", "demo", *flags
     )
-    info, _ = start.first_model(recipe.resolve(args), None, None, lambda: corpus.texts, 1)
-    info = dataclasses.replace(info, config={**info.config, **config})
-    return recipe.Utterances(args, corpus, start.tokenizer_of(info), info, training), info
+    asked = recipe.resolve(args)
+    info, _ = start.Family(asked).first_model(Run(Setup()), lambda: corpus.texts, 1)
+    loss = {**info.loss, **(loss or {})}
+    info = dataclasses.replace(info, config={**info.config, **config}, loss=loss)
+    return recipe.Utterances(asked, corpus, start.tokenizer_of(info), info, training), info
 
 
-def make_items(noise, *flags, **config) -> tuple[start.ModelInfo, list[dict]]:
+def make_items(noise, loss: dict | None = None, **config) -> tuple[start.ModelInfo, list[dict]]:
     """Info of a small model and the eight utterances in float64, about half of them with the plain
     loss."""
-    data, info = make_utterances(noise, "--tdt_omega", "0.5", *flags, **config)
+    data, info = make_utterances(noise, loss={"omega": 0.5, **(loss or {})}, **config)
     items = [data.item(index, 1) for index in range(len(data))]
     for item in items:
         item["audio"] = item["audio"].double()
@@ -282,19 +287,22 @@ def global_batch_gradient(
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
+MEAN_VOLUME = {"reduction": "mean_volume", "ctc_reduction": "mean_volume"}
+
+
 @pytest.mark.parametrize(
-    ("flags", "config", "weights"),
+    ("loss", "config", "weights"),
     [
-        (["--loss_reduction", "mean"], {}, {"tdt": 0.7, "ctc": 0.3}),
-        (["--loss_reduction", "mean_volume"], {}, {"tdt": 0.7, "ctc": 0.3}),
-        ([], {"kind": "rnnt", "durations": []}, {"rnnt": 0.7, "ctc": 0.3}),
-        ([], {"kind": "ctc", "durations": []}, {"ctc": 1.0}),
+        ({"reduction": "mean", "ctc_reduction": "mean"}, {}, {"tdt": 0.7, "ctc": 0.3}),
+        (MEAN_VOLUME, {}, {"tdt": 0.7, "ctc": 0.3}),
+        ({}, {"kind": "rnnt", "durations": []}, {"rnnt": 0.7, "ctc": 0.3}),
+        ({}, {"kind": "ctc", "durations": []}, {"ctc": 1.0}),
     ],
 )
 def test_other_losses_have_the_same_gradient_however_a_global_batch_is_cut(
-    flags, config, weights, noise
+    loss, config, weights, noise
 ):
-    info, items = make_items(noise, *flags, **config)
+    info, items = make_items(noise, loss, **config)
     assert recipe.loss_weights(info) == weights
     model = make_model(info.config).train()
     whole = global_batch_gradient(model, items, [8], weights)
@@ -310,7 +318,7 @@ def test_what_ctc_cannot_align_is_in_no_ctc_loss(kind, noise, capsys):
     data, info = make_utterances(noise, kind=kind, durations=[])
     texts = list(data.corpus.texts)
     dense = dataclasses.replace(data.corpus, texts=Strings([texts[0] * 50, *texts[1:]]))
-    found = recipe.drop_untrainable(data.args, {"train": dense, "val": dense}, info)
+    found = recipe.drop_untrainable(data.asked, {"train": dense, "val": dense}, info)
     assert len(found["train"]) == len(texts) - (kind == "ctc") and found["val"] is dense
     assert "in no CTC loss" in capsys.readouterr().out
     data.corpus = dense
@@ -322,7 +330,7 @@ def test_what_ctc_cannot_align_is_in_no_ctc_loss(kind, noise, capsys):
 def test_reductions_differ_by_their_factors_and_counts(noise):
     by_reduction = {}
     for reduction in start.REDUCTIONS:
-        info, items = make_items(noise, "--loss_reduction", reduction)
+        info, items = make_items(noise, {"reduction": reduction, "ctc_reduction": reduction})
         batch = moved(items)
         with torch.no_grad():
             terms = recipe.compute_loss(make_model(info.config), batch)
@@ -481,8 +489,8 @@ def test_random_branches_are_quiet_in_a_deep_model_from_scratch(noise):
 
 
 def test_dither_is_tiny_and_an_evaluation_set_is_read_as_it_is(noise):
-    flags = ("--tdt_omega", "1", "--no_speed_perturbation", "--no_wave_augment")
-    data, _ = make_utterances(noise, *flags)
+    flags = ("--no_speed_perturbation", "--no_wave_augment")
+    data, _ = make_utterances(noise, *flags, loss={"omega": 1.0})
     evaluated, _ = make_utterances(noise, *flags, training=False)
     for index in range(8):
         item, plain = data.item(index, 1), evaluated.item(index, 1)
@@ -501,21 +509,21 @@ def test_dither_is_tiny_and_an_evaluation_set_is_read_as_it_is(noise):
 
 def test_the_plain_loss_is_drawn_for_a_share_of_the_utterances(noise, monkeypatch):
     monkeypatch.setattr(recipe, "read_utterance", lambda *_: torch.zeros(100))
-    flags = ("--tdt_omega", "0.3", "--no_speed_perturbation")
+    flag, loss = "--no_speed_perturbation", {"omega": 0.3}
     data, evaluated = (
-        make_utterances(noise, *flags, training=training)[0] for training in (True, False)
+        make_utterances(noise, flag, training=training, loss=loss)[0] for training in (True, False)
     )
     plain = np.array(
         [[data.item(index, epoch)["plain"] for index in range(8)] for epoch in range(100)]
     )
     assert plain.mean() == pytest.approx(0.3, abs=0.05) and plain[0].tolist() != plain[1].tolist()
     assert plain[5].tolist() == [
-        make_utterances(noise, *flags)[0].item(index, 5)["plain"] for index in range(8)
+        make_utterances(noise, flag, loss=loss)[0].item(index, 5)["plain"] for index in range(8)
     ]
     assert not any(
         evaluated.item(index, epoch)["plain"] for index in range(8) for epoch in range(20)
     )
-    masked, _ = make_utterances(noise, *flags, "--no_spec_augment")
+    masked, _ = make_utterances(noise, flag, "--no_spec_augment", loss=loss)
     assert plain[5].tolist() == [masked.item(index, 5)["plain"] for index in range(8)]
 
 
@@ -771,7 +779,7 @@ def test_align_hears_with_the_ctc_head(best, released, konkani, tmp_path):
     status, _, err = runs.run(recipe, *words, "--resume", best)
     assert status == 1 and "nothing was found" in err and not (tmp_path / "a.json").exists()
     args = runs.parse(recipe, *words, "--resume", best)
-    heard_by = recipe.recogniser_to_align(args, recipe.resolve(args))
+    heard_by = recipe.recogniser_to_align(recipe.resolve(args), Setup())
     with torch.no_grad():
         log_probs = heard_by.hear(torch.randn(5 * recipe.SAMPLE_RATE))
     assert log_probs.shape[1] == len(heard_by.vocabulary.spellings)
@@ -858,7 +866,7 @@ def test_old_utterances_and_a_watched_set(released, manifests, konkani, tmp_path
 )
 def test_the_share_of_the_ctc_head(noise, line, expected):
     args = runs.parse(recipe, "--train_manifest", noise[0], *DEMO, *line.split())
-    info, _ = start.first_model(recipe.resolve(args), None, None, lambda: TEXTS, 1)
+    info, _ = start.Family(recipe.resolve(args)).first_model(Run(Setup()), lambda: TEXTS, 1)
     assert recipe.loss_weights(info) == expected and info.config["ctc"] == ("ctc" in expected)
 
 
@@ -949,7 +957,7 @@ def test_transcripts_have_words_and_segments_and_long_files_are_cut(
 # --- mistakes -------------------------------------------------------------------------------------
 
 
-def test_a_model_whose_loss_is_a_sum_needs_a_reduction(released, manifests, tmp_path):
+def test_a_loss_that_is_a_sum_becomes_a_mean(released, manifests, tmp_path):
     weights, config, extras = formats.read_model(released / "nemo" / "model.nemo")
     extras["loss"]["reduction"] = "sum"
     formats.export(tmp_path / "sum", "nemo", weights, config, extras)
@@ -962,10 +970,7 @@ def test_a_model_whose_loss_is_a_sum_needs_a_reduction(released, manifests, tmp_
         "--output_dir",
         tmp_path,
     ]
-    status, err = refused(recipe, *flags)
-    assert status == 2 and "the model's loss reduction is 'sum'" in err
-    assert "choose a --loss_reduction" in err
-    ran(recipe, *flags, "--loss_reduction", "mean_volume")
+    assert "the model's loss is a sum over a batch" in ran(recipe, *flags)
     assert newest(tmp_path, recipe).model_info["loss"]["reduction"] == "mean_volume"
 
 
@@ -1068,7 +1073,7 @@ def test_fitted_rows_begin_below_random_ones(noise, added, letters):
         state = vocabulary.train_tokenizer(others, "char", 0)
     new, changed = vocabulary.with_new_vocabulary(info, weights, state)
     corpus = dataclasses.replace(corpus, texts=Strings(others))
-    data = recipe.Utterances(data.args, corpus, start.tokenizer_of(new), new, training=False)
+    data = recipe.Utterances(data.asked, corpus, start.tokenizer_of(new), new, training=False)
     batch = moved([data.item(index, 0) for index in range(len(data))])
     fresh = start.make_model(new, None).state_dict()
     losses = {}

@@ -23,6 +23,7 @@ from common import checkpoint
 from common.batches import to_device
 from common.device import Setup
 from common.engine import run_global_batch
+from common.loop import Run
 from models.wav2vec2 import formats, settings, start, texts, vocabulary
 from models.wav2vec2.model import Wav2Vec2, frames
 from models.wav2vec2.tokenizer import SPACE
@@ -115,9 +116,10 @@ def corpus_of(noise: list[str], info: start.ModelInfo) -> Corpus:
 def utterances(noise: list[str], folder: Path, *flags, training: bool = True) -> tuple:
     """The training set as main reads it, and the info and the weights of the model."""
     args = runs.parse(recipe, *noise, "--model_dir", folder, *flags)
-    info, weights = start.read(recipe.resolve(args), str(folder))
+    asked = recipe.resolve(args)
+    info, weights = start.read(asked, str(folder))
     corpus = corpus_of(noise, info)
-    data = recipe.Utterances(args, corpus, start.tokenizer_of(info), info, training)
+    data = recipe.Utterances(asked, corpus, start.tokenizer_of(info), info, training)
     return data, info, weights
 
 
@@ -190,8 +192,8 @@ def test_usual_masks_go_with_the_start(noise, released, unsupervised):
     args = runs.parse(recipe, *noise, "--model_dir", unsupervised)
     asked = recipe.resolve(args)
     written = corpus_of(noise, start.read(asked, str(unsupervised))[0]).texts
-    info, _ = start.first_model(asked, None, None, lambda info: written, 1)
-    new = recipe.Utterances(args, corpus_of(noise, info), start.tokenizer_of(info), info, True)
+    info, _ = start.Family(asked).first_model(Run(Setup()), lambda info: written, 1)
+    new = recipe.Utterances(asked, corpus_of(noise, info), start.tokenizer_of(info), info, True)
     assert (kept.masks, new.masks) == (start.KEPT_HEAD_MASKS, start.NEW_HEAD_MASKS)
     assert info.has_new_head and kept.layer_drop == new.layer_drop == start.LAYER_DROP
 
@@ -210,13 +212,13 @@ def test_what_cannot_be_trained_on_is_left_out(noise, released, tmp_path, capsys
     corpus, _ = load_corpus(path, text.normalise, Checks())
     tokenizer = start.tokenizer_of(info)
     kept = recipe.drop_untrainable(
-        data.args, {"train": corpus, "val": corpus}, info.config, tokenizer
+        data.asked, {"train": corpus, "val": corpus}, info.config, tokenizer
     )
     assert list(kept["train"].texts) == ["ab", "abx"] and kept["val"] is corpus
     out = capsys.readouterr().out
     assert out.count("a frame a token") == 2 and "outside the vocabulary" in out
     assert "val set: 1 noted" in out and "in no CTC loss" in out
-    held_out = recipe.Utterances(data.args, corpus, tokenizer, info, training=False)
+    held_out = recipe.Utterances(data.asked, corpus, tokenizer, info, training=False)
     batch = recipe.collate([held_out.item(index, 0) for index in (0, 1)])
     assert batch["counts"] == {"ctc": 2} and batch["tokens_lengths"].tolist() == [2, 80]
 
@@ -444,7 +446,7 @@ def test_align_hears_what_transformers_does(noise, released, tmp_path):
     audio = Path(noise[1]).parent / "0.wav"
     words = ["--align", audio, tmp_path / "book.txt", "--output", tmp_path / "a.json"]
     args = runs.parse(recipe, *words, "--model_dir", released)
-    heard_by = recipe.recogniser_to_align(args, recipe.resolve(args))
+    heard_by = recipe.recogniser_to_align(recipe.resolve(args), Setup())
     waveform = torch.randn(SAMPLE_RATE, generator=torch.Generator().manual_seed(0))
     normal = F.layer_norm(waveform, waveform.shape, eps=1e-7)
     with torch.no_grad():

@@ -3,7 +3,6 @@ transcribing, and mistakes."""
 
 import dataclasses
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -34,9 +33,11 @@ from recipes import whisper_morse as morse
 from recipes import whisper_vietnamese as vietnamese
 from speech.data.columns import Codes
 from speech.morse import synthesis
+from speech.morse.synthesis import Choice
 from speech.signal.audio import SAMPLE_RATE, read_audio
 from tests.recipes import runs
 from tests.recipes.runs import SHORT, TINY, error_lines, newest, planned, ran, refused
+from tests.speech.morse.sets import write_set
 
 BOTH = pytest.mark.parametrize("recipe", [morse, vietnamese], ids=["morse", "vietnamese"])
 CLIPS = "--clips_per_epoch 8 --eval_clips 3 --clip_seconds 2".split()
@@ -180,33 +181,19 @@ def make_utterances(recipe, spoken, *flags, training: bool = True):
     )
     if recipe is morse:
         asked, source = recipe.resolve(args)
-        corpus = recipe.read_data(args, source)["train"]
+        corpus = recipe.read_data(asked, source)["train"]
         tokenizer = train_symbols(morse.SYMBOLS, "en")
     else:
         asked = recipe.resolve(args)
-        corpus = recipe.read_data(args)["train"]
+        corpus = recipe.read_data(asked)["train"]
         tokenizer = train_bpe(corpus.texts, 300, "vi")
-    info = start.new_info(asked, tokenizer)
+    info = start.Family(asked).create(lambda: tokenizer)
     info.config["max_source_positions"] = 300  # 6 s: padding to 30 s would take long
-    return recipe.Utterances(args, corpus, tokenizer, info, training), info
+    return recipe.Utterances(asked, corpus, tokenizer, info, training), info
 
 
-def test_a_written_data_set_is_trained_on_and_evaluated(tmp_path):
-    made = [
-        "--write_dataset",
-        tmp_path / "set",
-        20,
-        "--clip_seconds",
-        2,
-        "--conditions",
-        "clean",
-        "wide",
-    ]
-    assert "data set: 20 clips" in ran(morse, *made, "--output_dir", tmp_path)
-    header = (tmp_path / "set" / "metadata.csv").read_text(encoding="utf-8").splitlines()[0]
-    assert header.startswith(
-        "id,audio_file,text,contest_type,sample_type,wpm,condition,duration,is_noise_only"
-    )
+def test_a_folder_of_recordings_is_trained_on_and_evaluated(tmp_path):
+    write_set(tmp_path / "set", 20, Choice(["clean", "wide"], clip_seconds=2.0).mix())
     flags = ["--data_dir", tmp_path / "set", "--output_dir", tmp_path]
     ran(morse, *flags, "--from_scratch", *TINY, *SHORT, "--speed_perturbation")
     path = tmp_path / "logs" / "evaluation.json"
@@ -215,20 +202,6 @@ def test_a_written_data_set_is_trained_on_and_evaluated(tmp_path):
     shutil.move(path, tmp_path / "before.json")
     ran(morse, *flags, "--evaluate")
     assert path.read_text() == (tmp_path / "before.json").read_text()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_while_a_data_set_is_written_leaves_nothing(number, tmp_path):
-    """It goes to the whole process group, as from a terminal, but only the main process acts on
-    it."""
-    made = ["--write_dataset", "set", 4000, "--clip_seconds", 1, "--dataloader_num_workers", 2]
-    process = runs.start(runs.command(morse, *made), tmp_path)
-    runs.wait_until(process, lambda: list(tmp_path.glob(".set.*.tmp/audio/*.wav")))
-    os.killpg(process.pid, number)
-    _, err = process.communicate()
-    assert (
-        process.returncode == 128 + number and err.count("\n") == 1 and not list(tmp_path.iterdir())
-    ), err
 
 
 def test_long_recordings_are_cut_by_their_segments_or_rejected(spoken, tmp_path):
@@ -406,11 +379,11 @@ def make_windows(with_times, recorded, folder, *flags, share: float = 0.5, name:
     source = ["--model_dir", with_times / name, "--output_dir", folder]
     args = runs.parse(vietnamese, *recorded, *source, *flags)
     asked = vietnamese.resolve(args)
-    corpus = vietnamese.read_data(args, times=True)["train"]
+    corpus = vietnamese.read_data(asked, times=True)["train"]
     info, _ = start.read_released(asked, args.model_dir)
     info = dataclasses.replace(info, times=True)
     tokenizer = make_tokenizer(info.tokenizer)
-    utterances = vietnamese.Utterances(args, corpus, tokenizer, info, training=True)
+    utterances = vietnamese.Utterances(asked, corpus, tokenizer, info, training=True)
     return vietnamese.as_windows(utterances, share)
 
 
@@ -600,8 +573,8 @@ def test_segments_are_utterances_only_for_training_with_times(with_times, record
     data = make_windows(with_times, flags, tmp_path)
     assert len(data) == len(rows) and data.packs.has_next.sum() == len(rows) - 1
     args = runs.parse(vietnamese, *flags, "--from_scratch", "--output_dir", tmp_path)
-    vietnamese.resolve(args)
-    assert len(vietnamese.read_data(args)["train"]) < len(rows) / 3
+    asked = vietnamese.resolve(args)
+    assert len(vietnamese.read_data(asked)["train"]) < len(rows) / 3
     released = [*flags, "--model_dir", with_times / "listed", "--output_dir", tmp_path / "checked"]
     checked = ran(vietnamese, *released, "--check_data")
     assert f"{len(rows)} utterances" in checked
@@ -624,9 +597,9 @@ def test_few_neighbours_leave_segments_joined(with_times, recorded, tmp_path, mo
 
     def read(times: bool) -> dict:
         asked_for.append(times)
-        return vietnamese.read_data(args, times=times)
+        return vietnamese.read_data(asked, times=times)
 
-    corpora, share = vietnamese.read_for(args, info, False, read)
+    corpora, share = vietnamese.read_for(asked, info, False, read)
     assert (share, asked_for, len(corpora["train"])) == (0.0, [True, False], 2)
     # Words are joined to phrases of a second.
     assert min(read(True)["train"].seconds) >= 0.9
@@ -950,7 +923,7 @@ def test_flags_that_contradict_the_checkpoint(saved, line, message, released, tm
     content = checkpoint.Saved(tmp_path / "x.pt", vietnamese.RECIPE, {}, {}, {}, state=state)
     words = line.format(released=released, other=tmp_path).split()
     asked = vietnamese.resolve(runs.parse(vietnamese, *words))
-    found = start.conflicts(asked, info, content)
+    found = start.Family(asked).conflicts(info, content)
     if message is None:
         assert found == []
     else:

@@ -6,6 +6,7 @@ import importlib
 import itertools
 import json
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ PARAKEET = "run_parakeet_tdt.sh"
 XTTS = "run_xtts_amharic.sh"
 SCRIPTS = [KONKANI, VIETNAMESE, MORSE, PARAKEET, XTTS]
 WHISPERS = [VIETNAMESE, MORSE]
-WITH_DEMO = [VIETNAMESE, MORSE, PARAKEET, XTTS]
+WITH_DEMO = [VIETNAMESE, MORSE, PARAKEET]
 MODEL = ["--model_dir", str(ROOT)]  # resolving looks for the folder
 DATA = ["--train_manifest", "train.json"]
 TABLES = {script: preset.read_rows(declared(script).rows) for script in SCRIPTS}
@@ -49,7 +50,7 @@ UPDATES = {
         **dict.fromkeys("tiny base small medium large turbo".split(), 96),
     },
     PARAKEET: {"demo": 8, "110m": 120, "0.6b": 120, "nemotron": 120},
-    XTTS: {"demo": 16, "full": 240},
+    XTTS: {"full": 240},
 }
 
 
@@ -93,7 +94,9 @@ def places(script: str) -> list[tuple[str, str]]:
 
 
 def model_for(script: str, size: str) -> list[str]:
-    return [] if script == KONKANI or size == "demo" else MODEL
+    if script == KONKANI or size == "demo":
+        return []
+    return [*MODEL, *DATA] if script == XTTS else MODEL
 
 
 # --- the form of a script -------------------------------------------------------------------------
@@ -197,14 +200,12 @@ def test_using_a_model_brings_no_flags_of_training(script):
         uses += [["--transcribe", "a.wav"]]
     if script in (KONKANI, PARAKEET):
         uses += ["--align a.wav a.txt --output a.json".split()]
-    if script == MORSE:
-        uses += [["--write_dataset", "d", "9"]]
     for use in uses:
         on_cpu = ["--mixed_precision", "--device", "cpu", *declared(script).always.split(), *use]
         assert flags_of(script, "cpu", *use) == on_cpu
         resolved(script, on_cpu)
         on_gpu = [word for word in on_cpu if word not in ("--device", "cpu")]
-        assert flags_of(script, "8gb", SIZES[script][-2], *use) == on_gpu
+        assert flags_of(script, "8gb", SIZES[script][-1], *use) == on_gpu
     # These check the machine for a run, so they have the run's flags.
     for check in (["--verify_gpu"], ["--dry_run", "8GB"], ["--dry_run"]):
         assert flags_of(script, "8gb", *check) == [*flags_of(script, "8gb"), *check]
@@ -259,7 +260,7 @@ def test_every_row_has_the_update_of_its_size_and_is_understood(script):
         assert (args.mixed_precision, args.resume) == ("auto", "auto")
         where = "." if script == KONKANI else f"runs/{declared(script).recipe}"
         assert args.output_dir == where
-        if script != KONKANI and size != "demo":  # the model has its own size
+        if script not in (KONKANI, XTTS) and size != "demo":  # the model has its own size
             assert (args.from_scratch, args.model_size) == (False, None)
 
 
@@ -280,7 +281,7 @@ def test_a_size_that_does_not_fit_names_those_that_do(script):
 
 @pytest.mark.parametrize("script", WITH_DEMO)
 def test_without_model_and_data_a_script_runs_the_recipes_own_demo_in_every_tier(script):
-    plain = resolved(script, ["--from_scratch"] if script == XTTS else [])
+    plain = resolved(script, [])
     for words in [[], *([tier] for tier in TIERS[script]), ["auto", "demo"], ["8gb", "demo"]]:
         found = flags_of(script, *words)
         args = resolved(script, found)
@@ -379,23 +380,14 @@ def test_a_parakeet_has_the_size_of_the_row_or_of_its_file(tmp_path):
     assert flags_of(PARAKEET, "8gb", *given) == flags_of(PARAKEET, "8gb", "0.6b", *given)
 
 
-def test_only_from_scratch_asks_for_an_xtts_with_random_weights():
-    csv = ["--train_csv", "train.csv", "--eval_csv", "val.csv"]
-    scratch = ["--from_scratch"]
-    for given in (MODEL, [*MODEL, *DATA], [*MODEL, *csv], scratch, [*scratch, *DATA], csv):
-        is_new = given[:1] == scratch
-        words = flags_of(XTTS, "16gb", "full", *given)
-        assert words == flags_of(XTTS, "16gb", *given)
-        args = resolved(XTTS, words)
-        assert args.from_scratch == is_new and ("--model_size" in words) == is_new
-        assert args.model_size == "full" or not is_new
-    # A model that is resumed has its own shape and start.
-    for given in (["--resume", "a.pt"], ["--from_scratch", "--resume", "a.pt"]):
-        words = flags_of(XTTS, "8gb", *given)
-        assert words.count("--from_scratch") == given.count("--from_scratch")
-        assert "--model_size" not in words
-    words = flags_of(XTTS, "8gb", *MODEL, *DATA, "--init_from", "a.pt")
-    assert update_of(words) == 240 and not resolved(XTTS, words).from_scratch
+def test_a_script_without_a_demo_says_what_it_needs():
+    """Before anything is installed."""
+    for words in ([], ["8gb"], ["auto", "full", "small_data"]):
+        ended = subprocess.run([ROOT / XTTS, *words], capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 2 and ended.stderr == (
+            "error: xtts_amharic has no demo: give it a model and recordings, with --model_dir,"
+            " --train_manifest, --train_csv, --init_from\n"
+        )
 
 
 def test_a_users_flags_win_over_the_rows():
@@ -441,9 +433,9 @@ def test_the_word_for_the_data_stands_beside_tier_and_size():
     assert update_of(flags_of(XTTS, "small_data", *MODEL)) == 16
     assert cut_of(flags_of(XTTS, "8gb", "small_data", *MODEL, GPUS="4")) == (4, 1)
     assert "no size 'small_data'" in error_of(KONKANI, "8gb", "small_data")
-    message = error_of(XTTS, "8gb", "small_data")
+    message = error_of(PARAKEET, "8gb", "small_data")
     assert message == (
-        "error: small_data is for your own recordings: add --train_csv or --train_manifest or a model"
+        "error: small_data is for your own recordings: add --train_manifest or a model"
     )
     message = error_of(XTTS, "8gb", "small_data", *MODEL, GPUS="3")
     assert "does not divide an update of 16" in message
@@ -622,7 +614,7 @@ def test_sharded_excludes_nothing_of_a_row(script):
     for tier, size in places(script):
         row = row_of(script, tier, size)
         if set("8HGW") & set(row[2]):
-            args = args_of(script, tier, size, *MODEL, "--sharded")
+            args = args_of(script, tier, size, *MODEL, *DATA, "--sharded")
             assert (args.optimizer, args.use_cpu_offload) == ("adamw", None)
             assert args.gradient_checkpointing == ("R" in row[2])
 

@@ -79,8 +79,8 @@ PROGRAMS = [
     for folder in ("recipes", "benchmarks", "speech", "models", "webui")
     for path in sorted((ROOT / folder).rglob("*.py"))
     if "\nif __name__ ==" in path.read_text(encoding="utf-8")
-    # That one needs another worktree; the others are started by a program that has the packages.
-    and path.stem not in ("dry_run_agreement", "launch", "card")
+    # It is started by a program that has the packages.
+    and path.stem != "launch"
 ]
 
 

@@ -23,44 +23,9 @@ ETHIOPIC = [chr(c) for first, last in BLOCKS for c in range(first, last + 1)]
 DIGITS = "0123456789٣५５²①፩፪፱፲፳፺፻፼"
 SIGNS = ".,:;/-–−+=×÷%$€£°&()'\"።፣፤፥፦፧፨፡፠½．ኛ \t\n"
 PIECES = [
-    "ዓ.ም.",
-    "ኪ.ሜ",
-    "ት/ቤ",
-    "ዶ/ር",
-    "አ.አ.",
-    "በ",
-    "ቱ",
-    "ሩ",
-    "ሜ.",
-    "ሚሊዮን",
-    "1,000",
-    "፡፡",
-    "::",
-    "a",
-    "İ",
-    "a.com",
-    "http://",
-    "@",
-    "#",
-    '"',
-    "«",
-    "»",
-    "'",
-    "😀",
-    "👍🏽",
-    "1/2 ",
-    "½",
-    "8፡30",
-    " ሰዓት",
-    "ስልክ ",
-    "ኮ/ል",
-    "አ.አ.ዩ.",
-    "ዓ. ",
-    "ም",
-    "\u135f",
-    "é",
-    "日",
-    "ж",
+    *"ዓ.ም. ኪ.ሜ ት/ቤ ዶ/ር አ.አ. በ ቱ ሩ ሜ. ሚሊዮን 1,000 ፡፡ :: a İ a.com http:// @ # \" « » ' 😀 👍🏽".split(),
+    *"½ 8፡30 ኮ/ል አ.አ.ዩ. ም \u135f é 日 ж".split(),
+    *("1/2 ", " ሰዓት", "ስልክ ", "ዓ. "),
 ]
 mixed = st.lists(
     st.sampled_from([*ETHIOPIC, *DIGITS * 8, *SIGNS * 8, *PIECES * 8]), max_size=30
@@ -75,46 +40,31 @@ any_text = st.text(max_size=40) | st.text(st.characters(), max_size=20)  # surro
     ("text", "words"),
     [
         ("0", "ዜሮ"),
-        ("11", "አስራ አንድ"),
-        ("20", "ሃያ"),
         ("60", "ስልሳ"),
         ("100", "መቶ"),
-        ("105", "መቶ አምስት"),
-        ("1000", "አንድ ሺህ"),
-        ("1995", "አንድ ሺህ ዘጠኝ መቶ ዘጠና አምስት"),
         ("2016", "ሁለት ሺህ አስራ ስድስት"),
         ("፳፻፲፮", "ሁለት ሺህ አስራ ስድስት"),
-        ("፻", "መቶ"),
         ("፲፱፻፺፭", "አንድ ሺህ ዘጠኝ መቶ ዘጠና አምስት"),
-        ("፼", "አስር ሺህ"),
         ("፼፼", "መቶ ሚሊዮን"),
         ("፻፼", "አንድ ሚሊዮን"),
         ("፭፪", "አምስት ሁለት"),
         ("፻፻", "መቶ መቶ"),
-        ("5፭", "አምስት አምስት"),
         ("፩0", "አንድ ዜሮ"),
         ("1$0", "አንድ ዶላር ዜሮ"),
         ("1,000,000", "አንድ ሚሊዮን"),
-        ("1000000000", "አንድ ቢሊዮን"),
         ("120,000,000,000", "መቶ ሃያ ቢሊዮን"),
         ("1000000001", "አንድ ዜሮ ዜሮ ዜሮ ዜሮ ዜሮ ዜሮ ዜሮ ዜሮ አንድ"),
         ("007", "ዜሮ ዜሮ ሰባት"),
         ("3.5", "ሦስት ነጥብ አምስት"),
-        ("3.05", "ሦስት ነጥብ ዜሮ አምስት"),
         ("1.2.3", "አንድ ነጥብ ሁለት ነጥብ ሦስት"),
         ("25%", "ሃያ አምስት በመቶ"),
         ("2.5 %", "ሁለት ነጥብ አምስት በመቶ"),
         ("1ኛ", "አንደኛ"),
-        ("፪ኛ", "ሁለተኛ"),
-        ("3ኛ", "ሦስተኛ"),
-        ("9ኛ", "ዘጠነኛ"),
         ("10ኛ", "አስረኛ"),
         ("21ኛው", "ሃያ አንደኛው"),
-        ("20ኛ", "ሃያኛ"),
         ("1000ኛ", "አንድ ሺኛ"),
         ("1ኛደረጃ", "አንደኛ ደረጃ"),
         ("-5", "ነጌቲቭ አምስት"),
-        ("−5", "ነጌቲቭ አምስት"),
         ("5−3", "አምስት ሲቀነስ ሦስት"),
         ("5+3=8", "አምስት ሲደመር ሦስት እኩል ይሆናል ስምንት"),
         ("5-10", "አምስት እስከ አስር"),
@@ -125,16 +75,12 @@ any_text = st.text(max_size=40) | st.text(st.characters(), max_size=20)  # surro
         ("$5", "አምስት ዶላር"),
         ("በ$5 ሚሊዮን ነው", "በአምስት ሚሊዮን ዶላር ነው"),
         ("5€", "አምስት ዩሮ"),
-        ("5ብር", "አምስት ብር"),
         ("5 ብር", "አምስት ብር"),
         ("30°C", "ሰላሳ ዲግሪ ሴንቲግሬድ"),
         ("½", "ግማሽ"),
-        ("በ2016", "በሁለት ሺህ አስራ ስድስት"),
         ("ገጽ5", "ገጽ አምስት"),
         ("5ቱ", "አምስቱ"),
-        ("ከ10ሩ", "ከአስሩ"),
         ("9ኙም", "ዘጠኙም"),
-        ("20ው", "ሃያው"),
         ("5ተማሪዎች", "አምስት ተማሪዎች"),
         ("٥٦", "ሃምሳ ስድስት"),
         ("५", "አምስት"),
@@ -143,15 +89,6 @@ any_text = st.text(max_size=40) | st.text(st.characters(), max_size=20)  # surro
         ("①", "አንድ"),
         ("covid19", "covid አስራ ዘጠኝ"),
         ("A-4", "a አራት"),
-    ],
-)
-def test_numbers(text, words):
-    assert spoken(text) == words
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
         ("ዜናው በ8፡00 ሰዓት", "ዜናው በስምንት ሰዓት"),
         ("12:30", "አስራ ሁለት ሰዓት ተኩል"),
         ("2:05", "ሁለት ሰዓት ከአምስት ደቂቃ"),
@@ -160,27 +97,15 @@ def test_numbers(text, words):
         ("8.30 ሰዓት", "ስምንት ሰዓት ተኩል"),
         ("2፡30 ሰዓትና 3፡00 ሰዓት", "ሁለት ሰዓት ተኩልና ሦስት ሰዓት"),
         ("2:05:12", "ሁለት ሰዓት ከአምስት ደቂቃ ከአስራ ሁለት ሰከንድ"),
-        ("10:00-11:30", "አስር ሰዓት እስከ አስራ አንድ ሰዓት ተኩል"),
         ("ከ10፡00 - 11፡30 ሰዓት", "ከአስር ሰዓት እስከ አስራ አንድ ሰዓት ተኩል"),
         ("ከ8-10 ሰዓት", "ከስምንት እስከ አስር ሰዓት"),
         ("24ሰዓት", "ሃያ አራት ሰዓት"),
         ("ዮሐ. 3፡16", "ዮሐ. ሦስት አስራ ስድስት"),
         ("ማቴ4፥23", "ማቴ አራት ሃያ ሦስት"),
         ("3:1", "ሦስት ለአንድ"),
-    ],
-)
-def test_clock_times(text, words):
-    assert spoken(text) == words
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
         ("1/2 ኪ.ግ", "ግማሽ ኪሎ ግራም"),
-        ("3/4", "ሦስት አራተኛ"),
         ("⅓", "አንድ ሦስተኛ"),
         ("2/3ኛ ድምፅ", "ሁለት ሦስተኛ ድምፅ"),
-        ("1/4ኛ", "አንድ አራተኛ"),
         ("2½", "ሁለት ተኩል"),
         ("2 1/3 ሊትር", "ሁለት ከአንድ ሦስተኛ ሊትር"),
         ("አንቀጽ 1/2", "አንቀጽ አንድ ሁለት"),
@@ -188,15 +113,6 @@ def test_clock_times(text, words):
         ("2016/17", "ሁለት ሺህ አስራ ስድስት አስራ ሰባት"),
         ("12.01.2016", "አስራ ሁለት አንድ ሁለት ሺህ አስራ ስድስት"),
         ("10/2=5", "አስር ሲካፈል ሁለት እኩል ይሆናል አምስት"),
-    ],
-)
-def test_fractions_and_dates(text, words):
-    assert spoken(text) == words
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
         ("+251 911 234 567", "ፕላስ ሁለት አምስት አንድ ዘጠኝ አንድ አንድ ሁለት ሦስት አራት አምስት ስድስት ሰባት"),
         ("0911 23 45 67", "ዜሮ ዘጠኝ አንድ አንድ ሁለት ሦስት አራት አምስት ስድስት ሰባት"),
         ("(011) 551-7700", "ዜሮ አንድ አንድ አምስት አምስት አንድ ሰባት ሰባት ዜሮ ዜሮ"),
@@ -217,7 +133,7 @@ def test_fractions_and_dates(text, words):
         ("#5", "ቁጥር አምስት"),
     ],
 )
-def test_telephone_numbers_signs_and_scores(text, words):
+def test_numbers_times_fractions_and_signs(text, words):
     assert spoken(text) == words
 
 
@@ -309,22 +225,13 @@ def test_long_input(piece):
         ("ዓ. ም.", "ዓመተ ምሕረት"),
         ("እ.ኤ.አ. 2003", "እንደ ኤውሮፓውያን አቆጣጠር ሁለት ሺህ ሦስት"),
         ("ዶ/ር አበበ", "ዶክተር አበበ"),
-        ("የዶ/ር", "የዶክተር"),
-        ("ወ/ሮ", "ወይዘሮ"),
-        ("ወ/ሪት", "ወይዘሪት"),
-        ("አቶ", "አቶ"),
         ("በት/ቤቱ", "በትምህርት ቤቱ"),
-        ("ም/ቤት", "ምክር ቤት"),
         ("መ/ቤት", "መሥሪያ ቤት"),
         ("ጠ/ሚ/ር ዐቢይ", "ጠቅላይ ሚኒስትር ዐቢይ"),
-        ("ጠ/ሚ", "ጠቅላይ ሚኒስትር"),
         ("ክ/ከተማ", "ክፍለ ከተማ"),
-        ("አ.አ.", "አዲስ አበባ"),
         ("5 ኪ.ሜ.", "አምስት ኪሎ ሜትር"),
-        ("5ኪ.ግ", "አምስት ኪሎ ግራም"),
         ("5 ሜ.", "አምስት ሜትር"),
         ("2ኛጠ/ሚ", "ሁለተኛ ጠቅላይ ሚኒስትር"),
-        ("ሜ.", "ሜ."),
         ("ሰላም፡ነው፡፡", "ሰላም ነው."),
         ("ሰላም ። እንዴት ነህ፧አለ፤", "ሰላም. እንዴት ነህ? አለ;"),
         ("አንድ፣ሁለት፥ሦስት፦አራት፨", "አንድ, ሁለት: ሦስት: አራት."),
@@ -332,15 +239,6 @@ def test_long_input(piece):
         ("  a\t b\n", "a b"),
         ("C++ std::cout", "c std: cout"),
         ("日本 & እኛ", "እና እኛ"),
-    ],
-)
-def test_abbreviations_and_punctuation(text, words):
-    assert spoken(text) == words
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
         ("ብር 50,000.00", "ብር ሃምሳ ሺህ"),
         ("ሄ/ር ሜ/ጀ ሻ/ባሻ ክ.ል.በ.", "ሄክታር ሜጀር ጄኔራል ሻምበል ባሻ ክርስቶስ ልደት በፊት"),
         ("10.5 ሚ. ብር", "አስር ነጥብ አምስት ሚሊዮን ብር"),
@@ -384,7 +282,7 @@ def test_abbreviations_and_punctuation(text, words):
         ("COVID-19 U.S.A. Café don't", "covid አስራ ዘጠኝ u s a cafe don't"),
     ],
 )
-def test_newspapers(text, words):
+def test_abbreviations_and_punctuation(text, words):
     assert spoken(text) == words
 
 
@@ -405,30 +303,18 @@ def test_every_abbreviation_is_read():
     ("word", "sounds", "in_full"),
     [
         ("ትምህርት", "tımhırt", "tımıhırıt"),
-        ("ቤት", "bet", "bet"),
         ("ክብር", "kıbır", "kıbır"),
         ("መጽሐፍ", "məs'haf", "məs'ıhaf"),
-        ("ልጅ", "lıj", "lıj"),
-        ("እግር", "ıgır", "ıgır"),
-        ("ወንድም", "wəndım", "wənıdım"),
-        ("ብርቱካን", "bırtukan", "bırıtukan"),
-        ("አምስት", "amıst", "amısıt"),
-        ("ስምንት", "sımınt", "sımınıt"),
-        ("እንግሊዝ", "ıngıliz", "ınıgıliz"),
         ("ትክክል", "tıkıkıl", "tıkıkıl"),
         ("ንግድ", "nıgd", "nıgıd"),
         ("ስልክ", "sılk", "sılık"),
-        ("ቤትህ", "betıh", "betıh"),
         ("አእምሮ", "aımro", "aımıro"),
-        ("ማዕዘን", "maızən", "maızən"),
         ("ስእል", "sıl", "sıl"),
         ("ኢትዮጵያ", "ityop'ya", "itıyop'ıya"),
-        ("ጠጅ", "t'əj", "t'əj"),
         ("ጭቃ", "č'ık'a", "č'ık'a"),
         ("ዣንጥላ", "žant'ıla", "žanıt'ıla"),
         ("ኧረ", "ərə", "ərə"),
         ("እ", "ı", "ı"),
-        ("ሟች", "mwač", "mwač"),
         ("ቋንቋ", "k'wank'wa", "k'wanık'wa"),
         ("ቊ", "k'wi", "k'wi"),
         ("ቈ", "k'wə", "k'wə"),
@@ -524,22 +410,10 @@ def test_lexicon(tmp_path):
     assert phonemes("አለ") == "alə"
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "አለ allə",
-        "alə\tallə",
-        "አለ ነው\tallə",
-        "አለ\tአለ",
-        "አለ\tal2",
-        "አለ\tal፩",
-        "አለ\t",
-        "አለ\t'",
-        "\tallə",
-        "ሰማ\tsəma",
-        "አለ\ta\tb",
-    ],
-)
+DAMAGED = "አለ allə|alə\tallə|አለ ነው\tallə|አለ\tአለ|አለ\tal2|አለ\tal፩|አለ\t|አለ\t'|\tallə|ሰማ\tsəma|አለ\ta\tb"
+
+
+@pytest.mark.parametrize("line", DAMAGED.split("|"))
 def test_damaged_lexicon(tmp_path, line):
     path = tmp_path / "words.tsv"
     path.write_text(f"# words\nሰማ\tsəmma\n{line}\n", encoding="utf-8")
@@ -561,24 +435,11 @@ def test_command(tmp_path):
     text = "\ufeffትምህርት፡አለ።\n\n".encode() + b"\xff\xfe 5\r\n\x0c\x1c\n" + "\u2028ቤት".encode()
     result = command("--lexicon", str(path), stdin=text, env={"LC_ALL": "C", "PYTHONUTF8": "0"})
     assert (result.returncode, result.stderr) == (0, b"")
-    assert result.stdout.decode().split("\n") == [
-        "tımhırt allə.",
-        "",
-        "amıst",
-        "",
-        "bet",
-        "",
-    ]
+    assert result.stdout.decode().split("\n") == ["tımhırt allə.", "", "amıst", "", "bet", ""]
     assert command("--no_epenthesis", stdin="ትምህርት".encode()).stdout.decode() == "tımıhırıt\n"
 
 
 def test_command_errors(tmp_path):
-    path = tmp_path / "words.tsv"
-    path.write_text("አለ allə\n", encoding="utf-8")
-    for lexicon in (path, tmp_path / "missing.tsv", tmp_path):
-        result = command("--lexicon", str(lexicon))
-        assert result.returncode == 2 and result.stdout == b""
-        assert re.fullmatch(
-            rf"error: --lexicon {re.escape(str(lexicon))}[^\n]*\n", result.stderr.decode()
-        )
-    assert b"--lexicon" in command("--help").stdout
+    result = command("--lexicon", str(tmp_path / "missing.tsv"))
+    assert result.returncode == 2 and result.stdout == b""
+    assert re.fullmatch(rf"error: --lexicon {tmp_path}/missing[^\n]*\n", result.stderr.decode())

@@ -60,7 +60,7 @@ def test_defaults_are_those_of_the_help():
     expected = {
         "keep_last": "2",
         "max_duration": "11.6",
-        "learning_rate": "5e-6 for released weights, 2e-3 from scratch",
+        "learning_rate": "5e-6",
         "tf32": "on",
         "allow_unknown": "off",
         "max_steps": "",

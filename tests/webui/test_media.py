@@ -3,7 +3,6 @@
 import io
 import os
 from pathlib import Path
-from urllib.parse import quote_from_bytes
 
 import pytest
 import soundfile
@@ -46,14 +45,6 @@ def test_recordings_are_played_from_where_they_lie(client, places, wav, name):
     html = views.player(name, 1.5)
     address = html.partition('src="')[2].partition('"')[0].replace("&amp;", "&")
     assert seconds_of(client.get(f"/{address}").content) == pytest.approx(0.5)
-
-
-def test_a_name_that_is_not_utf8(client, places, wav):
-    name = os.fsencode(places.data) + b"/\xff.wav"
-    os.rename(wav(places.data / "a.wav"), name)
-    assert client.get(f"/audio?path={quote_from_bytes(name)}").status_code == 200
-    address = views.player(os.fsdecode(name)).partition('src="')[2].partition('"')[0]
-    assert client.get("/" + address.replace("&amp;", "&")).status_code == 200
 
 
 def test_long_recordings_are_cut(client, places, wav, monkeypatch):

@@ -115,18 +115,18 @@ def test_progress_is_read_as_the_report_writes_it(tmp_path, capfd):
 
 
 def test_the_stage_that_is_trained_is_shown(tmp_path):
-    """The runs that XTTS from scratch begins with have folders of their own."""
+    """A vocoder of Matcha has folders of its own."""
     run = make(tmp_path)
     write_metrics(run.folder, ['{"step": 8, "train/loss": 1.0}'], "earlier-1")
-    os.utime(write_metrics(run.folder, ['{"step": 9, "train/loss": 1.0}'], "autoencoder"), (1, 1))
-    os.utime(write_metrics(run.folder, ['{"step": 10, "train/loss": 2.0}'], "dvae"), (2, 2))
-    (run.folder / "checkpoints" / "dvae").mkdir(parents=True)
-    (run.folder / "checkpoints" / "dvae" / "checkpoint_step_00000010.pt").touch()
+    os.utime(write_metrics(run.folder, ['{"step": 9, "train/loss": 1.0}'], "first"), (1, 1))
+    os.utime(write_metrics(run.folder, ['{"step": 10, "train/loss": 2.0}'], "vocoder"), (2, 2))
+    (run.folder / "checkpoints" / "vocoder").mkdir(parents=True)
+    (run.folder / "checkpoints" / "vocoder" / "checkpoint_step_00000010.pt").touch()
     (run.folder / "ended.json").write_text('{"status": 143}')
     assert outputs.metrics(run.folder) == [{"step": 10, "train/loss": 2.0}]
-    assert progress.numbers(run) == {"stage": "dvae", "step": "10", "loss": "2.000"}
-    assert progress.state(run) == progress.State("stopped", "step 10 of the dvae is saved")
+    assert progress.numbers(run) == {"stage": "vocoder", "step": "10", "loss": "2.000"}
+    assert progress.state(run) == progress.State("stopped", "step 10 of the vocoder is saved")
     with held(run.folder / "checkpoints" / ".lock"):
-        assert progress.state(run) == progress.State("running", "dvae: step 10")
+        assert progress.state(run) == progress.State("running", "vocoder: step 10")
     write_metrics(run.folder, ['{"step": 1, "train/loss": 3.0}'])
     assert outputs.metrics(run.folder) == [{"step": 1, "train/loss": 3.0}]

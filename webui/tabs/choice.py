@@ -169,10 +169,10 @@ def model_of(context: Context, chosen: Chosen) -> tuple[Recipe, Run | None, Mode
         return (
             recipe_of(context, run.recipe),
             run,
-            trials.model_of_run(context.places, run, chosen.weights),
+            trials.model_of_run(run, chosen.weights),
         )
     recipe = recipe_of(context, chosen.recipe)
     if not chosen.path:
         raise UsageError("there is no released model in the folder of the data: copy one there")
-    model = trials.releasedmodel_of(context.places, recipe, chosen.path, chosen.language)
+    model = trials.released_model(context.places, recipe, chosen.path, chosen.language)
     return recipe, None, model

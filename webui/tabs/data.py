@@ -123,7 +123,7 @@ def _controls(context: Context, recipes: dict[str, Recipe], shared: Shared) -> C
 def _dropped() -> list[gr.File]:
     """Where files, and where a folder can be dropped."""
     with gr.Row():
-        label = "Or drop audio and its table, or a .zip"
+        label = "Or drop audio and its table"
         files = gr.File(file_count="multiple", label=label, height="11rem", min_width=240)
         label = "Or choose a folder with them"
         folder = gr.File(file_count="directory", label=label, height="11rem", min_width=240)
@@ -189,7 +189,9 @@ def _connect_uploads(places: Places, controls: Controls) -> None:
         names = [name for _, name in pairs]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice:  # the browser does not say in which of its folders each file is
-            return refused(f"several files in this folder are called {twice}: drop a .zip of it")
+            return refused(
+                f"several files in this folder are called {twice}: put it into the folder of the data"
+            )
         return upload(pairs)
 
     def removed(name: str | None) -> gr.Dropdown:

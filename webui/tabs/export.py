@@ -11,7 +11,6 @@ from common.files import read_text
 from webui import commands, outputs, trials, views
 from webui.catalogue import Recipe
 from webui.context import Context
-from webui.places import Places
 from webui.runs import Run
 from webui.tabs.choice import one_of, recipe_of, usable, weights_of
 from webui.tabs.events import on
@@ -65,7 +64,7 @@ def build(context: Context, shared: Shared) -> None:
         section = section_of(recipe)
         return (
             _about(run, recipe),
-            _exports(context.places, run),
+            _exports(run),
             section,
             weights_of(context, name, before),
             _forms(recipe),
@@ -77,7 +76,7 @@ def build(context: Context, shared: Shared) -> None:
     def make(name: str | None, file: str | None, wanted: str | None, said: str | None) -> str:
         run = context.run(name)
         export(context, run, file, wanted, said)
-        return _exports(context.places, run)
+        return _exports(run)
 
     shown = [about, made, page, weights, form, button, how, consent]
     named = [
@@ -95,7 +94,7 @@ def export(
     """Writes weights of a run as a new folder export-N in the run's. Raises `UsageError`, and
     `RunError` with the recipe's own error."""
     recipe = recipe_of(context, run.recipe)
-    path = trials.weights_of(context.places, run, weights)
+    path = trials.weights_of(run, weights)
     numbers = [folder.name.rpartition("-")[2] for folder in _folders(run)]
     number = max((int(each) for each in numbers), default=0) + 1
     folder = run.folder / f"export-{number}"
@@ -128,7 +127,6 @@ def _names(recipe: Recipe) -> set[str]:
 def _folders(run: Run) -> list[Path]:
     """The exports of a run, the newest first."""
     found = [path for path in run.folder.glob("export-*") if path.name[7:].isdecimal()]
-    found = [path for path in found if not path.is_symlink()]
     return sorted(found, key=lambda path: -int(path.name[7:]))
 
 
@@ -173,11 +171,11 @@ def _kept(run: Run, about: str, command: str = "") -> str:
     )
 
 
-def _exports(places: Places, run: Run) -> str:
+def _exports(run: Run) -> str:
     """The files of each export, with its licence."""
     parts = []
     for folder in _folders(run):
-        files = sorted(path for path in folder.rglob("*") if _is_inside(places, path))
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
         parts.append(f"<h3>{views.text(folder.name)}</h3>{_files(folder, files[:MOST_FILES])}")
         if folder / LICENCE in files:
             notice = views.text(read_text(folder / LICENCE))
@@ -192,14 +190,6 @@ def _files(folder: Path, files: list[Path]) -> str:
         rows.append([name, _size(path.stat().st_size), views.download(str(path))])
     table = views.table(["file", "size", "to keep"], rows, str(folder))
     return f'<div class="stacked">{table}</div>'
-
-
-def _is_inside(places: Places, path: Path) -> bool:
-    """Whether this is a file that the page may read."""
-    try:
-        return bool(places.file(path))
-    except UsageError:
-        return False
 
 
 def _size(count: int) -> str:

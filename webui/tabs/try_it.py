@@ -158,9 +158,7 @@ def _speaking(context: Context, choice: Choice) -> list:
         if not recipe.clones:
             voice = None
         elif dropped:
-            voice = trials.keep_voice(
-                context.places, model, trials.checked_audio(dropped, "reference clip")
-            )
+            voice = trials.keep_voice(model, trials.checked_audio(dropped, "reference clip"))
         elif named:
             voice = trials.checked_audio(str(context.places.file(named)), "reference clip")
         else:
@@ -271,7 +269,7 @@ def _spoken(path: str) -> str:
 
 def _history(context: Context, model: Model) -> str:
     rows = []
-    for row in trials.history(context.places, model.folder)[:SAID]:
+    for row in trials.history(model.folder)[:SAID]:
         when = views.moment(row.get("time"))
         how = f"temperature {row.get('temperature')}, seed {row.get('seed')}, {when}"
         voice = str(row.get("voice", "")).rsplit("/", 1)[-1]

@@ -13,13 +13,7 @@ from xml.parsers import expat
 import numpy as np
 
 from common.errors import DataError
-from speech.data.annotations.document import (
-    Annotation,
-    Document,
-    Media,
-    Tier,
-    opened,
-)
+from speech.data.annotations.document import Annotation, Document, Media, Tier, opened
 
 TIER_KEYS = ("TIER_ID", "PARTICIPANT", "PARENT_REF", "LINGUISTIC_TYPE_REF")  # as in `Tier`
 LEVELS = 50  # of tiers that depend on each other, at most

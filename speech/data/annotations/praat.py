@@ -5,13 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.errors import DataError
-from speech.data.annotations.document import (
-    Annotation,
-    Document,
-    Tier,
-    opened,
-    read_text,
-)
+from speech.data.annotations.document import Annotation, Document, Tier, opened, read_text
 
 # Praat reads free-standing numbers and quoted texts, in which a quote is doubled; everything else,
 # such as `intervals [3]:` and `xmin =`, explains them to people. A quote alone is not closed.

@@ -11,12 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from urllib.parse import unquote
 
 from common.errors import DataError, UsageError, first_line
 from speech.data.annotations import elan, lines, praat
-from speech.data.annotations.document import Annotation, Tier
+from speech.data.annotations.document import Annotation, Media, Tier
 from speech.data.columns import Rejections, printable
-from speech.data.finding import audio_of
+from speech.data.finding import comparable, find_audio, listed
+from speech.data.headers import AUDIO_SUFFIXES
 
 READERS = {
     ".eaf": elan.read,
@@ -151,6 +153,39 @@ def annotated_rows(
             number += 1
             yield number, as_row(audio, each)
     rejected.source = taken.described()
+
+
+def audio_of(
+    path: Path, media: Sequence[Media], audio_root: str | None = None
+) -> tuple[str, float]:
+    """The absolute path of the audio of the annotations in the file `path`, and the seconds in it
+    at which their time begins.
+
+    It is one of the `media` that the file names, sound before video, or a file of the same name
+    with another ending (`talk.en.srt` also belongs to `talk.wav`), beside the file or in
+    `audio_root`. Raises `DataError` if there is none."""
+    folder = str(path.parent)
+    for each in sorted(media, key=lambda one: _rank(one.path)):
+        last = each.path.split("/")[-1]
+        for name in (each.relative, each.path if audio_root else "", last):
+            for written in filter(None, (name, unquote(name))):
+                found = find_audio(written, folder, audio_root)
+                if os.path.isfile(found):
+                    return os.path.abspath(found), each.origin
+    origin = media[0].origin if media else 0.0
+    present = listed([audio_root or folder]).stems
+    for stem in (path.stem, Path(path.stem).stem):
+        if found := present.get(comparable(stem)):
+            return os.path.abspath(min(found, key=_rank)), origin
+    names = [each.path.split("/")[-1] for each in media if each.path]
+    names = dict.fromkeys([*names, f"{path.stem}.wav (.mp3, .flac ...)"])
+    place = audio_root or "its folder, or give the audio's as --audio_root"
+    raise DataError(f"{path}: its audio is missing: put {' or '.join(names)[:300]} into {place}")
+
+
+def _rank(path: str) -> int:
+    suffix = os.path.splitext(path)[1].lower()
+    return AUDIO_SUFFIXES.index(suffix) if suffix in AUDIO_SUFFIXES else len(AUDIO_SUFFIXES)
 
 
 def choose(path: Path, tiers: list[Tier], wanted: Sequence[str]) -> list[Tier]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -104,7 +105,7 @@ def batch_of(clips: list[np.ndarray], texts: list[str], info: start.ModelInfo) -
 def asked(**changes) -> start.Options:
     """What a run without flags but these asks for, as far as it matters here."""
     names = [field.name for field in dataclasses.fields(start.Options)]
-    usual = {**dict.fromkeys(names), "loss": {}, "loss_flags": frozenset()}
+    usual = {**dict.fromkeys(names), "origin": SimpleNamespace(given=frozenset())}
     return start.Options(**{**usual, **changes})
 
 
@@ -253,7 +254,7 @@ def with_settings(folder, config: dict, change) -> dict:
 
 
 def test_settings_of_the_loss_are_the_archives(tmp_path):
-    """FastEmit, and the reductions of both losses; a flag replaces them."""
+    """FastEmit, and the reductions of both losses."""
     config = make_config("rnnt", True)
     loss = {**settings.RNNT.loss, "fastemit": 0.005, "reduction": "mean_batch"}
     extras = {**EXTRAS, "loss": {**loss, "ctc_reduction": "mean"}}
@@ -278,20 +279,13 @@ def test_fastemit_is_a_number(tmp_path):
         formats.read_model(tmp_path / "a")
 
 
-@pytest.mark.parametrize(
-    "kind,flag",
-    [
-        ("rnnt", "tdt_sigma"),
-        ("rnnt", "tdt_omega"),
-        ("ctc", "fastemit_lambda"),
-        ("ctc", "ctc_weight"),
-    ],
-)
-def test_flags_of_another_kind_are_refused(kind, flag):
-    config = make_config(kind, kind == "ctc")
-    info = start.ModelInfo(config, EXTRAS["tokenizer"], settings.RNNT.loss, {}, True)
-    with pytest.raises(UsageError, match=f"--{flag}: a Parakeet-{kind.upper()} model has no use"):
-        start.with_loss(info, asked(loss_flags=frozenset([flag])))
+@pytest.mark.parametrize("flag", ["joint_dropout", "ctc_weight"])
+def test_flags_of_another_kind_are_refused(flag):
+    info = start.ModelInfo(
+        make_config("ctc", True), EXTRAS["tokenizer"], settings.RNNT.loss, {}, True
+    )
+    with pytest.raises(UsageError, match=f"--{flag}: a Parakeet-CTC model has no use"):
+        start.with_loss(info, asked(origin=SimpleNamespace(given=frozenset([flag]))))
 
 
 def test_the_offline_half_of_a_unified_model(tmp_path):

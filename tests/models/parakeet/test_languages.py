@@ -9,7 +9,7 @@ import torch
 
 from common.errors import DataError, UsageError
 from models.parakeet import languages
-from models.parakeet.languages import AUTO, AUTO_SHARE, USUAL
+from models.parakeet.languages import AUTO, AUTO_SHARE, SLOTS
 from models.parakeet.tokenizer import ParakeetTokenizer, make_tokenizer
 from speech.data.columns import Codes, Corpus, Strings
 from speech.decoding import timed
@@ -48,7 +48,7 @@ def corpus(rows: list[str], path: str = "a.wav") -> Corpus:
 def test_the_usual_slots_are_those_of_transformers():
     from transformers.models.nemotron3_5_asr import processing_nemotron3_5_asr as theirs
 
-    assert theirs.DEFAULT_PROMPT_DICTIONARY == USUAL
+    assert theirs.DEFAULT_PROMPT_DICTIONARY == SLOTS
 
 
 def test_rows_have_the_slots_of_their_languages():

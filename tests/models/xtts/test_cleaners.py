@@ -11,7 +11,7 @@ from common.errors import RunError
 from models.xtts import cleaners, latin
 from models.xtts.tokenizer import Vocabulary, add_tokens
 from tests.fixtures.xtts import make_texts
-from tests.models.xtts.infos import FIXTURES, VOCAB
+from tests.models.xtts.small import FIXTURES, VOCAB
 
 ROWS = json.loads((FIXTURES / "texts.json").read_text(encoding="utf-8"))
 LIBRARIES = {cleaners.CHINESE: "pypinyin", cleaners.JAPANESE: "cutlet"}

@@ -1,7 +1,6 @@
 """XTTS's files: names and shapes against Coqui's, folders read and written, and files that are
 refused."""
 
-import functools
 import json
 import math
 import os
@@ -18,9 +17,8 @@ from safetensors import safe_open
 
 from common.errors import UsageError
 from models.xtts import formats, tokenizer, vocoder
+from tests.models.xtts.small import FIXTURES, VOCAB, use_small_vocoder
 
-FIXTURES = Path(__file__).parents[2] / "fixtures" / "xtts"
-VOCAB = (FIXTURES / "vocab.json").read_text(encoding="utf-8")
 TOKENS = tokenizer.Vocabulary(VOCAB)
 CONFIG = formats.make_config(
     16,
@@ -37,16 +35,9 @@ CONFIG = formats.make_config(
 EXTRAS = {"config": {}, "vocab": VOCAB, "licence": True}
 
 
-@functools.cache
-def small_vocoder(d_model: int) -> vocoder.HifiDecoder:
-    return vocoder.HifiDecoder(
-        d_model, channels=16, speaker=8, filters=(8, 8, 8, 8), blocks=(1, 1, 1, 1)
-    )
-
-
 @pytest.fixture(autouse=True)
-def use_small_vocoder(monkeypatch):
-    monkeypatch.setattr(formats, "HifiDecoder", small_vocoder)
+def small_vocoder(monkeypatch):
+    use_small_vocoder(monkeypatch)
 
 
 def random_groups(config: dict = CONFIG) -> dict:
@@ -120,7 +111,7 @@ def same(first: dict, second: dict) -> bool:
 
 def test_the_full_size_has_the_released_numbers_of_parameters(monkeypatch):
     monkeypatch.setattr(formats, "HifiDecoder", vocoder.HifiDecoder)
-    shapes = formats.expected_shapes(formats.SIZES["full"])
+    shapes = formats.expected_shapes(formats.RELEASED)
     buffers = ("running_", formats.COUNTER, "torch_spec.", "codebook.")
     names = {
         f"{group}.{name}": shape for group, part in shapes.items() for name, shape in part.items()
@@ -163,20 +154,8 @@ def test_names_and_shapes_are_coquis(group):
         name.removeprefix("gpt.") if group == "gpt" and name.startswith("gpt.") else name: s
         for name, s in theirs.items()
     }
-    ours = formats.expected_shapes(sizes | {"hifigan": False})
-    assert ours[group] == {
+    assert formats.expected_shapes(sizes)[group] == {
         name: shape for name, shape in theirs.items() if not name.startswith("discrete_loss.")
-    }
-    assert ours["hifigan_decoder"] == {}
-
-
-def test_sizes_are_configurations():
-    for config in formats.SIZES.values():
-        formats.check_config(config, "it")
-    formats.check_config(CONFIG, "it")
-    assert {key: config["hifigan"] for key, config in formats.SIZES.items()} == {
-        "demo": False,
-        "full": True,
     }
 
 
@@ -190,7 +169,6 @@ def test_sizes_are_configurations():
         ({"layers": 0}, "layers"),
         ({"d_model": 18}, "d_model"),
         ({"d_model": 1 << 20}, "d_model"),
-        ({"hifigan": 1}, "hifigan"),
         ({"layers": True}, "layers"),
         ({"mel_positions": "608"}, "mel_positions"),
     ],
@@ -215,12 +193,6 @@ def test_a_folder_is_read(tmp_path):
     assert same(formats.read_frozen(tmp_path, config), frozen)
     with pytest.raises(UsageError, match=r"encoder.5.weight is"):
         formats.read_frozen(tmp_path, {**config, "code_dim": 5})
-
-
-def test_weights_without_a_vocoder_are_read(tmp_path):
-    groups = random_groups() | {"hifigan_decoder": {}}
-    read, config, _ = formats.read_model(coqui_folder(tmp_path, groups))
-    assert same(read, groups) and config == CONFIG | {"hifigan": False}
 
 
 def test_a_training_checkpoint_is_read(tmp_path):
@@ -651,7 +623,6 @@ def test_only_the_tensors_themselves_are_written(tmp_path):
 @pytest.mark.parametrize(
     "config,change,reason",
     [
-        ({"hifigan": False}, {}, "no vocoder"),
         ({"latents": 8}, {}, "latents is 8; Coqui's XTTS has 32 only"),
         ({}, {"gpt": {}}, r"\(gpt\) lacks"),
         ({}, {"dvae": {}}, r"\(dvae\) lacks"),

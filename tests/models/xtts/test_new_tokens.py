@@ -3,6 +3,7 @@ tokens."""
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +13,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from common.errors import UsageError
-from models.xtts import formats, new_tokens, start, texts
+from models.xtts import new_tokens, start, texts
 from models.xtts.tokenizer import MOST_TOKENS, Vocabulary, add_pieces, new_vocabulary
 from speech import amharic
-from tests.models.xtts.infos import VOCAB as TEXT
-from tests.models.xtts.infos import make_info
+from tests.models.xtts.small import VOCAB as TEXT
+from tests.models.xtts.small import make_info
 
 ROWS = Vocabulary(TEXT).size
 TRAINING = ["ሰላም ለሁሉም።", "ሰላም, እንዴት ነህ?", "ለሁሉም ሰላም the end", "ቡና እወዳለሁ"]
@@ -151,8 +152,8 @@ def test_a_second_extension_keeps_what_is_there(capsys):
     assert "no new tokens (characters)" in capsys.readouterr().out
 
 
-def test_a_model_from_scratch_has_ethiopic_letters_and_phonemes(capsys):
-    vocab = new_vocabulary(texts.CHARACTERS, ["en", "am"], formats.SIZES["demo"]["text_tokens"])
+def test_the_vocabulary_of_a_plan_has_ethiopic_letters_and_phonemes(capsys):
+    vocab = new_vocabulary(texts.CHARACTERS, ["en", "am"], 512)
     vocabulary = Vocabulary(vocab)
     assert vocabulary.size == 512 and vocabulary.start == 261
     assert not vocabulary.lacking(
@@ -264,6 +265,7 @@ def test_the_new_tokens_are_counted():
     assert info.new_tokens == 1
     info, _, added = new_tokens.extend(info, None, ["გამარჯობა"], asked("characters", 10))
     assert info.new_tokens == 1 + added == 8
-    rows = start.new_rows(info, None).rows
+    family = start.Family(SimpleNamespace(origin=None))
+    rows = start.new_rows(family, info, None).rows
     assert rows == {name: [*range(ROWS, ROWS + 8)] for name in new_tokens.TEXT_ROWS}
-    assert start.new_rows(make_info(), None) is None
+    assert start.new_rows(family, make_info(), None) is None

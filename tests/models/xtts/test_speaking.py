@@ -17,11 +17,12 @@ from models.xtts.decoding import Sampling
 from models.xtts.formats import Conditioning
 from models.xtts.frozen import Frozen
 from models.xtts.speaking import Synthesiser, speakers_of
-from models.xtts.vocoder import HifiDecoder
+from models.xtts.vocoder import OUTPUT_RATE
 from speech.data.columns import Corpus
 from speech.data.splits import Checks, load_corpus, read_manifests
 from speech.signal import spectra
 from speech.writing.text import normalise
+from tests.models.xtts.small import make_vocoder
 
 CONFIG = {"mel_channels": 80, "dvae_hidden": 8, "codes": 12, "code_dim": 4}
 WIDTH, KINDS = 8, ("reference", "resynthesis", "synthesis")
@@ -85,16 +86,10 @@ def write_corpus(folder: Path, rows: tuple[tuple[str, str, float], ...]) -> Corp
     return corpus
 
 
-def make_frozen(with_vocoder: bool) -> Frozen:
+def make_frozen() -> Frozen:
     torch.manual_seed(0)
     stats = torch.full((80,), 4.0)
-    vocoder = HifiDecoder(WIDTH, channels=16, speaker=8, filters=(8, 8, 8, 8), blocks=(1, 1, 1, 1))
-    parts = (
-        Mel("dvae", stats),
-        Mel("conditioning", stats),
-        DVAE(CONFIG),
-        vocoder if with_vocoder else None,
-    )
+    parts = Mel("dvae", stats), Mel("conditioning", stats), DVAE(CONFIG), make_vocoder(WIDTH)
     return Frozen(*parts).to(torch.device("cpu"))
 
 
@@ -112,27 +107,24 @@ def said(monkeypatch) -> list[tuple]:
     return calls
 
 
-def spoken(
-    folder: Path, corpus: Corpus, with_vocoder: bool, **changes
-) -> tuple[str, Voices, Reader]:
+def spoken(folder: Path, corpus: Corpus, **changes) -> tuple[str, Voices, Reader]:
     model, reader = Voices(), Reader()
     references = changes.get("references") or speakers_of(corpus)
-    synthesiser = Synthesiser(model, make_frozen(with_vocoder), reader, 50, Conditioning())
+    synthesiser = Synthesiser(model, make_frozen(), reader, 50, Conditioning())
     settings = changes.get("settings", Sampling())
     return speaking.speak_corpus(folder, synthesiser, corpus, references, settings), model, reader
 
 
-@pytest.mark.parametrize("with_vocoder", [True, False])
-def test_what_is_written_is_read_as_manifests(corpus, said, tmp_path, with_vocoder):
+def test_what_is_written_is_read_as_manifests(corpus, said, tmp_path):
     folder = tmp_path / "new" / "speech"
-    line, _, reader = spoken(folder, corpus, with_vocoder)
+    line, _, reader = spoken(folder, corpus)
     assert line.startswith(f"4 held-out sentences spoken: {folder}/*_synthesis.wav")
     assert {path.name for path in folder.iterdir()} == {
         "made_from.json",
         *(f"{kind}.csv" for kind in KINDS),
         *(f"00{number}_{kind}.wav" for kind in KINDS for number in (1, 2, 3, 4)),
     }
-    rates = dict.fromkeys(KINDS, SAMPLE_RATE) | ({"synthesis": 24_000} if with_vocoder else {})
+    rates = {**dict.fromkeys(KINDS, SAMPLE_RATE), "synthesis": OUTPUT_RATE}
     sets = read_manifests(
         {kind: str(folder / f"{kind}.csv") for kind in KINDS}, normalise, Checks(strict=True)
     )
@@ -161,21 +153,15 @@ def test_what_is_written_is_read_as_manifests(corpus, said, tmp_path, with_vocod
     assert set(reader.languages) == {"de", "am"} and [*said[0][1]] == [[*b"one|two"]]
 
 
-def test_the_similarity_of_voices_needs_a_speaker_encoder_and_half_a_second(
-    corpus, said, tmp_path, monkeypatch
-):
-    (with_encoder, *_), (without, *_) = (
-        spoken(tmp_path / str(kind), corpus, kind) for kind in (True, False)
-    )
-    assert "speaker similarity" not in without and without.count("\n") == 0
-    similarity = with_encoder.partition("\nspeaker similarity: ")[2]
+def test_the_similarity_of_voices_needs_half_a_second(corpus, said, tmp_path, monkeypatch):
+    similarity = spoken(tmp_path / "a", corpus)[0].partition("\nspeaker similarity: ")[2]
     assert -1 <= float(similarity.split()[0]) <= 1 and similarity.endswith(
         "(cosine between vectors of the speaker encoder)"
     )
     monkeypatch.setattr(speaking, "speak", lambda *_: [torch.full((12_000,), 0.1)])
-    assert "speaker similarity" not in spoken(tmp_path / "short", corpus, True)[0]
+    assert "speaker similarity" not in spoken(tmp_path / "short", corpus)[0]
     monkeypatch.setattr(speaking, "speak", lambda *_: [torch.full((12_001,), 0.1)])
-    assert "speaker similarity" in spoken(tmp_path / "long", corpus, True)[0]
+    assert "speaker similarity" in spoken(tmp_path / "long", corpus)[0]
 
 
 def test_the_similarity_is_the_mean_cosine(corpus, tmp_path, monkeypatch):
@@ -189,32 +175,32 @@ def test_the_similarity_is_the_mean_cosine(corpus, tmp_path, monkeypatch):
         lambda self, _, rate=SAMPLE_RATE: torch.tensor([next(vectors[rate == 24_000])]),
     )
     monkeypatch.setattr(speaking, "speak", lambda *_: [torch.full((24_000,), 0.1)])
-    assert "speaker similarity: 0.65 " in spoken(tmp_path, corpus, True)[0]
+    assert "speaker similarity: 0.65 " in spoken(tmp_path, corpus)[0]
 
 
 def test_a_sentence_may_have_twice_the_codes_of_its_recording(corpus, said, tmp_path):
-    spoken(tmp_path, corpus, False, settings=Sampling(top_k=7, seed=3))
+    spoken(tmp_path, corpus, settings=Sampling(top_k=7, seed=3))
     codes = [-(-round(seconds * SAMPLE_RATE) // SAMPLES_PER_CODE) for *_, seconds in ROWS]
     expected = [max(40, 2 * count) for count in codes]
     assert [settings.max_codes for *_, settings in said] == expected and max(expected) > 100
     assert all((settings.top_k, settings.seed) == (7, 3) for *_, settings in said)
     said.clear()
-    spoken(tmp_path, corpus, False, settings=Sampling(max_codes=50))
+    spoken(tmp_path, corpus, settings=Sampling(max_codes=50))
     assert [settings.max_codes for *_, settings in said] == [min(50, most) for most in expected]
 
 
 def test_each_speaker_has_one_voice_from_the_references(corpus, said, tmp_path):
-    _, model, _ = spoken(tmp_path, corpus, False)
+    _, model, _ = spoken(tmp_path, corpus)
     assert len(model.heard) == 3
     latents = [latents for latents, *_ in said]
     assert torch.equal(latents[0], latents[2])
     assert not torch.equal(latents[0], latents[1]) and not torch.equal(latents[1], latents[3])
-    frozen, model = make_frozen(False), Voices()
+    frozen, model = make_frozen(), Voices()
     clip, rate = speakers_of(corpus)["a"]  # 1.0 s is nearer to 10 s than 0.6 s is
     assert rate == SAMPLE_RATE and len(clip) == SAMPLE_RATE
     synthesiser = Synthesiser(model, frozen, Reader(), 50, Conditioning())
     voice = speaking.voice_of(synthesiser, [torch.from_numpy(clip) / 32768])
-    assert torch.allclose(voice.latents, latents[0]) and voice.speaker is None
+    assert torch.allclose(voice.latents, latents[0])
 
 
 def test_an_unknown_speaker_gets_the_first_reference(said, tmp_path):
@@ -225,7 +211,7 @@ def test_an_unknown_speaker_gets_the_first_reference(said, tmp_path):
         "a": speakers_of(corpus)["a"],
         "b": (np.full(SAMPLE_RATE, 900, np.int16), SAMPLE_RATE),
     }
-    spoken(tmp_path / "out", corpus, False, references=references)
+    spoken(tmp_path / "out", corpus, references=references)
     latents = [latents for latents, *_ in said]
     assert torch.equal(latents[0], latents[1]) and torch.equal(latents[0], latents[2])
     rows = (tmp_path / "out" / "synthesis.csv").read_text(encoding="utf-8").splitlines()
@@ -240,12 +226,11 @@ def test_an_unknown_speaker_gets_the_first_reference(said, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("with_vocoder", [True, False])
-def test_a_sentence_without_codes_is_silent_and_long_texts_are_cut(said, monkeypatch, with_vocoder):
-    model, frozen = Voices(), make_frozen(with_vocoder)
+def test_a_sentence_without_codes_is_silent_and_long_texts_are_cut(said, monkeypatch):
+    model, frozen = Voices(), make_frozen()
     settings, synthesiser = Sampling(), Synthesiser(model, frozen, Reader(), 9, Conditioning())
     voice = speaking.voice_of(synthesiser, [torch.randn(SAMPLE_RATE) * 0.1])
-    assert (voice.speaker is not None) == with_vocoder and voice.latents.shape == (1, 3, WIDTH)
+    assert voice.latents.shape == (1, 3, WIDTH)
     [waveform] = speaking.speak(synthesiser, ["one two. three"], voice, settings)
     sentences, given_settings = said[0][1:]
     assert [bytes(each) for each in sentences] == [b"one two.", b"three"]
@@ -320,10 +305,10 @@ def test_latents_are_the_mean_over_chunks_of_all_clips_in_a_row():
     # of the first clip 5 s, of both 7 s
     row = torch.cat([first[: 5 * SAMPLE_RATE], second[: 2 * SAMPLE_RATE]])
     expected = [model.condition(mel(chunk[None])) for chunk in row.split(4 * SAMPLE_RATE)]
-    frozen = SimpleNamespace(conditioning_mel=mel, vocoder=None)
+    frozen = SimpleNamespace(conditioning_mel=mel, speaker=lambda clips: len(clips))
     lengths = Conditioning(max_ref_len=5, gpt_cond_len=7)
     voice = speaking.voice_of(Synthesiser(model, frozen, None, 9, lengths), [first, second])
-    assert len(expected) == 2 and voice.speaker is None
+    assert len(expected) == voice.speaker == 2
     torch.testing.assert_close(voice.latents, sum(expected) / 2, rtol=0, atol=1e-12)
 
 
@@ -336,52 +321,44 @@ def test_a_reference_that_is_too_short_is_refused(samples):
 # --- waveforms ------------------------------------------------------------------------------------
 
 
-def tone(seconds: float, rate: int = 24_000, level: float = 0.5) -> torch.Tensor:
-    return level * torch.sin(torch.arange(round(seconds * rate)) * 0.3)
+def tone(seconds: float, level: float = 0.5) -> torch.Tensor:
+    return level * torch.sin(torch.arange(round(seconds * OUTPUT_RATE)) * 0.3)
 
 
-@pytest.mark.parametrize("rate", [22_050, 24_000])
 @pytest.mark.parametrize("noise", [0.0, 0.001])
 @pytest.mark.parametrize(
     ("tail", "kept"), [(0.0, 0.0), (0.15, 0.15), (0.3, 0.3), (0.9, 0.3), (5.0, 0.3)]
 )
-def test_quiet_above_a_third_of_a_second_is_cut(rate, noise, tail, kept):
+def test_quiet_above_a_third_of_a_second_is_cut(noise, tail, kept):
     random = torch.Generator().manual_seed(0)
-    quiet = noise * torch.randn(round(tail * rate), generator=random)
-    waveform = torch.cat([tone(0.5, rate), quiet, tone(0.5, rate), quiet])
+    quiet = noise * torch.randn(round(tail * OUTPUT_RATE), generator=random)
+    waveform = torch.cat([tone(0.5), quiet, tone(0.5), quiet])
     before = waveform.clone()
-    result = speaking.finish(waveform, rate)
+    result = speaking.finish(waveform)
     speech = len(waveform) - len(quiet)
-    assert abs(len(result) - speech - kept * rate) <= 0.01 * rate  # a frame
-    fade = round(0.005 * rate)
+    assert abs(len(result) - speech - kept * OUTPUT_RATE) <= 0.01 * OUTPUT_RATE  # a frame
+    fade = round(0.005 * OUTPUT_RATE)
     assert result[:-fade].equal(waveform[: len(result) - fade])
     assert result[-1] == 0 and waveform.equal(before)
 
 
 def test_the_fade_is_a_ramp():
-    result = speaking.finish(torch.ones(24_000), 24_000)
+    result = speaking.finish(torch.ones(24_000))
     assert len(result) == 24_000 and result[-121:-119].tolist() == pytest.approx([1, 1 - 1 / 120])
     assert result.diff()[-120:].tolist() == pytest.approx([-1 / 120] * 120, abs=1e-6)
 
 
 def test_a_soft_voice_is_not_quiet():
-    assert len(speaking.finish(tone(2.0, level=0.002), 24_000)) == 48_000
+    assert len(speaking.finish(tone(2.0, level=0.002))) == 48_000
 
 
 @pytest.mark.parametrize("level", [0.0, 5e-5])
 def test_silence_alone(level):
-    assert len(speaking.finish(tone(2.0, level=level), 24_000)) == round(0.3 * 24_000)
+    assert len(speaking.finish(tone(2.0, level=level))) == round(0.3 * 24_000)
 
 
 @pytest.mark.parametrize("samples", [0, 1, 2, 119, 120, 121, 240, 241])
 def test_very_short_clips(samples):
-    result = speaking.finish(torch.ones(samples), 24_000)
+    result = speaking.finish(torch.ones(samples))
     assert len(result) == samples and result.isfinite().all()
     assert not samples or result[-1] == 0
-
-
-def test_join_finishes_every_sentence():
-    parts = [torch.cat([tone(0.2), torch.zeros(24_000)]), tone(0.3)]
-    joined = speaking.join(parts, 24_000)
-    assert joined.equal(torch.cat([speaking.finish(part, 24_000) for part in parts]))
-    assert abs(len(joined) - 0.8 * 24_000) <= 240

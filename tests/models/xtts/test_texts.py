@@ -11,12 +11,11 @@ import torch
 from common import options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
-from models import released
 from models.xtts import cleaners, formats, new_tokens, speaking, start, texts
 from models.xtts.tokenizer import Vocabulary, new_vocabulary
 from speech import amharic
 from speech.data import splits
-from tests.models.xtts.infos import VOCAB, make_info
+from tests.models.xtts.small import VOCAB, make_info
 
 ROWS = Vocabulary(VOCAB).size
 TRAINING = ["ሰላም ለሁሉም።", "ሰላም, እንዴት ነህ?", "ለሁሉም ሰላም the end", "ቡና እወዳለሁ"]
@@ -39,9 +38,8 @@ def parse(*flags) -> object:
 
 def resolved(*flags) -> start.Options:
     args = parse(*flags)
-    needs = (*start.NEEDS, *speaking.NEEDS)
-    options.resolve(args, False, 1, start.EXCLUDES, needs)
-    return start.resolve(args, is_demo=False, recipe="xtts_amharic")
+    options.resolve(args, False, 0)
+    return start.resolve(args, recipe="xtts_amharic")
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -214,11 +212,11 @@ def kept(text: texts.TextOptions) -> texts.TextOptions:
 def test_json_keeps_the_options(tmp_path):
     (tmp_path / "words.tsv").write_text("ሰላም\tsəlam\n", encoding="utf-8")
     flags = ["--use_amharic_g2p", "--no_epenthesis", "--lexicon", tmp_path / "words.tsv"]
-    chosen = resolved("--from_scratch", *flags).text
+    chosen = resolved("--dry_run=8GB", *flags).text
     lexicon = amharic.read_lexicon(str(tmp_path / "words.tsv"))
     assert chosen == texts.TextOptions(g2p=True, epenthesis=False, lexicon=lexicon)
     assert lexicon["ሰላም"] == "səlam" and kept(chosen) == chosen
-    assert resolved("--from_scratch").text == PLAIN == kept(PLAIN)
+    assert resolved("--dry_run=8GB").text == PLAIN == kept(PLAIN)
     asked = texts.TextOptions(extend_vocab="bpe", vocab_size=30)
     info, _, _ = new_tokens.extend(make_info(), None, TRAINING, asked)
     assert info.text == asked == kept(info.text)
@@ -237,19 +235,19 @@ def test_damaged_options(change):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--from_scratch", "--lexicon", "x"], "--lexicon goes with --use_amharic_g2p"),
-        (["--from_scratch", "--epenthesis"], "--epenthesis goes with --use_amharic_g2p"),
-        (["--from_scratch", "--no_epenthesis"], "--no_epenthesis goes with --use_amharic_g2p"),
-        (["--from_scratch", "--vocab_size", 9], "--vocab_size goes with --extend_vocab bpe"),
+        (["--dry_run=8GB", "--lexicon", "x"], "--lexicon goes with --use_amharic_g2p"),
+        (["--dry_run=8GB", "--epenthesis"], "--epenthesis goes with --use_amharic_g2p"),
+        (["--dry_run=8GB", "--no_epenthesis"], "--no_epenthesis goes with --use_amharic_g2p"),
+        (["--dry_run=8GB", "--vocab_size", 9], "--vocab_size goes with --extend_vocab bpe"),
         (
-            ["--from_scratch", "--vocab_size", 9, "--extend_vocab", "characters"],
+            ["--dry_run=8GB", "--vocab_size", 9, "--extend_vocab", "characters"],
             "--vocab_size goes with --extend_vocab bpe",
         ),
         (
-            ["--from_scratch", "--use_amharic_g2p", "--extend_vocab", "bpe"],
+            ["--dry_run=8GB", "--use_amharic_g2p", "--extend_vocab", "bpe"],
             "--extend_vocab and --use_amharic_g2p",
         ),
-        (["--from_scratch", "--use_amharic_g2p", "--language", "ti"], "is for Amharic"),
+        (["--dry_run=8GB", "--use_amharic_g2p", "--language", "ti"], "is for Amharic"),
         (["--show_text", "a", "--use_amharic_g2p", "--lexicon", "missing.tsv"], "missing.tsv"),
         (["--show_text", "a", "--extend_vocab", "bpe"], "--extend_vocab and --show_text"),
         (["--show_text", "a", "--evaluate"], "--show_text and --evaluate"),
@@ -297,7 +295,7 @@ def test_flags_that_agree():
         g2p=True, epenthesis=False
     )
     assert (
-        resolved("--from_scratch", "--extend_vocab", "bpe", "--vocab_size", 9).text.vocab_size == 9
+        resolved("--dry_run=8GB", "--extend_vocab", "bpe", "--vocab_size", 9).text.vocab_size == 9
     )
     assert resolved("--show_text", "a", "--use_amharic_g2p", "--language", "amh").text.g2p
 
@@ -332,20 +330,19 @@ def test_flags_that_agree():
     ],
 )
 def test_flags_that_contradict_a_checkpoint(flags, text, messages):
-    chosen = resolved("--resume", "auto", *flags)
+    chosen = resolved("--dry_run=8GB", "--resume", "auto", *flags)
     assert texts.conflicts(chosen.origin.given, chosen.text, text) == messages
 
 
 def test_a_contradiction_ends_the_resumed_run(tmp_path):
-    config = formats.SIZES["demo"]
     info = make_info(new_vocabulary(texts.CHARACTERS, ["en", "am"], 512))
-    shapes = formats.expected_shapes(config)["gpt"]
+    shapes = formats.expected_shapes(info.config)["gpt"]
     weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
     saved = Saved(tmp_path / "a.pt", "xtts_amharic", asdict(info), {}, weights)
 
     def read_info(*flags) -> start.ModelInfo:
-        asked = resolved("--resume", "auto", *flags)
-        return released.read_info(asked.origin, start.family(asked), saved)
+        asked = resolved("--dry_run=8GB", "--resume", "auto", *flags)
+        return start.Family(asked).read_info(saved)
 
     assert read_info() == info
     with pytest.raises(

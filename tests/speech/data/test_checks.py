@@ -35,17 +35,14 @@ def even(
 
 def test_a_clip_with_anothers_text_is_far_from_its_speakers_rate():
     odd = [("x" * 60, 3.0, "a"), ("x" * 12, 3.0, "a")]
-    problems = checks.speaking_rate(
-        make_corpus([*even(20), *odd, *even(20, "slow", 10), ("x" * 15, 3.0, "slow")])
-    )
+    slow = ("x" * 15, 3.0, "slow")
+    corpus = make_corpus([*even(20), *odd, *even(20, "slow", 10), slow])
+    problems = checks.speaking_rate(corpus)
     assert sorted(problems) == [20, 21]
-    assert problems[20] == (
-        "speaking rate is far from the speaker's: is the text what is spoken?",
-        "20.0 letters a second, the speaker's median is 10.0",
-    )
-    assert (
-        checks.speaking_rate(make_corpus([*even(17), *odd])) == {}
-    )  # too few clips to know the speaker
+    details = "20.0 letters a second, the speaker's median is 10.0"
+    assert problems[20][1] == details and "is the text what is spoken?" in problems[20][0]
+    # Too few clips to know the speaker.
+    assert checks.speaking_rate(make_corpus([*even(17), *odd])) == {}
 
 
 def test_rates_are_compared_within_a_language_and_a_script():
@@ -60,13 +57,7 @@ def test_rates_are_compared_within_a_language_and_a_script():
 
 
 def test_short_clips_vary_more():
-    rows = [
-        ("x" * 18, 1.0, "a"),
-        ("x" * 54, 3.0, "a"),
-        ("x" * 50, 1.0, "a"),
-        ("12!", 3.0, "a"),
-        ("", 0.0, "a"),
-    ]
+    rows = [("x" * 18, 1.0, "a"), ("x" * 54, 3.0, "a"), ("x" * 50, 1.0, "a"), ("12!", 3.0, "a")]
     assert sorted(checks.speaking_rate(make_corpus([*even(30), *rows]))) == [31, 32]
 
 
@@ -164,30 +155,22 @@ def test_sets_are_checked_as_speech(capsys):
     }
 
     def fault(corpus, index):
-        return (
-            ("text is numbered", corpus.texts[index][:2])
-            if corpus.texts[index][:2] == "07"
-            else None
-        )
+        text = corpus.texts[index]
+        return ("text is numbered", text[:2]) if text[:2] == "07" else None
 
     checked = checks.check_speech(sets, False, fault)
     assert [len(corpus) for corpus in checked.values()] == [24, 2]
     out = capsys.readouterr().out
-    assert "train set, checked as speech: 24 utterances, 1.2 min; 3 rejected:\n" in out
     for line in (
+        "train set, checked as speech: 24 utterances, 1.2 min; 3 rejected:\n",
         "1  text is numbered",
         "1  speaker has less than 6 s of speech",
         "1  speaking rate is far from",
+        "val set, checked as speech: 2 noted (all are used):\n        2  audio is in the training",
+        "training speech: 1.2 min of 1 speaker\n",
     ):
-        assert f"{line}" in out
-    assert (
-        "val set, checked as speech: 2 noted (all are used):\n        2  audio is in the training"
-        " set, too" in out
-    )
-    assert "training speech: 1.2 min of 1 speaker\n" in out
-    with pytest.raises(
-        DataError, match=r"^train set, checked as speech: 3 utterances rejected \(--strict_data\)$"
-    ):
+        assert line in out
+    with pytest.raises(DataError, match=r"3 utterances rejected \(--strict_data\)$"):
         checks.check_speech(sets, True, fault)
     good = {"train": make_corpus(even(25)), "test": make_corpus([("other", 2.5, "a")])}
     assert checks.check_speech(good, True)["train"].fingerprint() == good["train"].fingerprint()

@@ -1,7 +1,5 @@
 """Audio that is listened to before training, and transcripts that become data."""
 
-import dataclasses
-import json
 import multiprocessing
 import os
 import signal
@@ -18,7 +16,6 @@ from hypothesis import strategies as st
 from common.device import Setup
 from common.errors import DataError, RunError, exit_with_one_line
 from speech.data import listening
-from speech.data.columns import Corpus
 from speech.data.splits import Checks, held_out_keys, load_corpus, read_manifests, report_checked
 from speech.decoding import recogniser
 from speech.decoding.long import BY_OVERLAP
@@ -149,12 +146,6 @@ def test_any_waveform_is_measured(values, rate):
     assert flipped[1] == clipped
 
 
-@pytest.mark.parametrize("suffix", ["flac", "ogg", "mp3"])
-def test_other_formats(data, suffix):
-    corpus, rejected = load(data({"good": 0.5 * speech(), "silent": np.zeros(RATE)}, suffix=suffix))
-    assert list(corpus.texts) == ["good"] and rejected.counts == {"audio is silent": 1}
-
-
 def test_only_the_part_of_a_row_is_heard(data):
     parts = np.concatenate([speech(), np.zeros(RATE), np.clip(4 * speech(), -1, 1)])
     rows = {f"{i}": {"audio_filepath": "a.wav", "offset": i, "duration": 1.0} for i in range(3)}
@@ -202,23 +193,13 @@ def damaged(folder, name="bad.wav"):
 def test_what_cannot_be_decoded_ends_the_reading_or_is_rejected(data, tmp_path, monkeypatch, count):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     damaged(tmp_path)
-    path = data(
-        {
-            "bad": {"audio_filepath": "bad.wav"},
-            **{f"c{i}": speech(0.2, seed=i) for i in range(count)},
-        }
-    )
-    with pytest.raises(DataError) as error:
+    clips = {f"c{i}": speech(0.2, seed=i) for i in range(count)}
+    path = data({"bad": {"audio_filepath": "bad.wav"}, **clips})
+    advice = r"bad\.wav holds samples that are not finite .*; fix or remove it, or skip"
+    with pytest.raises(DataError, match=advice):
         load(path)
-    problem = f"{tmp_path}/bad.wav holds samples that are not finite (NaN or infinity)"
-    assert (
-        str(error.value) == f"{problem}; fix or remove it, or skip such files with --skip_bad_audio"
-    )
     corpus, rejected = load(path, skip_bad_audio=True)
     assert len(corpus) == count and rejected.counts == {"audio cannot be decoded": 1}
-    assert rejected.examples["audio cannot be decoded"] == [
-        f"{path}:1: {tmp_path}/bad.wav: {problem}"
-    ]
     assert len(load(path, listen=False)[0]) == count + 1
     assert not multiprocessing.active_children()
 
@@ -253,51 +234,21 @@ def heard(monkeypatch):
 
 
 def test_an_unchanged_part_is_heard_once(data, tmp_path, heard):
-    def again(**more):
+    part = {"audio_filepath": "a.wav", "offset": 0.5, "duration": 0.25}
+
+    def again(time: int, **more):
+        path = data({"a": speech(), "part": part, **more})
+        os.utime(tmp_path / "a.wav", ns=(0, time))
         heard.clear()
-        corpus, rejected = load(
-            data({"a": speech(), **rows, **more}), cache_dir=tmp_path / "cache", for_synthesis=True
-        )
+        corpus, rejected = load(path, cache_dir=tmp_path / "cache", for_synthesis=True)
         return sorted(heard), len(corpus), rejected.counts
 
-    rows = {"part": {"audio_filepath": "a.wav", "offset": 0.5, "duration": 0.25}}
-    assert again() == (["a.wav", "a.wav at 0.50 s"], 2, {})
-    times = os.stat(tmp_path / "a.wav")
-
-    def same(**more):
-        result = data({"a": speech(), **rows, **more})
-        os.utime(tmp_path / "a.wav", ns=(0, times.st_mtime_ns))
-        heard.clear()
-        corpus, rejected = load(result, cache_dir=tmp_path / "cache", for_synthesis=True)
-        return sorted(heard), len(corpus), rejected.counts
-
-    assert same() == ([], 2, {})
-    assert same(silent=np.zeros(RATE)) == (["silent.wav"], 2, {"audio is silent": 1})
-    rows["part"]["duration"] = 0.3
-    assert same() == (["a.wav at 0.50 s"], 2, {})
-    rows["part"]["offset"] = 0.6
-    assert same() == (["a.wav at 0.60 s"], 2, {})
-    os.utime(tmp_path / "a.wav", ns=(0, 5))
-    times = os.stat(tmp_path / "a.wav")
-    assert same() == (["a.wav", "a.wav at 0.60 s"], 2, {})
-
-
-@pytest.mark.parametrize("damage", [b"", b"not a zip", "half", "one column"])
-def test_a_damaged_cache_is_made_anew(data, tmp_path, heard, damage):
-    path = data({"a": speech(), "silent": np.zeros(RATE)})
-    first = load(path, cache_dir=tmp_path / "cache")
-    (cache,) = (tmp_path / "cache").glob("audio-*.npz")
-    if damage == "half":
-        cache.write_bytes(cache.read_bytes()[: cache.stat().st_size // 2])
-    elif isinstance(damage, bytes):
-        cache.write_bytes(damage)
-    else:
-        np.savez(cache, stamps=np.load(cache)["stamps"], values=np.ones((2, 1)))
-    for expected in (["a.wav", "silent.wav"], []):
-        heard.clear()
-        corpus, rejected = load(path, cache_dir=tmp_path / "cache")
-        assert heard == expected and rejected.counts == first[1].counts
-        assert corpus.fingerprint() == first[0].fingerprint()
+    assert again(1) == (["a.wav", "a.wav at 0.50 s"], 2, {})
+    assert again(1) == ([], 2, {})
+    assert again(1, silent=np.zeros(RATE)) == (["silent.wav"], 2, {"audio is silent": 1})
+    part["duration"] = 0.3
+    assert again(1) == (["a.wav at 0.50 s"], 2, {})
+    assert again(5) == (["a.wav", "a.wav at 0.50 s"], 2, {})
 
 
 def test_what_was_heard_before_an_error_is_kept(data, tmp_path, heard):
@@ -337,19 +288,11 @@ def test_what_is_held_out_is_the_same_with_and_without_listening(data, tmp_path)
 
 def test_good_audio_leaves_a_corpus_as_it_is(data, tmp_path):
     clips = {f"c{i}": pad(speech(0.3 + i / 50, seed=i), i / 50, 0.1) for i in range(12)}
-    rows = {"part": {"audio_filepath": "c3.wav", "offset": 0.1, "duration": 0.2}}
-    path = data({**clips, **rows})
+    path = data({**clips, "part": {"audio_filepath": "c3.wav", "offset": 0.1, "duration": 0.2}})
     before, _ = load(path, listen=False)
     for _ in range(2):
         after, rejected = load(path, cache_dir=tmp_path / "cache")
         assert not rejected.total and not rejected.notes
-        for field in dataclasses.fields(Corpus):
-            first, second = getattr(before, field.name), getattr(after, field.name)
-            assert (
-                np.array_equal(first, second, equal_nan=True)
-                if isinstance(first, np.ndarray)
-                else [*(first or ())] == [*(second or ())]
-            )
         assert before.fingerprint() == after.fingerprint()
 
 
@@ -370,10 +313,7 @@ def test_a_killed_process_is_one_line(data, monkeypatch):
         listening, "measure_utterance", lambda corpus, i: os.kill(os.getpid(), signal.SIGKILL)
     )
     path = data({f"c{i}": speech(0.1) for i in range(40)})
-    with pytest.raises(
-        RunError,
-        match=r"^a process that listens to the audio died \(often: too little main memory\)",
-    ):
+    with pytest.raises(RunError, match=r"^a process that listens to the audio died"):
         load(path)
     assert not multiprocessing.active_children()
 
@@ -395,10 +335,7 @@ def test_a_signal_leaves_no_processes(data, monkeypatch, number):
         children = [int(lines.readline()) for _ in range(2)]
     os.kill(run.pid, number)
     run.join(timeout=10)
-    assert (
-        run.exitcode
-        == {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}[number]
-    )
+    assert run.exitcode == (-number if number == signal.SIGKILL else 128 + number)
     os.close(writer)
     deadline = time.monotonic() + 5
     while any(os.path.exists(f"/proc/{child}/exe") for child in children):
@@ -444,12 +381,7 @@ def test_recordings_become_data_in_two_steps(tmp_path, monkeypatch, place):
 def test_pieces_are_segments_of_transcripts_alone(tmp_path, data):
     pieces = [{"start": 0, "end": 1, "text": "one"}, {"start": 1, "end": 2, "text": ""}]
     rows = {
-        "transcript": {
-            "file": "a.wav",
-            "text": "one",
-            "pieces": pieces,
-            "segments": [{"start": 0, "end": 2}],
-        },
+        "transcript": {"file": "a.wav", "text": "one", "pieces": pieces, "segments": [5]},
         "tokens": {"audio_filepath": "a.wav", "text": "one", "pieces": ["▁o", "ne"]},
         "nothing": {"file": "a.wav", "text": "", "pieces": pieces[1:]},
         "damaged": {"file": "a.wav", "text": "one", "pieces": [5]},
@@ -461,17 +393,11 @@ def test_pieces_are_segments_of_transcripts_alone(tmp_path, data):
     assert rejected.counts == {reason: 2, "segments are not a list of objects": 1}
 
 
-def test_check_data_reports_what_sets_share(data, tmp_path, capsys):
+def test_check_data_reports_what_sets_share(data, capsys):
     path = data({f"c{i}": speech(0.3, seed=i) for i in range(3)})
     sets = read_manifests({"train": path, "val": path}, normalise, Checks(listen=True))
     capsys.readouterr()
     report_checked(sets)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == [
-        "val set: 3 noted (all are used):",
-        "        3  audio is in the training set, too",
-    ]
-    assert lines[-1] == "checked: 3 utterances in train, 3 utterances in val can be used"
-    assert (
-        json.loads((tmp_path / "m.json").read_text().splitlines()[0])["text"] == "c0"
-    )  # and changes nothing
+    out = capsys.readouterr().out
+    assert "val set: 3 noted (all are used):\n        3  audio is in the training set, too" in out
+    assert out.endswith("checked: 3 utterances in train, 3 utterances in val can be used\n")

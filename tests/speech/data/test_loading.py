@@ -41,9 +41,8 @@ def collate(items: list[dict]) -> dict:
 
 
 def epoch(bad: dict[int, str], *flags: str, workers: int = 0) -> list[batches.GlobalBatch]:
-    made = batches.GlobalBatches(
-        small.make_args("unused", *flags), Files(bad), collate, Setup(workers=workers)
-    )
+    args = small.make_args("unused", *flags)
+    made = batches.GlobalBatches(args, Files(bad), collate, Setup(workers=workers))
     source = made.iterate()
     global_batches = [next(source) for _ in range(made.per_epoch)]
     source.close()
@@ -60,38 +59,29 @@ def test_a_bad_file_stops_the_run_with_its_name(tmp_path, no_hang, workers):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_bad_files_are_skipped_and_named(tmp_path, no_hang, workers):
-    bad = {
-        3: bad_file(tmp_path / "my audio", "not a number"),
-        7: bad_file(tmp_path / "my audio", "flac cut"),
-    }
-    global_batches = epoch(bad, "--skip_bad_audio", workers=workers)
-    names = [
-        name
-        for global_batch in global_batches
-        for batch in global_batch.micro_batches
-        for name in batch["names"]
-    ]
+    folder = tmp_path / "my audio"
+    bad = {3: bad_file(folder, "wav not a number"), 7: bad_file(folder, "flac cut")}
+    made = epoch(bad, "--skip_bad_audio", workers=workers)
+    parts = [batch["names"] for each in made for batch in each.micro_batches]
+    names = [name for part in parts for name in part]
     assert sorted(names, key=int) == [str(number) for number in range(20) if number not in bad]
-    assert dict(skipped for global_batch in global_batches for skipped in global_batch.skipped) == {
+    assert dict(skipped for each in made for skipped in each.skipped) == {
         bad[3]: f"{bad[3]} holds samples that are not finite (NaN or infinity)",
         bad[7]: f"{bad[7]} is truncated or damaged: flac decoder lost sync",
     }
 
 
 def test_a_set_of_missing_files_makes_empty_windows(tmp_path):
-    path = bad_file(tmp_path, "missing")
-    global_batches = epoch(dict.fromkeys(range(20), path), "--skip_bad_audio")
-    assert all(global_batch.micro_batches == [] for global_batch in global_batches)
-    assert [name for global_batch in global_batches for name, _ in global_batch.skipped] == [
-        path
-    ] * 20
+    path = bad_file(tmp_path, "wav missing")
+    made = epoch(dict.fromkeys(range(20), path), "--skip_bad_audio")
+    assert all(each.micro_batches == [] for each in made)
+    assert [name for each in made for name, _ in each.skipped] == [path] * 20
 
 
 def test_evaluation_skips_files_and_says_so_once(tmp_path, capsys):
-    path = bad_file(tmp_path / "my audio", "empty")
-    made = batches.EvalBatches(
-        small.make_args("unused", "--skip_bad_audio"), Files({2: path}), collate, Setup()
-    )
+    path = bad_file(tmp_path / "my audio", "wav empty")
+    args = small.make_args("unused", "--skip_bad_audio")
+    made = batches.EvalBatches(args, Files({2: path}), collate, Setup())
     for _ in range(2):
         assert sum(len(batch["names"]) for batch in made) == 19
     reason = f"{path} cannot be used: file is empty"

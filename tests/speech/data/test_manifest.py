@@ -7,11 +7,11 @@ import itertools
 import json
 import os
 import re
-import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,31 +28,25 @@ def load(path, **checks):
     return load_corpus(str(path), normalise, Checks(**checks))
 
 
+def loaded(folder, content: str | bytes, name: str = "m.csv", **checks):
+    """What a manifest with this content is read as."""
+    content = content if isinstance(content, bytes) else content.encode()
+    (folder / name).write_bytes(content)
+    return load(folder / name, **checks)
+
+
 def rows(corpus):
-    return [
-        (
-            corpus.paths[i],
-            corpus.texts[i],
-            corpus.speakers[i],
-            corpus.languages[i],
-            float(corpus.seconds[i]),
-        )
-        for i in range(len(corpus))
-    ]
+    columns = (corpus.paths, corpus.texts, corpus.speakers, corpus.languages, corpus.seconds)
+    return [(*row, float(seconds)) for *row, seconds in zip(*columns, strict=True)]
 
 
 # --- families -------------------------------------------------------------------------------------
 
 TEXTS = ["हांव कोंकणी, उलयता", 'she said "no", twice', "plain"]
+NAMED = list(zip("abc", TEXTS, ("s0", "s1", "s2"), strict=True))
 JSON_ROWS = [
-    {
-        "audio_filepath": f"{name}.wav",
-        "text": text,
-        "duration": 1.0,
-        "speaker": f"s{i}",
-        "lang": "kok",
-    }
-    for i, (name, text) in enumerate(zip("abc", TEXTS, strict=True))
+    {"audio_filepath": f"{n}.wav", "text": t, "duration": 1.0, "speaker": s, "lang": "kok"}
+    for n, t, s in NAMED
 ]
 JSON_LINES = "".join(json.dumps(row) + "\n" for row in JSON_ROWS)
 
@@ -63,72 +57,34 @@ def as_csv(header, table):
     return out.getvalue()
 
 
+def lines_of(form: str) -> str:
+    """A line of this form for each of NAMED."""
+    return "".join(form.format(n=n, t=t, s=s, T=t.upper()) + "\n" for n, t, s in NAMED)
+
+
+AUDIOFOLDER = as_csv(["file_name", "transcription"], [[f"{n}.wav", t] for n, t, _ in NAMED])
+COMMON_VOICE = "client_id\tpath\tsentence\tup_votes\tlocale\n"
 FAMILIES = {  # name: (file name, content, folder of the audio, speakers, languages)
     "nemo": ("m.json", JSON_LINES, "", True, True),
     "json list": ("m.json", json.dumps(JSON_ROWS, indent=1), "", True, True),
     "json lines by content": ("m.txt", JSON_LINES, "", True, True),
     "bars": (
-        "m.csv",
-        "audio_file|text|speaker_name\n"
-        + "".join(f"{n}.wav|{t}|s{i}\n" for i, (n, t) in enumerate(zip("abc", TEXTS, strict=True))),
-        "",
-        True,
-        False,
+        "m.csv", "audio_file|text|speaker_name\n" + lines_of("{n}.wav|{t}|{s}"), "", True, False
     ),
-    "audiofolder": (
-        "metadata.csv",
-        as_csv(
-            ["file_name", "transcription"],
-            [[f"{n}.wav", t] for n, t in zip("abc", TEXTS, strict=True)],
-        ),
-        "",
-        False,
-        False,
-    ),
+    "audiofolder": ("metadata.csv", AUDIOFOLDER, "", False, False),
     "common voice": (
-        "train.tsv",
-        "client_id\tpath\tsentence\tup_votes\tlocale\n"
-        + "".join(
-            f"s{i}\t{n}.wav\t{t}\t2\tkok\n"
-            for i, (n, t) in enumerate(zip("abc", TEXTS, strict=True))
-        ),
-        "clips",
-        True,
-        True,
+        "train.tsv", COMMON_VOICE + lines_of("{s}\t{n}.wav\t{t}\t2\tkok"), "clips", True, True
     ),
-    "ljspeech": (
-        "metadata.csv",
-        "".join(f"{n}|{t.upper()}|{t}\n" for n, t in zip("abc", TEXTS, strict=True)),
-        "wavs",
-        False,
-        False,
-    ),
-    "ljspeech of two columns": (
-        "metadata.csv",
-        "".join(f"{n}|{t}\n" for n, t in zip("abc", TEXTS, strict=True)),
-        "wavs",
-        False,
-        False,
-    ),
-}
+    "ljspeech": ("metadata.csv", lines_of("{n}|{T}|{t}"), "wavs", False, False),
+    "ljspeech of two columns": ("metadata.csv", lines_of("{n}|{t}"), "wavs", False, False),
+}  # fmt: skip
 
 
-def test_target_lang_is_the_language_of_a_row_that_has_several(tmp_path, wav):
-    path = wav(tmp_path / "a.wav")
-    keys = ["lang", "language", "locale", "target_lang"]
-    lines = [
-        json.dumps(
-            {
-                "audio_filepath": path,
-                "text": "a",
-                **dict(zip(keys[first:], "wxyz"[first:], strict=True)),
-            }
-        )
-        for first in range(4)
-    ]
-    lines.append(json.dumps({"audio_filepath": path, "text": "a", "lang": "w", "locale": "y"}))
-    (tmp_path / "m.json").write_text("\n".join(lines))
-    assert list(load(tmp_path / "m.json")[0].languages) == ["z", "z", "z", "z", "w"]
+def test_target_lang_is_the_language_of_a_row_that_has_several(tmp_path, wav, json_lines):
+    keys = {"lang": "w", "language": "x", "locale": "y", "target_lang": "z"}
+    row = {"audio_filepath": wav(tmp_path / "a.wav"), "text": "a"}
+    lines = [{**row, **keys}, {**row, "target_lang": "z"}, {**row, "lang": "w", "locale": "y"}]
+    assert list(load(json_lines(tmp_path / "m.json", lines))[0].languages) == ["z", "z", "w"]
 
 
 @pytest.mark.parametrize("ends", ["\n", "\r\n"])
@@ -150,12 +106,8 @@ def test_every_family_is_read(tmp_path, wav, family, mark, ends):
 
 def test_the_first_line_of_ljspeech_holds_more_commas_than_bars(tmp_path, wav):
     wav(tmp_path / "wavs" / "LJ001-0001.wav")
-    text = (
-        "Printing, in the only sense with which we are at present concerned, differs from most if"
-        " not from all"
-    )
-    (tmp_path / "metadata.csv").write_text(f"LJ001-0001|{text}|{text}\n")
-    corpus, rejected = load(tmp_path / "metadata.csv")
+    text = "Printing, in the only sense with which we are concerned, differs from most, if not all"
+    corpus, rejected = loaded(tmp_path, f"LJ001-0001|{text}|{text}\n")
     assert list(corpus.texts) == [text] and not rejected.total
 
 
@@ -173,40 +125,19 @@ def test_a_quoted_field_may_hold_delimiters_quotes_and_line_breaks(tmp_path, wav
 @pytest.mark.parametrize("last", ["a.wav,five", 'a.wav,five"', 'a.wav,"five'])
 def test_an_unclosed_quote_does_not_swallow_lines(tmp_path, wav, last):
     wav(tmp_path / "a.wav")
-    (tmp_path / "m.csv").write_text(
-        f'file_name,transcription\na.wav,one\na.wav,"two\na.wav,three\n\na.wav,four\n{last}\n'
-    )
-    corpus, rejected = load(tmp_path / "m.csv")
-    used = ["one", "three", "four"] + (["five"] if '"' not in last else [])
+    content = f'file_name,transcription\na.wav,one\na.wav,"two\na.wav,three\n\na.wav,four\n{last}\n'
+    corpus, rejected = loaded(tmp_path, content)
+    used = ["one", "three", "four", *(["five"] if '"' not in last else [])]
     assert list(corpus.texts) == used
     assert rejected.counts == {"line is not valid CSV": 5 - len(used)}
-    assert (
-        rejected.examples["line is not valid CSV"][0]
-        == f"{tmp_path}/m.csv:3: unexpected end of data"
-    )
+    place = rejected.examples["line is not valid CSV"][0]
+    assert place == f"{tmp_path}/m.csv:3: unexpected end of data"
 
 
 def any_wav(tmp_path_factory) -> Path:
     """A folder with any.wav of half a second."""
     folder = tmp_path_factory.getbasetemp()
-    if not (folder / "any.wav").exists():
-        samples = np.zeros(8000, dtype=np.int16).tobytes()
-        header = struct.pack(
-            "<4sI8sIHHIIHH4sI",
-            b"RIFF",
-            36 + len(samples),
-            b"WAVEfmt ",
-            16,
-            1,
-            1,
-            16_000,
-            32_000,
-            2,
-            16,
-            b"data",
-            len(samples),
-        )
-        (folder / "any.wav").write_bytes(header + samples)
+    soundfile.write(folder / "any.wav", np.zeros(8000), 16_000)
     return folder
 
 
@@ -326,31 +257,18 @@ TABLES = {  # name: (content, texts and speakers that are used, reasons for the 
 def test_rows_are_used_as_written_or_counted(tmp_path, wav, name):
     content, used, reasons = TABLES[name]
     wav(tmp_path / "a.wav")
-    (tmp_path / "m.txt").write_bytes(content.encode())
-    corpus, rejected = load(tmp_path / "m.txt")
-    assert (
-        list(zip(corpus.texts, corpus.speakers, strict=True)) == used and rejected.counts == reasons
-    )
+    corpus, rejected = loaded(tmp_path, content, "m.txt")
+    assert list(zip(corpus.texts, corpus.speakers, strict=True)) == used
+    assert rejected.counts == reasons
 
 
 @pytest.mark.parametrize(
-    "header",
-    [
-        "path,text,text",
-        "text|audio_file|text",
-        "path\tTEXT\ttext",
-        "path,text\na.wav,one\npath,text,text",
-    ],
+    "header", ["path,text,text", "path\tTEXT\ttext", "path,text\n\npath,text,text"]
 )
 def test_a_column_that_is_there_twice_is_an_error(tmp_path, header):
-    (tmp_path / "m.csv").write_text(header + "\n")
     line = len(header.splitlines())
-    with pytest.raises(DataError) as error:
-        load(tmp_path / "m.csv")
-    assert (
-        str(error.value)
-        == f"manifest {tmp_path}/m.csv:{line}: its header has two columns called text"
-    )
+    with pytest.raises(DataError, match=f"m.csv:{line}: its header has two columns called text"):
+        loaded(tmp_path, header + "\n")
 
 
 LJSPEECH = [
@@ -378,135 +296,75 @@ SPEAKERS = [
 
 def test_ljspeech_is_told_from_a_table_with_speakers(tmp_path, wav):
     wav(tmp_path / "a.wav")
-    names = [line.split("|")[0].removesuffix(".wav") for line in LJSPEECH]
-    for name in names:
-        wav(tmp_path / "wavs" / f"{name}.wav")
-    lines = [*LJSPEECH[::-1], "a|hardly|any", "a|empty|"]
-    (tmp_path / "m.csv").write_text("\n".join(lines))
-    corpus, rejected = load(tmp_path / "m.csv")
-    assert list(corpus.texts) == [line.split("|")[2] for line in LJSPEECH[::-1]]
+    for line in LJSPEECH:
+        wav(tmp_path / "wavs" / f"{line.split('|')[0].removesuffix('.wav')}.wav")
+    normalised = [line.split("|")[2] for line in LJSPEECH]
+    corpus, rejected = loaded(tmp_path, "\n".join([*LJSPEECH, "a|hardly|any", "a|empty|"]))
+    assert list(corpus.texts) == normalised
     assert rejected.counts == {"third cell is not the second, normalised": 1, "text is empty": 1}
     header = "audio_file|text|normalized_text\n"
-    (tmp_path / "m.csv").write_text(header + "\n".join(LJSPEECH))
-    assert list(load(tmp_path / "m.csv")[0].texts) == [line.split("|")[2] for line in LJSPEECH]
+    assert list(loaded(tmp_path, header + "\n".join(LJSPEECH))[0].texts) == normalised
 
 
 @pytest.mark.parametrize("row", SPEAKERS)
 def test_a_third_cell_that_is_not_normalised_is_asked_for(tmp_path, wav, row):
     """What the question advises is read as it says."""
     wav(tmp_path / "a.wav")
-    rows_ = "\n".join(["|".join(row)] * 3)
-    (tmp_path / "m.csv").write_text(rows_)
+    table = "\n".join(["|".join(row)] * 3)
     _, second, third = row
-    with pytest.raises(DataError) as error:
-        load(tmp_path / "m.csv")
-    assert f"the text {third!r} of the speaker {second!r}, or the text {second!r}" in str(
-        error.value
-    )
+    question = f"the text {third!r} of the speaker {second!r}, or the text {second!r}"
+    with pytest.raises(DataError, match=question) as error:
+        loaded(tmp_path, table)
     orders = re.findall(r"audio_file\|\S+", str(error.value))
-    for order, (text, speaker) in zip(orders, [(third, second), (second, third)], strict=True):
-        (tmp_path / "m.csv").write_text(f"{order}\n{rows_}")
-        corpus, _ = load(tmp_path / "m.csv")
-        assert corpus.texts[0] == text and corpus.speakers[0] == speaker
+    for order, read in zip(orders, [(third, second), (second, third)], strict=True):
+        corpus, _ = loaded(tmp_path, f"{order}\n{table}")
+        assert (corpus.texts[0], corpus.speakers[0]) == read
 
 
 words = st.text(st.sampled_from("ab\"', ए\r\u2028"), max_size=8)
-DAMAGE = [
-    "more",
-    "fewer",
-    "quote first",
-    "quote in the middle",
-    "header",
-    "separators",
-    "blank",
-    "blank",
-    "latin-1",
-    "other",
-]
+SPOILT = {  # by the family of a row: what spoils it, and rows that are nothing
+    "json": ["{line}{line}", "[{line}]", '{{"text": "b", "text": "c"}}', "{{}}", " "],
+    "comma": ["{line},x", "any.wav", 'any.wav,"x', 'any.wav,x"y,s"', ",,,,", " "],
+    "tab": ["{line}\tx", "any.wav", "\t\t\t\t", " "],
+    "bar": ["{line}|x", "any.wav", "||||", " "],
+}
+DELIMITERS = {"comma": ",", "tab": "\t", "bar": "|"}
 
 
-def written(family: str, text: str, speaker: str, damage: str) -> str:
-    """A row as a correct program writes it, or with this damage."""
+def written(family: str, text: str, speaker: str) -> str:
+    """A row as a correct program writes it."""
     if family == "json":
         row = {"audio_file": "any.wav", "text": text, "speaker": speaker}
-        row.update(
-            {
-                "latin-1": {"speaker": "\udce9"},
-                "quote first": {"text": True},
-                "header": {"text": [text]},
-            }.get(damage, {})
-        )
-        line = json.dumps(row, ensure_ascii=False)
-        return {
-            "more": line * 2,
-            "fewer": line[:-2],
-            "quote in the middle": line.replace(', "text"', ' "text"'),
-            "separators": "{}",
-            "blank": " ",
-            "other": line.replace("{", '{"text": "a", '),
-        }.get(damage, line)
-    delimiter = {"comma": ",", "tab": "\t", "bar": "|", "ljspeech": "|"}[family]
-    if family == "comma":
-        text = text if text.isalnum() else '"' + text.replace('"', '""') + '"'
-    cells = ["any.wav", text, text.upper() if family == "ljspeech" else speaker]
-    if damage == "more":
-        cells.append("x")
-    elif damage == "fewer":
-        cells = cells[:1]
-    elif damage == "header" and family != "ljspeech":
-        cells = ["audio_file", "text", "speaker"]
-    elif damage == "latin-1":
-        cells[1] = cells[2] = "\udce9"
-    elif damage == "other":
-        cells[1:] = [family, "\udce9"]
-    elif damage.startswith("quote") and family == "comma":
-        cells[1] = f'"{speaker}' if damage == "quote first" else f'{speaker}"x'
-    return {"separators": ",,,,|||||" + 4 * "\t|", "blank": " "}.get(damage) or delimiter.join(
-        cells
-    )
+        return json.dumps(row, ensure_ascii=False)
+    if family == "comma" and not text.isalnum():
+        text = '"' + text.replace('"', '""') + '"'
+    return DELIMITERS[family].join(["any.wav", text, speaker])
 
 
 @given(
-    texts=st.lists(
-        st.tuples(words, st.sampled_from(["", "", "", *DAMAGE])), min_size=1, max_size=10
-    ),
-    family=st.sampled_from(["json", "comma", "tab", "bar", "ljspeech"]),
+    texts=st.lists(st.tuples(words, st.integers(0, 12)), min_size=1, max_size=10),
+    family=st.sampled_from(list(SPOILT)),
 )
 def test_every_line_is_used_as_written_or_counted(tmp_path_factory, texts, family):
     folder = any_wav(tmp_path_factory)
-    header = (
-        [written(family, "text", "speaker", "header")] if family in ("comma", "tab", "bar") else []
-    )
-    lines, expected, harmless = list(header), {}, {"": True, "header": family == "ljspeech"}
-    if family != "comma":
-        harmless |= dict.fromkeys(("quote first", "quote in the middle"), family != "json")
-    for i, (text, damage) in enumerate([("", ""), *texts]):
-        if (family, damage) == ("ljspeech", "other"):
-            damage = ""  # a table of such rows can be read in two ways, and is asked about
-        text, speaker = (
-            f"w{i}" + text.replace("\r", "\n" if family in ("json", "comma") else "\r"),
-            f"s{i}",
-        )
-        row = written(family, text, speaker, damage).split("\n")
-        if harmless.get(damage):
-            kept = (text.upper(), "") if family == "ljspeech" else (text, speaker)
-            expected[len(lines) + 1] = (
-                normalise(kept[0]),
-                kept[1],
-                sum(bool(line.strip()) for line in row),
-            )
-        lines += row
-    path = folder / f"{family}.txt"
-    path.write_bytes("".join(line + "\n" for line in lines).encode("utf-8", "surrogateescape"))
-    corpus, rejected = load(path)
-    used = dict(
-        zip(corpus.lines.tolist(), zip(corpus.texts, corpus.speakers, strict=True), strict=True)
-    )
-    assert {line: expected[line][:2] for line in used} == used
-    total = sum(bool(line.strip()) for line in lines) - len(header)
-    assert sum(expected[line][2] for line in used) + rejected.total == total
+    lines = [] if family == "json" else [DELIMITERS[family].join(["audio_file", "text", "speaker"])]
+    header = len(lines)
+    expected = {}
+    for number, (text, spoils) in enumerate([("", 99), *texts]):
+        text = f"w{number}" + text.replace("\r", "\n" if family in ("json", "comma") else "\r")
+        row = written(family, text, f"s{number}")
+        if spoils < len(SPOILT[family]):
+            row = SPOILT[family][spoils].format(line=row)
+        else:
+            expected[len(lines) + 1] = (normalise(text), f"s{number}")
+        lines += row.split("\n")
+    corpus, rejected = loaded(folder, "".join(line + "\n" for line in lines), f"{family}.txt")
+    used = zip(corpus.lines.tolist(), corpus.texts, corpus.speakers, strict=True)
+    used = {line: (text, speaker) for line, text, speaker in used}
+    assert {line: expected[line] for line in used} == used
     if family != "comma":  # of which a text of several lines may look like rows
-        assert len(used) == len(expected)
+        assert used == expected
+        assert len(used) + rejected.total == sum(bool(line.strip()) for line in lines) - header
 
 
 def test_an_open_quote_reads_no_more_than_a_few_lines():
@@ -518,14 +376,11 @@ def test_an_open_quote_reads_no_more_than_a_few_lines():
             yield number, 'a.wav,"x\n' if number == 1 else "x\n"
 
     rejected = []
-    rows_ = manifest._split(
-        endless(), ",", True, ["path", "text"], lambda *reason: rejected.append(reason)
-    )
-    assert next(rows_) == (2, ["x"])
-    assert (
-        rejected == [("line is not valid CSV", 1, "unexpected end of data")]
-        and len(read) <= manifest.CELL_LINES + 2
-    )
+    header = ["path", "text"]
+    rows = manifest._split(endless(), ",", True, header, lambda *reason: rejected.append(reason))
+    assert next(rows) == (2, ["x"])
+    assert rejected == [("line is not valid CSV", 1, "unexpected end of data")]
+    assert len(read) <= manifest.CELL_LINES + 2
 
 
 @pytest.mark.parametrize("family", ["json", "comma", "bar"])
@@ -552,26 +407,11 @@ def test_what_is_beyond_the_longest_line_is_skipped(tmp_path, wav, monkeypatch, 
     assert len(corpus) == 0 and rejected.counts == {manifest.UNREADABLE: 1}
 
 
-def test_a_line_that_is_too_long_may_be_the_first(tmp_path, wav, monkeypatch):
-    monkeypatch.setattr(manifest, "LINE_LENGTH", 100)
+def test_a_json_list_is_read(tmp_path, wav):
     wav(tmp_path / "a.wav")
-    (tmp_path / "m.txt").write_text("x" * 1000 + "\npath,text\na.wav,one\n")
-    corpus, rejected = load(tmp_path / "m.txt")
-    assert list(corpus.texts) == ["one"] and rejected.counts == {manifest.UNREADABLE: 1}
-
-
-def test_a_json_list_is_read_as_a_whole_or_refused(tmp_path, wav, monkeypatch):
-    path = wav(tmp_path / "a.wav")
-    (tmp_path / "m.json").write_text(
-        json.dumps([{"audio_file": path, "text": "one"}, 5, ["a"], None, "a.wav"])
-    )
-    corpus, rejected = load(tmp_path / "m.json")
+    entries = [{"audio_file": "a.wav", "text": "one"}, 5, ["a"], None, "a.wav"]
+    corpus, rejected = loaded(tmp_path, json.dumps(entries))
     assert list(corpus.texts) == ["one"] and rejected.counts == {"line is not an object": 4}
-    monkeypatch.setattr(manifest, "LIST_BYTES", 10)
-    with pytest.raises(
-        DataError, match=r"a JSON list of 0 MiB is not read; write one object per line$"
-    ):
-        load(tmp_path / "m.json")
 
 
 def test_an_example_is_one_line_of_limited_length(tmp_path, json_lines):
@@ -605,18 +445,14 @@ def test_any_text_survives(tmp_path_factory, texts, family):
     empty."""
     folder = any_wav(tmp_path_factory)
     if family == "json":
-        lines = (
-            json.dumps({"audio_filepath": "any.wav", "text": text}, ensure_ascii=False) + "\n"
-            for text in texts
-        )
-        content = "".join(lines)
+        entries = ({"audio_filepath": "any.wav", "text": text} for text in texts)
+        content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in entries)
     else:
         texts = [text.replace("\0", "") for text in texts]
         # A line of a text with as many commas as a row is taken for one.
         texts = [text.replace(",", "") if "\n" in text else text for text in texts]
         content = as_csv(["path", "sentence"], [["any.wav", text] for text in texts])
-    (folder / f"any.{family}").write_bytes(content.encode())
-    corpus, rejected = load(folder / f"any.{family}")
+    corpus, rejected = loaded(folder, content, f"any.{family}")
     kept = [normalise(text) for text in texts]
     assert list(corpus.texts) == [text for text in kept if text]
     assert rejected.counts == ({"text is empty": kept.count("")} if "" in kept else {})
@@ -626,23 +462,18 @@ def test_any_text_survives(tmp_path_factory, texts, family):
 # --- where paths lead -----------------------------------------------------------------------------
 
 
-def test_paths_with_spaces_and_devanagari(tmp_path, wav, json_lines):
-    path = wav(tmp_path / "my corpus" / "हांव तूं.wav")
-    corpus, _ = load(
-        json_lines(
-            tmp_path / "my corpus" / "m.json", [{"audio_filepath": "हांव तूं.wav", "text": "a"}]
-        )
-    )
-    assert list(corpus.paths) == [path]
-
-
-def test_relative_paths_start_at_audio_root(tmp_path, wav, json_lines):
-    path = wav(tmp_path / "root" / "a.wav")
-    corpus, _ = load(
-        json_lines(tmp_path / "m.json", [{"audio_filepath": "a.wav", "text": "a"}]),
-        audio_root=str(tmp_path / "root"),
-    )
-    assert list(corpus.paths) == [path]
+@pytest.mark.parametrize(
+    "file, name, root",
+    [
+        ("my corpus/हांव तूं.wav", "my corpus/हांव तूं.wav", None),
+        ("x/a.wav", "x\\a.wav", None),  # of Windows
+        ("root/a.wav", "a.wav", "root"),
+    ],
+)
+def test_relative_paths(tmp_path, wav, json_lines, file, name, root):
+    path = wav(tmp_path / file)
+    lines = json_lines(tmp_path / "m.json", [{"audio_filepath": name, "text": "a"}])
+    assert list(load(lines, audio_root=root and str(tmp_path / root))[0].paths) == [path]
 
 
 @pytest.mark.parametrize(
@@ -667,12 +498,6 @@ def test_absolute_paths_of_another_machine(tmp_path, wav, json_lines, name):
     assert list(corpus.paths) == [str(tmp_path / "root" / "a.wav")]
     corpus, rejected = load(lines)
     assert not len(corpus) and rejected.examples == {"file is missing": [f"{lines}:1: {name}"]}
-
-
-def test_relative_paths_of_windows(tmp_path, wav, json_lines):
-    path = wav(tmp_path / "x" / "a.wav")
-    corpus, _ = load(json_lines(tmp_path / "m.json", [{"audio_filepath": "x\\a.wav", "text": "a"}]))
-    assert list(corpus.paths) == [path]
 
 
 def test_an_absolute_path_that_exists_is_kept(tmp_path, wav, json_lines):
@@ -715,45 +540,27 @@ def test_columns_hold_and_select(values, data):
 
 
 def test_fingerprint_sees_texts_their_borders_and_their_order(tmp_path, wav, json_lines):
-    for name in "ab":
-        wav(tmp_path / f"{name}.wav")
-
     def fingerprint(*pairs):
-        lines = [{"audio_filepath": f"{name}.wav", "text": text} for name, text in pairs]
+        lines = [{"audio_filepath": wav(tmp_path / n), "text": text} for n, text in pairs]
         return load(json_lines(tmp_path / "m.json", lines))[0].fingerprint()
 
-    prints = [
-        fingerprint(*pairs)
-        for pairs in [
-            [("a", "xy"), ("b", "z")],
-            [("a", "x"), ("b", "yz")],
-            [("b", "z"), ("a", "xy")],
-            [("a", "xy")],
-            [("a", "xy"), ("b", "w")],
-        ]
+    sets = [
+        [("a.wav", "xy"), ("b.wav", "z")],
+        [("a.wav", "x"), ("b.wav", "yz")],
+        [("b.wav", "z"), ("a.wav", "xy")],
+        [("a.wav", "xy")],
+        [("a.wav", "xy"), ("b.wav", "w")],
     ]
-    assert len(set(prints)) == len(prints)
-    assert fingerprint(("a", "xy"), ("b", "z")) == prints[0]
+    assert len({fingerprint(*pairs) for pairs in sets}) == len(sets)
+    assert fingerprint(*sets[0]) == fingerprint(*sets[0])
 
 
-def test_a_file_of_many_segments_is_looked_at_once(tmp_path, wav, json_lines, monkeypatch):
+def test_a_file_of_many_segments_is_looked_at_once(tmp_path, wav, json_lines, looked_at):
     wav(tmp_path / "a.wav", 2.0)
-    seen = []
-    monkeypatch.setattr(
-        headers, "probe", lambda path, probe=headers.probe: seen.append(path) or probe(path)
-    )
-    monkeypatch.setattr(
-        manifest,
-        "find_all",
-        lambda *args, find=manifest.find_all: seen.extend(args[0]) or find(*args),
-    )
-    lines = [
-        {"audio_filepath": "a.wav", "text": "a", "offset": i / 100, "duration": 0.5}
-        for i in range(100)
-    ]
-    corpus, rejected = load(json_lines(tmp_path / "m.json", lines))
-    assert len(corpus) == 100 and not rejected.total
-    assert seen == ["a.wav", str(tmp_path / "a.wav")]
+    row = {"audio_filepath": "a.wav", "text": "a", "duration": 0.5}
+    lines = json_lines(tmp_path / "m.json", [{**row, "offset": i / 100} for i in range(100)])
+    corpus, rejected = load(lines)
+    assert len(corpus) == 100 and not rejected.total and looked_at == ["a.wav"]
 
 
 # --- the header cache -----------------------------------------------------------------------------
@@ -797,27 +604,21 @@ def test_the_cache_is_used_for_unchanged_files(tmp_path, wav, json_lines, looked
     assert len(list(cache.iterdir())) == 1  # and no temporary file
 
 
-@pytest.mark.parametrize("damage", [b"", b"not a zip", "half", "wrong shape", "two columns"])
+@pytest.mark.parametrize("damage", ["none", "half", "another shape"])
 def test_a_corrupt_cache_is_ignored(tmp_path, wav, json_lines, looked_at, damage):
     wav(tmp_path / "a.wav")
     lines = json_lines(tmp_path / "m.json", [{"audio_filepath": "a.wav", "text": "a"}])
     load(lines, cache_dir=tmp_path / "cache")
     (cache,) = (tmp_path / "cache").iterdir()
-    if damage == "half":
-        cache.write_bytes(cache.read_bytes()[: cache.stat().st_size // 2])
-    elif damage == "wrong shape":
-        np.savez(cache, stamps=np.zeros((2, 2), dtype=np.int64), values=np.zeros((2, 1)))
-    elif isinstance(damage, str):
-        stamps = np.load(cache)["stamps"]
-        np.savez(cache, stamps=stamps, values=np.ones((1, 2)))
+    if damage == "another shape":
+        np.savez(cache, stamps=np.load(cache)["stamps"], values=np.ones((1, 2)))
     else:
-        cache.write_bytes(damage)
-    looked_at.clear()
-    assert load(lines, cache_dir=tmp_path / "cache")[0].seconds.tolist() == [1.0]
-    assert looked_at == ["a.wav"]
-    looked_at.clear()
-    load(lines, cache_dir=tmp_path / "cache")
-    assert looked_at == []
+        size = cache.stat().st_size // 2 if damage == "half" else 0
+        cache.write_bytes(cache.read_bytes()[:size])
+    for seen in (["a.wav"], []):
+        looked_at.clear()
+        assert load(lines, cache_dir=tmp_path / "cache")[0].seconds.tolist() == [1.0]
+        assert looked_at == seen
 
 
 def test_a_cache_that_cannot_be_written_is_left_out(tmp_path, wav, json_lines):
@@ -829,122 +630,71 @@ def test_a_cache_that_cannot_be_written_is_left_out(tmp_path, wav, json_lines):
 
 # --- hostile lines --------------------------------------------------------------------------------
 
-DEEP = b'{"a":' * 100_000
-HOSTILE_LINES = {
-    "malformed": (b'{"audio_filepath": "good.wav", "text": ', "line is not valid JSON"),
-    "cut short": (b'{"audio_filepath": "good.wav", "te', "line is not valid JSON"),
-    "a list": (b"[1, 2]", "line is not an object"),
-    "a number": (b"5", "line is not an object"),
-    "too deep": (DEEP, "line is not valid JSON"),
-    "null byte": (b'{"audio_filepath": "good.wav", "text": "a\0b"}', manifest.UNREADABLE),
-    "two objects": (
-        b'{"audio_filepath": "good.wav", "text": "a"}{"audio_filepath": "good.wav", "text": "b"}',
-        "line is not valid JSON",
-    ),
-    "a key twice": (
-        b'{"audio_filepath": "good.wav", "text": "a", "text": "b"}',
-        "line is not valid JSON",
-    ),
-    "a key twice inside": (
-        b'{"audio_filepath": "good.wav", "text": "a", "more": [{"a": 1, "a": 2}]}',
-        "line is not valid JSON",
-    ),
-    "text is true": ({**GOOD, "text": True}, "text is not a string"),
-    "text is a fraction": ({**GOOD, "text": 1.5}, "text is not a string"),
-    "text is infinite": (
-        b'{"audio_filepath": "good.wav", "text": Infinity}',
-        "text is not a string",
-    ),
-    "text is an object": ({**GOOD, "text": {"text": "a"}}, "text is not a string"),
-    "duration is true": ({**GOOD, "duration": True}, "duration is not a number"),
-    "duration overflows": ({**GOOD, "duration": "1e999"}, "duration is not a number"),
-    "an endless number": (
-        b'{"audio_filepath": "good.wav", "text": ' + b"1" * 5000 + b"}",
-        "line is not valid JSON",
-    ),
-    "text of 10,001 characters": (
-        {**GOOD, "text": "ए" * 10_001},
-        "text is longer than 10000 characters",
-    ),
-    "text of 5 million characters": ({**GOOD, "text": "a" * 5_000_000}, manifest.UNREADABLE),
-    "null byte in the path": (
-        b'{"audio_filepath": "good.wav\\u0000", "text": "a"}',
-        "no audio path",
-    ),
-    "path is a number": ({**GOOD, "audio_filepath": 5}, "no audio path"),
-    "path is empty": ({**GOOD, "audio_filepath": ""}, "no audio path"),
-    "no path": ({"text": "a"}, "no audio path"),
-    "no text": ({"audio_filepath": "good.wav"}, "no text field"),
-    "text is a list": ({**GOOD, "text": ["a"]}, "text is not a string"),
-    "text is not a number": (
-        b'{"audio_filepath": "good.wav", "text": NaN}',
-        "text is not a string",
-    ),
-    "empty text": ({**GOOD, "text": ""}, "text is empty"),
-    "blank text": ({**GOOD, "text": " \u200b\t "}, "text is empty"),
-    "text is null": ({**GOOD, "text": None}, "text is empty"),
-    "latin-1": (
-        '{"audio_filepath": "good.wav", "text": "café"}'.encode("latin-1"),
-        "line is not UTF-8",
-    ),
-    "latin-1 speaker": (
-        '{"audio_filepath": "good.wav", "text": "a", "speaker": "é"}'.encode("latin-1"),
-        "line is not UTF-8",
-    ),
-    "half a surrogate pair": (
-        b'{"audio_filepath": "good.wav", "text": "\\ud83d"}',
-        "line is not UTF-8",
-    ),
-    "negative offset": ({**GOOD, "offset": -1}, "offset is negative"),
-    "negative duration": ({**GOOD, "duration": -1}, "duration is negative"),
-    "duration in words": ({**GOOD, "duration": "long"}, "duration is not a number"),
-    "duration is a list": ({**GOOD, "duration": [1]}, "duration is not a number"),
-    "duration is huge": ({**GOOD, "duration": 10**400}, "duration is not a number"),
-    "duration is infinite": (
-        b'{"audio_filepath": "good.wav", "text": "a", "duration": Infinity}',
-        "duration is not a number",
-    ),
-    "offset is not a number": (
-        b'{"audio_filepath": "good.wav", "text": "a", "offset": [0]}',
-        "offset is not a number",
-    ),
-    "duration of zero": ({**GOOD, "audio_filepath": "two.wav", "duration": 0}, TOO_LITTLE),
-    "offset beyond the end": ({**GOOD, "offset": 7.0}, "segment ends beyond the file"),
-    "offset at the end": ({**GOOD, "offset": 1.0}, "segment ends beyond the file"),
-    "segment beyond the end": (
-        {**GOOD, "offset": 0.5, "duration": 0.7},
-        "segment ends beyond the file",
-    ),
-    "duration beyond the end": (
-        {**GOOD, "duration": 1.6},
-        "file is shorter than its duration in the manifest (truncated?)",
-    ),
-    "segment too short": (
-        {**GOOD, "offset": 0.2, "duration": 0.05},
-        "shorter than 0.1 s (--min_duration)",
-    ),
-    "very long path": ({**GOOD, "audio_filepath": "a" * 100_000}, "file is missing"),
-    "missing": ({**GOOD, "audio_filepath": "none.wav"}, "file is missing"),
-    "below a file": ({**GOOD, "audio_filepath": "good.wav/a.wav"}, "file is missing"),
-    "a folder": ({**GOOD, "audio_filepath": "folder.wav"}, "not a file but a folder"),
-    "a pipe": ({**GOOD, "audio_filepath": "pipe.wav"}, "not a regular file"),
-    "empty file": ({**GOOD, "audio_filepath": "empty.wav"}, "file is empty"),
-    "no audio in it": ({**GOOD, "audio_filepath": "header.wav"}, "audio is empty"),
-    "a millisecond": (
-        {**GOOD, "audio_filepath": "click.wav"},
-        "shorter than 0.1 s (--min_duration)",
-    ),
-    "forty minutes": ({**GOOD, "audio_filepath": "long.wav"}, "longer than 30 s (--max_duration)"),
-    "truncated wav": ({**GOOD, "audio_filepath": "cut.wav"}, "audio is truncated"),
-    "text called wav": (
-        {**GOOD, "audio_filepath": "text.wav"},
-        "audio is unreadable",
-    ),
-    "raw samples": (
-        {**GOOD, "audio_filepath": "samples.raw"},
-        "audio is unreadable",
-    ),
-}
+
+def good(**changes) -> dict:
+    return {**GOOD, **changes}
+
+
+def raw(text: str) -> bytes:
+    """A line of a good file with this as its text, as JSON."""
+    return b'{"audio_filepath": "good.wav", "text": ' + text.encode() + b"}"
+
+
+NOT_JSON = "line is not valid JSON"
+NO_TEXT = "text is not a string"
+NO_DURATION = "duration is not a number"
+BEYOND = "segment ends beyond the file"
+NO_UTF8 = "line is not UTF-8"
+HOSTILE_LINES = [
+    (raw("")[:-1], NOT_JSON),
+    (b"[1, 2]", "line is not an object"),
+    (b'{"a":' * 100_000, NOT_JSON),
+    (raw('"a\0b"'), manifest.UNREADABLE),
+    (raw('"a"') * 2, NOT_JSON),
+    (raw('"a", "text": "b"'), NOT_JSON),
+    (raw('"a", "more": [{"a": 1, "a": 2}]'), NOT_JSON),
+    (raw("1" * 5000), NOT_JSON),
+    (raw("Infinity"), NO_TEXT),
+    (good(text=True), NO_TEXT),
+    (good(text=1.5), NO_TEXT),
+    (good(text=["a"]), NO_TEXT),
+    (good(text="ए" * 10_001), "text is longer than 10000 characters"),
+    (good(text="a" * 5_000_000), manifest.UNREADABLE),
+    (good(text=" \u200b\t "), "text is empty"),
+    (good(text=None), "text is empty"),
+    ({"audio_filepath": "good.wav"}, "no text field"),
+    ({"text": "a"}, "no audio path"),
+    (good(audio_filepath=5), "no audio path"),
+    (good(audio_filepath=""), "no audio path"),
+    (good(audio_filepath="good.wav\0"), "no audio path"),
+    (raw('"café"').decode().encode("latin-1"), NO_UTF8),
+    (raw('"a", "speaker": "é"').decode().encode("latin-1"), NO_UTF8),
+    (raw('"\\ud83d"'), NO_UTF8),
+    (good(offset=-1), "offset is negative"),
+    (good(offset=[0]), "offset is not a number"),
+    (good(duration="long"), NO_DURATION),
+    (good(duration=True), NO_DURATION),
+    (good(duration=10**400), NO_DURATION),
+    (good(duration="1e999"), NO_DURATION),
+    (raw('"a", "duration": Infinity'), NO_DURATION),
+    (good(audio_filepath="two.wav", duration=0), TOO_LITTLE),
+    (good(offset=1.0), BEYOND),
+    (good(offset=0.5, duration=0.7), BEYOND),
+    (good(duration=1.6), "file is shorter than its duration in the manifest (truncated?)"),
+    (good(offset=0.2, duration=0.05), "shorter than 0.1 s (--min_duration)"),
+    (good(audio_filepath="a" * 100_000), "file is missing"),
+    (good(audio_filepath="none.wav"), "file is missing"),
+    (good(audio_filepath="good.wav/a.wav"), "file is missing"),
+    (good(audio_filepath="folder.wav"), "not a file but a folder"),
+    (good(audio_filepath="pipe.wav"), "not a regular file"),
+    (good(audio_filepath="empty.wav"), "file is empty"),
+    (good(audio_filepath="header.wav"), "audio is empty"),
+    (good(audio_filepath="click.wav"), "shorter than 0.1 s (--min_duration)"),
+    (good(audio_filepath="long.wav"), "longer than 30 s (--max_duration)"),
+    (good(audio_filepath="cut.wav"), "audio is truncated"),
+    (good(audio_filepath="text.wav"), "audio is unreadable"),
+    (good(audio_filepath="samples.raw"), "audio is unreadable"),
+]
 
 
 @pytest.fixture
@@ -960,37 +710,16 @@ def hostile_files(tmp_path, wav):
     (tmp_path / "cut.wav").write_bytes(good.read_bytes()[:16_000])
     (tmp_path / "text.wav").write_text("not audio")
     (tmp_path / "samples.raw").write_bytes(bytes(8000))
-    with open(tmp_path / "long.wav", "wb") as file:  # 40 minutes of silence, sparse on disk
-        size = 40 * 60 * 8000
-        file.write(
-            struct.pack(
-                "<4sI8sIHHIIHH4sI",
-                b"RIFF",
-                36 + size,
-                b"WAVEfmt ",
-                16,
-                1,
-                1,
-                8000,
-                8000,
-                1,
-                8,
-                b"data",
-                size,
-            )
-        )
-        file.truncate(44 + size)
+    soundfile.write(tmp_path / "long.wav", np.zeros(40 * 60 * 1000), 1000)
     return tmp_path
 
 
-@pytest.mark.parametrize("name", HOSTILE_LINES)
+@pytest.mark.parametrize("line, reason", HOSTILE_LINES, ids=lambda each: repr(each)[:50])
 def test_a_hostile_line_is_rejected_and_the_others_are_used(
-    hostile_files, json_lines, no_hang, name
+    hostile_files, json_lines, no_hang, line, reason
 ):
-    line, reason = HOSTILE_LINES[name]
-    path = json_lines(
-        hostile_files / "m.json", [GOOD, *[{**GOOD, "text": "x" * 5000}] * 2, line, GOOD]
-    )
+    lines = [GOOD, *[good(text="x" * 5000)] * 2, line, GOOD]
+    path = json_lines(hostile_files / "m.json", lines)
     corpus, rejected = load(path)
     assert rejected.counts == {reason: 1}
     assert rejected.examples[reason][0].startswith(f"{path}:4")
@@ -1024,32 +753,21 @@ def test_strict_accepts_a_clean_manifest_and_repeated_lines_are_counted(
     tmp_path, wav, json_lines, capsys
 ):
     wav(tmp_path / "good.wav", 3.0)
-    segment = {**GOOD, "offset": 1.0, "duration": 1.0}
-    corpus, rejected = load(
-        json_lines(
-            tmp_path / "m.json", [GOOD, segment, GOOD, GOOD, segment, {**GOOD, "duration": 1.0}]
-        )
-    )
+    segment = good(offset=1.0, duration=1.0)
+    lines = [GOOD, segment, GOOD, GOOD, segment, good(duration=1.0)]
+    corpus, rejected = load(json_lines(tmp_path / "m.json", lines))
     report_rejections("set", corpus.seconds, rejected, strict=True)
     assert len(corpus) == 6 and rejected.repeated == 3
-    assert (
-        capsys.readouterr().out.splitlines()[-1]
-        == "set: 6 utterances, 0.2 min; 3 repeat the audio of another (all are used)"
-    )
+    said = "set: 6 utterances, 0.2 min; 3 repeat the audio of another (all are used)\n"
+    assert capsys.readouterr().out.endswith(said)
 
 
 def test_nothing_usable_is_an_error(hostile_files, json_lines):
-    path = json_lines(
-        hostile_files / "m.json", [{**GOOD, "audio_filepath": "empty.wav"}, b"{", b"{"]
-    )
-    corpus, rejected = load(path)
-    with pytest.raises(DataError) as error:
+    lines = [good(audio_filepath="empty.wav"), b"{", b"{"]
+    corpus, rejected = load(json_lines(hostile_files / "m.json", lines))
+    message = r"set: no usable utterance: 2 x line is not valid JSON \(.*\); 1 x file is empty"
+    with pytest.raises(DataError, match=message):
         report_rejections("set", corpus.seconds, rejected, strict=False)
-    assert (
-        str(error.value)
-        == "set: no usable utterance: 2 x line is not valid JSON (write one object per line, each"
-        " key once); 1 x file is empty"
-    )
 
 
 def test_a_header_of_unknown_size_does_not_mean_truncation(tmp_path, wav, json_lines):
@@ -1062,65 +780,37 @@ def test_a_header_of_unknown_size_does_not_mean_truncation(tmp_path, wav, json_l
 
 # --- hostile manifests ----------------------------------------------------------------------------
 
-AUDIO_COLUMNS = "audio_filepath, audio_file, file_name, path, audio, wav, filename, file, id"
-NO_TEXT = "manifest {path} is not a text file (JSON Lines, CSV/TSV or LJSpeech metadata.csv)"
-NO_HEADER = (
-    f"manifest {{path}}: its first line names no audio column (one of {AUDIO_COLUMNS}), as"
-    " audio_file,text or audio_file|text do; it has: "
-)
-HOSTILE_MANIFESTS = {  # name: (file name, content, message)
-    "of no bytes": ("m.json", b"", "manifest {path} is empty"),
-    "of no bytes, csv": ("m.csv", b"", "manifest {path} is empty"),
-    "of white space": ("m.json", b" \n\r\n\t\n", "manifest {path} is empty"),
-    "of white space, tsv": ("m.tsv", b" \n\r\n\t\n", "manifest {path} is empty"),
-    "a byte-order mark": ("m.json", b"\xef\xbb\xbf", "manifest {path} is empty"),
-    "an empty list": ("m.json", b"[]", "manifest {path} is empty"),
-    "only a header": ("m.csv", b"path,sentence\n", "manifest {path} is empty"),
-    "binary": ("m.json", bytes(range(256)), NO_TEXT),
-    "gzip": ("m.json.gz", gzip.compress(json.dumps(GOOD).encode() * 50, mtime=0), NO_TEXT),
-    "UTF-32": ("m.json", json.dumps(GOOD).encode("utf-32-be"), NO_TEXT),
-    "Kaldi's wav.scp": ("wav.scp", b"utt1 /data/a.wav\n", NO_HEADER + "'utt1 /data/a.wav'"),
-    "Kaldi's text": ("text", b"utt1 hello world\n", NO_HEADER + "'utt1 hello world'"),
-    "subtitles without audio": (
-        "a.srt",
-        b"1\n00:00:01,000 --> 00:00:02,000\nhello\n",
-        "{path}: its audio is missing: put a.wav (.mp3, .flac ...) into its folder, or give the"
-        " audio's as --audio_root",
-    ),
-    "a key twice in a list": (
-        "m.json",
-        b'[{"text": "a", "text": "b", "audio_filepath": "good.wav"}]',
-        "manifest {path} is not valid JSON: a key is given twice",
-    ),
-    "a zip": ("m.csv", b"PK\3\4" + b"x" * 100, NO_TEXT),
-    "UTF-16": (
-        "m.json",
-        ("\ufeff" + json.dumps(GOOD)).encode("utf-16-le"),
-        "manifest {path} is UTF-16: save it as UTF-8",
-    ),
-    "a list cut short": (
-        "m.json",
-        b'[{"audio_filepath": "a.wav"},',
-        "manifest {path} is not valid JSON: Expecting value: line 1 column 30 (char 29)",
-    ),
-    "without header": ("m.csv", b"a.wav,hello\nb.wav,world\n", NO_HEADER + "'a.wav,hello'"),
-    "without header, tabs": ("m.tsv", b"a.wav\thello\n", NO_HEADER + r"'a.wav\thello'"),
-}
+NO_TABLE = "is not a text file (JSON Lines, CSV/TSV or LJSpeech metadata.csv)"
+NO_HEADER = "its first line names no audio column (one of audio_filepath, audio_file, file_name"
+HOSTILE_MANIFESTS = [  # (file name, content, a part of the message)
+    ("m.json", b"", "m.json is empty"),
+    ("m.csv", b"", "is empty"),
+    ("m.tsv", b" \n\r\n\t\n", "is empty"),
+    ("m.json", b"\xef\xbb\xbf", "is empty"),
+    ("m.json", b"[]", "is empty"),
+    ("m.csv", b"path,sentence\n", "is empty"),
+    ("m.json", bytes(range(256)), NO_TABLE),
+    ("m.json.gz", gzip.compress(json.dumps(GOOD).encode() * 50, mtime=0), NO_TABLE),
+    ("m.json", json.dumps(GOOD).encode("utf-32-be"), NO_TABLE),
+    ("m.csv", b"PK\3\4" + b"x" * 100, NO_TABLE),
+    ("m.json", ("\ufeff" + json.dumps(GOOD)).encode("utf-16-le"), "is UTF-16: save it as UTF-8"),
+    ("wav.scp", b"utt1 /data/a.wav\n", NO_HEADER),
+    ("text", b"utt1 hello world\n", NO_HEADER),
+    ("m.csv", b"a.wav,hello\nb.wav,world\n", NO_HEADER),
+    ("m.tsv", b"a.wav\thello\n", r"do; it has: 'a.wav\thello'"),
+    ("a.srt", b"1\n00:00:01,000 --> 00:00:02,000\nhello\n", "its audio is missing: put a.wav"),
+    ("m.json", b'[{"text": "a", "text": "b"}]', "is not valid JSON: a key is given twice"),
+    ("m.json", b'[{"audio_filepath": "a.wav"},', "is not valid JSON: Expecting value: line 1"),
+    ("m.json", b"[" * 100_000, "recursion"),
+]
 
 
-@pytest.mark.parametrize("name", HOSTILE_MANIFESTS)
-def test_a_hostile_manifest_is_one_line(tmp_path, name):
-    file_name, content, message = HOSTILE_MANIFESTS[name]
-    (tmp_path / file_name).write_bytes(content)
+@pytest.mark.parametrize("name, content, message", HOSTILE_MANIFESTS)
+def test_a_hostile_manifest_is_one_line(tmp_path, no_hang, name, content, message):
     with pytest.raises(DataError) as error:
-        load(tmp_path / file_name)
-    assert str(error.value) == message.replace("{path}", str(tmp_path / file_name))
-
-
-def test_a_deep_list_is_one_line(tmp_path, no_hang):
-    (tmp_path / "m.json").write_bytes(b"[" * 100_000)
-    with pytest.raises(DataError, match=r"^manifest .*m\.json is not valid JSON: .*recursion"):
-        load(tmp_path / "m.json")
+        loaded(tmp_path, content, name)
+    said = str(error.value)
+    assert message in said and str(tmp_path / name) in said and "\n" not in said
 
 
 def test_a_manifest_that_is_missing_or_not_a_file(tmp_path, no_hang):
@@ -1139,14 +829,13 @@ def test_a_manifest_that_is_missing_or_not_a_file(tmp_path, no_hang):
 
 def test_lines_that_cannot_be_parsed_are_rejected(tmp_path, wav):
     wav(tmp_path / "a.wav")
-    (tmp_path / "m.tsv").write_bytes(
-        b"path\tsentence\na.wav\tone\na.wav\t" + b"x" * (1 << 24) + b"x\na.wav\n\na.wav\tlast\n"
-    )
-    corpus, rejected = load(tmp_path / "m.tsv")
+    content = "path\tsentence\na.wav\tone\na.wav\t" + "x" * (1 << 24) + "\na.wav\n\na.wav\tlast\n"
+    corpus, rejected = loaded(tmp_path, content)
     assert list(corpus.texts) == ["one", "last"]
+    fewer = "line has fewer cells than the header"
     assert rejected.examples == {
-        manifest.UNREADABLE: [f"{tmp_path}/m.tsv:3"],
-        "line has fewer cells than the header": [f"{tmp_path}/m.tsv:4"],
+        manifest.UNREADABLE: [f"{tmp_path}/m.csv:3"],
+        fewer: [f"{tmp_path}/m.csv:4"],
     }
 
 
@@ -1178,47 +867,20 @@ def test_a_text_as_long_as_the_longest_speech_is_used(tmp_path, wav, json_lines)
 
 @given(st.binary(max_size=200), st.sampled_from(["m.json", "m.csv", "m.tsv", "metadata.csv"]))
 def test_arbitrary_bytes_do_not_end_in_a_traceback(tmp_path_factory, content, name):
-    path = tmp_path_factory.getbasetemp() / name
-    path.write_bytes(content)
-    try:
-        corpus, rejected = load(path)
-    except DataError as error:
-        assert "\n" not in str(error)
-    else:
-        assert len(corpus) == 0 and rejected.total
+    refused_or_empty(tmp_path_factory.getbasetemp(), content, name)
 
 
-@given(
-    st.lists(
-        st.sampled_from(
-            [
-                '{"',
-                '":',
-                '"',
-                ",",
-                "[",
-                "]",
-                "}",
-                "audio_filepath",
-                "text",
-                "path",
-                "|",
-                "\t",
-                "\n",
-                "1e999",
-                "NaN",
-                "\\ud800",
-                "\0",
-            ]
-        ),
-        max_size=25,
-    )
-)
+SYNTAX = [*'",[]}|\t\n\0', '{"', '":', "audio_filepath", "text", "path", "1e999", "NaN", "\\ud800"]
+
+
+@given(st.lists(st.sampled_from(SYNTAX), max_size=25))
 def test_arbitrary_syntax_does_not_end_in_a_traceback(tmp_path_factory, parts):
-    path = tmp_path_factory.getbasetemp() / "syntax.txt"
-    path.write_text("".join(parts))
+    refused_or_empty(tmp_path_factory.getbasetemp(), "".join(parts), "syntax.txt")
+
+
+def refused_or_empty(folder, content, name):
     try:
-        corpus, rejected = load(path)
+        corpus, rejected = loaded(folder, content, name)
     except DataError as error:
         assert "\n" not in str(error)
     else:

@@ -10,7 +10,7 @@ import torch
 
 from common.device import Setup
 from speech.data.columns import Codes
-from speech.decoding import long, recogniser, transcripts
+from speech.decoding import long, recogniser, results, transcripts
 from speech.morse import scores
 from speech.signal.audio import SAMPLE_RATE
 from speech.writing import metrics
@@ -166,14 +166,14 @@ TEXTS = {
 }
 
 
-def results(language, tmp_path, capsys, normalise=for_scoring, **how):
+def printed(language, tmp_path, capsys, normalise=for_scoring, **how):
     """The lines that are printed before the examples, and the rows of transcripts.jsonl."""
     rows = [
         {"file": f"{i}.wav", "seconds": 1.0, "reference": said, "hypothesis": heard, "index": i}
         for i, (said, heard) in enumerate(TEXTS[language])
     ]
     how = recogniser.Options(log_dir=tmp_path, **how)
-    recogniser.print_results(rows, "test set", how, normalise)
+    results.print_results(rows, "test set", how, normalise)
     lines = capsys.readouterr().out.strip().split("\n  reference:")[0].splitlines()
     return lines, rows_of(tmp_path / "transcripts.jsonl")
 
@@ -184,18 +184,18 @@ def heads(lines):
 
 
 def test_results_keep_the_recipes_reading_and_add_one_in_lower_case(tmp_path, capsys):
-    lines, rows = results("vi", tmp_path, capsys)
+    lines, rows = printed("vi", tmp_path, capsys)
     own, lower = "case kept, no punctuation", "lower case, no punctuation"
     assert heads(lines) == [f"{own}:", "50.00", "12.50", f"{lower}:", "16.67", "4.17"]
     assert rows[0]["errors"] == {
         own: {"words": [2, 4], "characters": [2, 16]},
         lower: {"words": [1, 4], "characters": [1, 16]},
     }
-    lines, rows = results("vi", tmp_path, capsys, in_lower_case)
+    lines, rows = printed("vi", tmp_path, capsys, in_lower_case)
     assert heads(lines) == ["16.67", "4.17"] and list(rows[0]["errors"]) == [lower]
-    lines, rows = results("kok", tmp_path, capsys)
+    lines, rows = printed("kok", tmp_path, capsys)
     assert lines[-1] == f"{lower}: the same"
-    lines, rows = results("kok", tmp_path, capsys, scores.for_scoring)
+    lines, rows = printed("kok", tmp_path, capsys, scores.for_scoring)
     assert len(lines) == 4 and list(rows[0]["errors"]) == ["as sent"]
 
 
@@ -206,7 +206,7 @@ def test_a_set_of_several_languages_has_the_error_rates_of_each(tmp_path, capsys
         for i, (said, heard) in enumerate(pairs)
     ]
     how = recogniser.Options(log_dir=tmp_path)
-    recogniser.print_results(rows, "test set", how, languages=Codes(["", "vi", "kok", "kok"]))
+    results.print_results(rows, "test set", how, languages=Codes(["", "vi", "kok", "kok"]))
     out = capsys.readouterr().out
     lines = out[out.index("by language:") :].splitlines()[2:5]
     assert [" ".join(line.split()[:5]) for line in lines] == [
@@ -219,13 +219,13 @@ def test_a_set_of_several_languages_has_the_error_rates_of_each(tmp_path, capsys
     assert noted["kok"]["wer"]["errors"] == 1 and noted["kok"]["wer"]["length"] == 4
     languages = [row["language"] for row in rows_of(tmp_path / "transcripts.jsonl")]
     assert languages == ["kok", "kok", "vi", ""]
-    recogniser.print_results(rows, "test set", how, languages=Codes(["vi"] * 4))
+    results.print_results(rows, "test set", how, languages=Codes(["vi"] * 4))
     assert "by language" not in capsys.readouterr().out
     assert "languages" not in json.loads((tmp_path / "results.json").read_text())
 
 
 def test_an_interval_can_be_computed_from_the_file(tmp_path, capsys):
-    lines, rows = results("vi", tmp_path, capsys)
+    lines, rows = printed("vi", tmp_path, capsys)
     pairs = [row["errors"]["case kept, no punctuation"]["words"] for row in rows]
     ends = metrics.middle(metrics.resampled_rates(np.array(pairs)))
     assert metrics.shown(ends).strip() in lines[3]
@@ -233,9 +233,9 @@ def test_an_interval_can_be_computed_from_the_file(tmp_path, capsys):
 
 def test_whispers_normaliser_warns_of_scripts_that_it_breaks(tmp_path, capsys):
     whisper = "Whisper's multilingual normaliser"
-    lines, _ = results("vi", tmp_path, capsys, normaliser="whisper")
+    lines, _ = printed("vi", tmp_path, capsys, normaliser="whisper")
     assert heads(lines)[-3:] == [f"{whisper}:", "16.67", "4.17"] and "warning" not in "".join(lines)
-    lines, rows = results("kok", tmp_path, capsys, normaliser="whisper")
+    lines, rows = printed("kok", tmp_path, capsys, normaliser="whisper")
     assert "warning: Whisper's multilingual normaliser" in lines[1] and "37 % of its" in lines[1]
     # The mark that is wrong is not compared.
     assert lines[-2].split()[1] == "0.00" and rows[1]["errors"][whisper]["words"][0] == 0
@@ -244,10 +244,10 @@ def test_whispers_normaliser_warns_of_scripts_that_it_breaks(tmp_path, capsys):
 def test_an_improvement_has_the_readings_of_the_results(tmp_path, capsys):
     rows = [{"reference": said, "hypothesis": heard} for said, heard in TEXTS["vi"]]
     before = [{**row, "hypothesis": ""} for row in rows]
-    results("vi", tmp_path, capsys)
-    recogniser.print_improvement(before, rows, "other", recogniser.Options(log_dir=tmp_path))
+    printed("vi", tmp_path, capsys)
+    results.print_improvement(before, rows, "other", recogniser.Options(log_dir=tmp_path))
     lines = capsys.readouterr().out.splitlines()
-    noted = recogniser.read_results(tmp_path)
+    noted = results.read_results(tmp_path)
     assert noted["title"] == "test set"
     rates = [noted[key]["lower case, no punctuation"]["wer"] for key in ("before", "rates")]
     assert [(each["errors"], each["length"]) for each in rates] == [(6, 6), (1, 6)]
@@ -262,18 +262,18 @@ def test_an_improvement_has_the_readings_of_the_results(tmp_path, capsys):
 
 def test_an_export_finds_the_results_of_its_own_weights(tmp_path):
     weights, others = tmp_path / "best.safetensors", tmp_path / "others.safetensors"
-    assert recogniser.results_of(tmp_path, weights, are_new=False) is None
+    assert results.results_of(tmp_path, weights, are_new=False) is None
     rows = [{"file": "a", "seconds": 1.0, "reference": "a", "hypothesis": "a", "index": 0}]
-    recogniser.print_results(rows, "test set", recogniser.Options(log_dir=tmp_path))
+    results.print_results(rows, "test set", recogniser.Options(log_dir=tmp_path))
     weights.write_bytes(b"1")
     others.write_bytes(b"1")
-    assert recogniser.results_of(tmp_path, weights, are_new=False) is None
-    found = recogniser.results_of(tmp_path, weights, are_new=True)
+    assert results.results_of(tmp_path, weights, are_new=False) is None
+    found = results.results_of(tmp_path, weights, are_new=True)
     assert found["title"] == "test set"
-    assert recogniser.results_of(tmp_path, weights, are_new=False) == found
-    assert recogniser.results_of(tmp_path, others, are_new=False) is None
+    assert results.results_of(tmp_path, weights, are_new=False) == found
+    assert results.results_of(tmp_path, others, are_new=False) is None
     weights.write_bytes(b"22")
-    assert recogniser.results_of(tmp_path, weights, are_new=False) is None
+    assert results.results_of(tmp_path, weights, are_new=False) is None
 
 
 def test_transcripts_name_recordings_relative_to_their_own_folder(tmp_path, monkeypatch):

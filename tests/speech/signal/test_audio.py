@@ -108,20 +108,8 @@ def terms_of(source: int, target: int, monkeypatch) -> tuple[int, int]:
 
 
 def test_the_filter_of_any_rate_is_small_and_exact_for_usual_rates(monkeypatch):
-    for rate in (
-        1_000,
-        8_000,
-        11_025,
-        12_000,
-        22_050,
-        24_000,
-        32_000,
-        44_100,
-        48_000,
-        96_000,
-        192_000,
-        768_000,
-    ):
+    usual = (1, 8, 11.025, 12, 22.05, 24, 32, 44.1, 48, 96, 192, 768)  # kHz
+    for rate in (round(1000 * each) for each in usual):
         source, target = terms_of(rate, 16_000, monkeypatch)
         assert source * 16_000 == target * rate
     low, high = headers.RATES
@@ -164,110 +152,85 @@ def test_speed_factors_depend_on_seed_and_epoch():
 # --- bad audio ------------------------------------------------------------------------------------
 
 
+def halved(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
 def bad_file(folder: Path, kind: str) -> str:
-    """Writes a bad file and returns its path."""
+    """Writes a bad file and returns its path. A kind is a suffix, and what is wrong."""
     folder.mkdir(parents=True, exist_ok=True)
-    path, rate = folder / f"हांव {kind}.wav", 16_000
+    suffix, _, wrong = kind.partition(" ")
+    path, rate = folder / f"हांव {wrong}.{suffix}", 16_000
     noise = np.random.default_rng(0).uniform(-0.5, 0.5, 4 * rate)
-    if kind == "folder":
+    spikes = {"not a number": np.nan, "infinite": 1e300, "too loud": -1e30}
+    if wrong == "folder":
         path.mkdir()
-    elif kind == "empty":
-        path.touch()
-    elif kind == "text":
-        path.write_text("not audio")
-    elif kind == "not a number":
-        noise[1000] = np.nan
-        soundfile.write(path, noise, rate, subtype="FLOAT")
-    elif kind == "infinite":
-        noise[1000] = 1e300
-        soundfile.write(path, noise, rate, subtype="DOUBLE")
-    elif kind == "no samples":
-        soundfile.write(path, noise[:0], rate)
-    elif kind == "flac cut" or kind == "flac damaged":
-        path = path.with_suffix(".flac")
-        soundfile.write(path, noise, rate)
-        data = path.read_bytes()
-        middle = len(data) // 2
-        path.write_bytes(
-            data[:middle] + (b"" if kind == "flac cut" else bytes(1000) + data[middle + 1000 :])
-        )
-    elif kind == "flac that claims days":
-        path = path.with_suffix(".flac")
-        soundfile.write(path, noise, rate)
-        data = bytearray(path.read_bytes())
-        data[21] |= 0x0F
-        data[22:26] = b"\xff" * 4
-        path.write_bytes(data)
-    elif kind == "raw":
-        path = path.with_suffix(".raw")
-        path.write_bytes(bytes(1000))
-    elif kind == "too loud":
-        noise[1000] = -1e30
-        soundfile.write(path, noise, rate, subtype="FLOAT")
-    elif kind.startswith("rate of "):
-        write_header(path, int(kind.split()[2]), 1)
-    elif kind.endswith(" channels"):
-        write_header(path, rate, int(kind.split()[0]))
-    elif kind == "pipe":
+    elif wrong == "pipe":
         os.mkfifo(path)
-    elif kind in ("wav cut", "aiff cut", "au cut", "mp3 cut", "ogg cut", "opus cut"):
-        path = path.with_suffix("." + kind.split()[0])
-        soundfile.write(
-            path,
-            noise,
-            rate,
-            **({"format": "OGG", "subtype": "OPUS"} if kind == "opus cut" else {}),
-        )
-        data = path.read_bytes()
-        path.write_bytes(data[: len(data) // 2])
+    elif wrong == "text":
+        path.write_text("not audio")
+    elif wrong == "empty":
+        path.touch()
+    elif wrong == "samples":
+        path.write_bytes(bytes(1000))
+    elif wrong == "no samples":
+        soundfile.write(path, noise[:0], rate)
+    elif wrong in spikes:
+        noise[1000] = spikes[wrong]
+        soundfile.write(path, noise, rate, subtype="DOUBLE" if wrong == "infinite" else "FLOAT")
+    elif wrong.startswith("rate of "):
+        write_header(path, int(wrong.split()[2]), 1)
+    elif wrong.endswith(" channels"):
+        write_header(path, rate, int(wrong.split()[0]))
+    elif wrong != "missing":
+        opus = {"format": "OGG", "subtype": "OPUS"} if suffix == "opus" else {}
+        soundfile.write(path, noise, rate, **opus)
+        data = bytearray(path.read_bytes())
+        if wrong == "damaged":
+            middle = len(data) // 2
+            data[middle : middle + 1000] = bytes(1000)
+        elif wrong == "claims days":
+            data[21] |= 0x0F
+            data[22:26] = b"\xff" * 4
+        path.write_bytes(halved(data) if wrong == "cut" else data)
     return str(path)
 
 
 def write_header(path: Path, rate: int, channels: int) -> None:
     """A WAV of 6000 bytes that states this rate and this number of channels."""
-    head = struct.pack(
-        "<4sI8sIHHIIHH4sI",
-        b"RIFF",
-        6036,
-        b"WAVEfmt ",
-        16,
-        1,
-        channels % 65_536,
-        rate,
-        min(rate * 2 * channels, 2**32 - 1),
-        2 * channels % 65_536,
-        16,
-        b"data",
-        6000,
-    )
-    path.write_bytes(head + bytes(6000))
+    sizes = (min(rate * 2 * channels, 2**32 - 1), 2 * channels % 65_536, 16)
+    form = struct.pack("<IHHIIHH", 16, 1, channels % 65_536, rate, *sizes)
+    head = b"RIFF" + struct.pack("<I", 6036) + b"WAVEfmt " + form + b"data"
+    path.write_bytes(head + struct.pack("<I", 6000) + bytes(6000))
 
 
 UNREADABLE = "cannot be used: audio is unreadable"
+TRUNCATED = "cannot be used: audio is truncated"
+NOT_FINITE = "holds samples that are not finite (NaN or infinity)"
+RATE = "cannot be used: sample rate is not between 1000 and 768000 Hz"
 BAD_FILES = {
-    "missing": "cannot be used: file is missing",
-    "folder": "cannot be used: not a file but a folder",
-    "pipe": "cannot be used: not a regular file",
-    "empty": "cannot be used: file is empty",
-    "text": UNREADABLE,
-    "not a number": "holds samples that are not finite (NaN or infinity)",
-    "infinite": "holds samples that are not finite (NaN or infinity)",
-    "too loud": "holds samples of up to 1e+30, where 1 is full scale",
-    "no samples": "cannot be used: audio is empty",
-    "rate of 1": "cannot be used: sample rate is not between 1000 and 768000 Hz",
-    "rate of 7": "cannot be used: sample rate is not between 1000 and 768000 Hz",
-    "rate of 999": "cannot be used: sample rate is not between 1000 and 768000 Hz",
-    "rate of 2147483647": "cannot be used: sample rate is not between 1000 and 768000 Hz",
-    "1000 channels": "cannot be used: audio has more than 64 channels",
-    "65535 channels": UNREADABLE,
+    "wav missing": "cannot be used: file is missing",
+    "wav folder": "cannot be used: not a file but a folder",
+    "wav pipe": "cannot be used: not a regular file",
+    "wav empty": "cannot be used: file is empty",
+    "wav text": UNREADABLE,
+    "raw samples": UNREADABLE,
+    "wav not a number": NOT_FINITE,
+    "wav infinite": NOT_FINITE,
+    "wav too loud": "holds samples of up to 1e+30, where 1 is full scale",
+    "wav no samples": "cannot be used: audio is empty",
+    "wav rate of 1": RATE,
+    "wav rate of 999": RATE,
+    "wav rate of 2147483647": RATE,
+    "wav 1000 channels": "cannot be used: audio has more than 64 channels",
+    "wav 65535 channels": UNREADABLE,
     "flac cut": "is truncated or damaged: flac decoder lost sync",
     "flac damaged": "is truncated or damaged: unknown error in flac decoder",
-    "raw": UNREADABLE,
-    "wav cut": "cannot be used: audio is truncated",
-    "aiff cut": "cannot be used: audio is truncated",
-    "au cut": "cannot be used: audio is truncated",
-    "ogg cut": "cannot be used: audio is truncated",
-    "opus cut": "cannot be used: audio is truncated",
+    "wav cut": TRUNCATED,
+    "aiff cut": TRUNCATED,
+    "au cut": TRUNCATED,
+    "ogg cut": TRUNCATED,
+    "opus cut": TRUNCATED,
 }
 
 
@@ -299,9 +262,8 @@ def test_a_file_in_pieces_is_the_whole_file(tmp_path, rate):
 def test_what_a_header_states_is_checked_before_training_too(tmp_path):
     for kind, reason in BAD_FILES.items():
         if reason.startswith("cannot be used: "):
-            assert headers.probe(bad_file(tmp_path / kind, kind))[1] == reason.removeprefix(
-                "cannot be used: "
-            )
+            fault = headers.probe(bad_file(tmp_path / kind, kind))[1]
+            assert f"cannot be used: {fault}" == reason
 
 
 def test_audio_without_permission_to_read_says_so(tmp_path, wav, monkeypatch):
@@ -319,15 +281,6 @@ def test_audio_of_sixteen_bit_integers_as_floats_is_read(tmp_path):
     assert audio.read_audio(str(tmp_path / "a.wav"), 16_000).max() == 32_767
 
 
-def test_a_name_that_is_not_utf_8_is_read(tmp_path, wav):
-    path = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.wav")
-    os.rename(wav(tmp_path / "a.wav"), path)
-    assert headers.probe(path) == (1.0, "")
-    for _ in range(2):
-        assert len(audio.read_cached(str(tmp_path / "cache"), path, 16_000)) == 16_000
-    assert audio.audio_files([str(tmp_path)]) == [Path(path)]
-
-
 def test_a_line_break_in_a_name_does_not_break_the_message(tmp_path):
     assert str(audio.BadAudio("a\nb\x1b.wav", "is bad")) == "a\\nb\\x1b.wav is bad"
 
@@ -343,7 +296,7 @@ def test_a_truncated_mp3(tmp_path):
 
 def test_a_header_that_claims_days(tmp_path):
     """2^36 samples, 256 GiB: either the memory is refused, or the file ends first."""
-    path = bad_file(tmp_path, "flac that claims days")
+    path = bad_file(tmp_path, "flac claims days")
     with pytest.raises(audio.BadAudio) as error:
         audio.read_audio(path, 16_000)
     assert str(error.value).startswith(path + " ")
@@ -377,12 +330,9 @@ def test_audio_files(tmp_path, wav):
         *wanted,
         str(tmp_path / "b" / "notes.txt"),
     ]
-    for path, message in (
-        (tmp_path / "none", "no such file or folder"),
-        (tmp_path / "b" / "folder.wav", "no audio file in"),
-    ):
+    for name, message in (("none", "no such file"), ("b/folder.wav", "no audio file in")):
         with pytest.raises(UsageError, match=message):
-            audio.audio_files([str(path)])
+            audio.audio_files([str(tmp_path / name)])
 
 
 def test_cached_audio_is_the_same_to_the_bit_and_follows_changes(tmp_path, wav):
@@ -396,26 +346,13 @@ def test_cached_audio_is_the_same_to_the_bit_and_follows_changes(tmp_path, wav):
     assert len(audio.read_cached(cache, path, 16_000)) == 8000
 
 
-BAD_ENTRIES = {
-    "truncated": lambda entry: os.truncate(entry, 200),
-    "empty": lambda entry: os.truncate(entry, 0),
-    "a checksum only": lambda entry: os.truncate(entry, 4),
-    "of odd length": lambda entry: os.truncate(entry, 201),
-    "longer": lambda entry: entry.write_bytes(entry.read_bytes() + bytes(4)),
-    "that of another file": lambda entry: entry.write_bytes(
-        next(p for p in entry.parents[1].rglob("*.f32") if p != entry).read_bytes()
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", BAD_ENTRIES)
-def test_a_damaged_entry_of_the_cache_is_replaced(tmp_path, wav, kind):
+@pytest.mark.parametrize("size", [0, 4, 200, 201, 64_008])
+def test_a_damaged_entry_of_the_cache_is_replaced(tmp_path, wav, size):
     path, cache = wav(tmp_path / "a.wav"), tmp_path / "cache"
     expected = audio.read_cached(str(cache), path, 16_000)
     (entry,) = cache.rglob("*.f32")
     good = entry.read_bytes()
-    audio.read_cached(str(cache), wav(tmp_path / "b.wav", 2.0), 16_000)
-    BAD_ENTRIES[kind](entry)
+    os.truncate(entry, size)
     assert torch.equal(audio.read_cached(str(cache), path, 16_000), expected)
     assert entry.read_bytes() == good
 

@@ -85,10 +85,7 @@ def test_silence_is_the_floor():
 
 
 def test_a_norm_takes_statistics_once_and_keeps_them_in_the_weights():
-    norm, parts = (
-        front_end.FeatureNorm(10),
-        [noise(n, 10, seed=n) * 5 + 2 for n in (50, 80)],
-    )
+    norm, parts = (front_end.FeatureNorm(10), [noise(n, 10, seed=n) * 5 + 2 for n in (50, 80)])
     norm.measure(parts)
     everything = torch.cat(parts)
     normal = norm(everything[None], torch.tensor([130]))[0]

@@ -125,8 +125,7 @@ def test_joined_mp3_of_two_rates_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [("a.ogg", {}), ("a.opus", {"format": "OGG", "subtype": "OPUS"})],
+    ("name", "options"), [("a.ogg", {}), ("a.opus", {"format": "OGG", "subtype": "OPUS"})]
 )
 @pytest.mark.parametrize("seconds", [(3.0, 3.0), (5.0, 0.4)])
 def test_chained_ogg_is_read_to_its_end(tmp_path, name, options, seconds):

@@ -43,7 +43,7 @@ def write(path, written, form="long_textgrid"):
     tiers(),
     st.sampled_from(["long_textgrid", "short_textgrid"]),
     st.sampled_from("\n \r\n \r".split(" ")),
-    st.sampled_from(["utf-8", "utf-8-sig", "utf-16"]),
+    st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "utf-16-be"]),
 )
 def test_tiers_of_praatio_are_read_as_they_were_written(
     tmp_path_factory, written, form, line_end, encoding
@@ -51,7 +51,8 @@ def test_tiers_of_praatio_are_read_as_they_were_written(
     path = tmp_path_factory.mktemp("praat") / "a.TextGrid"
     write(path, written, form)
     text = path.read_text(encoding="utf-8")
-    path.write_bytes(text.replace("\n", line_end).encode(encoding))
+    mark = "\ufeff" if encoding == "utf-16-be" else ""
+    path.write_bytes((mark + text.replace("\n", line_end)).encode(encoding))
     read = praat.read(path).tiers
     assert [tier.name for tier in read] == [name for name, _ in written]
     for tier, (_, entries) in zip(read, written, strict=True):
@@ -60,21 +61,6 @@ def test_tiers_of_praatio_are_read_as_they_were_written(
             continue
         expected = [(a, b, one_line(text), "") for a, b, text in entries if one_line(text)]
         assert [each for each in tier.annotations if each.text] == expected
-
-
-def test_utf_16_of_both_byte_orders(tmp_path):
-    written = [("Ñ", [(0.5, 1.25, 'she said "no"'), (1.25, 2, "हांव")])]
-    write(tmp_path / "a.TextGrid", written)
-    text = (tmp_path / "a.TextGrid").read_text(encoding="utf-8")
-    for name, mark, encoding in (
-        ("le", b"\xff\xfe", "utf-16-le"),
-        ("be", b"\xfe\xff", "utf-16-be"),
-    ):
-        path = tmp_path / f"{name}.TextGrid"
-        path.write_bytes(mark + text.encode(encoding))
-        (tier,) = praat.read(path).tiers
-        assert tier.name == "Ñ"
-        assert [tuple(each[:3]) for each in tier.annotations if each.text] == written[0][1]
 
 
 def test_praats_own_form_with_its_comments_and_flags(tmp_path):
@@ -125,19 +111,13 @@ DAMAGED = {
     "another object": ('"ooTextFile"\n"PitchTier"\n', ":2: it is a PitchTier and not a TextGrid"),
     "truncated": (f'{HEAD}1\n{TIER}2\n0\n1\n"a"\n1\n', "an end is missing, here is the end of the"),
     "an open quote": (f'{HEAD}1\n{TIER}1\n0\n1\n"a\n', ":14: a quote is not closed"),
-    "a number in words": (f"{HEAD}1\n{TIER}1\nzero\n1\n", ":14: an end is missing, here is the end"),
     "a text for a time": (f'{HEAD}1\n{TIER}1\n"0"\n', ":12: a time is missing, here is '0'"),
     "more than there are": (f"{HEAD}1e300\n", "the class of a tier is missing"),
-    "endless": (f"{HEAD}1e999\n", ":6: the number of tiers is inf"),
-    "a negative count": (f"{HEAD}-1\n", ":6: the number of tiers is -1"),
     "another kind of tier": (f'{HEAD}1\n"Pitch"\n', ":7: 'Pitch' is not a kind of tier"),
     "quotes without end": (HEAD + '"' * 100_001, ":6: the number of tiers is missing"),
     "nothing": ("", "it is empty"),
     "fewer than there are": (
         f'{HEAD}1\n{TIER}1\n0\n1\n"a"\n1\n2\n"b"', ":15: there is more than the sizes before it",
-    ),
-    "fewer tiers than there are": (
-        f"{HEAD}1\n{TIER}0\n{TIER}0\n", ":12: there is more than the sizes before it say: Interval",
     ),
     "a fraction of nothing": (f"{HEAD}1\n{TIER}1\n1/0\n", ":12: 1/0 is no number"),
 }  # fmt: skip

@@ -1,0 +1,224 @@
+"""The results of a recogniser: its error rates and examples, and the files in the log folder that
+keep them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common import files
+from common.batches import EvalBatches
+from common.errors import cannot_write
+from speech.data.columns import Codes
+from speech.decoding.recogniser import NORMALISERS, Options, decode_texts
+from speech.writing import metrics
+from speech.writing.text import NAMES, for_scoring, in_lower_case, mark_share, style
+
+AS_SENT = "as sent"  # what tables call the comparison of symbols that are no writing
+LONG = "transcripts_long.jsonl"  # of whole recordings
+REPORTS = ("transcripts.jsonl", LONG, "results.json")  # files in the log folder
+EXAMPLES = 5  # transcripts printed at the end
+MOST_MARKS = 0.02  # share of marks among letters above which Whisper's normaliser breaks words
+
+STYLES = {  # what a warning says, and the difference between shares of texts that is worth it
+    "case": ("capitals are", 0.3),
+    "punctuation": ("punctuation is", 0.3),
+    "digits": ("digits are", 0.05),
+}
+
+
+def report(
+    how: Options,
+    model: torch.nn.Module,
+    decode: Callable[[dict], list],
+    evaluation: dict[str, EvalBatches],
+    weights: str,
+    normalise: Callable[[str], str] = for_scoring,
+) -> tuple[list[dict], EvalBatches]:
+    """Prints and keeps the results of the test set, or of "val" without one (`print_results`), as
+    `decode` decodes it (`decode_texts`). Returns its rows and its batches. `weights`: which weights
+    the model has, for the title."""
+    name = "test" if "test" in evaluation else "val"
+    eval_batches = evaluation[name].whole()
+    rows = decode_texts(model, decode, eval_batches)
+    title = f"{name} set, {weights}, {len(rows)} utterances"
+    if how.beam_size:  # of several searches
+        title += f", decoding: {how.decoding}"
+    languages = eval_batches.dataset.data.corpus.languages
+    print_results(rows, title, how, normalise, languages)
+    return rows, eval_batches
+
+
+def print_results(
+    rows: list[dict],
+    title: str,
+    how: Options,
+    normalise: Callable[[str], str] = for_scoring,
+    languages: Codes | None = None,
+) -> None:
+    """Prints WER, CER and a few of `rows` ({"file", "seconds", "reference", "hypothesis"}, and
+    perhaps timed "words"), and writes all of them with their "errors" to transcripts.jsonl. The
+    texts are compared after `normalise`, and as `readings_of` says. The error rates are also
+    written to results.json. If the set has several `languages`, by "index", there are also error
+    rates of each, in the first of the readings. Raises `RunError`."""
+    print(f"\n{title}")
+    errors = metrics.read_by(rows, readings_of(rows, how, normalise))
+    rates = metrics.rates(errors)
+    print(metrics.error_table(errors, rates))
+    results = {"title": title, "rates": rates}
+    spoken = [languages[row["index"]] for row in rows] if languages else []
+    if len(set(spoken)) > 1:
+        rows = [{**row, "language": name} for row, name in zip(rows, spoken, strict=True)]
+        results["languages"] = metrics.rates_by(spoken, next(iter(errors.values())))
+        print(metrics.table_by("language", results["languages"]))
+    for number in np.random.default_rng(how.seed).permutation(len(rows))[:EXAMPLES]:
+        row = rows[number]
+        print(f"  reference:  {row['reference']}\n  transcript: {row['hypothesis']}")
+        words = row.get("words", ())
+        times = [f"{word['start']:.2f}-{word['end']:.2f} {word['text']}" for word in words]
+        print(f"  times:      {'  '.join(times)}\n" if times else "")
+    counted = [
+        {**row, "errors": metrics.errors_of_row(errors, number)} for number, row in enumerate(rows)
+    ]
+    write_rows(counted, how, "transcripts.jsonl")
+    write_results(how, results)
+
+
+def write_rows(rows: list[dict], how: Options, name: str) -> None:
+    """Writes decoded utterances to one of REPORTS. Raises `RunError`."""
+    lines = []
+    for row in rows:
+        shown = {key: value for key, value in row.items() if key != "index"}
+        lines.append(json.dumps(shown, ensure_ascii=False) + "\n")
+    write_report(how, name, "".join(lines))
+
+
+def write_report(how: Options, name: str, text: str) -> None:
+    """Writes one of REPORTS. Raises `RunError`."""
+    try:
+        files.write_text(how.log_dir / name, text)
+    except OSError as error:
+        raise cannot_write(how.log_dir, error, "--output_dir") from None
+
+
+def write_results(how: Options, results: dict) -> None:
+    """Writes results.json: the "title" of the results, the "rates" of `metrics.rates`, those of
+    several "languages" (`metrics.rates_by`), and, if a model was "compared_to", its rates as
+    "before"; "watched" sets (`Watched.by_step`); a "warning". Raises `RunError`."""
+    write_report(how, "results.json", json.dumps(results, ensure_ascii=False, indent=1) + "\n")
+
+
+def read_results(log_dir: Path) -> dict:
+    """The results that `print_results` has written in the log folder."""
+    return files.read_json(log_dir / "results.json")
+
+
+def results_of(log_dir: Path, weights: Path | None, are_new: bool) -> dict | None:
+    """The results in the log folder, of an evaluation of these `weights` that was just made
+    (`are_new`) or earlier: then results.json names this file. None if there are none. Raises
+    `UsageError` and `OSError`."""
+    path = log_dir / "results.json"
+    if not (are_new or path.exists()):
+        return None
+    results = read_results(log_dir)
+    if weights is None:
+        return results if are_new else None
+    state = weights.stat()
+    file = {"file": str(weights.resolve()), "bytes": state.st_size, "time": state.st_mtime}
+    if are_new:
+        results["weights"] = file
+        files.write_text(path, json.dumps(results, ensure_ascii=False, indent=1) + "\n")
+    return results if results.get("weights") == file else None
+
+
+def add_watched(how: Options, watched, progress) -> None:
+    """Adds to results.json the evaluations of `watched` sets (`parts.watching.Watched`, or None)
+    that the progress of a training has. Raises `RunError`."""
+    if watched:
+        found = watched.by_step(progress)
+        write_results(how, {**read_results(how.log_dir), "watched": found})
+
+
+def add_warning(how: Options, warning: str) -> None:
+    """Adds a warning to results.json, which the card of an export repeats. Raises `RunError`."""
+    write_results(how, {**read_results(how.log_dir), "warning": warning})
+
+
+def print_improvement(
+    before: list[dict],
+    rows: list[dict],
+    path: str,
+    how: Options,
+    normalise: Callable[[str], str] = for_scoring,
+) -> None:
+    """Prints how much lower the error rates of `rows` are than those of the rows `before` of the
+    model at `path`, of the same utterances, and adds the latter to results.json. `normalise` as in
+    `print_results`, which is called before. Raises `RunError`."""
+    readings = readings_of(rows, how, normalise, warns=False)
+    old, new = (metrics.read_by(each, readings) for each in (before, rows))
+    table = metrics.improvement_table(old, new)
+    print(f"compared to {path} on the same {len(rows)} utterances:\n{table}")
+    compared = {"compared_to": path, "before": metrics.rates(old)}
+    write_results(how, {**read_results(how.log_dir), **compared})
+
+
+def readings_of(
+    rows: list[dict], how: Options, normalise: Callable[[str], str], warns: bool = True
+) -> dict[str, Callable[[str], str]]:
+    """The ways in which texts are compared, by name: after a recipe's own `normalise`, in lower
+    case without punctuation, and by --normaliser. Symbols that are no writing, whose `normalise` is
+    not one of text.py's, are compared in this way only."""
+    if normalise not in NAMES:
+        return {AS_SENT: normalise}
+    chosen = [normalise, in_lower_case]
+    if how.normaliser:
+        chosen.append(NORMALISERS[how.normaliser])
+        share = mark_share(row["reference"] for row in rows)
+        if warns and share > MOST_MARKS:
+            print(
+                f"warning: {NAMES[chosen[-1]]} puts spaces in place of the marks of this script,"
+                f" {100 * share:.0f} % of its letters: its error rates say little about how well"
+                " this language is read",
+                flush=True,
+            )
+    return {NAMES[each]: each for each in chosen}
+
+
+def warn_of_style(texts: list[str], rows: list[dict]) -> None:
+    """Warns once if the training `texts` and the hypotheses in `rows` differ in style: error rates
+    rise while a model learns another one. `texts` is emptied."""
+    if texts and rows:
+        trained = style(texts)
+        decoded = style([row["hypothesis"] for row in rows])
+        for name, (words, limit) in STYLES.items():
+            if abs(trained[name] - decoded[name]) > limit:
+                print(
+                    f"warning: {words} in {100 * decoded[name]:.0f} % of the model's texts and in"
+                    f" {100 * trained[name]:.0f} % of the training texts: error rates rise while"
+                    " the model learns another style",
+                    flush=True,
+                )
+    texts.clear()
+
+
+def print_recordings(
+    rows: list[dict],
+    before: list[dict] | None,
+    path: str | None,
+    how: Options,
+    normalise: Callable[[str], str],
+) -> None:
+    """Prints the error rates of whole recordings and what they lose in a row, from their `rows`,
+    which are written to the log folder; then those of the model at `path` from its rows `before`.
+    Raises `RunError`."""
+    readings = readings_of(rows, how, normalise)
+    errors = metrics.read_by(rows, readings)
+    print(metrics.error_table(errors, metrics.rates(errors)))
+    print(metrics.recordings_table(rows, normalise))
+    write_rows(rows, how, LONG)
+    if before:
+        print(f"{path} on the same recordings:")
+        print(metrics.recordings_table(before, normalise))
+        print(metrics.improvement_table(metrics.read_by(before, readings), errors))
