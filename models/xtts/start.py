@@ -273,6 +273,9 @@ class Family(released.Family):
     def network(self, info: ModelInfo) -> GPT:
         return GPT(info.config)
 
+    def make_model(self, info: ModelInfo, weights, trains: bool = False) -> GPT:
+        return make_model(info.config, weights, self.asked.dropout if trains else 0.0)
+
     def check(self, info: ModelInfo, name: str) -> None:
         formats.check_config(info.config, name)
         size = Vocabulary(info.vocab).size
@@ -328,6 +331,7 @@ def first_model(
     to use it, its info, and how many tokens were added to its vocabulary for the training texts. It
     reads the texts of the `corpora`. Raises `UsageError`."""
     added = 0
+    family = Family(asked)
     with run.model_device():
         info, weights, parts = choose(asked, run.resumed, run.initial)
         texts.read_corpora(texts.Texts(info), corpora)
@@ -335,9 +339,9 @@ def first_model(
             learned = corpora["train"].read
             info, weights, added = new_tokens.extend(info, weights, learned, asked.text)
         device.seed_everything(asked.seed)  # the frozen parts have drawn random numbers
-        model = make_model(info.config, weights, asked.dropout)
+        model = family.make_model(info, weights, trains=True)
     freeze(model, asked.freeze_layers)
-    adapters.adapt(Family(asked), info, model, weights, run)
+    adapters.adapt(family, info, model, weights, run)
     use_sdpa(model, asked.sdpa)
     print(f"attention: {attention_kernel(model, run.setup.device, run.setup.dtype)}")
     total = sum(p.numel() for p in model.parameters())

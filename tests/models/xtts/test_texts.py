@@ -224,6 +224,14 @@ def test_json_keeps_the_options(tmp_path):
     assert again == info and texts.Texts(again).encode("ሰላም") == texts.Texts(info).encode("ሰላም")
 
 
+def test_an_older_record_is_read_unless_its_model_began_at_random_weights():
+    info = make_info()
+    values = json.loads(json.dumps(asdict(info)))
+    assert records.read(start.ModelInfo, values, "it") == info
+    with pytest.raises(UsageError, match=r"^it: .*pretrained.*: it began from random weights"):
+        records.read(start.ModelInfo, {**values, "pretrained": False, "reads_stop": True}, "it")
+
+
 @pytest.mark.parametrize(
     "change", [{"g2p": 1}, {"lexicon": {"a": 1}}, {"lexicon": []}, {"extend_vocab": "x"}]
 )
