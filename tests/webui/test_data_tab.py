@@ -169,16 +169,6 @@ def test_a_draft_is_trained_on_in_pieces(page, here, wav, json_lines):
         assert settings["values"] == {"train_manifest": name, "use_chunking": "on"}
 
 
-def test_a_draft_needs_recordings_and_a_recogniser(page, here):
-    _, call = page
-    chosen = ["A run", None, None, None, None, "", "CPU", False]
-    with pytest.raises(gr.Error, match="no recordings"):
-        call("write", "", [], [], *chosen)
-    with pytest.raises(gr.Error, match="choose a run"):
-        call("write", "uploads/1", [], [], *chosen)
-    assert not list(here.runs.iterdir())
-
-
 def test_texts_are_shown_as_text(here, wav):
     clip = here.data / f"{HARMFUL}.wav"
     wav(clip)
