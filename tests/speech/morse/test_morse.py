@@ -642,17 +642,6 @@ def test_damaged_tables_are_answered_in_one_line(other_set, header, rows, messag
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["metadata.csv", "splits/train.csv"])
-def test_damaged_lines_are_counted_and_the_others_used(other_set, capsys, name):
-    rows = ["1,a.wav,E", '2,b.wav,"T', "3,a.wav,I", "4,a.wav", "", "5,a.wav,N,5", "7,b.wav,R"]
-    folder = other_set(rows, name=name)
-    parts = recordings.read_dataset(folder)
-    assert sorted(text for part in parts.values() for text in part.corpus.texts) == ["E", "I", "R"]
-    out = capsys.readouterr().out
-    assert "train set" in out and "3 rejected:\n        1  line is not valid CSV\n" in out
-    assert f"1  line has fewer cells than the header\n           {folder / name}:5\n" in out
-
-
 def test_no_data_set(tmp_path):
     with pytest.raises(UsageError, match=r"neither splits/train.csv nor metadata.csv is there"):
         recordings.read_dataset(tmp_path)

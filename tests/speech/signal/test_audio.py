@@ -293,6 +293,15 @@ def test_a_truncated_mp3(tmp_path):
             read(path, 16_000)
 
 
+def test_a_file_that_is_cut_while_it_is_read(tmp_path, wav):
+    path = wav(tmp_path / "a.wav", 100.0)
+    pieces = audio.read_in_pieces(path, 16_000)
+    next(pieces)
+    os.truncate(path, 1000)
+    with pytest.raises(audio.BadAudio, match=r"is truncated: \d\.\d\d of 100\.00 s could be read$"):
+        list(pieces)
+
+
 def test_a_header_that_claims_days(tmp_path):
     """2^36 samples, 256 GiB: either the memory is refused, or the file ends first."""
     path = bad_file(tmp_path, "flac claims days")
