@@ -56,7 +56,14 @@ from speech.alignment import command as alignment
 from speech.alignment.letters import of_characters
 from speech.data import demo, feasible, splits
 from speech.data.columns import Corpus
-from speech.decoding import language_model, recogniser, results, timed, windows
+from speech.decoding import (
+    language_model,
+    recogniser,
+    results,
+    timed,
+    transcribing,
+    windows,
+)
 from speech.decoding.language_model import tokens_of
 from speech.decoding.long import PARTS, by_length
 from speech.decoding.search import Fusion, joint_beam, rescored_beam
@@ -835,7 +842,7 @@ def transcribe(args, how: recogniser.Options) -> None:
     lm = make_language_model(how, tokenizer, folder)
     texts_of = functools.partial(timed_texts, how, tokenizer, model, lm and lm.used())
     cutting = by_length(before.longest, windows.by_time(tokenizer, model.frame_samples))
-    recogniser.transcribe_files(how, texts_of, setup, before.longest, cutting, PARTS)
+    transcribing.transcribe_files(how, texts_of, setup, before.longest, cutting, PARTS)
 
 
 def recogniser_to_align(args) -> alignment.Recogniser:

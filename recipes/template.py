@@ -41,7 +41,7 @@ from common.errors import exit_with_one_line
 from common.loop import Task, begin, finish, train
 from common.options import TRAINS, flag
 from common.report import check_folder
-from speech.data import demo, feasible, splits
+from speech.data import feasible, splits
 from speech.data.columns import Corpus
 from speech.decoding import language_model, recogniser, results
 from speech.decoding.search import LM_BEAM, Fusion, ctc_prefix_beam
@@ -96,6 +96,8 @@ def read_data(args, before: splits.RunInfo | None = None) -> dict[str, Corpus]:
     """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
     given. What the run `before`, which is resumed or used, held out is held out again. Texts that
     are too long for their audio are not trained on."""
+    from speech.data import demo
+
     folder = Path(args.output_dir) / "data" / "template_demo"
     corpora = splits.load_splits(
         splits.resolve(args, before),
@@ -295,12 +297,14 @@ def trained(args, setup: device.Setup) -> tuple[Network, splits.RunInfo]:
 
 
 def transcribe(args, how: recogniser.Options) -> None:
+    from speech.decoding import transcribing
+
     setup = device.setup(args, quiet=True)
     model, before = trained(args, setup)
     folder = checkpoint.path_to_use(args.resume, args.checkpoint_dir).parent
     lm = make_language_model(how, model, folder)
     decode = functools.partial(texts_of, model, fusion=lm and lm.used())
-    recogniser.transcribe_files(how, decode, setup, before.longest)
+    transcribing.transcribe_files(how, decode, setup, before.longest)
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ from pathlib import Path
 from common import files, options
 from common.errors import DataError, UsageError
 from common.options import flag
-from speech.decoding.ngram import NGram
 from speech.decoding.search import Fusion
 from speech.writing import metrics
 from speech.writing.text import normalise
@@ -139,6 +138,8 @@ def make(
     helps = True if flags.lm == "on" else None
     if helps is None and folder and not more:
         helps = kept(folder)
+    from speech.decoding.ngram import NGram
+
     model = NGram(map(tokens.encode, every), tokens.size, tokens.mark)
     return LanguageModel(Fusion(model), helps, None if more else folder)
 
