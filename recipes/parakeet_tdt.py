@@ -64,7 +64,7 @@ from speech.alignment.letters import of_pieces
 from speech.data import demo, feasible, replay, splits, watching
 from speech.data.columns import Corpus
 from speech.data.splits import RunInfo
-from speech.decoding import recogniser, results, timed, windows
+from speech.decoding import recogniser, results, timed, transcribing, windows
 from speech.decoding.long import PARTS, by_length
 from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
@@ -451,7 +451,7 @@ def transcribe(asked: Options, setup: device.Setup) -> None:
     decode = functools.partial(decoding.transcripts, model, tokenizer)
     longest = (before or RELEASED).longest
     cutting = by_length(longest, windows.by_time(tokenizer, decoding.frame_samples(model.config)))
-    recogniser.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
+    transcribing.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
 
 
 def recogniser_to_align(asked: Options, setup: device.Setup) -> alignment.Recogniser:

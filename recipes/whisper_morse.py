@@ -62,7 +62,7 @@ from models.whisper.start import (
 )
 from models.whisper.tokenizer import WhisperTokenizer, train_symbols
 from speech.data import replay, splits, watching
-from speech.decoding import recogniser, results
+from speech.decoding import recogniser, results, transcribing
 from speech.decoding.long import BY_SILENCES
 from speech.decoding.recogniser import SPEEDS, decode_set, decode_texts
 from speech.morse import clips, scores
@@ -396,7 +396,7 @@ def transcribe(asked: Options, setup: device.Setup) -> None:
     # Within a word of Morse there are pauses, too.
     longest, cutting = long_recordings(info, before and before.data, short=BY_SILENCES)
     texts_of = functools.partial(final_texts, model, tokenizer, search)
-    recogniser.transcribe_files(asked.how, texts_of, setup, longest, cutting)
+    transcribing.transcribe_files(asked.how, texts_of, setup, longest, cutting)
 
 
 @torch.no_grad()

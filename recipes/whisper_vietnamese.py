@@ -66,7 +66,7 @@ from models.whisper.start import (
 from models.whisper.tokenizer import WhisperTokenizer, train_bpe
 from speech.data import demo, replay, splits, watching
 from speech.data.columns import Corpus
-from speech.decoding import recogniser, results
+from speech.decoding import recogniser, results, transcribing
 from speech.decoding.recogniser import SPEEDS, decode_set, decode_texts
 from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
@@ -484,11 +484,11 @@ def transcribe(asked: Asked, setup: device.Setup) -> None:
         if before and info.pretrained and not info.times:
             print(kept_times.UNTRAINED, file=sys.stderr)
         decode = functools.partial(timed.transcripts, model, tokenizer, search)
-        recogniser.transcribe_files(asked.how, decode, setup, longest=None, parts=("segments",))
+        transcribing.transcribe_files(asked.how, decode, setup, longest=None, parts=("segments",))
         return
     longest, cutting = long_recordings(info, before and before.data)
     texts_of = functools.partial(final_texts, model, tokenizer, search)
-    recogniser.transcribe_files(asked.how, texts_of, setup, longest, cutting)
+    transcribing.transcribe_files(asked.how, texts_of, setup, longest, cutting)
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,13 +10,9 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
-from common import checkpoint, checks
-from common.batches import split_batch, to_device
-from common.device import Setup
-from common.engine import run_global_batch
+from common import checkpoint
+from common.batches import to_device
 from models.matcha import held_out, model, onnx, start, vocoder, vocoder_training
 from models.matcha.mels import HOP, SAMPLE_RATE, LogMel
 from models.matcha.model import Matcha
@@ -25,7 +20,7 @@ from models.matcha.vocoder import GriffinLim
 from recipes import matcha_voice as recipe
 from speech.data.splits import Checks, load_corpus
 from tests.models.matcha import plain
-from tests.recipes.runs import newest, parse, ran, refused, run
+from tests.recipes.runs import parse, ran, refused
 
 CPU = torch.device("cpu")
 TINY = {
@@ -137,54 +132,7 @@ def test_the_losses_are_those_of_a_second_implementation(material):
     assert batch["counts"]["flow"] == 80 * sum(len(item["noise"]) for item in items)
 
 
-def test_however_an_update_is_cut_its_gradient_is_the_same(material):
-    network, _, items = material
-    network.train()
-    whole = recipe.collate(items)
-    loss = functools.partial(recipe.compute_loss, log_mel=LogMel().double())
-    gradients = []
-    for size in (8, 3, 1):
-        network.zero_grad()
-        pieces = [recipe.collate(items[i : i + size]) for i in range(0, len(items), size)]
-        outcome = run_global_batch(
-            network, pieces, whole["counts"], loss, recipe.LOSS_WEIGHTS, Setup()
-        )
-        assert outcome.failed is None
-        gradients.append(torch.cat([p.grad.flatten() for p in network.parameters()]))
-    for other in gradients[1:]:
-        torch.testing.assert_close(other, gradients[0], rtol=0, atol=1e-10)
-    parts = split_batch(whole, 3)
-    assert sum(len(part["names"]) for part in parts) == len(items)
-
-
-def test_the_noise_depends_on_seed_epoch_and_utterance(material, noise):
-    _, info, _ = material
-    corpus, _ = load_corpus(noise, recipe.text.normalise, Checks(max_duration=15))
-    start.read_corpora({"train": corpus}, "am")
-    data = recipe.Utterances(parse(recipe), corpus, info, training=True)
-    held = recipe.Utterances(parse(recipe, "--seed", 7), corpus, info, training=False)
-    first = data.item(2, 1)
-    assert torch.equal(first["noise"], data.item(2, 1)["noise"])
-    assert first["time"] == data.item(2, 1)["time"] != data.item(2, 2)["time"]
-    assert not torch.equal(first["noise"], data.item(2, 2)["noise"])
-    assert held.item(3, 0)["time"] == held.item(3, 5)["time"]
-    checks.check_batch(recipe.collate([first, held.item(3, 0)]), recipe.LOSS_WEIGHTS)
-
-
 # --- the command line -----------------------------------------------------------------------------
-
-
-def test_a_run_that_is_resumed_ends_with_the_same_bits(noise, tmp_path):
-    flags = [*both(noise), "--batch_size", 3, "--speak_held_out", 0, "--eval_every", 2]
-    ran(recipe, *flags, "--max_steps", 4, "--output_dir", tmp_path / "whole")
-    ran(recipe, *flags, "--max_steps", 4, "--save_every", 2, "--output_dir", tmp_path / "parts")
-    (tmp_path / "parts/checkpoints/checkpoint_step_00000004.pt").unlink()
-    out = ran(
-        recipe, *flags, "--max_steps", 4, "--resume", "auto", "--output_dir", tmp_path / "parts"
-    )
-    assert "(step 2)" in out
-    ours, theirs = (newest(tmp_path / name, recipe).model for name in ("parts", "whole"))
-    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
 @pytest.fixture(scope="module")
@@ -349,31 +297,3 @@ def test_losses_in_16_bits_are_near_those_in_32(material, dtype):
     for name, value in exact.items():
         assert found[name].item() == pytest.approx(value.item(), rel=0.05), name
     assert all(p.grad.isfinite().all() for p in network.parameters() if p.grad is not None)
-
-
-@pytest.mark.parametrize(
-    "changed, reason",
-    [
-        ({"config": {"heads": 7}}, "no model has the shape"),
-        ({"config": {"channels": 17}}, "no model has the shape"),
-        ({"symbols": ["_", "^", "$", " ", ""]}, "symbols"),
-        ({"speakers": []}, "speakers"),
-    ],
-)
-def test_weights_of_others_that_describe_no_voice_are_refused(
-    trained, noise, changed, reason, tmp_path
-):
-    best = trained[0] / "checkpoints" / "best.safetensors"
-    with safe_open(best, framework="pt") as file:
-        header = file.metadata()
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    info = json.loads(header["model_info"])
-    changed = {**changed, "config": {**info["config"], **changed.get("config", {})}}
-    header["model_info"] = json.dumps({**info, **changed})
-    save_file(tensors, tmp_path / "best.safetensors", metadata=header)
-    flags = ["--resume", tmp_path / "best.safetensors", "--output", tmp_path / "a.wav"]
-    status, err = run(recipe, "--synthesize", "ሰላም", *flags)[::2]
-    assert status == 2 and reason in err and err.count("error: ") == 1
-    again = [*both(noise)[:4], *ONE, "--init_from", flags[1], "--output_dir", tmp_path]
-    status, err = refused(recipe, *again)
-    assert status == 2 and reason in err
