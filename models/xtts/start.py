@@ -73,12 +73,6 @@ wav = model.inference("TEXT", "LANGUAGE", latents, speaker)["wav"]  # 24 kHz
 """,
 )
 QUERIES = ("attn.c_attn", "to_q", "to_kv")
-ATTENTION = (*QUERIES, "attn.c_proj", "to_out")
-ADAPTED = {
-    "q,v": QUERIES,
-    "attention": ATTENTION,
-    "linear": ("",),
-}  # ends of names, for --lora_targets
 POSITIONS = ("text_pos_embedding.emb", "mel_pos_embedding.emb")
 # Rows of the text embedding.
 VERSIONS = {"v2.0.0": 6153, "v2.0.1": 6153, "v2.0.2": 6681, "v2.0.3": 6681}
@@ -264,7 +258,9 @@ class Family(released.Family):
     layer of GPT-2 has queries, keys and values in one."""
 
     model_info = ModelInfo
-    adapted = ADAPTED
+    queries = QUERIES
+    attention = (*QUERIES, "attn.c_proj", "to_out")
+    linear = ("",)
     whole = ("text_embedding.", "text_head.")
     rows = new_tokens.TEXT_ROWS
 
@@ -306,7 +302,7 @@ class Family(released.Family):
         for name, module in model.named_modules():
             is_linear = isinstance(module, Conv1D | nn.Linear)
             is_whole = f"{name}.".startswith(self.whole)
-            if is_linear and name.endswith(self.adapted[targets]) and not is_whole:
+            if is_linear and name.endswith(self.ends(targets)) and not is_whole:
                 adapted.append(name)
         transposed = ("c_attn", "c_fc", "c_proj")
         return lora.Layers(adapted, self.whole, POSITIONS, transposed)
@@ -345,7 +341,7 @@ def first_model(
         device.seed_everything(asked.seed)  # the frozen parts have drawn random numbers
         model = family.make_model(info, weights, trains=True)
     freeze(model, asked.freeze_layers)
-    adapters.adapt(family, info, model, weights, run, asked.seed)
+    adapters.adapt(family, info, model, weights, run)
     use_sdpa(model, asked.sdpa)
     print(f"attention: {attention_kernel(model, run.setup.device, run.setup.dtype)}")
     total = sum(p.numel() for p in model.parameters())
