@@ -79,7 +79,6 @@ VERSIONS = {"v2.0.0": 6153, "v2.0.1": 6153, "v2.0.2": 6681, "v2.0.3": 6681}
 SLICE = 66_150, 132_300  # the shortest and longest conditioning slice, samples
 LEARNING_RATE = 5e-6
 NEW_ROWS_RATE = 1e-4  # of tokens that are new
-TEXT_FLAGS = {"use_amharic_g2p", "extend_vocab"}
 
 EXCLUDES = (
     ("synthesize", "export", "give one of them"),
