@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from common import wrong_flags
 from common.errors import UsageError
 
 LEVELS = ("states", "gradients", "weights")  # of --use_cpu_offload, from the least to the most
@@ -193,6 +192,8 @@ class Parser(argparse.ArgumentParser):
 
     def explained(self, message: str) -> str:
         """A message of argparse in one line that offers the nearest flag."""
+        from common import wrong_flags
+
         return message + wrong_flags.hint(message, self._option_string_actions, self.hints)
 
     def error(self, message: str):

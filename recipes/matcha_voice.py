@@ -439,7 +439,7 @@ def main(args) -> None:
     language = start.language_of(asked, run.resumed or run.initial)
     corpora = check_corpora(args, read_data(args, before), language)
     family = start.Family(asked)
-    info, model = family.first_model(run, lambda: corpora["train"], args.seed)
+    info, model = family.first_model(run, lambda: corpora["train"])
     start.check_known(corpora, info, args.allow_unknown)
     start.describe(info, model)
 

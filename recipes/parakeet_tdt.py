@@ -44,10 +44,9 @@ from common.batches import EvalBatches, pad, to_device
 from common.errors import UsageError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.parts import lora
-from common.parts.new_rows import NewRows
 from common.parts.replay import make_batches
 from common.report import check_folder
-from models import card, released
+from models import card, new_rows, released
 from models.parakeet import decoding, languages, live, start, vocabulary
 from models.parakeet.loss import Lattice
 from models.parakeet.model import CHECKPOINTED, COMPILED, Parakeet, encoder_frames
@@ -65,7 +64,7 @@ from speech.alignment.letters import of_pieces
 from speech.data import demo, feasible, replay, splits, watching
 from speech.data.columns import Corpus
 from speech.data.splits import RunInfo
-from speech.decoding import recogniser, results, timed, windows
+from speech.decoding import recogniser, results, timed, transcribing, windows
 from speech.decoding.long import PARTS, by_length
 from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
@@ -452,7 +451,7 @@ def transcribe(asked: Options, setup: device.Setup) -> None:
     decode = functools.partial(decoding.transcripts, model, tokenizer)
     longest = (before or RELEASED).longest
     cutting = by_length(longest, windows.by_time(tokenizer, decoding.frame_samples(model.config)))
-    recogniser.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
+    transcribing.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
 
 
 def recogniser_to_align(asked: Options, setup: device.Setup) -> alignment.Recogniser:
@@ -482,8 +481,8 @@ def recogniser_to_align(asked: Options, setup: device.Setup) -> alignment.Recogn
 
 @torch.no_grad()
 def evaluate_only(asked: Options, setup: device.Setup, batches_of: Callable) -> None:
-    """--evaluate on the test set, --export, or both, without training. `batches_of`: `EvalBatches` with
-    the flags."""
+    """--evaluate on the test set, --export, or both, without training.
+    `batches_of`: `EvalBatches` with the flags."""
     model, info, before = trained(asked, setup)
     if asked.evaluate:
         check_folder(asked.log_dir)
@@ -514,14 +513,6 @@ def fit(seed: int, model: Parakeet, data: Utterances) -> None:
     items = splits.some_items(data, seed, FIT_UTTERANCES)
     if items:
         fit_to_data(model, next(to_device([collate(items)], torch.device("cpu"))))
-
-
-def new_rows(info: ModelInfo, model: Parakeet) -> NewRows | None:
-    """The rows of pieces that models/parakeet/prepare.py has added."""
-    if not info.new_pieces:
-        return None
-    names = [name for name, _ in model.named_parameters() if name in vocabulary.ROWS]
-    return NewRows(dict.fromkeys(names, info.new_pieces), vocabulary.NEW_ROWS_RATE)
 
 
 def make_task(
@@ -567,7 +558,9 @@ def make_task(
         fine_tunes=info.pretrained,
         augmented_share=None if info.pretrained else asked.how.augmented_share,
         not_begun=None if info.pretrained else recogniser.not_begun,
-        new_rows=new_rows(info, model),
+        new_rows=new_rows.for_task(
+            info.new_pieces, vocabulary.ROWS, model, vocabulary.NEW_ROWS_RATE
+        ),
         vocabulary=family.vocabulary(info, run.initial),
         plans=ForPlans(
             compares=bool(asked.origin.path),
@@ -595,7 +588,7 @@ def main(args) -> None:
 
     # A fault of the model is found before all data are checked, unless it needs a new vocabulary.
     read = functools.cache(lambda: read_data(asked, before))
-    info, model = start.Family(asked).first_model(run, lambda: replay.texts(read()), asked.seed)
+    info, model = start.Family(asked).first_model(run, lambda: replay.texts(read()))
     model.trains_ctc = "ctc" in loss_weights(info)
     corpora = read()
     check_texts(asked, corpora, tokenizer_of(info), info.own_vocabulary)

@@ -48,9 +48,8 @@ from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.parts import lora
-from common.parts.new_rows import NewRows
 from common.report import check_folder
-from models import card, released
+from models import card, new_rows, released
 from models.wav2vec2 import decoding, start, vocabulary
 from models.wav2vec2.model import CHECKPOINTED, COMPILED, Wav2Vec2, frame_samples, frames
 from models.wav2vec2.scratch import fit_to_data
@@ -67,7 +66,7 @@ from speech.alignment.letters import of_characters
 from speech.data import demo, feasible, splits
 from speech.data.columns import Corpus, Strings
 from speech.data.splits import RunInfo
-from speech.decoding import recogniser, results, timed, windows
+from speech.decoding import recogniser, results, timed, transcribing, windows
 from speech.decoding.long import PARTS, by_length
 from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
@@ -409,7 +408,7 @@ def transcribe(asked: Options, setup: device.Setup) -> None:
     decode = functools.partial(decoding.transcripts, model, tokenizer)
     longest = (before or RELEASED).longest
     cutting = by_length(longest, windows.by_time(tokenizer, frame_samples(info.config)))
-    recogniser.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
+    transcribing.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
 
 
 def recogniser_to_align(asked: Options, setup: device.Setup) -> alignment.Recogniser:
@@ -432,8 +431,8 @@ def recogniser_to_align(asked: Options, setup: device.Setup) -> alignment.Recogn
 
 @torch.no_grad()
 def evaluate_only(asked: Options, setup: device.Setup, batches_of: Callable) -> None:
-    """--evaluate on the test set, --export, or both, without training. `batches_of`: `EvalBatches` with
-    the flags."""
+    """--evaluate on the test set, --export, or both, without training.
+    `batches_of`: `EvalBatches` with the flags."""
     model, info, before = trained(asked, setup)
     if asked.evaluate:
         check_folder(asked.log_dir)
@@ -477,10 +476,7 @@ def make_task(
         f" rate {asked.learning_rate or lora.rate(model, rate):g}"
     )
     starts_silent = info.has_new_head or not info.pretrained
-    new_rows = None
-    if info.new_pieces and not info.has_new_head:
-        rows = dict.fromkeys(vocabulary.ROWS, info.new_pieces)
-        new_rows = NewRows(rows, start.NEW_ROWS_RATE)
+    new_pieces = [] if info.has_new_head else info.new_pieces
     family = start.Family(asked)
     return Task(
         RECIPE,
@@ -502,7 +498,7 @@ def make_task(
         fine_tunes=info.pretrained,
         augmented_share=asked.how.augmented_share if starts_silent else None,
         not_begun=recogniser.not_begun,
-        new_rows=new_rows,
+        new_rows=new_rows.for_task(new_pieces, vocabulary.ROWS, model, start.NEW_ROWS_RATE),
         vocabulary=family.vocabulary(info, run.initial),
         plans=ForPlans(
             compares=bool(asked.origin.path) and info.had_head,
@@ -531,9 +527,7 @@ def main(args) -> None:
     # Texts are read as the model writes, so it is known before the data.
     read = functools.cache(functools.partial(read_data, asked, before))
     info, model = start.Family(asked).first_model(
-        run,
-        lambda info: in_its_letters(read(info.read_style()), info)["train"].texts,
-        asked.seed,
+        run, lambda info: in_its_letters(read(info.read_style()), info)["train"].texts
     )
     if not asked.spec_augment:
         model.masked_spec_embed.requires_grad_(False)  # no frame becomes it

@@ -62,7 +62,7 @@ from models.whisper.start import (
 )
 from models.whisper.tokenizer import WhisperTokenizer, train_symbols
 from speech.data import replay, splits, watching
-from speech.decoding import recogniser, results
+from speech.decoding import recogniser, results, transcribing
 from speech.decoding.long import BY_SILENCES
 from speech.decoding.recogniser import SPEEDS, decode_set, decode_texts
 from speech.morse import clips, scores
@@ -396,15 +396,15 @@ def transcribe(asked: Options, setup: device.Setup) -> None:
     # Within a word of Morse there are pauses, too.
     longest, cutting = long_recordings(info, before and before.data, short=BY_SILENCES)
     texts_of = functools.partial(final_texts, model, tokenizer, search)
-    recogniser.transcribe_files(asked.how, texts_of, setup, longest, cutting)
+    transcribing.transcribe_files(asked.how, texts_of, setup, longest, cutting)
 
 
 @torch.no_grad()
 def evaluate_only(
     asked: Options, source: clips.Options, setup: device.Setup, batches_of: Callable
 ) -> None:
-    """--evaluate on the test set, --export, or both, without training. `batches_of`: `EvalBatches` with
-    the flags."""
+    """--evaluate on the test set, --export, or both, without training.
+    `batches_of`: `EvalBatches` with the flags."""
     model, info, before = trained(asked, setup)
     if asked.evaluate:
         check_folder(asked.log_dir)
@@ -507,7 +507,7 @@ def main(args) -> None:
 
     corpora = read_data(asked, source, before)
     new_tokenizer = functools.partial(train_symbols, SYMBOLS, asked.language)
-    info, model = start.Family(asked).first_model(run, new_tokenizer, asked.seed)
+    info, model = start.Family(asked).first_model(run, new_tokenizer)
     sets = make_sets(asked, info, corpora)
 
     learned = {name: sets.pop(name) for name in splits.TRAINED if name in sets}

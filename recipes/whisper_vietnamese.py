@@ -66,7 +66,7 @@ from models.whisper.start import (
 from models.whisper.tokenizer import WhisperTokenizer, train_bpe
 from speech.data import demo, replay, splits, watching
 from speech.data.columns import Corpus
-from speech.decoding import recogniser, results
+from speech.decoding import recogniser, results, transcribing
 from speech.decoding.recogniser import SPEEDS, decode_set, decode_texts
 from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
@@ -484,17 +484,17 @@ def transcribe(asked: Asked, setup: device.Setup) -> None:
         if before and info.pretrained and not info.times:
             print(kept_times.UNTRAINED, file=sys.stderr)
         decode = functools.partial(timed.transcripts, model, tokenizer, search)
-        recogniser.transcribe_files(asked.how, decode, setup, longest=None, parts=("segments",))
+        transcribing.transcribe_files(asked.how, decode, setup, longest=None, parts=("segments",))
         return
     longest, cutting = long_recordings(info, before and before.data)
     texts_of = functools.partial(final_texts, model, tokenizer, search)
-    recogniser.transcribe_files(asked.how, texts_of, setup, longest, cutting)
+    transcribing.transcribe_files(asked.how, texts_of, setup, longest, cutting)
 
 
 @torch.no_grad()
 def evaluate_only(asked: Asked, setup: device.Setup, batches_of: Callable) -> None:
-    """--evaluate on the test set or on --long, --export, or both, without training. `batches_of`: `EvalBatches` with
-    the flags."""
+    """--evaluate on the test set or on --long, --export, or both, without training.
+    `batches_of`: `EvalBatches` with the flags."""
     model, info, before = trained(asked, setup)
     if asked.evaluate:
         check_folder(asked.log_dir)
@@ -623,7 +623,7 @@ def main(args) -> None:
         spoken = replay.languages(corpora)
         return train_bpe(replay.texts(corpora), args.vocab_size, asked.language, spoken)
 
-    info, model = start.Family(asked).first_model(run, new_tokenizer, asked.seed)
+    info, model = start.Family(asked).first_model(run, new_tokenizer)
     corpora, share = read_for(asked, info, before is not None, read)
     info = dataclasses.replace(info, times=share > 0)
     sets = make_sets(asked, info, corpora)

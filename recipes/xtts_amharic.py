@@ -53,18 +53,16 @@ from models import card, released
 from models.xtts import new_tokens, speaking, start, texts
 from models.xtts.codec import SAMPLE_RATE, SAMPLES_PER_CODE, code_count
 from models.xtts.frozen import Frozen
-from models.xtts.model import GPT
+from models.xtts.model import CHECKPOINTED, COMPILED, GPT
 from models.xtts.speaking import Synthesiser
 from models.xtts.start import (
     ModelInfo,
     Options,
-    export_trained,
     first_model,
-    for_task,
     known_info,
     reader_of,
 )
-from models.xtts.texts import FrontEnd, Texts, most_text
+from models.xtts.texts import Texts, most_text
 from models.xtts.vocoder import OUTPUT_RATE
 from speech.data import checks, replay, splits, watching
 from speech.data.columns import Corpus
@@ -132,7 +130,7 @@ def read_data(args, before: RunInfo | None = None) -> dict[str, Corpus]:
 
 
 def check_corpora(
-    args, corpora: dict[str, Corpus], reader: Texts | FrontEnd, config: dict
+    args, corpora: dict[str, Corpus], reader: Texts, config: dict
 ) -> dict[str, Corpus]:
     """The corpora without what harms the training, and without texts and clips that the model has
     no letters or positions for. A dry run's stand-in is as it should be. Raises `DataError` if the
@@ -149,7 +147,7 @@ def check_corpora(
         return reason
 
     corpora = checks.check_speech(corpora, args.strict_data, fault)
-    if isinstance(reader, Texts):
+    if reader.vocabulary:
         reader.check_unknown(corpora, args.allow_unknown)
     return corpora
 
@@ -445,7 +443,7 @@ def evaluate_only(args, asked: Options) -> None:
             clips = speaking.speakers_of(voices)
             speaking.speak_held_out(asked.held_out, setup, synthesiser, corpora[name], clips)
     about = card.About(RECIPE, args.model_dir, released.weights_file(asked.origin), before)
-    export_trained(asked, setup, info, synthesiser, {}, about)
+    start.export(asked, setup, info, synthesiser, {}, about)
 
 
 def make_sets(
@@ -471,6 +469,7 @@ def make_task(
 ) -> Task:
     """The task, all that the loop knows of this recipe. `first_fit`: what a new model takes from
     the training data."""
+    family = start.Family(asked)
     watched = watching.watched(evaluation, args.stop_when_watched_rises)
     languages: set[str] = set()
     for each in (evaluation["val"], *(watched.sets if watched else {}).values()):
@@ -487,8 +486,15 @@ def make_task(
         fit=first_fit,
         adamw=optim.Settings(BETAS, decay_embeddings=False),
         further=watched,
-        plans=ForPlans(adapters=start.Family(asked).usual_adapters(info)),
-        **for_task(asked, info, run.initial),
+        plans=ForPlans(adapters=family.usual_adapters(info)),
+        learning_rate=start.LEARNING_RATE,
+        checkpointed=CHECKPOINTED,
+        compiled=COMPILED,
+        evaluate_first=True,
+        fine_tunes=True,
+        new_rows=start.new_rows(family, info, run.initial),
+        vocabulary=family.vocabulary(info, run.initial),
+        reports=(str(judge.folder_of(args.output_dir)),),
     )
 
 
@@ -522,7 +528,7 @@ def main(args) -> None:
     if weights:  # on the first rank
         clips = speaking.speakers_of(corpora["train"])
         about = card.About(RECIPE, args.model_dir, weights, run_info)
-        export_trained(asked, run.setup, info, synthesiser, clips, about)
+        start.export(asked, run.setup, info, synthesiser, clips, about)
         speaking.speak_held_out(asked.held_out, run.setup, synthesiser, corpora["val"], clips)
 
 

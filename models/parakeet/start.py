@@ -39,12 +39,6 @@ SMALL_WIDTH = 256
 SMALL_RATE = 2e-3
 SCRATCH_RATE = 5e-4
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-ADAPTED = {  # by --lora_targets
-    "q,v": ("q_proj", "v_proj"),
-    "attention": ATTENTION,
-    "linear": (*ATTENTION, "linear1", "linear2", "subsampling.linear", "encoder_projector"),
-}
 NEMO = """
 from nemo.collections.asr.models import ASRModel
 
@@ -89,14 +83,11 @@ EXCLUDES = (
         (model, "vocab_size", "a released model has its own vocabulary")
         for model in released.MODELS
     ),
-    ("transcribe", "export", "give one of them"),
-    ("transcribe", "export_adapter", "give one of them"),
     ("stream", "lookahead", "the first says how long the model waits; leave the second out"),
     ("stream", "piece_seconds", "a stream is not cut; leave the second out"),
     ("stream", "decoding ctc", "words as they come are the transducer's; leave the second out"),
 )
 NEEDS = (
-    ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
     ("export_format", ("export",), ""),
     ("stream", ("transcribe",), ""),
 )
@@ -218,7 +209,7 @@ def resolve(args, is_demo: bool) -> Options:
         args,
         export_format=args.export_format or "hf",
         origin=origin,
-        **recogniser.request(args, recogniser.resolve(args, is_demo, has_times=True)),
+        **recogniser.Request.resolve(args, recogniser.resolve(args, is_demo, has_times=True)),
     )
 
 
@@ -231,7 +222,8 @@ class Family(released.Family):
 
     model_info = ModelInfo
     sized = ("d_model", "layers")
-    adapted = ADAPTED
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    linear = ("linear1", "linear2", "subsampling.linear", "encoder_projector")
     whole = ("decoder.", "joint.", "ctc_head.", "prompt_projector.")
     rows = vocabulary.ROWS
 

@@ -30,12 +30,6 @@ LAYER_DROP = 0.1  # as in omniASR's training
 NEW_HEAD_MASKS = (0.65, 0.25)
 KEPT_HEAD_MASKS = (0.05, 0.0)
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
-ADAPTED = {  # by --lora_targets
-    "q,v": ("q_proj", "v_proj"),
-    "attention": ATTENTION,
-    "linear": (*ATTENTION, "intermediate_dense", "output_dense"),
-}
 NON_COMMERCIAL = "cc-by-nc"  # how the names of such licences begin
 
 PIPELINE = """
@@ -56,14 +50,11 @@ FORMS = released.Forms(
 VOCABULARIES = ("released", "extended", "own")
 # Rows for `Parser.refuse`: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
-    ("transcribe", "export", "give one of them"),
-    ("transcribe", "export_adapter", "give one of them"),
     ("vocab", "from_scratch", "a new model's vocabulary is its training texts'"),
     ("spec_augment False", "mask_time", "the first turns masks off; leave one of them out"),
     ("spec_augment False", "mask_channels", "the first turns masks off; leave one of them out"),
 )
 NEEDS = (
-    ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
     ("export_format", ("export",), ""),
     ("vocab", (*released.MODELS, "resume"), "it changes the vocabulary of a released model"),
     ("language", ("model_dir",), "it is one of MMS's"),
@@ -187,7 +178,7 @@ def resolve(args, is_demo: bool) -> Options:
         args,
         export_format=args.export_format or "hf",
         origin=released.resolve(args, FORMS, settings.SIZES, "300m", is_demo),
-        **recogniser.request(args, recogniser.resolve(args, is_demo, has_times=True)),
+        **recogniser.Request.resolve(args, recogniser.resolve(args, is_demo, has_times=True)),
     )
 
 
@@ -200,7 +191,7 @@ class Family(released.Family):
 
     model_info = ModelInfo
     sized = ("hidden_size", "num_hidden_layers")
-    adapted = ADAPTED
+    linear = ("intermediate_dense", "output_dense")
     whole = ("lm_head.",)
     kept = (".conv",)
     rows = vocabulary.ROWS

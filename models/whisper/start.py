@@ -39,12 +39,6 @@ AUXILIARY_WEIGHT = 0.3  # share of the encoder's own loss, from scratch
 # Peak learning rates of fine-tuning by width: a fortieth of pre-training's.
 FINE_TUNING_RATES = {384: 3.75e-5, 512: 2.5e-5, 768: 1.25e-5, 1024: 6.25e-6, 1280: 4.4e-6}
 SMALL_RATE = 2e-3  # from scratch, for models narrower than the smallest released one
-ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
-ADAPTED = {  # by --lora_targets
-    "q,v": ("q_proj", "v_proj"),
-    "attention": ATTENTION,
-    "linear": (*ATTENTION, "fc1", "fc2"),
-}
 SHAPE = ("d_model", "encoder_layers", "decoder_layers", "attention_heads")
 SUPPRESSED = ("suppress_tokens", "begin_suppress_tokens")  # in generation_config.json
 ALIGNED = (
@@ -64,8 +58,6 @@ TOKENS = range(formats.CONFIG["vocab_size"][-1])
 OWN_SHAPE = "a released model has its own shape; leave one of them out"
 FROZEN = "a frozen encoder knows inputs of 30 s only; leave one of them out"
 EXCLUDES = (
-    ("transcribe", "export", "give one of them"),
-    ("transcribe", "export_adapter", "give one of them"),
     *((model, flag, OWN_SHAPE) for model in released.MODELS for flag in SHAPE),
     ("freeze_encoder", "pad_to_30s False", FROZEN),
     ("pad_share", "pad_to_30s", "the second pads every utterance; leave one of them out"),
@@ -73,7 +65,6 @@ EXCLUDES = (
     ("max_target_tokens", "transcribe", "the first is for texts that are given; leave it out"),
 )
 NEEDS = (
-    ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
     (
         "tokenizer_file",
         released.MODELS,
@@ -234,7 +225,7 @@ def resolve(
         record,
         args,
         origin=origin,
-        **recogniser.request(args, how),
+        **recogniser.Request.resolve(args, how),
         language=language,
         vocab_size=vocab_size,
         vocabulary=vocabulary,
@@ -251,7 +242,7 @@ class Family(released.Family):
 
     model_info = ModelInfo
     sized = ("d_model", "encoder_layers", "decoder_layers")
-    adapted = ADAPTED
+    linear = ("fc1", "fc2")
     kept = ("embed_positions",)
     rows = ("decoder.embed_tokens.weight", "ctc_head.weight", "ctc_head.bias")
     peft_class = "WhisperForConditionalGeneration"
@@ -330,14 +321,14 @@ class Family(released.Family):
         check_limits(self.asked, info.config)
         return replace(info, pad_to_30s=self.asked.pad_to_30s), weights
 
-    def first_model(self, run, source: Callable, seed: int) -> tuple[ModelInfo, Whisper]:
-        info, model = super().first_model(run, source, seed)
+    def first_model(self, run, source: Callable) -> tuple[ModelInfo, Whisper]:
+        info, model = super().first_model(run, source)
         describe(info, model, self.asked.learning_rate)
         return info, model
 
     def for_task(self, info: ModelInfo, initial: Saved | None) -> dict:
-        """Fields of the loop's `Task` that every Whisper has, by their names. `initial`: the weights
-        of --init_from."""
+        """Fields of the loop's `Task` that every Whisper has, by their names. `initial`: the
+        weights of --init_from."""
         fit = None
         if not info.pretrained:
             seed = self.asked.seed
@@ -524,11 +515,8 @@ def with_longest(
 ) -> splits.RunInfo:
     """`data` with the longest utterance that a model has been trained on: in this run, or in the
     run `before` that it resumes, or when it was released."""
-    longest = data.longest
-    if info.pretrained:
-        longest = max(longest, input_seconds(info.config))
-    if before:
-        longest = max(longest, before.longest)
+    released_on = input_seconds(info.config) if info.pretrained else 0.0
+    longest = max(data.longest, released_on, before.longest if before else 0.0)
     return replace(data, longest=longest)
 
 

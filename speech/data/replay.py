@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from common import options
 from common.options import TRAINS, flag
-from speech.data.checks import overlap
-from speech.data.columns import Corpus, Rejections, Strings
+from speech.data.columns import Corpus, Strings
 
 REPLAY = "replay"
 # Rows for `Parser.refuse`.
@@ -55,14 +54,3 @@ def languages(corpora: dict[str, Corpus]) -> set[str]:
     """The languages that the rows that a model learns from name."""
     sets = (corpora[name] for name in ("train", REPLAY) if name in corpora)
     return {name for corpus in sets for name in corpus.languages.names if name}
-
-
-def note_overlaps(corpora: dict[str, Corpus]) -> None:
-    """Prints what evaluation sets, also watched ones, share with replayed material. (--check_data
-    tells what they share with the new material.)"""
-    for name, corpus in corpora.items():
-        shared = Rejections()
-        if REPLAY in corpora and name not in ("train", REPLAY):
-            overlap(corpora[REPLAY], corpus, shared, REPLAY)
-        if shared.notes:
-            print(shared.noted(f"{name} set"))

@@ -16,7 +16,6 @@ from common import options
 from common.errors import DataError, UsageError
 from common.options import BESIDE, USUAL, OnOff, flag
 from speech.data import replay, watching
-from speech.data.checks import report_texts
 from speech.data.columns import (
     Codes,
     Corpus,
@@ -275,9 +274,24 @@ def read_manifests(
         if "val" not in corpora:
             before = set(checks.held_out)
             corpora["train"], corpora["val"] = hold_out(whole, rows, checks.seed, before)
-    replay.note_overlaps(corpora)
-    watching.note_overlaps(corpora)
+    note_overlaps(corpora)
     return corpora
+
+
+def note_overlaps(corpora: dict[str, Corpus]) -> None:
+    """Prints what evaluation sets share with replayed material, and watched ones with the training
+    set. (--check_data tells what others share with it.)"""
+    for name, corpus in corpora.items():
+        shared = Rejections()
+        for learned in TRAINED:
+            is_told = learned == replay.REPLAY or name.startswith(watching.WATCHED)
+            if learned in corpora and name not in TRAINED and is_told:
+                from speech.data.checks import overlap
+
+                title = "training" if learned == "train" else learned
+                overlap(corpora[learned], corpus, shared, title)
+        if shared.notes:
+            print(shared.noted(f"{name} set"))
 
 
 def stand_in(
@@ -369,6 +383,8 @@ def draw_items(data, seed: int | None) -> Iterator[dict]:
 
 def report_checked(sets: dict[str, Corpus], from_scratch: bool = False) -> None:
     """Ends --check_data of a recogniser: `checks.report_texts`, and says what can be used."""
+    from speech.data.checks import report_texts
+
     report_texts(sets, from_scratch)
     say_checked(sets)
 

@@ -173,7 +173,6 @@ def _sound_pieces(
     while len(samples := file.read(size, dtype="float32", always_2d=True)):
         place += len(samples)
         yield samples.mean(axis=1) if channel is None else samples[:, channel].copy()
-    # The length of an MP3 may be an estimate.
     if place < file.frames - END_TOLERANCE * file.samplerate:
         read, whole = place / file.samplerate, file.frames / file.samplerate
         raise BadAudio(path, f"is truncated: {read:.2f} of {whole:.2f} s could be read")

@@ -92,7 +92,7 @@ def make_utterances(
         recipe, "--train_manifest", path, "--from_scratch", "--model_size", "demo", *flags
     )
     asked = recipe.resolve(args)
-    info, _ = start.Family(asked).first_model(Run(Setup()), lambda: corpus.texts, 1)
+    info, _ = start.Family(asked).first_model(Run(Setup()), lambda: corpus.texts)
     loss = {**info.loss, **(loss or {})}
     info = dataclasses.replace(info, config={**info.config, **config}, loss=loss)
     return recipe.Utterances(asked, corpus, start.tokenizer_of(info), info, training), info
@@ -866,7 +866,7 @@ def test_old_utterances_and_a_watched_set(released, manifests, konkani, tmp_path
 )
 def test_the_share_of_the_ctc_head(noise, line, expected):
     args = runs.parse(recipe, "--train_manifest", noise[0], *DEMO, *line.split())
-    info, _ = start.Family(recipe.resolve(args)).first_model(Run(Setup()), lambda: TEXTS, 1)
+    info, _ = start.Family(recipe.resolve(args)).first_model(Run(Setup()), lambda: TEXTS)
     assert recipe.loss_weights(info) == expected and info.config["ctc"] == ("ctc" in expected)
 
 

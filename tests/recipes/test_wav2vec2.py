@@ -192,7 +192,7 @@ def test_usual_masks_go_with_the_start(noise, released, unsupervised):
     args = runs.parse(recipe, *noise, "--model_dir", unsupervised)
     asked = recipe.resolve(args)
     written = corpus_of(noise, start.read(asked, str(unsupervised))[0]).texts
-    info, _ = start.Family(asked).first_model(Run(Setup()), lambda info: written, 1)
+    info, _ = start.Family(asked).first_model(Run(Setup()), lambda info: written)
     new = recipe.Utterances(asked, corpus_of(noise, info), start.tokenizer_of(info), info, True)
     assert (kept.masks, new.masks) == (start.KEPT_HEAD_MASKS, start.NEW_HEAD_MASKS)
     assert info.has_new_head and kept.layer_drop == new.layer_drop == start.LAYER_DROP
@@ -429,7 +429,7 @@ def test_a_released_model_transcribes_and_says_where_it_is_unsure(noise, release
     ran(recipe, "--transcribe", *files, *flags)
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     theirs = Wav2Vec2ForCTC.from_pretrained(released).eval()
-    tokenizer = start.make_tokenizer(formats.read_tokenizer(released), len(PIECES))
+    tokenizer = start.make_tokenizer(formats.read_model(released)[2]["tokenizer"], len(PIECES))
     for file, row in zip(files, rows, strict=True):
         audio = torch.from_numpy(soundfile.read(file)[0]).float()
         audio = F.layer_norm(audio, audio.shape, eps=1e-7)

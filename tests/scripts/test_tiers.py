@@ -164,17 +164,6 @@ def test_only_rows_that_changed_are_planned_again(project, monkeypatch, capsys):
     assert not capsys.readouterr().out
 
 
-def test_the_rows_of_a_script_are_of_one_torch(project, monkeypatch):
-    other = "run_parakeet_tdt.sh 8gb 110m"
-    versions = {SCRIPT: "1.0", "run_parakeet_tdt.sh": "1.0"}
-    known = {"torch": versions, other: {"row": "x"}, f"{SCRIPT} 8gb full": {"row": "16 x 15 R 8"}}
-    (project / "benchmarks/tiers.json").write_text(json.dumps(known), encoding="utf-8")
-    assert tiers.plan_scripts([SCRIPT], 4, only_changed=True) == []
-    entries = tier_tables.predictions()
-    assert entries["torch"] == {**versions, SCRIPT: version("torch").split("+")[0]}
-    assert other in entries and "gib" in entries[f"{SCRIPT} 8gb full"]
-
-
 def test_the_largest_micro_batch_divides_the_update(project, monkeypatch, capsys):
     change(project, ("cpu   full       4 60 R", "cpu   full       4 10000 R"))
     assert run(monkeypatch, "--largest", SCRIPT, "full", "9gb", "-", "R8") is None

@@ -163,16 +163,6 @@ def test_examples_outside_are_not_played(report, manifest, tmp_path):
     assert not any(example.path for example in examples.values())
 
 
-def test_checks_of_speech_are_read(check, here):
-    """XTTS names files without a line."""
-    sections, _, examples = check("xtts_amharic", "--language", "en")
-    tables = [each.title for each in sections if each.rows]
-    assert tables.count("minutes by speaker:") == tables.count("utterances by length:") == 1
-    assert rejected(sections)["audio is clipped"].number == 1
-    few = rejected(sections)["speaker has less than 6 s of speech"]
-    assert few.number >= 1 and examples[few.examples[0]].path.parent == here.data / "clips"
-
-
 def test_a_failure_is_read(check, tmp_path):
     sections, _, _ = check("template", "--max_duration", "0.2")
     assert checked.error(sections).startswith("train set (")

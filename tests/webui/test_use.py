@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -57,36 +58,13 @@ def signals():
         signal.signal(number, handler)
 
 
-@pytest.fixture
-def loads(monkeypatch):
-    """loads(recipe) is a list that grows when the recipe loads a model."""
-
-    def count(recipe) -> list:
-        load = recipe.trained
-        calls = []
-
-        def trained(*values):
-            calls.append(values)
-            return load(*values)
-
-        monkeypatch.setattr(recipe, "trained", trained)
-        return calls
-
-    return count
-
-
-def served(recipe, *requests: list) -> list[dict]:
-    words = [[str(word) for word in request] for request in requests]
-    return list(use.serve(recipe, iter(words)))
-
-
 # --- results --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def recogniser(tmp_path_factory):
+@pytest.fixture
+def recogniser(tmp_path):
     """The weights of a tiny recogniser, and two recordings."""
-    folder = tmp_path_factory.mktemp("konkani")
+    folder = tmp_path / "konkani"
     sizes = {"train": 14, "val": 4}
     corpus = demo.speech_corpus(folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES[:3], sizes, seed=19)
     flags = ["--train_manifest", corpus["train"], "--val_manifest", corpus["val"], *runs.TINY]
@@ -97,7 +75,7 @@ def recogniser(tmp_path_factory):
     return folder / "checkpoints" / "best.safetensors", [folder / clip for clip in clips[:2]]
 
 
-def test_a_kept_model_transcribes_as_the_command_does(recogniser, loads, tmp_path):
+def test_a_kept_model_transcribes_as_the_command_does(recogniser, monkeypatch, tmp_path):
     weights, clips = recogniser
     model = ["--resume", weights, *CPU]
     expected = []
@@ -105,22 +83,25 @@ def test_a_kept_model_transcribes_as_the_command_does(recogniser, loads, tmp_pat
         own = tmp_path / f"own-{number}.json"
         runs.ran(konkani_conformer, "--transcribe", clip, "--output", own, *model)
         expected.append(own.read_bytes())
-    loaded = loads(konkani_conformer)
+    trained = mock.Mock(wraps=konkani_conformer.trained)
+    trained.__name__ = "trained"
+    monkeypatch.setattr(konkani_conformer, "trained", trained)
     outputs = [tmp_path / f"{number}.json" for number in range(4)]
-    answers = served(
-        konkani_conformer,
+    requests = [
         ["--transcribe", clips[0], "--output", outputs[0], *model],
         ["--transcribe", tmp_path / "gone.wav", "--output", outputs[1], *model],
         ["--transcribe", clips[1], "--output", outputs[2], "--decoding", "greedy", *model],
         ["--transcribe", clips[1], "--output", outputs[3], *model],
         ["--transcribe", clips[1], "--nonsense", *model],
-    )
+    ]
+    words = [list(map(str, request)) for request in requests]
+    answers = list(use.serve(konkani_conformer, iter(words)))
     assert [answer["status"] for answer in answers] == [0, 2, 0, 0, 2]
     assert [outputs[0].read_bytes(), outputs[3].read_bytes()] == expected
     assert json.loads(outputs[0].read_text())["text"] is not None
     assert "no such file" in use.error_of(answers[1]["text"])
     assert "--nonsense" in use.error_of(answers[4]["text"])
-    assert len(loaded) == 1
+    assert trained.call_count == 1
 
 
 # --- processes ------------------------------------------------------------------------------------

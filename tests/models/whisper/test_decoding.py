@@ -20,7 +20,7 @@ from common.device import Setup
 from models.whisper import decoding
 from models.whisper.decoding import Search
 from models.whisper.model import Whisper
-from speech.decoding import long, recogniser
+from speech.decoding import long, recogniser, transcribing
 from speech.signal.features import valid_mask
 
 CONFIG = {
@@ -740,5 +740,5 @@ def test_files_in_overlapping_pieces(tmp_path, wav, capsys):
         return ["one two three four five six" for _ in batch["names"]]
 
     how = recogniser.Options(transcribe=[file], batch_size=2)
-    recogniser.transcribe_files(how, decode, Setup(), 14.0, long.BY_OVERLAP)
+    transcribing.transcribe_files(how, decode, Setup(), 14.0, long.BY_OVERLAP)
     assert set(capsys.readouterr().out.split()) == {"one", "two", "three", "four", "five", "six"}

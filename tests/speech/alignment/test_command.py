@@ -275,10 +275,6 @@ def test_requests_that_are_refused(folder, words, message):
         request("--align", *words.split())
 
 
-def test_without_the_flag_nothing_is_asked_for():
-    assert request() is None
-
-
 @pytest.mark.parametrize("pieces", ["▁ab a b ▁ <unk>", "▁AB A B ▁ <UNK>"])
 def test_pieces_write_a_text_in_the_other_case(pieces):
     pieces = pieces.split()

@@ -153,23 +153,6 @@ def test_a_change_while_the_new_folder_is_filled_is_kept(tmp_path):
     assert (folder / "notes.txt").read_text() == "mine" and list(tmp_path.iterdir()) == [folder]
 
 
-def test_an_old_folder_that_cannot_be_put_back_is_not_deleted(tmp_path, monkeypatch):
-    folder, rename, renames = tmp_path / "export", Path.rename, []
-    folders.write_folder(folder, fill("1"), MADE)
-
-    def fail_after_the_first(path: Path, target: Path) -> Path:
-        renames.append(path)
-        if len(renames) > 1:
-            raise OSError(errno.EIO, "Input/output error")
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", fail_after_the_first)
-    with pytest.raises(OSError):
-        folders.write_folder(folder, fill("2"), MADE)
-    (kept,) = tmp_path.iterdir()
-    assert contents(kept) == {"a": "1", "below/b": "1"}
-
-
 def test_a_file_is_not_replaced_and_a_link_stays(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is not a folder"):

@@ -132,8 +132,3 @@ def test_classes_are_in_every_set(clips, capsys):
 def test_a_stand_in_has_labels():
     corpus = splits.stand_in(1.0, labels=["yes", "no"])["train"]
     assert labels(corpus)[:3] == ["yes", "no", "yes"]
-
-
-def test_no_usable_label_is_an_error(clips):
-    with pytest.raises(DataError, match="no usable utterance: 1 x no label field"):
-        splits.read_manifests({"test": clips([{"text": "yes"}])}, normalise, LABELS)

@@ -69,24 +69,3 @@ def test_bad_files_are_skipped_and_named(tmp_path, no_hang, workers):
         bad[3]: f"{bad[3]} holds samples that are not finite (NaN or infinity)",
         bad[7]: f"{bad[7]} is truncated or damaged: flac decoder lost sync",
     }
-
-
-def test_a_set_of_missing_files_makes_empty_windows(tmp_path):
-    path = bad_file(tmp_path, "wav missing")
-    made = epoch(dict.fromkeys(range(20), path), "--skip_bad_audio")
-    assert all(each.micro_batches == [] for each in made)
-    assert [name for each in made for name, _ in each.skipped] == [path] * 20
-
-
-def test_evaluation_skips_files_and_says_so_once(tmp_path, capsys):
-    path = bad_file(tmp_path / "my audio", "wav empty")
-    args = small.make_args("unused", "--skip_bad_audio")
-    made = batches.EvalBatches(args, Files({2: path}), collate, Setup())
-    for _ in range(2):
-        assert sum(len(batch["names"]) for batch in made) == 19
-    reason = f"{path} cannot be used: file is empty"
-    assert made.skipped == {path: reason}
-    assert capsys.readouterr().out == f"skipped in evaluation: {reason}\n"
-    strict = batches.EvalBatches(small.make_args("unused"), Files({2: path}), collate, Setup())
-    with pytest.raises(DataError, match=f"^{re.escape(f'{reason}{ADVICE}')}$"):
-        list(strict)

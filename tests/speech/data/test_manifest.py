@@ -111,17 +111,6 @@ def test_the_first_line_of_ljspeech_holds_more_commas_than_bars(tmp_path, wav):
     assert list(corpus.texts) == [text] and not rejected.total
 
 
-@pytest.mark.parametrize("delimiter", manifest.QUOTED)
-def test_a_quoted_field_may_hold_delimiters_quotes_and_line_breaks(tmp_path, wav, delimiter):
-    wav(tmp_path / "a.wav")
-    lines = '"file_name","transcription"\r\n"a.wav","one, ""two""\r\nthree"\r\na.wav,four\r\n'
-    (tmp_path / "m.csv").write_text(lines.replace(",", delimiter))
-    corpus, rejected = load(tmp_path / "m.csv")
-    first = 'one, "two" three'.replace(",", delimiter)
-    assert list(corpus.texts) == [first, "four"] and not rejected.total
-    assert corpus.lines.tolist() == [2, 4]
-
-
 @pytest.mark.parametrize("last", ["a.wav,five", 'a.wav,five"', 'a.wav,"five'])
 def test_an_unclosed_quote_does_not_swallow_lines(tmp_path, wav, last):
     wav(tmp_path / "a.wav")
@@ -825,18 +814,6 @@ def test_a_manifest_that_is_missing_or_not_a_file(tmp_path, no_hang):
         with pytest.raises(UsageError) as error:
             load(path)
         assert str(error.value).startswith(f"manifest {path}: {reason}")
-
-
-def test_lines_that_cannot_be_parsed_are_rejected(tmp_path, wav):
-    wav(tmp_path / "a.wav")
-    content = "path\tsentence\na.wav\tone\na.wav\t" + "x" * (1 << 24) + "\na.wav\n\na.wav\tlast\n"
-    corpus, rejected = loaded(tmp_path, content)
-    assert list(corpus.texts) == ["one", "last"]
-    fewer = "line has fewer cells than the header"
-    assert rejected.examples == {
-        manifest.UNREADABLE: [f"{tmp_path}/m.csv:3"],
-        fewer: [f"{tmp_path}/m.csv:4"],
-    }
 
 
 def test_a_long_text_is_not_normalised(tmp_path, wav, json_lines, no_hang):

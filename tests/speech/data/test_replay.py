@@ -46,7 +46,8 @@ def test_what_evaluation_sets_share_with_old_material_is_told(manifests, capsys)
 def test_a_vocabulary_is_made_of_all_texts_that_are_trained_on(manifests):
     corpora = sets.read(manifests, train="new", val="val", replay="old")
     texts = replay.texts(corpora)
-    assert isinstance(texts, Strings) and sorted(texts) == [
+    assert isinstance(texts, Strings)
+    assert sorted(texts) == [
         *(f"new {i}" for i in range(3)),
         *(f"old {i}" for i in range(3)),
     ]

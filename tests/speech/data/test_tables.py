@@ -231,7 +231,8 @@ def test_a_folder_of_pairs(tmp_path, wav):
     (folder / "readme.txt").write_text("no pair")
     corpus, rejected = load(folder)
     assert list(corpus.texts) == ["one\ntwo", "three"]
-    assert rejected.source == "2 pairs of audio and text" and rejected.counts == {
+    assert rejected.source == "2 pairs of audio and text"
+    assert rejected.counts == {
         "text has no audio of its name beside it": 1,
         "audio has no text beside it": 1,
     }

@@ -328,7 +328,8 @@ def test_noise_only():
         for i in range(10)
     ]
     for sample in samples:
-        assert sample.is_noise_only and (sample.text, sample.callsigns, sample.exchange) == (
+        assert sample.is_noise_only
+        assert (sample.text, sample.callsigns, sample.exchange) == (
             "",
             (),
             "",
@@ -352,11 +353,9 @@ def test_the_receiver():
         assert filtered.dtype == np.float32 and len(filtered) == len(noise)
     loud = np.concatenate([np.full(16_000, 1.0), np.full(16_000, 0.01)]).astype(np.float32)
     levelled = synthesis.control_gain(loud, 10.0, 1.0)
-    assert (
-        levelled[8000] == pytest.approx(1, abs=0.01)
-        and levelled[16_100] < 0.02
-        and levelled[-1] > 0.9
-    )
+    assert levelled[8000] == pytest.approx(1, abs=0.01)
+    assert levelled[16_100] < 0.02
+    assert levelled[-1] > 0.9
     quiet = np.zeros(16_000, dtype=np.float32)
     assert np.isfinite(synthesis.control_gain(quiet, 10.0, 1.0)).all()
 
@@ -371,17 +370,15 @@ def frequency(audio: np.ndarray) -> float:
 def test_the_transmitter_drifts_and_chirps():
     random, down = np.random.default_rng(0), np.ones(160_000, dtype=np.float32)
     steady = synthesis.transmit(random, down, 1200.0, 0.0, 0.0)
-    assert frequency(steady) == pytest.approx(1200, abs=0.01) and np.abs(
-        steady
-    ).max() == pytest.approx(1, abs=0.01)
+    assert frequency(steady) == pytest.approx(1200, abs=0.01)
+    assert np.abs(steady).max() == pytest.approx(1, abs=0.01)
     drifting = synthesis.transmit(random, down, 700.0, -100.0, 0.0)
     ends = [frequency(drifting[:1600]), frequency(drifting), frequency(drifting[-1600:])]
     assert ends == pytest.approx([749.5, 700, 650.5], abs=0.5)
     down[: RATE // 2] = 0
     chirping = synthesis.transmit(random, down, 1000.0, 0.0, 40.0)[RATE // 2 :]
-    assert 1025 < frequency(chirping[:160]) < 1040 and frequency(chirping[3200:]) == pytest.approx(
-        1000, abs=0.1
-    )
+    assert 1025 < frequency(chirping[:160]) < 1040
+    assert frequency(chirping[3200:]) == pytest.approx(1000, abs=0.1)
 
 
 def test_fading_and_second_paths():
@@ -423,9 +420,8 @@ def test_static_crashes_add_to_the_noise():
     quiet, loud = np.zeros(160_000, dtype=np.float32), np.zeros(160_000, dtype=np.float32)
     synthesis.add_noise(np.random.default_rng(0), quiet, 0.0)
     synthesis.add_noise(np.random.default_rng(0), loud, 0.5)
-    assert (
-        quiet.std() == pytest.approx(1, abs=0.02) and np.abs(quiet).max() < 6 < np.abs(loud).max()
-    )
+    assert quiet.std() == pytest.approx(1, abs=0.02)
+    assert np.abs(quiet).max() < 6 < np.abs(loud).max()
     assert 0.5 < (quiet == loud).mean() < 1
 
 
@@ -644,17 +640,6 @@ def test_damaged_tables_are_answered_in_one_line(other_set, header, rows, messag
     with pytest.raises(DataError, match=message) as caught:
         recordings.read_dataset(other_set(rows, header))
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["metadata.csv", "splits/train.csv"])
-def test_damaged_lines_are_counted_and_the_others_used(other_set, capsys, name):
-    rows = ["1,a.wav,E", '2,b.wav,"T', "3,a.wav,I", "4,a.wav", "", "5,a.wav,N,5", "7,b.wav,R"]
-    folder = other_set(rows, name=name)
-    parts = recordings.read_dataset(folder)
-    assert sorted(text for part in parts.values() for text in part.corpus.texts) == ["E", "I", "R"]
-    out = capsys.readouterr().out
-    assert "train set" in out and "3 rejected:\n        1  line is not valid CSV\n" in out
-    assert f"1  line has fewer cells than the header\n           {folder / name}:5\n" in out
 
 
 def test_no_data_set(tmp_path):

@@ -123,9 +123,8 @@ def test_the_lowest_and_the_highest_rate_are_read(tmp_path):
     for rate in (1_000, 1_001, 767_999, 768_000):
         soundfile.write(tmp_path / "a.wav", np.full(rate // 4, 0.5), rate, subtype="FLOAT")
         waveform = audio.read_audio(str(tmp_path / "a.wav"), 16_000)
-        assert len(waveform) == pytest.approx(4_000, abs=4) and float(
-            waveform[2_000]
-        ) == pytest.approx(0.5, abs=0.01)
+        assert len(waveform) == pytest.approx(4_000, abs=4)
+        assert float(waveform[2_000]) == pytest.approx(0.5, abs=0.01)
 
 
 @pytest.mark.parametrize("factor", [0.9, 1.0, 1.1])
@@ -292,6 +291,15 @@ def test_a_truncated_mp3(tmp_path):
             audio.BadAudio, match=r"is truncated: [12]\.\d\d of 3\.96 s could be read$"
         ):
             read(path, 16_000)
+
+
+def test_a_file_that_is_cut_while_it_is_read(tmp_path, wav):
+    path = wav(tmp_path / "a.wav", 100.0)
+    pieces = audio.read_in_pieces(path, 16_000)
+    next(pieces)
+    os.truncate(path, 1000)
+    with pytest.raises(audio.BadAudio, match=r"is truncated: \d\.\d\d of 100\.00 s could be read$"):
+        list(pieces)
 
 
 def test_a_header_that_claims_days(tmp_path):

@@ -121,9 +121,8 @@ def test_masks_are_uniform_in_width_and_place():
     drawn = masks(0, count=20_000, widest=0.3).double()
     width = drawn[:, 1] - drawn[:, 0]
     assert drawn.min() >= 0 and drawn.max() <= 1 and width.min() >= 0 and width.max() <= 0.3 + 1e-6
-    assert width.mean() == pytest.approx(0.15, abs=0.005) and width.std() == pytest.approx(
-        0.3 / 12**0.5, abs=0.005
-    )
+    assert width.mean() == pytest.approx(0.15, abs=0.005)
+    assert width.std() == pytest.approx(0.3 / 12**0.5, abs=0.005)
     assert drawn.mean() == pytest.approx(0.5, abs=0.01)
     assert drawn[:, 0].min() < 0.01 and drawn[:, 1].max() > 0.99
 
@@ -134,11 +133,9 @@ def test_the_stated_share_is_masked():
     bands = torch.tensor([[[0.0, 0.5]], [[0.5, 0.75]]])
     masked = front_end.spec_augment(features, lengths, bands, time)
     assert (masked[0, :, :40] == 0).all() and (masked[1, :, 40:60] == 0).all()
-    assert (
-        (masked[0, 50:100] == 0).all()
-        and (masked[0, 180:] == 0).all()
-        and (masked[1, 25:50] == 0).all()
-    )
+    assert (masked[0, 50:100] == 0).all()
+    assert (masked[0, 180:] == 0).all()
+    assert (masked[1, 25:50] == 0).all()
     assert masked[0].sum() == (200 - 50 - 20) * 40 and masked[1].sum() == (200 - 25) * 60
 
 

@@ -19,9 +19,8 @@ def test_codes_of_languages(name, code):
 
 def test_texts_of_a_flag(tmp_path):
     (tmp_path / "a.txt").write_text("ሰላም  ለሁሉም\n\nno\n", encoding="utf-8")
-    assert reading.texts_of([str(tmp_path / "a.txt")]) == ["ሰላም ለሁሉም", "no"] and reading.texts_of(
-        ["a", "b "]
-    ) == ["a", "b"]
+    assert reading.texts_of([str(tmp_path / "a.txt")]) == ["ሰላም ለሁሉም", "no"]
+    assert reading.texts_of(["a", "b "]) == ["a", "b"]
     with pytest.raises(UsageError, match="--show_text: there is no text"):
         reading.texts_of([" "], "--show_text")
 

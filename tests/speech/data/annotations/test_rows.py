@@ -114,12 +114,6 @@ def test_tiers_are_chosen_by_names_and_patterns(tmp_path, wav):
     assert rejected.source == "1 file; tiers tx@A (2), tx@B (1); no tier is called no such"
 
 
-def test_a_name_with_brackets_is_a_name(tmp_path, wav):
-    wav(tmp_path / "a.wav", 5.0)
-    path = elan(tmp_path / "a.eaf", {"A [main]": TALK, "B": TALK})
-    assert texts(path, "A [main]") == ["one", "two"]
-
-
 def typed(path, count, write=elan):
     """A file of `count` speakers with tiers of numbers, of texts and of nothing."""
     tiers = {}
@@ -239,15 +233,6 @@ def test_a_pattern_stands_for_its_files_in_order(interviews):
     assert rejected.source == "2 files; tiers tx@a (2), tx@b (2); without text, left out: 2"
     assert hours_of(pattern) == pytest.approx(6 / 3600)
     assert len(load(interviews.parent / "**" / "*.eaf")[0]) == 4
-
-
-def test_a_pattern_goes_through_all_that_follows(interviews):
-    data = splits.resolve(resolved("--train_manifest", str(interviews / "*.eaf")))
-    corpora = splits.load_splits(data, str)
-    assert len(corpora["train"]) == 3 and len(corpora["val"]) == 1
-    info = splits.run_info(data, corpora)
-    again = splits.resolve(resolved("--train_manifest", str(interviews / "*.eaf")), info)
-    assert splits.load_splits(again, str)["val"].fingerprint() == corpora["val"].fingerprint()
 
 
 def test_a_bad_file_among_several_is_counted(interviews):
