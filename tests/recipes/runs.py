@@ -50,10 +50,14 @@ def in_language(recipe, flags: Iterable) -> list[str]:
 
 
 def parse(recipe, *flags):
-    """The flags of a command line, before `resolve`. Later flags replace earlier ones."""
+    """The flags of a command line, before `resolve`. Later flags replace earlier ones. Without a
+    flag of the language model there is none, so that the results are those of one decoding."""
     parser = options.Parser(recipe.__doc__)
     recipe.add_arguments(parser)
-    return parser.parse_args([*PLAIN, *in_language(recipe, flags)])
+    lm = []
+    if "--lm" in parser._option_string_actions and not {"--lm", "--lm_text"} & {*map(str, flags)}:
+        lm = ["--lm", "off"]
+    return parser.parse_args([*PLAIN, *lm, *in_language(recipe, flags)])
 
 
 def run(recipe, *flags) -> tuple[int, str, str]:
