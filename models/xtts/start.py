@@ -180,14 +180,13 @@ class OtherNames:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Start, Training):
+class Options(Start, Training, splits.Request):
     """The request of the flags. `recipe`: its name in checkpoints; `voices`: the clips of
     --speaker_wav."""
 
     origin: Origin
     recipe: str
     text: texts.TextOptions
-    seed: int
     voices: list[str]
     held_out: judge.HeldOut
 
@@ -239,11 +238,11 @@ def resolve(args, recipe: str) -> Options:
     return options.read_record(
         Options,
         args,
+        **splits.Request.resolve(args, for_synthesis=True),
         origin=origin,
         recipe=recipe,
         language=language,
         text=texts.resolve(args, language),
-        seed=args.seed,
         voices=args.speaker_wav or [],
         held_out=judge.resolve(args, released.exports_only(origin)),
     )

@@ -232,7 +232,7 @@ def here(tmp_path_factory, konkani) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("case", "words", "message"), all_rows())
+@pytest.mark.parametrize(("case", "words", "message"), list(all_rows()))
 def test_a_mistake_is_answered_in_one_line_before_anything_is_trained(
     case, words, message, made, here, konkani, tmp_path, no_hang
 ):
@@ -335,7 +335,7 @@ def damage(path: Path, target: Path, place: tuple[str, ...], value) -> None:
     save_file(load_file(path), target, header)
 
 
-@pytest.mark.parametrize(("case", "place", "value", "message"), damaged_records())
+@pytest.mark.parametrize(("case", "place", "value", "message"), list(damaged_records()))
 def test_damaged_records_are_named_before_weights_are_read(
     case, place, value, message, made, tmp_path, no_hang
 ):
