@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from common import options
 from common.options import TRAINS, flag
-from speech.data.checks import overlap
-from speech.data.columns import Corpus, Rejections, Strings
+from speech.data.columns import Corpus, Strings
 
 REPLAY = "replay"
 # Rows for `Parser.refuse`.
@@ -60,9 +59,8 @@ def languages(corpora: dict[str, Corpus]) -> set[str]:
 def note_overlaps(corpora: dict[str, Corpus]) -> None:
     """Prints what evaluation sets, also watched ones, share with replayed material. (--check_data
     tells what they share with the new material.)"""
-    for name, corpus in corpora.items():
-        shared = Rejections()
-        if REPLAY in corpora and name not in ("train", REPLAY):
-            overlap(corpora[REPLAY], corpus, shared, REPLAY)
-        if shared.notes:
-            print(shared.noted(f"{name} set"))
+    if REPLAY in corpora:
+        from speech.data import checks
+
+        others = {name: each for name, each in corpora.items() if name not in ("train", REPLAY)}
+        checks.note_overlaps(corpora[REPLAY], others, REPLAY)

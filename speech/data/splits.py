@@ -16,7 +16,6 @@ from common import options
 from common.errors import DataError, UsageError
 from common.options import BESIDE, USUAL, OnOff, flag
 from speech.data import replay, watching
-from speech.data.checks import report_texts
 from speech.data.columns import (
     Codes,
     Corpus,
@@ -363,6 +362,8 @@ def draw_items(data, seed: int | None) -> Iterator[dict]:
 
 def report_checked(sets: dict[str, Corpus], from_scratch: bool = False) -> None:
     """Ends --check_data of a recogniser: `checks.report_texts`, and says what can be used."""
+    from speech.data.checks import report_texts
+
     report_texts(sets, from_scratch)
     say_checked(sets)
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from common import options
 from common.errors import UsageError
 from common.options import TRAINS, flag
-from speech.data.checks import overlap
-from speech.data.columns import Corpus, Rejections, printable
+from speech.data.columns import Corpus, printable
 
 WATCHED = "watched "  # how the name of a watched set begins
 # Rows for `Parser.refuse`.
@@ -73,9 +72,8 @@ def watched(sets: dict, most_rise: float | None):
 
 def note_overlaps(corpora: dict[str, Corpus]) -> None:
     """Prints what watched sets share with the training set."""
-    for name, corpus in corpora.items():
-        shared = Rejections()
-        if name.startswith(WATCHED):
-            overlap(corpora["train"], corpus, shared, "training")
-        if shared.notes:
-            print(shared.noted(f"{name} set"))
+    watched = {name: each for name, each in corpora.items() if name.startswith(WATCHED)}
+    if watched:
+        from speech.data import checks
+
+        checks.note_overlaps(corpora["train"], watched, "training")
