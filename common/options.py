@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from common import wrong_flags
 from common.errors import UsageError
 
 LEVELS = ("states", "gradients", "weights")  # of --use_cpu_offload, from the least to the most
@@ -193,6 +192,8 @@ class Parser(argparse.ArgumentParser):
 
     def explained(self, message: str) -> str:
         """A message of argparse in one line that offers the nearest flag."""
+        from common import wrong_flags
+
         return message + wrong_flags.hint(message, self._option_string_actions, self.hints)
 
     def error(self, message: str):
@@ -558,13 +559,7 @@ def freeze(args: argparse.Namespace) -> None:
         args.__class__ = ReadOnly
 
 
-def for_stage(args: argparse.Namespace, name: str, max_steps: int, **changes) -> argparse.Namespace:
-    """The flags of one of several runs in a process, with separate folders. --max_steps and
-    --num_epochs bound it, too."""
-    bounds = {
-        key: getattr(args, key) if key in args.given else None
-        for key in ("max_steps", "num_epochs")
-    }
-    bounds["max_steps"] = min(max_steps, bounds["max_steps"] or max_steps)
+def for_stage(args: argparse.Namespace, name: str, **changes) -> argparse.Namespace:
+    """The flags of a further run in a process, with folders of its own."""
     folders = {key: getattr(args, key) / name for key in ("checkpoint_dir", "log_dir")}
-    return argparse.Namespace(**{**vars(args), **bounds, **folders, **changes})
+    return argparse.Namespace(**{**vars(args), **folders, **changes})

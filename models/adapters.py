@@ -4,7 +4,7 @@ have them, and what checkpoints, exports and folders of the library peft have of
     # What the flags ask for, as `released.resolve` keeps it in an `Origin`
     settings, path = adapters.resolve(args, path)
     # The model to train, when its weights are loaded
-    adapters.adapt(family, info, model, weights, run, seed)
+    adapters.adapt(family, info, model, weights, run)
 
 `family` stands for a `released.Family`, `origin` for its `released.Origin`."""
 
@@ -41,6 +41,7 @@ NEEDS = (
         (*MODELS, "resume", "init_from", "dry_run", "verify_gpu"),
         "a random model cannot stay as it is",
     ),
+    ("adapter", ("transcribe", "synthesize", "evaluate", "export"), "--init_from trains them"),
     ("lora_targets", ("lora",), ""),
     ("lora_alpha", ("lora",), ""),
 )
@@ -133,7 +134,6 @@ def adapt(
     model: torch.nn.Module,
     base: dict[str, torch.Tensor] | None,
     run,
-    seed: int,
 ) -> None:
     """Adds adapters to a released model with the weights `base`: those of the checkpoint that the
     `run` (`common.loop.begin`) resumes, those of --init_from, or what --lora asks for, which frozen
@@ -165,7 +165,7 @@ def adapt(
             f"{len(stuck)} of {len(adapters.layers.adapted)} adapters are beside frozen layers:"
             " leave out the flag that freezes them"
         )
-    lora.attach(model, adapters, seed)
+    lora.attach(model, adapters, origin.seed)
     if found:
         model.load_state_dict(found, strict=False)
     print(lora.describe(model))

@@ -17,6 +17,7 @@ from speech.data.folders import require_replaceable, write_folder
 
 MODELS = ("model_dir", "model_file")  # flags that name released weights
 EXPORTED = "speech-recipes"  # in config.json of an export
+EXPORT = "the model to be exported"  # for messages
 MADE_BY = {"exported_by": EXPORTED}  # in its made_from.json
 POINTER = b"version https://git-lfs"
 OTHER_FORMATS = (".h5", ".msgpack", ".onnx", ".gguf")  # of weights that cannot be read
@@ -236,9 +237,22 @@ def require_export(folder: str | Path) -> None:
         raise cannot_write(folder, error, "--export") from None
 
 
-def write_export(folder: Path, fill: Callable[[Path], object], card: str = "") -> list[str]:
+def on_host(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights for an export: on the host, floats in fp32. Raises `UsageError` for those that are not
+    finite."""
+    tensors = {}
+    for name, tensor in weights.items():
+        kind = torch.float32 if tensor.is_floating_point() else tensor.dtype
+        tensors[name] = tensor.detach().to("cpu", kind).contiguous()
+    return checkpoint.check_tensors(tensors, EXPORT)
+
+
+def write_export(folder: str | Path, fill: Callable[[Path], object], card: str = "") -> list[str]:
     """Calls `fill(temporary_folder)`, adds the text of a `card`, renames that folder to `folder`
-    and returns the file names. Raises `UsageError` and `RunError`."""
+    and returns the file names. Replaces an empty folder or an earlier export that nobody has
+    changed, and refuses any other. Raises `UsageError` and `RunError`."""
+    folder = Path(folder)
+    require_export(folder)
 
     def fill_with_card(aside: Path) -> None:
         fill(aside)

@@ -3,7 +3,7 @@ that can start from a released model.
 
     origin = released.resolve(args, FORMS, SIZES, "base", is_demo)  # what the flags ask for
     family = start.Family(asked)  # which has this origin
-    info, model = family.first_model(run, texts, seed)  # to train
+    info, model = family.first_model(run, texts)  # to train
     model, info, before = family.trained(RECIPE, RunInfo, setup)  # to evaluate, use or export
     family.export(info, model, about)
 """
@@ -43,6 +43,7 @@ FROM_SCRATCH = f"{TAKE}, or add --from_scratch to make a new one, which takes th
 # Rows for `Parser.refuse`: flags that exclude each other.
 EXCLUDES = (
     ("model_dir", "model_file", "both say where the model starts; give one of them"),
+    *(("transcribe", export, "give one of them") for export in EXPORTS),
     *(
         (model, "from_scratch", "the second starts without released weights; leave one of them out")
         for model in MODELS
@@ -82,7 +83,8 @@ class Origin:
     `may_be_random` says whether the weights may be random if there is no checkpoint. `size` is the
     configuration of --model_size `size_name`, and None for a released model. `export` is the folder
     to export to, or None. `adapters` and `adapter`: see `adapters.resolve`. `export_adapter`: the
-    folder of that flag. `given` are the names of the flags on the command line."""
+    folder of that flag; `seed`: of new adapters. `given` are the names of the flags on the command
+    line."""
 
     given: frozenset[str]
     path: str | None
@@ -98,6 +100,7 @@ class Origin:
     adapters: Any = None
     adapter: str | None = None
     export_adapter: str | None = None
+    seed: int = 1
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -184,6 +187,7 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
         adapters=settings,
         adapter=adapter,
         export_adapter=getattr(args, "export_adapter", None),
+        seed=args.seed,
     )
 
 
@@ -253,7 +257,7 @@ def exports_adapter_only(origin: Origin) -> bool:
     return exports_only(origin) and not origin.export and "evaluate" not in origin.given
 
 
-# --- the weights of a command ----------------------------------------------------------------------
+# --- the weights of a command ---------------------------------------------------------------------
 
 
 def weights_file(origin: Origin) -> Path | None:
@@ -272,7 +276,7 @@ def read_run_info(kind: type, saved: Saved | None):
     return records.read(kind, saved.run_info, saved.path)
 
 
-# --- a family --------------------------------------------------------------------------------------
+# --- a family -------------------------------------------------------------------------------------
 
 
 class Family:
@@ -284,8 +288,12 @@ class Family:
 
     model_info: type  # the record of a model beside its weights
     sized: tuple[str, ...]  # the names in a configuration that tell sizes apart
-    # By --lora_targets, how the names of the layers end that have adapters; and of `lora.Layers`.
-    adapted: dict[str, tuple[str, ...]]
+    # How the names of the layers end that --lora_targets means: queries and values; those of
+    # attention; and the other linear ones.
+    queries: tuple[str, ...] = ("q_proj", "v_proj")
+    attention: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "out_proj")
+    linear: tuple[str, ...]
+    # Fields of `lora.Layers`.
     whole: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()  # the tensors that have a row for each token
@@ -352,9 +360,15 @@ class Family:
         """The layers that --lora_targets means."""
         with torch.device("meta"):
             modules = [name for name, _ in self.network(info).named_modules()]
-        ends = self.adapted[targets]
+        ends = self.ends(targets)
         adapted = [n for n in modules if n.endswith(ends) and not n.startswith(self.whole or " ")]
         return lora.Layers(adapted, self.whole, self.kept)
+
+    def ends(self, targets: str) -> tuple[str, ...]:
+        """How the names of the layers end that --lora_targets means."""
+        if targets == "q,v":
+            return self.queries
+        return self.attention if targets == "attention" else (*self.attention, *self.linear)
 
     def prefix(self, info) -> str:
         """What the names in transformers' model begin with in addition to these, but those that are
@@ -372,7 +386,7 @@ class Family:
 
     # What all have in common.
 
-    def first_model(self, run, source: Callable, seed: int) -> tuple[Any, torch.nn.Module]:
+    def first_model(self, run, source: Callable) -> tuple[Any, torch.nn.Module]:
         """The model that a training `run` (`common.loop.begin`) starts with, and its info: that of
         its checkpoint, that of --init_from, a released one, or a new one. It has the adapters that
         the flags ask for. `source`: the recipe's function that returns the training texts, or what
@@ -382,7 +396,7 @@ class Family:
             info, weights = self.choose(run.resumed, run.initial, create)
             info, weights = self.begin(info, weights, run, source)
             model = self.make_model(info, weights, trains=True)
-            adapters.adapt(self, info, model, weights, run, seed)
+            adapters.adapt(self, info, model, weights, run)
         return info, model
 
     def trained(
@@ -404,8 +418,8 @@ class Family:
     def choose(
         self, resumed: Saved | None, initial: Saved | None, create: Callable[[], Any]
     ) -> tuple[Any, dict[str, torch.Tensor] | None]:
-        """The info of the model to be trained, and the weights that it starts with. `resumed` is the
-        checkpoint that the run resumes, `initial` that of --init_from, whose model is taken if no
+        """The info of the model to be trained, and the weights that it starts with. `resumed` is
+        the checkpoint that the run resumes, `initial` that of --init_from, whose model is taken if no
         flag names another. `create()` makes the info of a new model. Raises `UsageError`."""
         origin = self.origin
         if resumed:

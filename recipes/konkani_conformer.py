@@ -55,7 +55,7 @@ from speech.alignment import command as alignment
 from speech.alignment.letters import of_characters
 from speech.data import demo, feasible, splits
 from speech.data.columns import Corpus
-from speech.decoding import recogniser, results, timed, windows
+from speech.decoding import recogniser, results, timed, transcribing, windows
 from speech.decoding.long import PARTS, by_length
 from speech.decoding.search import joint_beam, rescored_beam
 from speech.signal import augment, nemo_features
@@ -793,7 +793,7 @@ def transcribe(args, how: recogniser.Options) -> None:
     model, tokenizer, before = trained(args, setup)
     texts_of = functools.partial(timed_texts, how, tokenizer, model)
     cutting = by_length(before.longest, windows.by_time(tokenizer, model.frame_samples))
-    recogniser.transcribe_files(how, texts_of, setup, before.longest, cutting, PARTS)
+    transcribing.transcribe_files(how, texts_of, setup, before.longest, cutting, PARTS)
 
 
 def recogniser_to_align(args) -> alignment.Recogniser:

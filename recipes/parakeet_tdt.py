@@ -26,6 +26,7 @@ not be installed.
 
 import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -43,10 +44,9 @@ from common.batches import EvalBatches, pad, to_device
 from common.errors import UsageError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.parts import lora
-from common.parts.new_rows import NewRows
 from common.parts.replay import make_batches
 from common.report import check_folder
-from models import card, released
+from models import card, new_rows, released
 from models.parakeet import decoding, languages, live, start, vocabulary
 from models.parakeet.loss import Lattice
 from models.parakeet.model import CHECKPOINTED, COMPILED, Parakeet, encoder_frames
@@ -64,7 +64,7 @@ from speech.alignment.letters import of_pieces
 from speech.data import demo, feasible, replay, splits, watching
 from speech.data.columns import Corpus
 from speech.data.splits import RunInfo
-from speech.decoding import recogniser, results, timed, windows
+from speech.decoding import recogniser, results, timed, transcribing, windows
 from speech.decoding.long import PARTS, by_length
 from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
@@ -111,23 +111,22 @@ def resolve(args) -> Options:
 # --- data -----------------------------------------------------------------------------------------
 
 
-def read_data(args, before: RunInfo | None = None) -> dict[str, Corpus]:
+def read_data(asked: Options, before: RunInfo | None = None) -> dict[str, Corpus]:
     """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
     given. What the run `before`, which is resumed or used, held out is held out again."""
 
     def make_demo() -> dict[str, str]:
-        folder = Path(args.output_dir) / "data" / "konkani_demo"
+        folder = Path(asked.output_dir) / "data" / "konkani_demo"
         return demo.speech_corpus(folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES, DEMO_SIZES)
 
     def stand_in() -> dict[str, Corpus]:
-        return splits.stand_in(args.max_duration)
+        return splits.stand_in(asked.max_duration)
 
-    data = splits.resolve(args, before)
+    data = splits.again(asked.data, before)
     return splits.load_splits(data, text.normalise, make_demo, stand_in)
 
 
 def check_texts(
-    args,
     asked: Options,
     corpora: dict[str, Corpus],
     tokenizer: ParakeetTokenizer,
@@ -138,22 +137,22 @@ def check_texts(
     unknown.check_unknown(
         corpora,
         unknown.not_encoded(tokenizer),
-        args.allow_unknown,
+        asked.allow_unknown,
         vocabulary.NEW_VOCABULARY,
         is_own,
         functools.partial(
-            vocabulary.adding_command, tokenizer, asked.origin.path, args.train_manifest
+            vocabulary.adding_command, tokenizer, asked.origin.path, asked.train_manifest
         ),
     )
     unknown.note_rewritten(corpora, tokenizer)
 
 
-def check_data(args, asked: Options) -> None:
+def check_data(asked: Options) -> None:
     """--check_data. The texts are compared with the vocabulary of the model that flags name."""
-    corpora = read_data(args)
-    tokenizer, is_own = start.given_tokenizer(asked, RECIPE, args.init_from)
+    corpora = read_data(asked)
+    tokenizer, is_own = start.given_tokenizer(asked, RECIPE)
     if tokenizer:
-        check_texts(args, asked, corpora, tokenizer, is_own)
+        check_texts(asked, corpora, tokenizer, is_own)
         # A transducer learns from all of them, but hardly from several tokens in each frame.
         corpora = feasible.without_infeasible(
             corpora, lambda seconds: int(seconds / FRAME), False, tokenizer.encode, trained=()
@@ -161,7 +160,9 @@ def check_data(args, asked: Options) -> None:
     splits.report_checked(corpora, from_scratch=tokenizer is None)
 
 
-def drop_untrainable(args, corpora: dict[str, Corpus], info: ModelInfo) -> dict[str, Corpus]:
+def drop_untrainable(
+    asked: Options, corpora: dict[str, Corpus], info: ModelInfo
+) -> dict[str, Corpus]:
     """The corpora. What a CTC head cannot align is in none of its losses: a model that has nothing
     else is not trained on it, and a transducer is."""
     if "ctc" not in loss_weights(info):
@@ -173,7 +174,7 @@ def drop_untrainable(args, corpora: dict[str, Corpus], info: ModelInfo) -> dict[
     trained = splits.TRAINED if kind_of(info.config) == "ctc" else ()
     encode = tokenizer_of(info).encode
     return feasible.without_infeasible(
-        corpora, frames_of, args.strict_data, encode, trained=trained
+        corpora, frames_of, asked.strict_data, encode, trained=trained
     )
 
 
@@ -192,13 +193,13 @@ class Utterances:
 
     def __init__(
         self,
-        args,
+        asked: Options,
         corpus: Corpus,
         tokenizer: ParakeetTokenizer,
         info: ModelInfo,
         training: bool,
     ):
-        self.args = args
+        self.asked = asked
         self.corpus = corpus
         self.tokenizer = tokenizer
         self.training = training
@@ -208,15 +209,15 @@ class Utterances:
         self.frequency_mask_width = FREQUENCY_MASK_BANDS / info.config["num_mel_bins"]
         self.prompts = None
         if info.languages:
-            self.prompts = languages.prompts(corpus, info.languages, args.language, tokenizer)
+            self.prompts = languages.prompts(corpus, info.languages, asked.language, tokenizer)
         self.lookaheads = []
         if training and "streaming" in info.config:
             self.lookaheads = info.config["streaming"]["lookaheads"]
         self.augmentation = None
-        if training and args.wave_augment:
-            longest = args.max_duration / min(recogniser.SPEEDS)
-            noises = augment.read_noises(args.noise_dir)
-            self.augmentation = augment.Augmentation(args.seed, len(corpus), longest, noises)
+        if training and asked.wave_augment:
+            longest = asked.max_duration / min(recogniser.SPEEDS)
+            noises = augment.read_noises(asked.noise_dir)
+            self.augmentation = augment.Augmentation(asked.seed, len(corpus), longest, noises)
 
     def __len__(self) -> int:
         return len(self.corpus)
@@ -229,12 +230,12 @@ class Utterances:
 
     def augmented(self, epoch: int) -> np.ndarray:
         """(N,) which utterances are augmented in an epoch."""
-        return augment.chosen(self.args.seed, epoch, len(self), self.augmented_share)
+        return augment.chosen(self.asked.seed, epoch, len(self), self.augmented_share)
 
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch."""
         seconds = self.corpus.seconds
-        if self.training and self.args.speed_perturbation:
+        if self.training and self.asked.speed_perturbation:
             seconds = seconds / self.speeds(epoch)
         if self.augmentation:
             longer = self.augmentation.lengths(seconds, epoch)
@@ -242,7 +243,7 @@ class Utterances:
         return seconds
 
     def speeds(self, epoch: int) -> np.ndarray:
-        factors = speed_factors(self.args.seed, epoch, len(self), recogniser.SPEEDS)
+        factors = speed_factors(self.asked.seed, epoch, len(self), recogniser.SPEEDS)
         return np.where(self.augmented(epoch), factors, np.float32(1))
 
     def fits(self, waveform: torch.Tensor, tokens: list[int]) -> bool:
@@ -253,16 +254,16 @@ class Utterances:
         """One utterance: waveform (T,), tokens (U,), whether it has the plain RNN-T loss, factors
         and counts of its loss terms, masks of SpecAugment, the slot of its language, and the
         look-ahead of its chunks."""
-        args = self.args
+        asked = self.asked
         transcript = self.corpus.texts[index]
         tokens = self.tokenizer.encode(transcript)
         if self.prompts:
             tokens += self.prompts.tag(index)
         waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
-        random = np.random.default_rng([args.seed, epoch, index])
+        random = np.random.default_rng([asked.seed, epoch, index])
         augmented = bool(self.augmented(epoch)[index])
         if self.training:
-            if args.speed_perturbation:
+            if asked.speed_perturbation:
                 changed = change_speed(waveform, float(self.speeds(epoch)[index]))
                 # A dense utterance stays as it is if it would become too short for its text.
                 if "ctc" not in self.reductions or self.fits(changed, tokens):
@@ -286,7 +287,7 @@ class Utterances:
             item["counts"][term] = len(tokens) if reduction == "mean_volume" else 1
         if "ctc" in self.reductions and not self.fits(waveform, tokens):
             item["counts"]["ctc"] = 0  # CTC's loss of it is infinite, and taken as 0
-        if self.training and args.spec_augment:
+        if self.training and asked.spec_augment:
             width = self.frequency_mask_width
             item["frequency_masks"] = augmented * random_masks(random, FREQUENCY_MASKS, width)
             item["time_masks"] = augmented * random_masks(random, TIME_MASKS, TIME_MASK_WIDTH)
@@ -442,8 +443,7 @@ def trained(asked: Options, setup: device.Setup) -> tuple[Parakeet, ModelInfo, R
     return start.Family(asked).trained(RECIPE, RunInfo, setup)
 
 
-def transcribe(args, asked: Options) -> None:
-    setup = device.setup(args, quiet=True)
+def transcribe(asked: Options, setup: device.Setup) -> None:
     model, info, before = trained(asked, setup)
     tokenizer = tokenizer_of(info)
     if asked.stream:
@@ -451,12 +451,11 @@ def transcribe(args, asked: Options) -> None:
     decode = functools.partial(decoding.transcripts, model, tokenizer)
     longest = (before or RELEASED).longest
     cutting = by_length(longest, windows.by_time(tokenizer, decoding.frame_samples(model.config)))
-    recogniser.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
+    transcribing.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
 
 
-def recogniser_to_align(args, asked: Options) -> alignment.Recogniser:
+def recogniser_to_align(asked: Options, setup: device.Setup) -> alignment.Recogniser:
     """The encoder with its CTC head, for --align. Raises `UsageError`."""
-    setup = device.setup(args, quiet=True)
     model, info, before = trained(asked, setup)
     if model.ctc_head is None:
         raise UsageError(
@@ -481,30 +480,30 @@ def recogniser_to_align(args, asked: Options) -> alignment.Recogniser:
 
 
 @torch.no_grad()
-def evaluate_only(args, asked: Options) -> None:
-    """--evaluate on the test set, --export, or both, without training."""
-    setup = device.setup(args)
+def evaluate_only(asked: Options, setup: device.Setup, batches_of: Callable) -> None:
+    """--evaluate on the test set, --export, or both, without training.
+    `batches_of`: `EvalBatches` with the flags."""
     model, info, before = trained(asked, setup)
-    if args.evaluate:
-        check_folder(args.log_dir)
-        corpora = read_data(args, before or RELEASED)
+    if asked.evaluate:
+        check_folder(asked.log_dir)
+        corpora = read_data(asked, before or RELEASED)
         corpora.pop("train", None)
-        check_texts(args, asked, corpora, tokenizer_of(info), info.own_vocabulary)
-        sets = make_sets(args, info, corpora)
-        evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
+        check_texts(asked, corpora, tokenizer_of(info), info.own_vocabulary)
+        sets = make_sets(asked, info, corpora)
+        evaluation = {name: batches_of(sets[name], collate, setup) for name in sets}
         with setup.autocast():
             report_results(asked, info, model, evaluation, before is not None, "the given weights")
     weights = released.weights_file(asked.origin)
-    found = results.results_of(args.log_dir, weights, bool(args.evaluate))
+    found = results.results_of(asked.log_dir, weights, bool(asked.evaluate))
     about = card.About(RECIPE, asked.origin.path, weights, before, found)
     start.Family(asked).export(info, model, about)
 
 
-def make_sets(args, info: ModelInfo, corpora: dict[str, Corpus]) -> dict[str, Utterances]:
+def make_sets(asked: Options, info: ModelInfo, corpora: dict[str, Corpus]) -> dict[str, Utterances]:
     """The sets of utterances."""
     tokenizer = tokenizer_of(info)
     return {
-        name: Utterances(args, corpus, tokenizer, info, training=name in splits.TRAINED)
+        name: Utterances(asked, corpus, tokenizer, info, training=name in splits.TRAINED)
         for name, corpus in corpora.items()
     }
 
@@ -516,16 +515,7 @@ def fit(seed: int, model: Parakeet, data: Utterances) -> None:
         fit_to_data(model, next(to_device([collate(items)], torch.device("cpu"))))
 
 
-def new_rows(info: ModelInfo, model: Parakeet) -> NewRows | None:
-    """The rows of pieces that models/parakeet/prepare.py has added."""
-    if not info.new_pieces:
-        return None
-    names = [name for name, _ in model.named_parameters() if name in vocabulary.ROWS]
-    return NewRows(dict.fromkeys(names, info.new_pieces), vocabulary.NEW_ROWS_RATE)
-
-
 def make_task(
-    args,
     asked: Options,
     run: Run,
     info: ModelInfo,
@@ -539,12 +529,12 @@ def make_task(
     texts = []
     # Only a released vocabulary can have another style.
     if not info.own_vocabulary and not run.resumed:
-        texts = sample_texts(train_set, args.seed)
+        texts = sample_texts(train_set, asked.seed)
     rate = learning_rate(info, float(train_set.seconds.sum()) / 3600)
     millions = optim.count_parameters(model)[0] / 1e6
     print(
         f"model: {millions:.1f} M parameters, {tokenizer.size} pieces; learning rate"
-        f" {args.learning_rate or lora.rate(model, rate):g}"
+        f" {asked.learning_rate or lora.rate(model, rate):g}"
     )
     terms = loss_weights(info)
     family = start.Family(asked)
@@ -557,18 +547,20 @@ def make_task(
         run_info,
         metric="wer" if info.pretrained else "cer",
         higher_is_better=False,
-        fit=None if info.pretrained else functools.partial(fit, args.seed),
+        fit=None if info.pretrained else functools.partial(fit, asked.seed),
         learning_rate=rate,
         checkpointed=CHECKPOINTED,
         reports=results.REPORTS,
-        further=watching.watched(evaluation, args.stop_when_watched_rises),
+        further=watching.watched(evaluation, asked.stop_when_watched_rises),
         compiled=COMPILED,
         evaluate_first=info.pretrained,
         adamw=optim.Settings(decay_embeddings=False),
         fine_tunes=info.pretrained,
         augmented_share=None if info.pretrained else asked.how.augmented_share,
         not_begun=None if info.pretrained else recogniser.not_begun,
-        new_rows=new_rows(info, model),
+        new_rows=new_rows.for_task(
+            info.new_pieces, vocabulary.ROWS, model, vocabulary.NEW_ROWS_RATE
+        ),
         vocabulary=family.vocabulary(info, run.initial),
         plans=ForPlans(
             compares=bool(asked.origin.path),
@@ -580,40 +572,42 @@ def make_task(
 def main(args) -> None:
     asked = resolve(args)
     if args.check_data:
-        return check_data(args, asked)
+        return check_data(asked)
     if args.transcribe:
-        return transcribe(args, asked)
+        return transcribe(asked, device.setup(args, quiet=True))
     if request := alignment.resolve(args):
-        return alignment.align_files(request, lambda: recogniser_to_align(args, asked))
+        return alignment.align_files(
+            request, lambda: recogniser_to_align(asked, device.setup(args, quiet=True))
+        )
     if released.exports_adapter_only(asked.origin):
         return start.Family(asked).export_adapter(RECIPE)
     if args.evaluate or released.exports_only(asked.origin):
-        return evaluate_only(args, asked)
+        return evaluate_only(asked, device.setup(args), functools.partial(EvalBatches, args))
     run = begin(args, RECIPE)
     before = released.read_run_info(RunInfo, run.resumed)
 
     # A fault of the model is found before all data are checked, unless it needs a new vocabulary.
-    read = functools.cache(lambda: read_data(args, before))
-    info, model = start.Family(asked).first_model(run, lambda: replay.texts(read()), args.seed)
+    read = functools.cache(lambda: read_data(asked, before))
+    info, model = start.Family(asked).first_model(run, lambda: replay.texts(read()))
     model.trains_ctc = "ctc" in loss_weights(info)
     corpora = read()
-    check_texts(args, asked, corpora, tokenizer_of(info), info.own_vocabulary)
-    corpora = drop_untrainable(args, corpora, info)
-    sets = make_sets(args, info, corpora)
+    check_texts(asked, corpora, tokenizer_of(info), info.own_vocabulary)
+    corpora = drop_untrainable(asked, corpora, info)
+    sets = make_sets(asked, info, corpora)
 
     new, old = sets.pop("train"), sets.pop(replay.REPLAY, None)
     global_batches = make_batches(args, new, collate, run.setup, old)
     if before is None and info.pretrained:
         before = RELEASED
-    run_info = splits.run_info(splits.resolve(args), corpora, before)
+    run_info = splits.run_info(asked.data, corpora, before)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
-    task = make_task(args, asked, run, info, run_info, corpora["train"], model, evaluation)
+    task = make_task(asked, run, info, run_info, corpora["train"], model, evaluation)
     progress = train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, asked, info, model, evaluation, True)
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
         results.add_watched(asked.how, task.further, progress)
-        found = results.results_of(args.log_dir, weights, are_new=True)
+        found = results.results_of(asked.log_dir, weights, are_new=True)
         about = card.About(RECIPE, asked.origin.path, weights, run_info, found)
         start.Family(asked).export(info, model, about)
 

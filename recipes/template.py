@@ -40,7 +40,7 @@ from common.errors import exit_with_one_line
 from common.loop import Task, begin, finish, train
 from common.options import TRAINS, flag
 from common.report import check_folder
-from speech.data import demo, feasible, splits
+from speech.data import feasible, splits
 from speech.data.columns import Corpus
 from speech.decoding import recogniser, results
 from speech.signal.audio import SAMPLE_RATE, read_utterance
@@ -93,6 +93,8 @@ def read_data(args, before: splits.RunInfo | None = None) -> dict[str, Corpus]:
     """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
     given. What the run `before`, which is resumed or used, held out is held out again. Texts that
     are too long for their audio are not trained on."""
+    from speech.data import demo
+
     folder = Path(args.output_dir) / "data" / "template_demo"
     corpora = splits.load_splits(
         splits.resolve(args, before),
@@ -270,9 +272,11 @@ def trained(args, setup: device.Setup) -> tuple[Network, splits.RunInfo]:
 
 
 def transcribe(args, how: recogniser.Options) -> None:
+    from speech.decoding import transcribing
+
     setup = device.setup(args, quiet=True)
     model, before = trained(args, setup)
-    recogniser.transcribe_files(how, functools.partial(texts_of, model), setup, before.longest)
+    transcribing.transcribe_files(how, functools.partial(texts_of, model), setup, before.longest)
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ import dataclasses
 import functools
 import itertools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -47,9 +48,8 @@ from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.parts import lora
-from common.parts.new_rows import NewRows
 from common.report import check_folder
-from models import card, released
+from models import card, new_rows, released
 from models.wav2vec2 import decoding, start, vocabulary
 from models.wav2vec2.model import CHECKPOINTED, COMPILED, Wav2Vec2, frame_samples, frames
 from models.wav2vec2.scratch import fit_to_data
@@ -66,7 +66,7 @@ from speech.alignment.letters import of_characters
 from speech.data import demo, feasible, splits
 from speech.data.columns import Corpus, Strings
 from speech.data.splits import RunInfo
-from speech.decoding import recogniser, results, timed, windows
+from speech.decoding import recogniser, results, timed, transcribing, windows
 from speech.decoding.long import PARTS, by_length
 from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
@@ -115,19 +115,19 @@ def resolve(args) -> Options:
 # --- data -----------------------------------------------------------------------------------------
 
 
-def read_data(args, before: RunInfo | None, style: Style | None) -> dict[str, Corpus]:
+def read_data(asked: Options, before: RunInfo | None, style: Style | None) -> dict[str, Corpus]:
     """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
     given. What the run `before`, which is resumed or used, held out is held out again. Texts are
     prepared in a model's `style`; None leaves them as they are."""
 
     def make_demo() -> dict[str, str]:
-        folder = Path(args.output_dir) / "data" / "konkani_demo"
+        folder = Path(asked.output_dir) / "data" / "konkani_demo"
         return demo.speech_corpus(folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES, DEMO_SIZES)
 
     def stand_in() -> dict[str, Corpus]:
-        return splits.stand_in(args.max_duration)
+        return splits.stand_in(asked.max_duration)
 
-    data = splits.resolve(args, before)
+    data = splits.again(asked.data, before)
     if style and data.manifests:
         print("texts are prepared as the model writes (--keep_text leaves them as they are)")
     as_the_model = functools.partial(prepare, style=style)
@@ -149,30 +149,30 @@ def in_its_letters(corpora: dict[str, Corpus], info: ModelInfo) -> dict[str, Cor
     return {name: dataclasses.replace(each, texts=texts) for name, each in corpora.items()}
 
 
-def check_texts(args, corpora: dict[str, Corpus], info: ModelInfo) -> None:
+def check_texts(asked: Options, corpora: dict[str, Corpus], info: ModelInfo) -> None:
     """Prints which characters the vocabulary lacks, and which it changes. Raises `DataError` if
     many are lacking."""
     tokenizer = tokenizer_of(info)
     is_own = info.own_vocabulary
-    unknown.check_unknown(corpora, tokenizer.lacking, args.allow_unknown, NEW_VOCABULARY, is_own)
+    unknown.check_unknown(corpora, tokenizer.lacking, asked.allow_unknown, NEW_VOCABULARY, is_own)
     unknown.note_rewritten(corpora, tokenizer)
 
 
-def check_data(args, asked: Options) -> None:
+def check_data(asked: Options) -> None:
     """--check_data. The texts are compared with the vocabulary of the model that flags name."""
-    info = start.given_info(asked, RECIPE, args.init_from)
-    corpora = read_data(args, None, info.read_style() if info else None)
+    info = start.given_info(asked, RECIPE)
+    corpora = read_data(asked, None, info.read_style() if info else None)
     tokenizer = None
     if info and info.config["vocabulary"] and asked.vocab in (None, "released"):
         tokenizer = tokenizer_of(info)
-        check_texts(args, corpora, info)
+        check_texts(asked, corpora, info)
     config = info.config if info else asked.origin.size
-    corpora = drop_untrainable(args, corpora, config, tokenizer)
+    corpora = drop_untrainable(asked, corpora, config, tokenizer)
     splits.report_checked(corpora, from_scratch=info is None)
 
 
 def drop_untrainable(
-    args, corpora: dict[str, Corpus], config: dict, tokenizer: Wav2Vec2Tokenizer | None
+    asked: Options, corpora: dict[str, Corpus], config: dict, tokenizer: Wav2Vec2Tokenizer | None
 ) -> dict[str, Corpus]:
     """The corpora, of which the training set is without utterances that no CTC alignment fits, and
     without texts of unknown characters only. A vocabulary that is not made yet (None) has a token
@@ -182,7 +182,7 @@ def drop_untrainable(
         return frames(int(seconds * SAMPLE_RATE), config)
 
     known = (tokenizer.encode, [tokenizer.unknown]) if tokenizer else ()
-    return feasible.without_infeasible(corpora, frames_of, args.strict_data, *known)
+    return feasible.without_infeasible(corpora, frames_of, asked.strict_data, *known)
 
 
 class Utterances:
@@ -194,24 +194,24 @@ class Utterances:
 
     def __init__(
         self,
-        args,
+        asked: Options,
         corpus: Corpus,
         tokenizer: Wav2Vec2Tokenizer,
         info: ModelInfo,
         training: bool,
     ):
-        self.args = args
+        self.asked = asked
         self.corpus = corpus
         self.tokenizer = tokenizer
         self.config = info.config
         self.training = training
-        self.masks = start.mask_shares(args, info)
-        self.layer_drop = start.layer_drop(args, info)
+        self.masks = start.mask_shares(asked, info)
+        self.layer_drop = start.layer_drop(asked, info)
         self.augmentation = None
-        if training and args.wave_augment:
-            longest = args.max_duration / min(recogniser.SPEEDS)
-            noises = augment.read_noises(args.noise_dir)
-            self.augmentation = augment.Augmentation(args.seed, len(corpus), longest, noises)
+        if training and asked.wave_augment:
+            longest = asked.max_duration / min(recogniser.SPEEDS)
+            noises = augment.read_noises(asked.noise_dir)
+            self.augmentation = augment.Augmentation(asked.seed, len(corpus), longest, noises)
 
     def __len__(self) -> int:
         return len(self.corpus)
@@ -224,12 +224,12 @@ class Utterances:
 
     def augmented(self, epoch: int) -> np.ndarray:
         """(N,) which utterances are augmented in an epoch."""
-        return augment.chosen(self.args.seed, epoch, len(self), self.augmented_share)
+        return augment.chosen(self.asked.seed, epoch, len(self), self.augmented_share)
 
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch."""
         seconds = self.corpus.seconds
-        if self.training and self.args.speed_perturbation:
+        if self.training and self.asked.speed_perturbation:
             seconds = seconds / self.speeds(epoch)
         if self.augmentation:
             longer = self.augmentation.lengths(seconds, epoch)
@@ -237,19 +237,19 @@ class Utterances:
         return seconds
 
     def speeds(self, epoch: int) -> np.ndarray:
-        factors = speed_factors(self.args.seed, epoch, len(self), recogniser.SPEEDS)
+        factors = speed_factors(self.asked.seed, epoch, len(self), recogniser.SPEEDS)
         return np.where(self.augmented(epoch), factors, np.float32(1))
 
     def item(self, index: int, epoch: int) -> dict:
         """One utterance: waveform (T,), tokens (U,); in training also masks over its frames (T',)
         and over channels (D,), and which layers it goes through."""
-        args = self.args
+        asked = self.asked
         transcript = self.corpus.texts[index]
         tokens = self.tokenizer.encode(transcript)
         waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
         augmented = bool(self.augmented(epoch)[index])
         if self.training:
-            if args.speed_perturbation:
+            if asked.speed_perturbation:
                 changed = change_speed(waveform, float(self.speeds(epoch)[index]))
                 # A dense utterance stays as it is if it would become too short for its text.
                 if feasible.fits(frames(len(changed), self.config), tokens):
@@ -267,8 +267,8 @@ class Utterances:
             "name": self.corpus.where(index),
             "index": index,
         }
-        random = np.random.default_rng([args.seed, epoch, index])
-        if self.training and args.spec_augment:
+        random = np.random.default_rng([asked.seed, epoch, index])
+        if self.training and asked.spec_augment:
             time, channels = self.masks
             count = frames(len(waveform), self.config)
             width = self.config["hidden_size"]
@@ -402,19 +402,17 @@ def trained(asked: Options, setup: device.Setup) -> tuple[Wav2Vec2, ModelInfo, R
     return start.Family(asked).trained(RECIPE, RunInfo, setup)
 
 
-def transcribe(args, asked: Options) -> None:
-    setup = device.setup(args, quiet=True)
+def transcribe(asked: Options, setup: device.Setup) -> None:
     model, info, before = trained(asked, setup)
     tokenizer = tokenizer_of(info)
     decode = functools.partial(decoding.transcripts, model, tokenizer)
     longest = (before or RELEASED).longest
     cutting = by_length(longest, windows.by_time(tokenizer, frame_samples(info.config)))
-    recogniser.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
+    transcribing.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
 
 
-def recogniser_to_align(args, asked: Options) -> alignment.Recogniser:
+def recogniser_to_align(asked: Options, setup: device.Setup) -> alignment.Recogniser:
     """The model of --align."""
-    setup = device.setup(args, quiet=True)
     model, info, before = trained(asked, setup)
     tokenizer = tokenizer_of(info)
 
@@ -432,30 +430,30 @@ def recogniser_to_align(args, asked: Options) -> alignment.Recogniser:
 
 
 @torch.no_grad()
-def evaluate_only(args, asked: Options) -> None:
-    """--evaluate on the test set, --export, or both, without training."""
-    setup = device.setup(args)
+def evaluate_only(asked: Options, setup: device.Setup, batches_of: Callable) -> None:
+    """--evaluate on the test set, --export, or both, without training.
+    `batches_of`: `EvalBatches` with the flags."""
     model, info, before = trained(asked, setup)
-    if args.evaluate:
-        check_folder(args.log_dir)
-        corpora = read_data(args, before or RELEASED, info.read_style())
+    if asked.evaluate:
+        check_folder(asked.log_dir)
+        corpora = read_data(asked, before or RELEASED, info.read_style())
         corpora.pop("train", None)
-        check_texts(args, corpora, info)
-        sets = make_sets(args, info, corpora)
-        evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
+        check_texts(asked, corpora, info)
+        sets = make_sets(asked, info, corpora)
+        evaluation = {name: batches_of(sets[name], collate, setup) for name in sets}
         with setup.autocast():
             report_results(asked, info, model, evaluation, before is not None, "the given weights")
     weights = released.weights_file(asked.origin)
-    found = results.results_of(args.log_dir, weights, bool(args.evaluate))
+    found = results.results_of(asked.log_dir, weights, bool(asked.evaluate))
     about = card.About(RECIPE, asked.origin.path, weights, before, found)
     start.Family(asked).export(info, model, about)
 
 
-def make_sets(args, info: ModelInfo, corpora: dict[str, Corpus]) -> dict[str, Utterances]:
+def make_sets(asked: Options, info: ModelInfo, corpora: dict[str, Corpus]) -> dict[str, Utterances]:
     """The sets of utterances."""
     tokenizer = tokenizer_of(info)
     return {
-        name: Utterances(args, corpus, tokenizer, info, training=name == "train")
+        name: Utterances(asked, corpus, tokenizer, info, training=name == "train")
         for name, corpus in corpora.items()
     }
 
@@ -468,20 +466,17 @@ def fit(seed: int, model: Wav2Vec2, data: Utterances) -> None:
 
 
 def make_task(
-    args, run: Run, asked: Options, info: ModelInfo, run_info: RunInfo, model: Wav2Vec2
+    asked: Options, run: Run, info: ModelInfo, run_info: RunInfo, model: Wav2Vec2
 ) -> Task:
     """The task: all that the loop knows of this recipe."""
     rate = learning_rate(info)
     millions = optim.count_parameters(model)[0] / 1e6
     print(
         f"model: {millions:.1f} M parameters, {info.config['vocabulary']:,} characters; learning"
-        f" rate {args.learning_rate or lora.rate(model, rate):g}"
+        f" rate {asked.learning_rate or lora.rate(model, rate):g}"
     )
     starts_silent = info.has_new_head or not info.pretrained
-    new_rows = None
-    if info.new_pieces and not info.has_new_head:
-        rows = dict.fromkeys(vocabulary.ROWS, info.new_pieces)
-        new_rows = NewRows(rows, start.NEW_ROWS_RATE)
+    new_pieces = [] if info.has_new_head else info.new_pieces
     family = start.Family(asked)
     return Task(
         RECIPE,
@@ -492,7 +487,7 @@ def make_task(
         run_info,
         metric="cer",
         higher_is_better=False,
-        fit=None if info.pretrained else functools.partial(fit, args.seed),
+        fit=None if info.pretrained else functools.partial(fit, asked.seed),
         learning_rate=rate,
         checkpointed=CHECKPOINTED,
         reports=results.REPORTS,
@@ -503,7 +498,7 @@ def make_task(
         fine_tunes=info.pretrained,
         augmented_share=asked.how.augmented_share if starts_silent else None,
         not_begun=recogniser.not_begun,
-        new_rows=new_rows,
+        new_rows=new_rows.for_task(new_pieces, vocabulary.ROWS, model, start.NEW_ROWS_RATE),
         vocabulary=family.vocabulary(info, run.initial),
         plans=ForPlans(
             compares=bool(asked.origin.path) and info.had_head,
@@ -515,43 +510,43 @@ def make_task(
 def main(args) -> None:
     asked = resolve(args)
     if args.check_data:
-        return check_data(args, asked)
+        return check_data(asked)
     if args.transcribe:
-        return transcribe(args, asked)
+        return transcribe(asked, device.setup(args, quiet=True))
     if request := alignment.resolve(args):
-        return alignment.align_files(request, lambda: recogniser_to_align(args, asked))
+        return alignment.align_files(
+            request, lambda: recogniser_to_align(asked, device.setup(args, quiet=True))
+        )
     if released.exports_adapter_only(asked.origin):
         return start.Family(asked).export_adapter(RECIPE)
     if args.evaluate or released.exports_only(asked.origin):
-        return evaluate_only(args, asked)
+        return evaluate_only(asked, device.setup(args), functools.partial(EvalBatches, args))
     run = begin(args, RECIPE)
     before = released.read_run_info(RunInfo, run.resumed)
 
     # Texts are read as the model writes, so it is known before the data.
-    read = functools.cache(functools.partial(read_data, args, before))
+    read = functools.cache(functools.partial(read_data, asked, before))
     info, model = start.Family(asked).first_model(
-        run,
-        lambda info: in_its_letters(read(info.read_style()), info)["train"].texts,
-        args.seed,
+        run, lambda info: in_its_letters(read(info.read_style()), info)["train"].texts
     )
-    if not args.spec_augment:
+    if not asked.spec_augment:
         model.masked_spec_embed.requires_grad_(False)  # no frame becomes it
     corpora = dict(in_its_letters(read(info.read_style()), info))
-    check_texts(args, corpora, info)
-    corpora = drop_untrainable(args, corpora, info.config, tokenizer_of(info))
-    sets = make_sets(args, info, corpora)
+    check_texts(asked, corpora, info)
+    corpora = drop_untrainable(asked, corpora, info.config, tokenizer_of(info))
+    sets = make_sets(asked, info, corpora)
 
     global_batches = GlobalBatches(args, sets.pop("train"), collate, run.setup)
     if before is None and info.pretrained and not info.has_new_head:
         before = RELEASED
-    run_info = splits.run_info(splits.resolve(args), corpora, before)
+    run_info = splits.run_info(asked.data, corpora, before)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
-    task = make_task(args, run, asked, info, run_info, model)
+    task = make_task(asked, run, info, run_info, model)
     train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, asked, info, model, evaluation, True)
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
-        found = results.results_of(args.log_dir, weights, are_new=True)
+        found = results.results_of(asked.log_dir, weights, are_new=True)
         about = card.About(RECIPE, asked.origin.path, weights, run_info, found)
         start.Family(asked).export(info, model, about)
 

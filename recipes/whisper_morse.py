@@ -26,6 +26,7 @@ Sources: Whisper (Radford et al. 2022); ITU-R M.1677 (codes and timing); the con
 import dataclasses
 import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -39,7 +40,7 @@ import numpy as np
 import torch
 
 from common import device, options, run_length
-from common.batches import EvalBatches, GlobalBatches, pad
+from common.batches import EvalBatches, pad
 from common.errors import DataError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.parts.replay import make_batches
@@ -61,7 +62,7 @@ from models.whisper.start import (
 )
 from models.whisper.tokenizer import WhisperTokenizer, train_symbols
 from speech.data import replay, splits, watching
-from speech.decoding import recogniser, results
+from speech.decoding import recogniser, results, transcribing
 from speech.decoding.long import BY_SILENCES
 from speech.decoding.recogniser import SPEEDS, decode_set, decode_texts
 from speech.morse import clips, scores
@@ -123,11 +124,13 @@ def resolve(args) -> tuple[Options, clips.Options]:
 # --- data -----------------------------------------------------------------------------------------
 
 
-def read_data(args, source: clips.Options, before: RunInfo | None = None) -> dict[str, clips.Clips]:
+def read_data(
+    asked: Options, source: clips.Options, before: RunInfo | None = None
+) -> dict[str, clips.Clips]:
     """The clips "train", "val" and, if there is one, "test". What the run `before`, which is
     resumed or used, held out is held out again."""
-    data = splits.resolve(args, before and before.data)
-    return clips.read(source, data, trains=not args.evaluate)
+    data = splits.again(asked.data, before and before.data)
+    return clips.read(source, data, trains=not asked.evaluate)
 
 
 class Utterances:
@@ -137,22 +140,24 @@ class Utterances:
 
     augmented_share = 1.0
 
-    def __init__(self, args, corpus: clips.Clips, tokenizer, info: ModelInfo, training: bool):
-        self.args = args
+    def __init__(
+        self, asked: Options, corpus: clips.Clips, tokenizer, info: ModelInfo, training: bool
+    ):
+        self.asked = asked
         self.corpus = corpus
         self.tokenizer = tokenizer
         self.training = training
         self.longest = input_seconds(info.config)
-        self.most_tokens = args.max_target_tokens or info.config["max_target_positions"]
+        self.most_tokens = asked.max_target_tokens or info.config["max_target_positions"]
         # Only the synthesis knows what is being sent in every frame.
-        has_head = args.alignment_weight and info.ctc_tokens
+        has_head = asked.auxiliary["alignment_weight"] and info.ctc_tokens
         self.aligned = bool(has_head) and isinstance(corpus, Synthetic)
-        padding = (args.pad_share, args.pad_to_30s)
-        self.padding = Padding(args.seed, len(corpus), self.longest, *padding)
+        padding = (asked.pad_share, asked.pad_to_30s)
+        self.padding = Padding(asked.seed, len(corpus), self.longest, *padding)
         self.augmentation = None
-        if training and args.wave_augment:
-            noises = augment.read_noises(args.noise_dir)
-            self.augmentation = augment.Augmentation(args.seed, len(corpus), self.longest, noises)
+        if training and asked.wave_augment:
+            noises = augment.read_noises(asked.noise_dir)
+            self.augmentation = augment.Augmentation(asked.seed, len(corpus), self.longest, noises)
 
     def __len__(self) -> int:
         return len(self.corpus)
@@ -168,16 +173,16 @@ class Utterances:
 
     def augmented(self, epoch: int) -> np.ndarray:
         """(N,) which utterances are augmented in an epoch."""
-        return augment.chosen(self.args.seed, epoch, len(self), self.augmented_share)
+        return augment.chosen(self.asked.seed, epoch, len(self), self.augmented_share)
 
     def speeds(self, epoch: int) -> np.ndarray:
-        factors = speed_factors(self.args.seed, epoch, len(self), SPEEDS)
+        factors = speed_factors(self.asked.seed, epoch, len(self), SPEEDS)
         return np.where(self.augmented(epoch), factors, np.float32(1))
 
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch."""
         seconds = self.corpus.seconds(epoch)
-        if self.training and self.args.speed_perturbation:
+        if self.training and self.asked.speed_perturbation:
             seconds = np.minimum(seconds / self.speeds(epoch), self.longest)
         return self.lengths(seconds, epoch)
 
@@ -193,7 +198,7 @@ class Utterances:
         """One clip; see `example`. If the synthesis knows it, also what each encoder frame says
         (F,)."""
         waveform, transcript, name, spans = self.corpus.load(index, epoch)
-        if self.training and self.args.speed_perturbation:
+        if self.training and self.asked.speed_perturbation:
             changed = change_speed(waveform, float(self.speeds(epoch)[index]))
             if len(changed) <= round(self.longest * SAMPLE_RATE):
                 waveform = changed
@@ -241,8 +246,8 @@ class Utterances:
         }
         if self.training:
             item |= self.padding.pad(waveform, index, epoch)
-        if self.training and self.args.spec_augment:
-            random = np.random.default_rng([self.args.seed, epoch, index])
+        if self.training and self.asked.spec_augment:
+            random = np.random.default_rng([self.asked.seed, epoch, index])
             masks = random_masks(random, FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH)
             item["frequency_masks"] = augmented * masks
             item["time_masks"] = augmented * random_masks(random, TIME_MASKS, TIME_MASK_WIDTH)
@@ -312,9 +317,12 @@ def compute_loss(model: Whisper, batch: dict) -> dict[str, torch.Tensor]:
     return losses(model, batch, encoded, mask)
 
 
-def loss_weights(args, info: ModelInfo) -> dict[str, float]:
+def loss_weights(asked: Options, info: ModelInfo) -> dict[str, float]:
     """The share of each loss term."""
-    for name, share in (("ctc", args.ctc_weight), ("alignment", args.alignment_weight)):
+    for name, share in (
+        ("ctc", asked.ctc_weight),
+        ("alignment", asked.auxiliary["alignment_weight"]),
+    ):
         if info.ctc_tokens and share:
             return {"attention": 1.0 - share, name: share}
     return {"attention": 1.0}
@@ -350,7 +358,6 @@ def final_texts(
 
 
 def report_results(
-    args,
     asked: Options,
     info: ModelInfo,
     model: Whisper,
@@ -368,11 +375,11 @@ def report_results(
     rows = [
         {**corpus.row(row["index"], row["hypothesis"]), "seconds": row["seconds"]} for row in rows
     ]
-    title = f"{name} set, {weights}, {len(rows)} clips, decoding: {args.decoding}"
+    title = f"{name} set, {weights}, {len(rows)} clips, decoding: {asked.how.decoding}"
     results.print_results(rows, title, asked.how, for_scoring)
     tables = scores.evaluation_tables(rows)
     scores.print_tables(tables)
-    scores.write_evaluation(tables, args.log_dir / "evaluation.json")
+    scores.write_evaluation(tables, asked.log_dir / "evaluation.json")
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -383,39 +390,40 @@ def trained(asked: Options, setup: device.Setup) -> tuple[Whisper, ModelInfo, Ru
     return start.Family(asked).trained(RECIPE, RunInfo, setup)
 
 
-def transcribe(args, asked: Options) -> None:
-    setup = device.setup(args, quiet=True)
+def transcribe(asked: Options, setup: device.Setup) -> None:
     model, info, before = trained(asked, setup)
     tokenizer, search = make_search(asked, info)
     # Within a word of Morse there are pauses, too.
     longest, cutting = long_recordings(info, before and before.data, short=BY_SILENCES)
     texts_of = functools.partial(final_texts, model, tokenizer, search)
-    recogniser.transcribe_files(asked.how, texts_of, setup, longest, cutting)
+    transcribing.transcribe_files(asked.how, texts_of, setup, longest, cutting)
 
 
 @torch.no_grad()
-def evaluate_only(args, asked: Options, source: clips.Options) -> None:
-    """--evaluate on the test set, --export, or both, without training."""
-    setup = device.setup(args)
+def evaluate_only(
+    asked: Options, source: clips.Options, setup: device.Setup, batches_of: Callable
+) -> None:
+    """--evaluate on the test set, --export, or both, without training.
+    `batches_of`: `EvalBatches` with the flags."""
     model, info, before = trained(asked, setup)
-    if args.evaluate:
-        check_folder(args.log_dir)
+    if asked.evaluate:
+        check_folder(asked.log_dir)
         source = clips.as_trained(source, before.synthesis if before else None)
-        corpora = read_data(args, source, before)
+        corpora = read_data(asked, source, before)
         corpora.pop("train", None)
-        sets = make_sets(args, asked, info, corpora)
-        evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
+        sets = make_sets(asked, info, corpora)
+        evaluation = {name: batches_of(sets[name], collate, setup) for name in sets}
         with setup.autocast():
-            report_results(args, asked, info, model, evaluation, "the given weights")
+            report_results(asked, info, model, evaluation, "the given weights")
     weights = released.weights_file(asked.origin)
-    found = results.results_of(args.log_dir, weights, bool(args.evaluate))
+    found = results.results_of(asked.log_dir, weights, bool(asked.evaluate))
     data = before and before.data
     about = card.About(RECIPE, asked.origin.path, weights, data, found, **CARD)
     start.Family(asked).export(info, model, about)
 
 
 def make_sets(
-    args, asked: Options, info: ModelInfo, corpora: dict[str, clips.Clips]
+    asked: Options, info: ModelInfo, corpora: dict[str, clips.Clips]
 ) -> dict[str, Utterances]:
     """The sets of clips."""
     check_limits(asked, info.config)
@@ -423,31 +431,28 @@ def make_sets(
     sets = {}
     for name, corpus in corpora.items():
         is_trained = name in splits.TRAINED
-        sets[name] = Utterances(args, corpus, tokenizer, info, is_trained)
+        sets[name] = Utterances(asked, corpus, tokenizer, info, is_trained)
     return sets
 
 
 def about_run(
-    args,
+    asked: Options,
     info: ModelInfo,
     source: clips.Options,
     corpora: dict[str, clips.Clips],
-    global_batches: GlobalBatches,
+    middle: int,
     before: RunInfo | None,
 ) -> RunInfo:
-    """The record of the run. `before`: the same of the run that is resumed."""
-    data = clips.run_info(splits.resolve(args), corpora)
+    """The record of the run. `middle`: its middle epoch; `before`: the record of the run that is
+    resumed."""
+    data = clips.run_info(asked.data, corpora)
     data = with_longest(info, data, before and before.data)
-    steps = run_length.choose(args, global_batches, info.pretrained).total
-    pad_from = middle_epoch(steps, global_batches.per_epoch)
-    if before:
-        pad_from = before.pad_from
+    pad_from = before.pad_from if before else middle
     synthesis = source.choice if isinstance(corpora["train"], Synthetic) else None
     return RunInfo(data, pad_from, synthesis)
 
 
 def make_task(
-    args,
     asked: Options,
     run: Run,
     info: ModelInfo,
@@ -457,10 +462,10 @@ def make_task(
 ) -> Task:
     """The task: all that the loop knows of this recipe."""
     tokenizer, search = make_search(asked, info)
-    watched = watching.watched(evaluation, args.stop_when_watched_rises)
+    watched = watching.watched(evaluation, asked.stop_when_watched_rises)
     heard = [train_set, *(each.dataset.data for each in (watched.sets if watched else {}).values())]
-    rate = decoding.TokenRate(heard, args.seed)
-    terms = loss_weights(args, info)
+    rate = decoding.TokenRate(heard, asked.seed)
+    terms = loss_weights(asked, info)
     last_steps = decoding.last_steps(search, info.config)
     family = start.Family(asked)
     return Task(
@@ -488,37 +493,40 @@ def make_task(
 def main(args) -> None:
     asked, source = resolve(args)
     if args.check_data:
-        sets = read_data(args, source)
+        sets = read_data(asked, source)
         return splits.report_checked({name: part.corpus for name, part in sets.items()})
     if args.transcribe:
-        return transcribe(args, asked)
+        return transcribe(asked, device.setup(args, quiet=True))
     if released.exports_adapter_only(asked.origin):
         return start.Family(asked).export_adapter(RECIPE)
     if args.evaluate or released.exports_only(asked.origin, (*released.GOALS, *clips.GOALS)):
-        return evaluate_only(args, asked, source)
+        batches_of = functools.partial(EvalBatches, args)
+        return evaluate_only(asked, source, device.setup(args), batches_of)
     run = begin(args, RECIPE)
     before = released.read_run_info(RunInfo, run.resumed)
 
-    corpora = read_data(args, source, before)
-    new_tokenizer = functools.partial(train_symbols, SYMBOLS, args.language)
-    info, model = start.Family(asked).first_model(run, new_tokenizer, args.seed)
-    sets = make_sets(args, asked, info, corpora)
+    corpora = read_data(asked, source, before)
+    new_tokenizer = functools.partial(train_symbols, SYMBOLS, asked.language)
+    info, model = start.Family(asked).first_model(run, new_tokenizer)
+    sets = make_sets(asked, info, corpora)
 
     learned = {name: sets.pop(name) for name in splits.TRAINED if name in sets}
     new, old = learned["train"], learned.get(replay.REPLAY)
     global_batches = make_batches(args, new, collate, run.setup, old)
-    run_info = about_run(args, info, source, corpora, global_batches, before)
+    steps = run_length.choose(args, global_batches, info.pretrained).total
+    middle = middle_epoch(steps, global_batches.per_epoch)
+    run_info = about_run(asked, info, source, corpora, middle, before)
     for each in learned.values():
         each.padding.begin = run_info.pad_from
     note_longer_epochs(global_batches, run_info.pad_from)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
-    task = make_task(args, asked, run, info, run_info, new, evaluation)
+    task = make_task(asked, run, info, run_info, new, evaluation)
     progress = train(args, run, model, task, global_batches, evaluation["val"])
-    report = functools.partial(report_results, args, asked, info, model, evaluation)
+    report = functools.partial(report_results, asked, info, model, evaluation)
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
         results.add_watched(asked.how, task.further, progress)
-        found = results.results_of(args.log_dir, weights, are_new=True)
+        found = results.results_of(asked.log_dir, weights, are_new=True)
         about = card.About(RECIPE, asked.origin.path, weights, run_info.data, found, **CARD)
         start.Family(asked).export(info, model, about)
 

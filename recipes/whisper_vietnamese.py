@@ -40,7 +40,7 @@ import numpy as np
 import torch
 
 from common import device, options, run_length
-from common.batches import EvalBatches, GlobalBatches, pad
+from common.batches import EvalBatches, pad
 from common.errors import DataError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.options import flag
@@ -66,7 +66,7 @@ from models.whisper.start import (
 from models.whisper.tokenizer import WhisperTokenizer, train_bpe
 from speech.data import demo, replay, splits, watching
 from speech.data.columns import Corpus
-from speech.decoding import recogniser, results
+from speech.decoding import recogniser, results, transcribing
 from speech.decoding.recogniser import SPEEDS, decode_set, decode_texts
 from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
@@ -135,13 +135,19 @@ def add_arguments(parser) -> None:
     parser.usual("language")
 
 
-def resolve(args) -> Options:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked(Options, packs.Flags, comparing.Flags):
+    """The request of the flags."""
+
+
+def resolve(args) -> Asked:
     is_demo = not args.train_manifest
     options.resolve(args, is_demo, DEMO_STEPS)
     how = recogniser.resolve(args, is_demo, BEAM_SIZE, has_times=args.timestamps)
     if args.vocab_size is None:
         args.vocab_size = DEMO_TOKENS if is_demo else USUAL_TOKENS
-    asked = start.resolve(args, SIZES, is_demo, how, demo_language=DEMO_LANGUAGE)
+    language = DEMO_LANGUAGE
+    asked = start.resolve(args, SIZES, is_demo, how, demo_language=language, record=Asked)
     if args.compare_to:
         comparing.check(asked, RECIPE, args.compare_to, with_times=bool(args.long))
     return asked
@@ -150,46 +156,48 @@ def resolve(args) -> Options:
 # --- data -----------------------------------------------------------------------------------------
 
 
-def read_data(args, before: RunInfo | None = None, times: bool = False) -> dict[str, Corpus]:
+def read_data(
+    asked: Asked, before: RunInfo | None = None, times: bool = False
+) -> dict[str, Corpus]:
     """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
     given. What the run `before`, which is resumed or used, held out is held out again. With
     `times`, the training set's segments are utterances of their own, because windows of them are
     trained on."""
 
     def make_demo() -> dict[str, str]:
-        folder = Path(args.output_dir) / "data" / "vietnamese_demo"
+        folder = Path(asked.output_dir) / "data" / "vietnamese_demo"
         return demo.speech_corpus(folder, demo.VIETNAMESE_WORDS, demo.VIETNAMESE_VOICES, DEMO_SIZES)
 
     def stand_in() -> dict[str, Corpus]:
-        positions = args.max_target_tokens or SIZES["demo"]["max_target_positions"]
+        positions = asked.max_target_tokens or SIZES["demo"]["max_target_positions"]
         most_characters = positions - PROMPT  # a token has at least one
-        return splits.stand_in(args.max_duration, most_characters)
+        return splits.stand_in(asked.max_duration, most_characters)
 
-    data = splits.resolve(args, before and before.data)
+    data = splits.again(asked.data, before and before.data)
     checks = dataclasses.replace(data.checks, join_segments=not times)
     data = dataclasses.replace(data, checks=checks)
     return splits.load_splits(data, text.normalise, make_demo, stand_in)
 
 
 def read_for(
-    args, info: ModelInfo, resumes: bool, read: Callable[[bool], dict[str, Corpus]]
+    asked: Asked, info: ModelInfo, resumes: bool, read: Callable[[bool], dict[str, Corpus]]
 ) -> tuple[dict[str, Corpus], float]:
     """The corpora that a training of this model has, and its --timestamp_share. `read`: `read_data`
     by `times`."""
-    given = args.timestamp_share
-    return packs.read_for(given, info, resumes, read, joins=args.use_chunking)
+    given = asked.timestamp_share
+    return packs.read_for(given, info, resumes, read, joins=asked.use_chunking)
 
 
-def check_data(args, asked: Options) -> None:
+def check_data(asked: Asked) -> None:
     """--check_data: the data as a training with these flags reads them."""
-    read = functools.cache(functools.partial(read_data, args, None))
+    read = functools.cache(functools.partial(read_data, asked, None))
     corpora = None
     if asked.origin.path:
         with torch.device("meta"):
             info, _ = read_released(asked, asked.origin.path)
         tokenizer, _ = make_search(asked, info)
         say_language(tokenizer)
-        corpora, _ = read_for(args, info, False, read)
+        corpora, _ = read_for(asked, info, False, read)
         check_languages(corpora, tokenizer)
     elif asked.language:
         print(f"language of the texts: {described(asked.language)}")
@@ -209,20 +217,20 @@ class Utterances:
 
     augmented_share = 1.0
 
-    def __init__(self, args, corpus: Corpus, tokenizer, info: ModelInfo, training: bool):
-        self.args = args
+    def __init__(self, asked: Asked, corpus: Corpus, tokenizer, info: ModelInfo, training: bool):
+        self.asked = asked
         self.corpus = corpus
         self.tokenizer = tokenizer
         self.training = training
         self.longest = input_seconds(info.config)
-        self.most_tokens = args.max_target_tokens or info.config["max_target_positions"]
+        self.most_tokens = asked.max_target_tokens or info.config["max_target_positions"]
         self.encode = functools.partial(encode, tokenizer, info.times)
-        padding = (args.pad_share, args.pad_to_30s)
-        self.padding = Padding(args.seed, len(corpus), self.longest, *padding)
+        padding = (asked.pad_share, asked.pad_to_30s)
+        self.padding = Padding(asked.seed, len(corpus), self.longest, *padding)
         self.augmentation = None
-        if training and args.wave_augment:
-            noises = augment.read_noises(args.noise_dir)
-            self.augmentation = augment.Augmentation(args.seed, len(corpus), self.longest, noises)
+        if training and asked.wave_augment:
+            noises = augment.read_noises(asked.noise_dir)
+            self.augmentation = augment.Augmentation(asked.seed, len(corpus), self.longest, noises)
 
     def __len__(self) -> int:
         return len(self.corpus)
@@ -238,16 +246,16 @@ class Utterances:
 
     def augmented(self, epoch: int) -> np.ndarray:
         """(N,) which utterances are augmented in an epoch."""
-        return augment.chosen(self.args.seed, epoch, len(self), self.augmented_share)
+        return augment.chosen(self.asked.seed, epoch, len(self), self.augmented_share)
 
     def speeds(self, epoch: int) -> np.ndarray:
-        factors = speed_factors(self.args.seed, epoch, len(self), SPEEDS)
+        factors = speed_factors(self.asked.seed, epoch, len(self), SPEEDS)
         return np.where(self.augmented(epoch), factors, np.float32(1))
 
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch."""
         seconds = self.corpus.seconds
-        if self.training and self.args.speed_perturbation:
+        if self.training and self.asked.speed_perturbation:
             seconds = np.minimum(seconds / self.speeds(epoch), self.longest)
         return self.lengths(seconds, epoch)
 
@@ -262,7 +270,7 @@ class Utterances:
     def item(self, index: int, epoch: int) -> dict:
         """One utterance; see `example`."""
         waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
-        if self.training and self.args.speed_perturbation:
+        if self.training and self.asked.speed_perturbation:
             changed = change_speed(waveform, float(self.speeds(epoch)[index]))
             if len(changed) <= round(self.longest * SAMPLE_RATE):
                 waveform = changed
@@ -312,8 +320,8 @@ class Utterances:
         }
         if self.training:
             item |= self.padding.pad(waveform, index, epoch)
-        if self.training and self.args.spec_augment:
-            random = np.random.default_rng([self.args.seed, epoch, index])
+        if self.training and self.asked.spec_augment:
+            random = np.random.default_rng([self.asked.seed, epoch, index])
             masks = random_masks(random, FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH)
             item["frequency_masks"] = augmented * masks
             item["time_masks"] = augmented * random_masks(random, TIME_MASKS, TIME_MASK_WIDTH)
@@ -369,10 +377,10 @@ def compute_loss(model: Whisper, batch: dict) -> dict[str, torch.Tensor]:
     return losses(model, batch, encoded, mask)
 
 
-def loss_weights(args, info: ModelInfo) -> dict[str, float]:
+def loss_weights(asked: Asked, info: ModelInfo) -> dict[str, float]:
     """The share of each loss term."""
-    if info.ctc_tokens and args.ctc_weight:
-        return {"attention": 1.0 - args.ctc_weight, "ctc": args.ctc_weight}
+    if info.ctc_tokens and asked.ctc_weight:
+        return {"attention": 1.0 - asked.ctc_weight, "ctc": asked.ctc_weight}
     return {"attention": 1.0}
 
 
@@ -403,7 +411,7 @@ def measure_times(data: Utterances, info: ModelInfo, model: Whisper) -> kept_tim
     if not info.pretrained or data.tokenizer.timestamp_begin is None:
         return None
     info = dataclasses.replace(info, times=True)
-    utterances = Utterances(data.args, data.corpus, data.tokenizer, info, training=False)
+    utterances = Utterances(data.asked, data.corpus, data.tokenizer, info, training=False)
     batches = kept_times.windows(packs.Windows(utterances, share=1.0), collate)
     return kept_times.measure(model, data.tokenizer, batches)
 
@@ -417,8 +425,7 @@ def final_texts(
 
 
 def report_results(
-    args,
-    asked: Options,
+    asked: Asked,
     info: ModelInfo,
     model: Whisper,
     evaluation: dict[str, EvalBatches],
@@ -438,24 +445,24 @@ def report_results(
         if warning := kept_times.warning(times, before):
             print(warning)
             results.add_warning(asked.how, warning)
-    if args.compare_to:
-        baseline, search = comparing.baseline(asked, RECIPE, args.compare_to, model, info)
+    if asked.compare_to:
+        baseline, search = comparing.baseline(asked, RECIPE, asked.compare_to, model, info)
         texts_of = functools.partial(final_texts, baseline, *search)
         theirs = decode_texts(baseline, texts_of, eval_batches)
-        results.print_improvement(theirs, rows, args.compare_to, asked.how, for_scoring)
+        results.print_improvement(theirs, rows, asked.compare_to, asked.how, for_scoring)
 
 
-def report_long(args, asked: Options, info: ModelInfo, model: Whisper) -> None:
+def report_long(asked: Asked, info: ModelInfo, model: Whisper) -> None:
     """Prints error rates of the whole recordings of --long; with --compare_to also a baseline's,
     for which the model is moved to the host."""
-    corpora = splits.load_splits(splits.resolve(args), text.normalise)
+    corpora = splits.load_splits(asked.data, text.normalise)
     check_languages(corpora, make_search(asked, info)[0])
     corpus = corpora["long"]
     rows = timed.decode_corpus(model, *make_search(asked, info), corpus, "--long")
     title = f"{len(rows)} whole recordings, the given weights, decoding with times"
-    print(f"\n{title}: {args.decoding}")
+    print(f"\n{title}: {asked.how.decoding}")
     before = None
-    if path := args.compare_to:
+    if path := asked.compare_to:
         baseline, search = comparing.baseline(asked, RECIPE, path, model, info)
         before = timed.decode_corpus(baseline, *search, corpus, f"--compare_to {path}")
     results.print_recordings(rows, before, path, asked.how, for_scoring)
@@ -464,63 +471,60 @@ def report_long(args, asked: Options, info: ModelInfo, model: Whisper) -> None:
 # --- main -----------------------------------------------------------------------------------------
 
 
-def trained(asked: Options, setup: device.Setup) -> tuple[Whisper, ModelInfo, RunInfo | None]:
+def trained(asked: Asked, setup: device.Setup) -> tuple[Whisper, ModelInfo, RunInfo | None]:
     """The model that is used without training, and what the run that trained it has saved."""
     return start.Family(asked).trained(RECIPE, RunInfo, setup)
 
 
-def transcribe(args, asked: Options) -> None:
-    setup = device.setup(args, quiet=True)
+def transcribe(asked: Asked, setup: device.Setup) -> None:
     model, info, before = trained(asked, setup)
     tokenizer, search = make_search(asked, info)
-    if args.timestamps:
+    if asked.timestamps:
         search = timed.make_search(tokenizer, search, "--timestamps")
         if before and info.pretrained and not info.times:
             print(kept_times.UNTRAINED, file=sys.stderr)
         decode = functools.partial(timed.transcripts, model, tokenizer, search)
-        recogniser.transcribe_files(asked.how, decode, setup, longest=None, parts=("segments",))
+        transcribing.transcribe_files(asked.how, decode, setup, longest=None, parts=("segments",))
         return
     longest, cutting = long_recordings(info, before and before.data)
     texts_of = functools.partial(final_texts, model, tokenizer, search)
-    recogniser.transcribe_files(asked.how, texts_of, setup, longest, cutting)
+    transcribing.transcribe_files(asked.how, texts_of, setup, longest, cutting)
 
 
 @torch.no_grad()
-def evaluate_only(args, asked: Options) -> None:
-    """--evaluate on the test set or on --long, --export, or both, without training."""
-    setup = device.setup(args)
+def evaluate_only(asked: Asked, setup: device.Setup, batches_of: Callable) -> None:
+    """--evaluate on the test set or on --long, --export, or both, without training.
+    `batches_of`: `EvalBatches` with the flags."""
     model, info, before = trained(asked, setup)
-    if args.evaluate:
-        check_folder(args.log_dir)
-    if args.long:
+    if asked.evaluate:
+        check_folder(asked.log_dir)
+    if asked.long:
         with setup.autocast():
-            report_long(args, asked, info, model)
-    elif args.evaluate:
-        corpora = read_data(args, before, info.times)
+            report_long(asked, info, model)
+    elif asked.evaluate:
+        corpora = read_data(asked, before, info.times)
         corpora.pop("train", None)
         is_same = before and splits.about_sets(corpora).get("val") == before.data.sets.get("val")
         times_before = before.times_before if is_same else []
-        sets = make_sets(args, asked, info, corpora)
-        evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
+        sets = make_sets(asked, info, corpora)
+        evaluation = {name: batches_of(sets[name], collate, setup) for name in sets}
         with setup.autocast():
-            report_results(args, asked, info, model, evaluation, times_before, "the given weights")
+            report_results(asked, info, model, evaluation, times_before, "the given weights")
     weights = released.weights_file(asked.origin)
-    is_new = bool(args.evaluate and not args.long)
-    found = results.results_of(args.log_dir, weights, is_new)
+    is_new = bool(asked.evaluate and not asked.long)
+    found = results.results_of(asked.log_dir, weights, is_new)
     data = before and before.data
     about = card.About(RECIPE, asked.origin.path, weights, data, found, reading=READING)
     start.Family(asked).export(info, model, about)
 
 
-def make_sets(
-    args, asked: Options, info: ModelInfo, corpora: dict[str, Corpus]
-) -> dict[str, Utterances]:
+def make_sets(asked: Asked, info: ModelInfo, corpora: dict[str, Corpus]) -> dict[str, Utterances]:
     """The sets of utterances. Of those that the model learns from, `corpora` loses what cannot be
     trained on."""
     check_limits(asked, info.config)
     tokenizer, _ = make_search(asked, info)
     check_languages(corpora, tokenizer)
-    most_tokens = args.max_target_tokens or info.config["max_target_positions"]
+    most_tokens = asked.max_target_tokens or info.config["max_target_positions"]
 
     def tokens_of(text: str) -> int:
         return len(tokenizer.prompt) + len(encode(tokenizer, info.times, text))
@@ -530,8 +534,8 @@ def make_sets(
         is_trained = name in splits.TRAINED
         if is_trained:
             about = ("training set" if name == "train" else f"{name} set", tokens_of, most_tokens)
-            corpora[name] = splits.drop_long_texts(corpus, *about, args.strict_data)
-        sets[name] = Utterances(args, corpora[name], tokenizer, info, is_trained)
+            corpora[name] = splits.drop_long_texts(corpus, *about, asked.strict_data)
+        sets[name] = Utterances(asked, corpora[name], tokenizer, info, is_trained)
     return sets
 
 
@@ -540,31 +544,28 @@ def as_windows(data: Utterances, share: float) -> Utterances | packs.Windows:
     times; else the set."""
     if not share:
         return data
-    speeds = data.speeds if data.args.speed_perturbation else None
-    return packs.Windows(data, share, data.args.seed, speeds)
+    speeds = data.speeds if data.asked.speed_perturbation else None
+    return packs.Windows(data, share, data.asked.seed, speeds)
 
 
 def about_run(
-    args,
+    asked: Asked,
     info: ModelInfo,
     corpora: dict[str, Corpus],
-    global_batches: GlobalBatches,
+    middle: int,
     before: RunInfo | None,
     times_before: list[float],
 ) -> RunInfo:
-    """The record of the run. `before`: the same of the run that is resumed."""
-    data = splits.run_info(splits.resolve(args), corpora)
+    """The record of the run. `middle`: its middle epoch; `before`: the record of the run that is
+    resumed."""
+    data = splits.run_info(asked.data, corpora)
     data = with_longest(info, data, before and before.data)
-    steps = run_length.choose(args, global_batches, info.pretrained).total
-    pad_from = middle_epoch(steps, global_batches.per_epoch)
-    if before:
-        pad_from = before.pad_from
+    pad_from = before.pad_from if before else middle
     return RunInfo(data, pad_from, times_before)
 
 
 def make_task(
-    args,
-    asked: Options,
+    asked: Asked,
     run: Run,
     info: ModelInfo,
     run_info: RunInfo,
@@ -573,10 +574,10 @@ def make_task(
 ) -> Task:
     """The task: all that the loop knows of this recipe."""
     tokenizer, search = make_search(asked, info)
-    watched = watching.watched(evaluation, args.stop_when_watched_rises)
+    watched = watching.watched(evaluation, asked.stop_when_watched_rises)
     heard = [train_set, *(each.dataset.data for each in (watched.sets if watched else {}).values())]
-    rate = decoding.TokenRate(heard, args.seed)
-    terms = loss_weights(args, info)
+    rate = decoding.TokenRate(heard, asked.seed)
+    terms = loss_weights(asked, info)
     last_steps = decoding.last_steps(search, info.config)
     family = start.Family(asked)
     return Task(
@@ -595,7 +596,7 @@ def make_task(
         plans=ForPlans(
             freeze=Whisper.freeze_encoder if info.pretrained else None,
             last_steps=functools.partial(evaluate, tokenizer, last_steps, rate, terms),
-            compares=bool(args.compare_to),
+            compares=bool(asked.compare_to),
             adapters=family.usual_adapters(info),
         ),
         **family.for_task(info, run.initial),
@@ -605,27 +606,27 @@ def make_task(
 def main(args) -> None:
     asked = resolve(args)
     if args.check_data:
-        return check_data(args, asked)
+        return check_data(asked)
     if args.transcribe:
-        return transcribe(args, asked)
+        return transcribe(asked, device.setup(args, quiet=True))
     if released.exports_adapter_only(asked.origin):
         return start.Family(asked).export_adapter(RECIPE)
     if args.evaluate or released.exports_only(asked.origin):
-        return evaluate_only(args, asked)
+        return evaluate_only(asked, device.setup(args), functools.partial(EvalBatches, args))
     run = begin(args, RECIPE)
     before = released.read_run_info(RunInfo, run.resumed)
 
-    read = functools.cache(functools.partial(read_data, args, before))
+    read = functools.cache(functools.partial(read_data, asked, before))
 
     def new_tokenizer() -> WhisperTokenizer:
         corpora = read(False)
         spoken = replay.languages(corpora)
         return train_bpe(replay.texts(corpora), args.vocab_size, asked.language, spoken)
 
-    info, model = start.Family(asked).first_model(run, new_tokenizer, args.seed)
-    corpora, share = read_for(args, info, before is not None, read)
+    info, model = start.Family(asked).first_model(run, new_tokenizer)
+    corpora, share = read_for(asked, info, before is not None, read)
     info = dataclasses.replace(info, times=share > 0)
-    sets = make_sets(args, asked, info, corpora)
+    sets = make_sets(asked, info, corpora)
     measure = functools.partial(measure_times, sets["val"], info)
     times_before = kept_times.at_start(model, run, before and before.times_before, measure)
 
@@ -633,18 +634,20 @@ def main(args) -> None:
     new = as_windows(learned["train"], share)
     old = as_windows(learned[replay.REPLAY], share) if replay.REPLAY in learned else None
     global_batches = make_batches(args, new, collate, run.setup, old)
-    run_info = about_run(args, info, corpora, global_batches, before, times_before)
+    steps = run_length.choose(args, global_batches, info.pretrained).total
+    middle = middle_epoch(steps, global_batches.per_epoch)
+    run_info = about_run(asked, info, corpora, middle, before, times_before)
     for each in learned.values():
         each.padding.begin = run_info.pad_from
     note_longer_epochs(global_batches, run_info.pad_from)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
-    task = make_task(args, asked, run, info, run_info, learned["train"], evaluation)
+    task = make_task(asked, run, info, run_info, learned["train"], evaluation)
     progress = train(args, run, model, task, global_batches, evaluation["val"])
-    report = functools.partial(report_results, args, asked, info, model, evaluation, times_before)
+    report = functools.partial(report_results, asked, info, model, evaluation, times_before)
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
         results.add_watched(asked.how, task.further, progress)
-        found = results.results_of(args.log_dir, weights, are_new=True)
+        found = results.results_of(asked.log_dir, weights, are_new=True)
         about = card.About(
             RECIPE, asked.origin.path, weights, run_info.data, found, reading=READING
         )

@@ -21,7 +21,7 @@ from speech.data.manifest import parse
 from webui import uploads
 from webui.uploads import NOT_USED, START, TABLE_SUFFIXES
 
-UPLOADS_BYTES = 10 << 30  # of all uploads
+UPLOADS_BYTES = 10 << 30  # of all uploads; the guard counts them
 UPLOADS = "uploads"  # the folder in `Places.runs`
 DRAFT = "draft.jsonl"  # in a run's folder: what it has transcribed
 CORRECTED = "corrected.jsonl"  # beside a draft: the same with texts that were corrected
@@ -29,7 +29,7 @@ DEPTH = 6  # of folders that are searched
 ENTRIES = 100_000  # that a search looks at
 CHOICES = 1_000  # that a list offers
 MODEL_SUFFIXES = {".nemo", ".pt", ".pth", ".safetensors"}
-_uploading = threading.Lock()  # two uploads at once could exceed UPLOADS_BYTES
+_uploading = threading.Lock()  # two uploads at once would take the same number
 
 
 @dataclass(frozen=True)
@@ -184,14 +184,6 @@ class Places:
         `UsageError` if nothing can be used, and `RunError` if it cannot be written."""
         with _uploading:
             place = self.runs / UPLOADS
-            total = sum(map(uploads.check_size, files, names))
-            room = UPLOADS_BYTES - sum(path.stat().st_size for path in self._below([place]))
-            if total > room:
-                raise UsageError(
-                    f"these files have {total >> 20} MiB, and there is room for"
-                    f" {max(0, room) >> 20} MiB more: remove earlier uploads from {place}, or put"
-                    f" the data into {self.data}"
-                )
             numbers = [int(each.name) for each in _entries(place) if each.name.isdecimal()]
             folder = place / str(max(numbers, default=0) + 1)
             try:

@@ -9,14 +9,13 @@ from pathlib import Path, PureWindowsPath
 from urllib.parse import unquote
 
 from common.errors import Failure, UsageError
-from common.files import TEXT_BYTES, require_file
+from common.files import TEXT_BYTES
 from speech.data.annotations.rows import READERS, is_annotations
 from speech.data.columns import Rejections, printable
 from speech.data.fields import AUDIO_KEYS
 from speech.data.headers import audio_suffix
 from speech.data.manifest import parse
 
-FILE_BYTES = 200 << 20  # of a dropped file
 MANIFEST = "manifest.jsonl"  # of an upload
 UPLOADED_AS = "uploaded_as"  # the key in its rows of a file's own name
 NOT_USED = "not_used.txt"  # of an upload: a table of what was left out, as `Rejections` prints it
@@ -53,17 +52,6 @@ class Sorted:
             if self.copies.get(audio):
                 return audio
         raise ValueError("its audio was not uploaded")
-
-
-def check_size(file: str, name: str) -> int:
-    """The bytes of a dropped file. Raises `UsageError` if there are too many."""
-    size = require_file(file).stat().st_size
-    if size > FILE_BYTES:
-        raise UsageError(
-            f"{printable(name)} has {size >> 20} MiB, and {FILE_BYTES >> 20} are taken: cut it, or"
-            " put it into the folder of the data"
-        )
-    return size
 
 
 def fill(folder: Path, files: list[str], names: list[str]) -> str:

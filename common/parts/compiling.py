@@ -44,11 +44,6 @@ def compile_layers(model: torch.nn.Module, kinds: tuple[type, ...]) -> None:
         raise UsageError(
             f"--torch_compile: {type(model).__name__} has no layer of the kinds it applies to"
         )
-    if any("forward" in vars(layer) for layer in layers):
-        raise ValueError(
-            "compile_layers comes before checkpoint_layers, or torch.compile would see the"
-            " recomputation"
-        )
     if problem := compile_problem(next(model.parameters()).device):
         raise UsageError(f"--torch_compile: {problem}; or leave the flag out")
     from torch._dynamo import config  # takes seconds, which only a run that compiles should spend

@@ -1,7 +1,6 @@
-"""Held-out sentences: what a person hears and sees of a voice while it learns, and what a judge
-hears when it has learned."""
+"""Held-out sentences: what a person and a judge hear of a voice that has learned, and a picture of
+its alignment."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -9,56 +8,25 @@ import torch
 
 from common import files, memory
 from common.device import Setup
-from common.errors import RunError, require
+from common.errors import require
 from models.matcha import alignment, decoding
 from models.matcha.decoding import Settings, Voice
 from models.matcha.mels import SAMPLE_RATE, LogMel, with_edges
 from models.matcha.start import speaker_numbers
 from speech.data.columns import Corpus
 from speech.decoding import judge
-from speech.signal.audio import int16, read_utterance, write_wav
+from speech.signal.audio import int16, read_utterance
 
-SPOKEN = 3  # sentences at each evaluation
-TRIAL = 2  # utterances of the trial evaluation before the first update, which is not heard
-LISTEN = "listen"  # their folder in the log folder
 PICTURE = "alignment.png"
 USUAL = 20  # sentences after training
 
 
-@dataclass(frozen=True)
-class Listener:
-    """The sentences that are spoken at each evaluation: the first ones of a held-out `corpus`."""
-
-    folder: Path
-    voice: Voice
-    corpus: Corpus
-
-    def listen(self) -> None:
-        """Speaks the sentences into the folder, and draws the alignment of the first one. What an
-        earlier evaluation has left is replaced. A voice whose first durations are too long for the
-        memory is not heard yet."""
-        folder = self.folder / LISTEN
-        folder.mkdir(parents=True, exist_ok=True)
-        rows = range(min(SPOKEN, len(self.corpus)))
-        texts = [self.corpus.texts[row] for row in rows]
-        numbers = speaker_numbers(self.corpus, self.voice.speakers)[: len(rows)].tolist()
-        try:
-            spoken = [*decoding.speak(self.voice, texts, Settings(), numbers)]
-        except RunError as error:
-            print(f"not spoken at this evaluation: {error}")
-            spoken = []
-        for row, waveform in enumerate(spoken, 1):
-            samples = int16(waveform)
-            path = folder / f"{row}.wav"
-            files.write_file(path, lambda p: write_wav(p, samples, SAMPLE_RATE), durable=False)  # noqa: B023
-        draw(self.folder / PICTURE, self.voice, self.corpus)
-
-
 def reports(output_dir: str) -> tuple[str, ...]:
     """What a run writes beside its logs, for the loop."""
-    return LISTEN, PICTURE, str(judge.folder_of(output_dir))
+    return PICTURE, str(judge.folder_of(output_dir))
 
 
+@torch.no_grad()
 def draw(path: Path, voice: Voice, corpus: Corpus) -> None:
     """Draws which tokens of the first sentence are probable at which frames of its recording: a
     sharp diagonal, once the voice has learned to align. Beside it the durations that it

@@ -6,7 +6,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -16,11 +15,12 @@ from common import checkpoint, options
 from common.checkpoint import Saved
 from common.errors import DataError, UsageError
 from common.options import TRAINS, USUAL, flag
-from models import model_files, released
+from models import released
 from models.matcha import formats, onnx
 from models.matcha.decoding import Voice
 from models.matcha.model import CONFIG, SIZES, Matcha, is_possible
 from models.matcha.tokenizer import MARKS, fault, read, symbols_of
+from models.released import Origin
 from speech.data import splits
 from speech.data.columns import Corpus, Strings, printable
 from speech.data.splits import RunInfo
@@ -110,14 +110,11 @@ class Flags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Flags):
-    """The request of the flags. `size`: the name of the model's size."""
+class Options(Flags, splits.Request):
+    """The request of the flags."""
 
-    size: str
-    given: frozenset[str]
+    origin: Origin
     held_out: judge.HeldOut
-    resume: str | None
-    checkpoint_dir: Path
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -142,23 +139,29 @@ def resolve(args, is_demo: bool) -> Options:
     if args.export:
         released.require_exports(vars(args), options.paths_in(args, *released.EXPORTS))
         onnx.require_packages()
+    size = args.model_size or ("demo" if is_demo else "full")
+    origin = Origin(
+        given=args.given,
+        path=args.model_file,
+        flag="--model_file",
+        from_scratch=False,
+        may_be_random=True,
+        size_name=size,
+        size=SIZES[size],
+        resume=args.resume,
+        checkpoint_dir=args.checkpoint_dir,
+        export=args.export,
+        forms=FORMS,
+    )
     language = languages.resolve(args, AMHARIC)
     return options.read_record(
         Options,
         args,
-        size=args.model_size or ("demo" if is_demo else "full"),
+        **splits.Request.resolve(args, for_synthesis=True),
+        origin=origin,
         language=language and code_of(language),
-        given=args.given,
-        held_out=judge.resolve(args, exports_only(args)),
-        resume=args.resume,
-        checkpoint_dir=args.checkpoint_dir,
+        held_out=judge.resolve(args, released.exports_only(origin)),
     )
-
-
-def exports_only(args) -> bool:
-    """Whether --export is asked for alone: weights are named, and no flag asks for training."""
-    is_named = args.resume not in (None, "auto")
-    return bool(args.export) and is_named and not args.given & set(released.GOALS)
 
 
 # --- texts ----------------------------------------------------------------------------------------
@@ -258,84 +261,68 @@ def check_texts(texts: Iterable[str], voice: Voice) -> None:
 # --- the model ------------------------------------------------------------------------------------
 
 
-def choose(
-    asked: Options, resumed: Saved | None, initial: Saved | None, train: Corpus
-) -> tuple[ModelInfo, dict[str, torch.Tensor] | None]:
-    """The record of the model to be trained, and the released weights that it starts with; None if
-    they are random or the loop loads them. `resumed` and `initial`: the checkpoints of --resume and
-    --init_from. Raises `UsageError`."""
-    if resumed:
-        return known_info(asked, resumed), None
-    symbols = symbols_of(train.read)
-    speakers = speakers_of(train)
-    weights = None
-    is_released = bool(asked.model_file)
-    if asked.model_file:
-        config, weights = formats.read_model(asked.model_file)
-        config, weights = formats.adapted(config, weights, symbols, len(speakers))
+class Family(released.Family):
+    """Matcha-TTS. Every new voice gets its tokens and speakers from the training set."""
+
+    model_info = ModelInfo
+    sized = ("channels",)
+    rows = (formats.ROWS,)
+
+    def read(self, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+        config, weights = formats.read_model(path)
         print(formats.LICENCE)
-    else:
-        config = {**SIZES[asked.size], "symbols": len(symbols), "speakers": len(speakers)}
-        if initial:
-            before, _ = checkpoint.read_infos(initial, ModelInfo, RunInfo)
+        return ModelInfo(config, [], [], "", pretrained=True), weights
+
+    def network(self, info: ModelInfo) -> Matcha:
+        return Matcha(info.config)
+
+    def make_model(self, info: ModelInfo, weights, trains: bool = False) -> Matcha:
+        model = Matcha(info.config, self.asked.dropout if trains else 0.0)
+        if weights:
+            checkpoint.load_weights(model, weights)
+        return model
+
+    def create(self, source) -> ModelInfo:
+        config = {**self.origin.size, "symbols": 1, "speakers": 1}
+        return ModelInfo(config, [], [], "", pretrained=False)
+
+    def begin(self, info: ModelInfo, weights, run, source):
+        if run.resumed:
+            return info, weights
+        train = source()
+        symbols = symbols_of(train.read)
+        speakers = speakers_of(train)
+        config = {**info.config, "symbols": len(symbols), "speakers": len(speakers)}
+        is_released = info.pretrained
+        if weights:
+            config, weights = formats.adapted(info.config, weights, symbols, len(speakers))
+        elif run.initial:
+            before = self.check_saved(run.initial)
             is_released = before.pretrained
-            if "model_size" not in asked.given:
+            if "model_size" not in self.origin.given:
                 config = {**before.config, "symbols": len(symbols), "speakers": len(speakers)}
             if before.config["speakers"] > 1:  # without vectors its layers would not fit
                 config["speakers"] = max(2, len(speakers))
             if set(before.speakers) == set(speakers):
                 speakers = before.speakers  # their vectors are copied by row
-    language = language_of(asked, initial)
-    info = ModelInfo(config, symbols, speakers, language, is_released)
-    return info, weights
+        language = language_of(self.asked, run.initial)
+        return ModelInfo(config, symbols, speakers, language, is_released), weights
 
+    def check(self, info: ModelInfo, name: str) -> None:
+        config = info.config
+        if not is_possible(config):
+            raise UsageError(f"{name}: no model has the shape that it describes")
+        if len(info.symbols) != config["symbols"] or len(info.speakers) > config["speakers"]:
+            raise UsageError(f"{name}: its tokens or speakers are not those of its model")
 
-def known_info(asked: Options, saved: Saved) -> ModelInfo:
-    """The record in a checkpoint. Raises `UsageError` if its parts contradict each other or flags
-    contradict it."""
-    info, _ = checkpoint.read_infos(saved, ModelInfo, RunInfo)
-    config = info.config
-    if len(info.symbols) != config["symbols"] or len(info.speakers) > config["speakers"]:
-        raise UsageError(f"{saved.path}: its tokens or speakers are not those of its model")
-    found = []
-    if "model_size" in asked.given and SIZES[asked.size].items() - config.items():
-        found.append(
-            f"--model_size {asked.size} (the checkpoint has {config['channels']} channels)"
-        )
-    if "language" in asked.given and asked.language != info.language:
-        found.append(f"--language {asked.language} (the checkpoint has {info.language})")
-    if asked.model_file and not info.pretrained:
-        found.append(f"--model_file {asked.model_file} (the checkpoint's began from scratch)")
-    if found:
-        raise UsageError(f"{', '.join(found)} conflicts with the checkpoint: {released.LEAVE_OUT}")
-    return info
+    def conflicts(self, info: ModelInfo, saved: Saved) -> list[str]:
+        found = super().conflicts(info, saved)
+        if "language" in self.origin.given and self.asked.language != info.language:
+            found.append(f"--language {self.asked.language} (the checkpoint has {info.language})")
+        return found
 
-
-def make_model(
-    info: ModelInfo,
-    weights: dict[str, torch.Tensor] | None = None,
-    dropout: float = 0.0,
-    saved: Saved | None = None,
-) -> Matcha:
-    """A model with these weights, or random ones. Raises `UsageError` if it cannot be, if it does
-    not fit into memory, or if the weights of the checkpoint `saved` are not for it."""
-    if not is_possible(info.config):
-        raise UsageError("no model has the shape that the checkpoint describes")
-    checkpoint.check_network(saved, lambda: Matcha(info.config))
-    shapes = checkpoint.shapes_of(lambda: Matcha(info.config))
-    model_files.require_room(sum(torch.Size(shape).numel() for shape in shapes.values()))
-    model = Matcha(info.config, dropout)
-    if weights:
-        model.load_state_dict(weights)
-    return model
-
-
-def vocabulary(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
-    """The meaning of the rows of the embedding, here and in the weights of --init_from."""
-    if initial is None:
-        return None
-    before, _ = checkpoint.read_infos(initial, ModelInfo, RunInfo)
-    return checkpoint.Vocabulary((formats.ROWS,), info.symbols, before.symbols)
+    def tokens(self, info: ModelInfo) -> list[str]:
+        return info.symbols
 
 
 def learning_rate(info: ModelInfo) -> float:

@@ -27,13 +27,18 @@ FRAMES = 64  # of a crop, 0.74 s
 CROP = FRAMES * HOP  # samples
 LOSS_WEIGHTS = {"mel": 1.0}
 BETAS = (0.8, 0.9)
-FLAGS = {  # of this run, in place of the voice's
+FLAGS = {
     "learning_rate": 5e-4, "warmup_steps": None, "gradient_checkpointing": False, "init_from": None,
     "early_stopping_patience": 0, "torch_compile": False, "max_grad_norm": 1.0,
 }  # fmt: skip
 RESOLUTIONS = {512: 40, 1024: 80, 2048: 160}  # samples of a window, and mel bands
 FLOOR = 1e-5  # least magnitude of a band
 HIGHEST_HEARD = SAMPLE_RATE / 2
+
+
+def flags(steps: int) -> dict:
+    """The flags of a training of so many updates, in place of the voice's."""
+    return {**FLAGS, "max_steps": steps, "num_epochs": None, "eval_every": max(1, steps // 6)}
 
 
 @dataclass(frozen=True)

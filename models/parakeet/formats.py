@@ -421,14 +421,12 @@ def export(
 ) -> list[str]:
     """Writes a folder that `transformers` can load (`form` "hf"), that holds NVIDIA's model.nemo
     ("nemo"), or that sherpa-onnx and onnx-asr load ("onnx"), in fp32, and returns the file names.
-    Settings of the fine-tuned model are kept where a form has a place for them.
-    Replaces an empty folder or an earlier export that nobody has changed, and refuses any other.
-    Raises `UsageError` and `RunError`.
+    Settings of the fine-tuned model are kept where a form has a place for them. Raises `UsageError`
+    and `RunError`; see `model_files.write_export`.
 
     `weights`: by Hugging Face's names. `extras`: as `read_model` returns them; `source` may be
     empty. `card`: the text of README.md. `note`: see `read_note`."""
-    folder = Path(folder)
-    checked = "the model to be exported"
+    checked = model_files.EXPORT
     check_config(config, checked)
     family = family_of(config)
     model_files.check_shapes(weights, expected_shapes(config), checked, family.name)
@@ -437,12 +435,7 @@ def export(
         raise UsageError(
             f"the tokenizer has {len(pieces)} pieces and the model {config['vocabulary']}"
         )
-    model_files.require_export(folder)
-    tensors = {}
-    for name, tensor in weights.items():
-        dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-        tensors[name] = tensor.detach().to("cpu", dtype).contiguous()
-    checkpoint.check_tensors(tensors, checked)
+    tensors = model_files.on_host(weights)
     if form == "onnx":
         onnx.check(config)
         fill = onnx.prepare(tensors, config, pieces)

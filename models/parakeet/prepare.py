@@ -21,6 +21,7 @@ import torch
 from common import options
 from common.batches import pad, to_device
 from common.errors import DataError, UsageError, exit_with_one_line
+from common.options import flag
 from models import model_files, released
 from models.parakeet import formats, start, vocabulary
 from models.parakeet.languages import COLUMNS, NAME, with_new
@@ -39,139 +40,100 @@ SHARE_TEXTS = 1000  # in which new pieces are counted
 NEW_PIECES = 1024  # of --train_tokenizer bpe
 
 
+# Rows of `options.refuse`: flags that exclude each other, and flags that need another one.
+EXCLUDES = (
+    ("model_dir", "model_file", "both name the released model; give one of them"),
+    ("train_tokenizer", "tokenizer", "both name the vocabulary; give one of them"),
+)
+NEEDS = (
+    ("vocab_size", ("train_tokenizer bpe",), ""),
+    ("new_language", ("like",), ""),
+    ("like", ("new_language",), ""),
+)
+
+
 @dataclass(frozen=True)
 class Asked:
-    """The request of the flags. `path`: the released model. `tokenizer`: whose vocabulary is taken.
-    `kind`: of the pieces that are made from the texts, "bpe" or "char", or None; `size`: how many.
-    `added`: pieces that follow. `language`: a new name, and the one that it begins as."""
+    """The flags."""
 
-    path: str
-    export: str
-    manifests: list[str]
-    checks: Checks
-    tokenizer: str | None
-    kind: str | None
-    size: int
-    added: tuple[str, ...]
-    language: tuple[str, str] | None
+    # fmt: off
+    model_dir: str | None = flag(options.path, None, "DIR", "the released model")
+    model_file: str | None = flag(options.path, None, "FILE", "the same as a model.nemo")
+    export: str = flag(options.path, None, "DIR", "the new folder", required=True)
+    train_tokenizer: str | None = flag(
+        ["bpe", "char"], None, None,
+        "make a new vocabulary from the texts, for a script that the model cannot write")
+    tokenizer: str | None = flag(
+        options.path, None, "PATH",
+        "take the vocabulary of a SentencePiece .model, a tokenizer.json, or a released model")
+    vocab_size: int | None = flag(
+        options.number(int, 2, vocabulary.MOST), None, "N",
+        f"pieces of --train_tokenizer bpe ({NEW_PIECES})")
+    add_tokens: str | None = flag(
+        None, None, "PIECES",
+        'add pieces, divided by spaces, or those of a file, one a line. For example "( ) %%"')
+    new_language: str | None = flag(
+        None, None, "xx-YY",
+        "a language that a Nemotron does not know, in a free slot of its prompt")
+    like: str | None = flag(
+        None, None, "NAME", "the known language that --new_language begins as")
+    train_manifest: list[str] | None = flag(
+        options.path, None, "FILE",
+        "as in training: the texts of a new vocabulary, and of the first file the utterances that"
+        " new rows are fitted to", nargs="+")
+    audio_root: str | None = flag(
+        options.path, None, "DIR", "base of audio paths, as in training")
+    tier: list[str] | None = flag(
+        options.Repeated, None, "NAME",
+        "the tiers with the texts in .eaf and .TextGrid, as in training", nargs="+")
+    max_duration: float = flag(
+        options.RATE, MAX_SECONDS, "S",
+        f"leave out longer utterances, seconds ({MAX_SECONDS:g})")
+    use_chunking: bool = flag(
+        options.OnOff, False, None,
+        "cut recordings over --max_duration by the manifest's segment times (off)")
+    # fmt: on
+
+    @property
+    def path(self) -> str:
+        return self.model_dir or self.model_file
 
     @property
     def changes_pieces(self) -> bool:
-        return bool(self.tokenizer or self.kind or self.added)
+        return bool(self.tokenizer or self.train_tokenizer) or self.add_tokens is not None
+
+    @property
+    def checks(self) -> Checks:
+        return Checks(
+            max_duration=self.max_duration,
+            audio_root=self.audio_root,
+            use_chunking=self.use_chunking,
+            tiers=tuple(self.tier or ()),
+        )
 
 
 # --- flags ----------------------------------------------------------------------------------------
 
 
 def add_arguments(parser) -> None:
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--model_dir", type=options.path, metavar="DIR", help="the released model")
-    source.add_argument(
-        "--model_file", type=options.path, metavar="FILE", help="the same as a model.nemo"
-    )
-    parser.add_argument(
-        "--export", type=options.path, metavar="DIR", required=True, help="the new folder"
-    )
-    pieces = parser.add_mutually_exclusive_group()
-    pieces.add_argument(
-        "--train_tokenizer",
-        choices=["bpe", "char"],
-        help="make a new vocabulary from the texts, for a script that the model cannot write",
-    )
-    pieces.add_argument(
-        "--tokenizer",
-        type=options.path,
-        metavar="PATH",
-        help="take the vocabulary of a SentencePiece .model, a tokenizer.json, or a released model",
-    )
-    parser.add_argument(
-        "--vocab_size",
-        type=options.number(int, 2, vocabulary.MOST),
-        metavar="N",
-        help=f"pieces of --train_tokenizer bpe ({NEW_PIECES})",
-    )
-    parser.add_argument(
-        "--add_tokens",
-        metavar="PIECES",
-        help='add pieces, divided by spaces, or those of a file, one a line. For example "( ) %%"',
-    )
-    parser.add_argument(
-        "--new_language",
-        metavar="xx-YY",
-        help="a language that a Nemotron does not know, in a free slot of its prompt",
-    )
-    parser.add_argument(
-        "--like", metavar="NAME", help="the known language that --new_language begins as"
-    )
-    add_data_arguments(parser)
-
-
-def add_data_arguments(parser) -> None:
-    parser.add_argument(
-        "--train_manifest",
-        type=options.path,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help=(
-            "as in training: the texts of a new vocabulary, and of the first file the utterances"
-            " that new rows are fitted to"
-        ),
-    )
-    parser.add_argument(
-        "--audio_root", type=options.path, metavar="DIR", help="base of audio paths, as in training"
-    )
-    parser.add_argument(
-        "--tier",
-        action=options.Repeated,
-        nargs="+",
-        metavar="NAME",
-        help="the tiers with the texts in .eaf and .TextGrid, as in training",
-    )
-    parser.add_argument(
-        "--max_duration",
-        type=options.RATE,
-        default=MAX_SECONDS,
-        metavar="S",
-        help=f"leave out longer utterances, seconds ({MAX_SECONDS:g})",
-    )
-    parser.add_argument(
-        "--use_chunking",
-        action=options.OnOff,
-        default=False,
-        help="cut recordings over --max_duration by the manifest's segment times (off)",
-    )
+    options.add_record(parser, parser, Asked)
 
 
 def resolve(args) -> Asked:
-    """The request of the flags. Raises `UsageError`."""
-    asked = Asked(
-        path=args.model_dir or args.model_file,
-        export=args.export,
-        manifests=args.train_manifest,
-        checks=Checks(
-            max_duration=args.max_duration,
-            audio_root=args.audio_root,
-            use_chunking=args.use_chunking,
-            tiers=tuple(args.tier or ()),
-        ),
-        tokenizer=args.tokenizer,
-        kind=args.train_tokenizer,
-        size=args.vocab_size or NEW_PIECES,
-        added=vocabulary.read_pieces(args.add_tokens) if args.add_tokens is not None else (),
-        language=(args.new_language, args.like) if args.new_language else None,
-    )
-    if not (asked.changes_pieces or asked.language):
+    """The flags, which are checked. Raises `UsageError`."""
+    options.refuse(args, EXCLUDES, NEEDS)
+    asked = options.read_record(Asked, args)
+    if not asked.path:
+        raise UsageError("nothing names the released model: add --model_dir or --model_file")
+    if not (asked.changes_pieces or asked.new_language):
         ways = "--add_tokens, --train_tokenizer, --tokenizer or --new_language"
         raise UsageError(f"nothing says what the new model shall have: add {ways}")
-    if asked.changes_pieces and not asked.manifests:
+    if asked.changes_pieces and not asked.train_manifest:
         raise UsageError("new pieces are fitted to training data: add --train_manifest")
-    if args.vocab_size and asked.kind != "bpe":
-        raise UsageError("--vocab_size goes with --train_tokenizer bpe")
-    if bool(args.new_language) != bool(args.like):
-        raise UsageError("--new_language and --like go together")
-    if args.new_language and not NAME.fullmatch(args.new_language):
-        raise UsageError(f"--new_language {args.new_language}: give it the form of fi-FI")
+    if asked.add_tokens is not None:
+        vocabulary.read_pieces(asked.add_tokens)  # what is wrong with them is reported now
+    if asked.new_language and not NAME.fullmatch(asked.new_language):
+        raise UsageError(f"--new_language {asked.new_language}: give it the form of fi-FI")
     return asked
 
 
@@ -245,15 +207,17 @@ def with_new_pieces(
 ) -> tuple[start.ModelInfo, dict[str, torch.Tensor]]:
     """A model with the vocabulary that the flags ask for, which `form` has to be able to express.
     Raises `UsageError` and `DataError`."""
-    corpora = [load_corpus(path, text.normalise, asked.checks)[0] for path in asked.manifests]
+    corpora = [load_corpus(path, text.normalise, asked.checks)[0] for path in asked.train_manifest]
     state = info.tokenizer
     if asked.tokenizer:
         state = vocabulary.read_tokenizer(asked.tokenizer)
-    elif asked.kind:
+    elif asked.train_tokenizer:
         texts = Strings(itertools.chain(*(corpus.texts for corpus in corpora)))
-        state = vocabulary.train_tokenizer(texts, asked.kind, asked.size)
-    if asked.added:
-        state = vocabulary.add_lacking(state, asked.added)
+        state = vocabulary.train_tokenizer(
+            texts, asked.train_tokenizer, asked.vocab_size or NEW_PIECES
+        )
+    if asked.add_tokens is not None:
+        state = vocabulary.add_lacking(state, vocabulary.read_pieces(asked.add_tokens))
     new, changed = vocabulary.with_new_vocabulary(info, weights, state)
     formats.check_form(form, new.config, start.exported(new))
     if new.new_pieces:
@@ -268,12 +232,12 @@ def prepare(asked: Asked) -> None:
     torch.manual_seed(SEED)
     info, weights = start.read(asked.path)
     form = "nemo" if "yaml" in info.source else "hf"
-    if asked.language:
-        info, weights = with_new_language(info, weights, *asked.language)
+    if asked.new_language:
+        info, weights = with_new_language(info, weights, asked.new_language, asked.like)
     if asked.changes_pieces:
         info, weights = with_new_pieces(asked, info, weights, form)
-    if asked.language and asked.language[0] not in start.tokenizer_of(info).tags:
-        print(f"its sentences end without a tag: --add_tokens '<{asked.language[0]}>' makes one")
+    if asked.new_language and asked.new_language not in start.tokenizer_of(info).tags:
+        print(f"its sentences end without a tag: --add_tokens '<{asked.new_language}>' makes one")
     note = {"new_pieces": info.new_pieces, "base": info.base or Path(asked.path).resolve().name}
     names = formats.export(
         asked.export, form, weights, info.config, start.exported(info), note=note

@@ -39,12 +39,6 @@ SMALL_WIDTH = 256
 SMALL_RATE = 2e-3
 SCRATCH_RATE = 5e-4
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-ADAPTED = {  # by --lora_targets
-    "q,v": ("q_proj", "v_proj"),
-    "attention": ATTENTION,
-    "linear": (*ATTENTION, "linear1", "linear2", "subsampling.linear", "encoder_projector"),
-}
 NEMO = """
 from nemo.collections.asr.models import ASRModel
 
@@ -89,14 +83,11 @@ EXCLUDES = (
         (model, "vocab_size", "a released model has its own vocabulary")
         for model in released.MODELS
     ),
-    ("transcribe", "export", "give one of them"),
-    ("transcribe", "export_adapter", "give one of them"),
     ("stream", "lookahead", "the first says how long the model waits; leave the second out"),
     ("stream", "piece_seconds", "a stream is not cut; leave the second out"),
     ("stream", "decoding ctc", "words as they come are the transducer's; leave the second out"),
 )
 NEEDS = (
-    ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
     ("export_format", ("export",), ""),
     ("stream", ("transcribe",), ""),
 )
@@ -189,11 +180,10 @@ class Nemotron:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Start, Nemotron, Loss):
-    """The request of the flags. `origin`: where the model starts. `how`: decoding and transcribing."""
+class Options(Start, Nemotron, Loss, recogniser.Request):
+    """The request of the flags. `origin`: where the model starts."""
 
     origin: Origin
-    how: recogniser.Options
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -219,7 +209,7 @@ def resolve(args, is_demo: bool) -> Options:
         args,
         export_format=args.export_format or "hf",
         origin=origin,
-        how=recogniser.resolve(args, is_demo, has_times=True),
+        **recogniser.Request.resolve(args, recogniser.resolve(args, is_demo, has_times=True)),
     )
 
 
@@ -232,7 +222,8 @@ class Family(released.Family):
 
     model_info = ModelInfo
     sized = ("d_model", "layers")
-    adapted = ADAPTED
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    linear = ("linear1", "linear2", "subsampling.linear", "encoder_projector")
     whole = ("decoder.", "joint.", "ctc_head.", "prompt_projector.")
     rows = vocabulary.ROWS
 
@@ -366,9 +357,7 @@ def tokenizer_of(info: ModelInfo) -> ParakeetTokenizer:
     return make_tokenizer(info.tokenizer, info.config["vocabulary"])
 
 
-def given_tokenizer(
-    asked: Options, recipe: str, init_from: str | None
-) -> tuple[ParakeetTokenizer | None, bool]:
+def given_tokenizer(asked: Options, recipe: str) -> tuple[ParakeetTokenizer | None, bool]:
     """The tokenizer that a training begins with, read without the weights of a released model, and
     `ModelInfo.own_vocabulary`. The tokenizer is None if the training texts will make it. Raises
     `UsageError`."""
@@ -378,8 +367,8 @@ def given_tokenizer(
         state = formats.read_tokenizer(origin.path)
         is_own = bool(formats.read_note(origin.path)["new_pieces"])
         return make_tokenizer(state, len(pieces(state))), is_own
-    if init_from and not (saved or origin.may_be_random):
-        saved = checkpoint.read_weights(init_from, recipe, "--init_from")
+    if asked.init_from and not (saved or origin.may_be_random):
+        saved = checkpoint.read_weights(asked.init_from, recipe, "--init_from")
     if not saved:
         return None, True
     info = records.read(ModelInfo, saved.model_info, saved.path)

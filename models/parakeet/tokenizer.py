@@ -19,7 +19,6 @@ leading space if the model keeps spaces, and puts a space after a user-defined s
 text differs only if it contains U+2581."""
 
 import base64
-import importlib
 import json
 import math
 import re
@@ -27,9 +26,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from common.errors import RunError, UsageError, first_line, require
+from common.errors import UsageError, first_line, require
 from common.records import mismatch
-from speech.writing.text import SentencePieceTokenizer
+from speech.writing.text import SentencePieceTokenizer, sentencepiece_messages
 
 SPACE = "\u2581"  # SentencePiece's space
 BLANK = "<blank>"
@@ -287,7 +286,7 @@ def sentencepiece_model(state: dict) -> bytes:
 
 def pad_pieces(model: bytes, count: int) -> bytes:
     """A SentencePiece .model with `count` pieces: `model`'s, and pieces that no text contains."""
-    proto = _messages().ModelProto.FromString(model)
+    proto = sentencepiece_messages().ModelProto.FromString(model)
     lowest = min(piece.score for piece in proto.pieces)
     for number in range(count - len(proto.pieces)):
         proto.pieces.add(piece=f"<unused_{number}>", score=lowest - 1 - number)
@@ -316,7 +315,7 @@ def add_pieces(state: dict, added: Iterable[str]) -> dict:
     model, content = _open(state)
     if model is None:
         return {"json": _text(_with_symbols(content, added))}
-    proto = _messages().ModelProto.FromString(model.model)
+    proto = sentencepiece_messages().ModelProto.FromString(model.model)
     for piece in added:
         proto.pieces.add(piece=piece, type=USER_DEFINED, score=0.0)
     proto.trainer_spec.vocab_size = len(proto.pieces)
@@ -394,14 +393,6 @@ def _load_model(model: str) -> _Pieces:
         return tokenizer
     except (RuntimeError, ValueError) as error:
         raise _refused(first_line(error)[:100]) from None
-
-
-def _messages():
-    try:
-        return importlib.import_module("sentencepiece.sentencepiece_model_pb2")
-    except ImportError:
-        needed = "the tokenizer's conversion needs the packages sentencepiece and protobuf"
-        raise RunError(f"{needed}: pip install sentencepiece protobuf") from None
 
 
 def _merges(model_pieces) -> list[tuple[str, str]]:
@@ -500,7 +491,7 @@ def _steps(component, plural: str, allowed: tuple) -> list[dict]:
 def _to_json(tokenizer: SentencePieceTokenizer) -> dict:
     """The content of a tokenizer.json with `<blank>` after the pieces."""
     try:
-        proto = _messages().ModelProto.FromString(tokenizer.model)
+        proto = sentencepiece_messages().ModelProto.FromString(tokenizer.model)
         surface = proto.trainer_spec.unk_surface
     except Exception as error:  # protobuf has several, and text can be something else than UTF-8
         raise _refused(first_line(error)[:100]) from None

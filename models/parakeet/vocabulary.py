@@ -14,7 +14,7 @@ import torch
 
 from common import files
 from common.errors import UsageError
-from models import model_files
+from models import model_files, new_rows
 from models.parakeet import archive, formats, settings
 from models.parakeet.tokenizer import (
     BLANK,
@@ -41,7 +41,6 @@ ROWS = (
 # 5e-4 to 2e-3.
 NEW_ROWS_RATE = 3e-3
 NOISE = 0.1  # their first deviation from the mean of the old rows, in deviations of these
-NEW_PIECES = 1024  # of --train_tokenizer bpe
 COMMAND = "python -m models.parakeet.prepare"
 NEW_VOCABULARY = (
     f"make a model with a new vocabulary from the training texts, with {COMMAND} --train_tokenizer"
@@ -163,32 +162,19 @@ def with_new_vocabulary(info, weights: dict[str, torch.Tensor], state: dict):
         tokenizer=state,
         source=without_token_ids(info.source),
     )
-    numbers = {name: row for row, name in enumerate(row_names(info))}
-    rows = [numbers.get(name) for name in row_names(new)]
-    added = [row for row, old in enumerate(rows) if old is None]
+    names = row_names(info)
+    rows = new_rows.sources(row_names(new), names)
     changed = dict(weights)
     for name in ROWS:
         if name in weights:
+            old = weights[name]
             # An embedding and a CTC head end with the blank, and have no rows of durations.
-            count = len(rows) - (len(numbers) - len(weights[name]))
-            changed[name] = with_rows(weights[name], rows[:count], info.config["vocabulary"])
-    print(
-        f"new vocabulary: {size} pieces; rows of {size - len(added)} are the released model's,"
-        f" {len(added)} are new"
-    )
-    untrained = {None, *info.new_pieces}
-    new_pieces = [row for row, old in enumerate(rows) if old in untrained]
-    return dataclasses.replace(new, new_pieces=new_pieces), changed
-
-
-def with_rows(old: torch.Tensor, rows: list[int | None], vocabulary: int) -> torch.Tensor:
-    """The rows of `old` with these numbers. Those for None are near the mean of its first
-    `vocabulary` rows."""
-    pieces = old[:vocabulary]
-    noise = torch.randn(len(rows), *old.shape[1:]) * NOISE * pieces.std(0, correction=0)
-    kept = old[torch.tensor([row or 0 for row in rows])]
-    is_new = torch.tensor([row is None for row in rows]).view(-1, *[1] * (old.dim() - 1))
-    return torch.where(is_new, pieces.mean(0) + noise, kept)
+            count = len(rows) - (len(names) - len(old))
+            pieces_of_it = old[: info.config["vocabulary"]]
+            noise = torch.randn(count, *old.shape[1:]) * NOISE * pieces_of_it.std(0, correction=0)
+            first = pieces_of_it.mean(0) + noise
+            changed[name] = new_rows.with_rows(old, rows[:count], first)
+    return new_rows.noted(new, info, rows, size), changed
 
 
 def without_token_ids(source: dict) -> dict:

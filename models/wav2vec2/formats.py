@@ -91,16 +91,6 @@ def read_model(
     return weights, config, extras
 
 
-def read_tokenizer(
-    path: str | Path, language: str | None = None, tokenizer: str | Path | None = None
-) -> dict:
-    """The state of the tokenizer of what `read_model` takes, which checks the weights, too, but
-    keeps none. Raises `UsageError`."""
-    with torch.device("meta"):
-        _, _, extras = read_model(path, language, tokenizer)
-    return extras["tokenizer"]
-
-
 # --- a Hugging Face folder ------------------------------------------------------------------------
 
 
@@ -426,15 +416,12 @@ def export(
     tokenizer: dict,
     card: str = "",
 ) -> list[str]:
-    """Writes a folder that `transformers` can load, in fp32, and returns the file names. Replaces
-    an empty folder or an earlier export that nobody has changed, and refuses any other. Raises
-    `UsageError` and `RunError`.
+    """Writes a folder that `transformers` can load, in fp32, as `model_files.write_export` does, and
+    returns the file names. Raises `UsageError` and `RunError`.
 
     `weights`: by the names of the network here. `tokenizer`: its state. `card`: the text of
     README.md."""
-    folder = Path(folder)
     tensors, written = checked(weights, config, tokenizer)
-    model_files.require_export(folder)
     return model_files.write_export(folder, _hf_export(tensors, config, written), card)
 
 
@@ -443,15 +430,11 @@ def checked(
 ) -> tuple[dict[str, torch.Tensor], Wav2Vec2Tokenizer]:
     """The weights in fp32 on the host and the tokenizer of a model to be exported. Raises
     `UsageError` for one that is not complete. `tokenizer`: its state."""
-    name_of_it = "the model to be exported"
-    check_config(config, name_of_it)
+    check_config(config, model_files.EXPORT)
     if not config["vocabulary"]:
-        raise UsageError(f"{name_of_it} has no head yet: train it first")
-    model_files.check_shapes(weights, expected_shapes(config), name_of_it, "wav2vec 2.0")
-    tensors = {}
-    for name, tensor in weights.items():
-        tensors[name] = tensor.detach().to("cpu", torch.float32).contiguous()
-    checkpoint.check_tensors(tensors, name_of_it)
+        raise UsageError(f"{model_files.EXPORT} has no head yet: train it first")
+    model_files.check_shapes(weights, expected_shapes(config), model_files.EXPORT, "wav2vec 2.0")
+    tensors = model_files.on_host(weights)
     return tensors, make_tokenizer(tokenizer, config["vocabulary"])
 
 

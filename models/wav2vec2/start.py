@@ -30,12 +30,6 @@ LAYER_DROP = 0.1  # as in omniASR's training
 NEW_HEAD_MASKS = (0.65, 0.25)
 KEPT_HEAD_MASKS = (0.05, 0.0)
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
-ADAPTED = {  # by --lora_targets
-    "q,v": ("q_proj", "v_proj"),
-    "attention": ATTENTION,
-    "linear": (*ATTENTION, "intermediate_dense", "output_dense"),
-}
 NON_COMMERCIAL = "cc-by-nc"  # how the names of such licences begin
 
 PIPELINE = """
@@ -56,14 +50,11 @@ FORMS = released.Forms(
 VOCABULARIES = ("released", "extended", "own")
 # Rows for `Parser.refuse`: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
-    ("transcribe", "export", "give one of them"),
-    ("transcribe", "export_adapter", "give one of them"),
     ("vocab", "from_scratch", "a new model's vocabulary is its training texts'"),
     ("spec_augment False", "mask_time", "the first turns masks off; leave one of them out"),
     ("spec_augment False", "mask_channels", "the first turns masks off; leave one of them out"),
 )
 NEEDS = (
-    ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
     ("export_format", ("export",), ""),
     ("vocab", (*released.MODELS, "resume"), "it changes the vocabulary of a released model"),
     ("language", ("model_dir",), "it is one of MMS's"),
@@ -162,12 +153,10 @@ class Regularisation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Start, Text, Regularisation):
-    """The request of the flags. `origin`: where the model starts. `how`: decoding and
-    transcribing."""
+class Options(Start, Text, Regularisation, recogniser.Request):
+    """The request of the flags. `origin`: where the model starts."""
 
     origin: Origin
-    how: recogniser.Options
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -189,7 +178,7 @@ def resolve(args, is_demo: bool) -> Options:
         args,
         export_format=args.export_format or "hf",
         origin=released.resolve(args, FORMS, settings.SIZES, "300m", is_demo),
-        how=recogniser.resolve(args, is_demo, has_times=True),
+        **recogniser.Request.resolve(args, recogniser.resolve(args, is_demo, has_times=True)),
     )
 
 
@@ -202,7 +191,7 @@ class Family(released.Family):
 
     model_info = ModelInfo
     sized = ("hidden_size", "num_hidden_layers")
-    adapted = ADAPTED
+    linear = ("intermediate_dense", "output_dense")
     whole = ("lm_head.",)
     kept = (".conv",)
     rows = vocabulary.ROWS
@@ -327,7 +316,7 @@ def tokenizer_of(info: ModelInfo) -> Wav2Vec2Tokenizer:
     return make_tokenizer(info.tokenizer, info.config["vocabulary"])
 
 
-def given_info(asked: Options, recipe: str, init_from: str | None) -> ModelInfo | None:
+def given_info(asked: Options, recipe: str) -> ModelInfo | None:
     """The info of the model that a training begins with; None if it is a new one. Raises
     `UsageError`."""
     origin = asked.origin
@@ -335,8 +324,8 @@ def given_info(asked: Options, recipe: str, init_from: str | None) -> ModelInfo 
     if origin.path and not saved:
         with torch.device("meta"):
             return read(asked, origin.path)[0]
-    if init_from and not (saved or origin.may_be_random):
-        saved = checkpoint.read_weights(init_from, recipe, "--init_from")
+    if asked.init_from and not (saved or origin.may_be_random):
+        saved = checkpoint.read_weights(asked.init_from, recipe, "--init_from")
     return checkpoint.read_infos(saved, ModelInfo, RunInfo)[0]
 
 
@@ -372,17 +361,17 @@ def learning_rate(info: ModelInfo) -> float:
     return NEW_HEAD_RATE if info.has_new_head else KEPT_HEAD_RATE
 
 
-def mask_shares(args, info: ModelInfo) -> tuple[float, float]:
+def mask_shares(asked: Options, info: ModelInfo) -> tuple[float, float]:
     """--mask_time and --mask_channels, or what the model's start asks for."""
     usual = NEW_HEAD_MASKS if info.has_new_head else KEPT_HEAD_MASKS
     return tuple(
         default if value is None else value
-        for value, default in zip((args.mask_time, args.mask_channels), usual, strict=True)
+        for value, default in zip((asked.mask_time, asked.mask_channels), usual, strict=True)
     )
 
 
-def layer_drop(args, info: ModelInfo) -> float:
+def layer_drop(asked: Options, info: ModelInfo) -> float:
     """--layer_drop, or what the model's start asks for."""
-    if args.layer_drop is not None:
-        return args.layer_drop
+    if asked.layer_drop is not None:
+        return asked.layer_drop
     return LAYER_DROP if info.pretrained else 0.0

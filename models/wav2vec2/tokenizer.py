@@ -9,12 +9,11 @@ Wav2Vec2CTCTokenizer, with these exceptions:
 - The text may spell out a special token or have the delimiter in it. These are plain text here.
 - transformers drops the spaces around a piece of several characters."""
 
-import importlib
 from collections.abc import Iterable
 
-from common.errors import RunError, UsageError, first_line
+from common.errors import UsageError, first_line
 from common.records import mismatch
-from speech.writing.text import SentencePieceTokenizer
+from speech.writing.text import SentencePieceTokenizer, sentencepiece_messages
 from speech.writing.unknown import not_encoded
 
 SPACE = "\u2581"  # SentencePiece's space
@@ -193,7 +192,7 @@ def with_added(state: dict, characters: Iterable[str]) -> dict:
     if state["kind"] == "characters":
         return {**state, "pieces": [*state["pieces"], *added]}
     old = _Model(state["model"]).model
-    proto = _messages().ModelProto.FromString(old.model)
+    proto = sentencepiece_messages().ModelProto.FromString(old.model)
     lowest = min(piece.score for piece in proto.pieces)
     for number, character in enumerate(added):
         read = old.processor.normalize(character).removeprefix(SPACE)
@@ -205,14 +204,6 @@ def with_added(state: dict, characters: Iterable[str]) -> dict:
         proto.pieces.add(piece=character, type=NORMAL, score=lowest - 1 - number)
     proto.trainer_spec.vocab_size = len(proto.pieces)
     return {**state, "model": proto.SerializeToString(deterministic=True).hex()}
-
-
-def _messages():
-    try:
-        return importlib.import_module("sentencepiece.sentencepiece_model_pb2")
-    except ImportError:
-        needed = "the tokenizer's conversion needs the packages sentencepiece and protobuf"
-        raise RunError(f"{needed}: pip install sentencepiece protobuf") from None
 
 
 def _refused(reason: str) -> UsageError:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from common.errors import DataError, UsageError
+from models import new_rows
 from models.wav2vec2.texts import Style
 from models.wav2vec2.tokenizer import MOST, SPACE, Wav2Vec2Tokenizer, with_added
 from speech.writing import unknown
@@ -132,41 +133,31 @@ def with_new_vocabulary(info, weights: dict[str, torch.Tensor], state: dict):
         head = first_head(tokenizer, config["hidden_size"])
         new = dataclasses.replace(new, new_pieces=list(range(tokenizer.size)))
         return new, {**weights, **dict(zip(ROWS, head, strict=True))}
-    places = {name: row for row, name in enumerate(row_names(Wav2Vec2Tokenizer(info.tokenizer)))}
-    rows = [_old_row(name, names, places) for name in names]
+    old = row_names(Wav2Vec2Tokenizer(info.tokenizer))
+    places = {name: row for row, name in enumerate(old)}
+    rows = new_rows.sources([_old_name(name, names, places) for name in names], old)
     likes = [next((places[c] for c in alike(name) if c in places), None) for name in names]
     changed = {**weights}
     for name in ROWS:
-        changed[name] = with_rows(weights[name], rows, likes)
-    untrained = {None, *info.new_pieces}
-    new_pieces = [row for row, old in enumerate(rows) if old in untrained]
-    added = rows.count(None)
-    print(
-        f"new vocabulary: {tokenizer.size} pieces; rows of {tokenizer.size - added} are the"
-        f" released model's, {added} are new"
-    )
-    return dataclasses.replace(new, new_pieces=new_pieces), changed
+        changed[name] = new_rows.with_rows(weights[name], rows, first_rows(weights[name], likes))
+    return new_rows.noted(new, info, rows, tokenizer.size), changed
 
 
-def _old_row(name: str, names: list[str], places: dict[str, int]) -> int | None:
+def _old_name(name: str, names: list[str], places: dict[str, int]) -> str:
     other = name.swapcase()
     is_renamed = name not in places and other not in names
-    return places.get(other if is_renamed else name)
+    return other if is_renamed else name
 
 
-def with_rows(old: torch.Tensor, rows: list[int | None], likes: list[int | None]) -> torch.Tensor:
-    """The rows of `old`, weights (V, D) or biases (V,), with these numbers. Those for None are near
-    the row in `likes`, or near the mean of all rows if there is none either."""
+def first_rows(old: torch.Tensor, likes: list[int | None]) -> torch.Tensor:
+    """Rows near those of `old`, weights (V, D) or biases (V,), that have the numbers `likes`; for
+    None near the mean of all rows."""
     mean = len(old)
-    sources = []
-    for row, like in zip(rows, likes, strict=True):
-        sources.append(next((each for each in (row, like) if each is not None), mean))
-    made = torch.cat([old, old.mean(0, keepdim=True)])[sources]
-    change = torch.full_like(made, BIAS)
-    if old.dim() > 1:
-        change = torch.randn_like(made) * NOISE * old.std(0, correction=0)
-    is_new = torch.tensor([row is None for row in rows]).view(-1, *[1] * (old.dim() - 1))
-    return torch.where(is_new, made + change, made)
+    near = [mean if like is None else like for like in likes]
+    near = torch.cat([old, old.mean(0, keepdim=True)])[near]
+    if old.dim() == 1:
+        return near + BIAS
+    return near + torch.randn_like(near) * NOISE * old.std(0, correction=0)
 
 
 def first_head(tokenizer: Wav2Vec2Tokenizer, width: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,14 +12,15 @@ import torch
 from common import checkpoint, records
 from common.errors import UsageError
 from models.model_files import (
+    EXPORT,
     EXPORTED,
     check_shapes,
     floats,
+    on_host,
     read_description,
     read_folder,
     read_json,
     read_pickle,
-    require_export,
     save_tensors,
     write_export,
 )
@@ -298,29 +299,23 @@ def export(
 
     `weights`: by Hugging Face's names without `model.`; `ctc_head.*` is left out. `tokenizer`: a
     `WhisperTokenizer`, whose prompt becomes the default of `generate`. `base`: the generation
-    config of the model that was fine-tuned. `card`: the text of README.md. Replaces an
-    earlier export that nobody has changed or an empty folder, and refuses any other. Raises
-    `UsageError` and `RunError`."""
-    folder = Path(folder)
+    config of the model that was fine-tuned. `card`: the text of README.md. Raises
+    `UsageError` and `RunError`; see `model_files.write_export`."""
     weights = {name: tensor for name, tensor in weights.items() if not name.startswith("ctc_head.")}
-    check(weights, config, "the model to be exported")
+    check(weights, config, EXPORT)
     if tokenizer.size > config["vocab_size"]:
         raise UsageError(
             f"the tokenizer has {tokenizer.size} tokens and the model {config['vocab_size']}"
         )
     features = feature_settings(config)
     generation = generation_settings(config, tokenizer, base)
-    tensors = {}
-    for name, tensor in weights.items():
-        tensors[name] = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
-    checkpoint.check_tensors(tensors, "the model to be exported")
+    tensors = on_host(weights)
 
     def fill(temporary: Path) -> None:
         _write_settings(temporary, config, features, generation)
         tokenizer.save(temporary)
         _write_weights(temporary, tensors, config)
 
-    require_export(folder)
     return write_export(folder, fill, card)
 
 

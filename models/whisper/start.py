@@ -39,12 +39,6 @@ AUXILIARY_WEIGHT = 0.3  # share of the encoder's own loss, from scratch
 # Peak learning rates of fine-tuning by width: a fortieth of pre-training's.
 FINE_TUNING_RATES = {384: 3.75e-5, 512: 2.5e-5, 768: 1.25e-5, 1024: 6.25e-6, 1280: 4.4e-6}
 SMALL_RATE = 2e-3  # from scratch, for models narrower than the smallest released one
-ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
-ADAPTED = {  # by --lora_targets
-    "q,v": ("q_proj", "v_proj"),
-    "attention": ATTENTION,
-    "linear": (*ATTENTION, "fc1", "fc2"),
-}
 SHAPE = ("d_model", "encoder_layers", "decoder_layers", "attention_heads")
 SUPPRESSED = ("suppress_tokens", "begin_suppress_tokens")  # in generation_config.json
 ALIGNED = (
@@ -64,8 +58,6 @@ TOKENS = range(formats.CONFIG["vocab_size"][-1])
 OWN_SHAPE = "a released model has its own shape; leave one of them out"
 FROZEN = "a frozen encoder knows inputs of 30 s only; leave one of them out"
 EXCLUDES = (
-    ("transcribe", "export", "give one of them"),
-    ("transcribe", "export_adapter", "give one of them"),
     *((model, flag, OWN_SHAPE) for model in released.MODELS for flag in SHAPE),
     ("freeze_encoder", "pad_to_30s False", FROZEN),
     ("pad_share", "pad_to_30s", "the second pads every utterance; leave one of them out"),
@@ -73,7 +65,6 @@ EXCLUDES = (
     ("max_target_tokens", "transcribe", "the first is for texts that are given; leave it out"),
 )
 NEEDS = (
-    ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
     (
         "tokenizer_file",
         released.MODELS,
@@ -164,22 +155,18 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Start, Training):
+class Options(Start, Training, recogniser.Request):
     """The request of a Whisper recipe's flags.
 
-    `origin`: where the model starts. `how`: how it decodes. `vocabulary`: the tokens that a planned
-    run without data has, None for the tokenizer's. `auxiliary`: the shares of the encoder's auxiliary losses, by flag.
+    `origin`: where the model starts. `vocabulary`: the tokens that a planned run without data has,
+    None for the tokenizer's. `auxiliary`: the shares of the encoder's auxiliary losses, by flag.
     `suppress`: whether the tokens that a released model does not generate are suppressed."""
 
     origin: released.Origin
-    how: recogniser.Options
     vocab_size: int | None
     vocabulary: int | None
     auxiliary: dict[str, float]
     suppress: bool
-    max_duration: float
-    learning_rate: float | None
-    seed: int
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -204,10 +191,11 @@ def resolve(
     auxiliary: tuple[str, ...] = ("ctc_weight",),
     suppress: bool = True,
     demo_language: str | None = None,
+    record: type = Options,
 ) -> Options:
     """Fills in the defaults of these flags and returns what they ask for. `sizes`: as in
-    `add_arguments`. `auxiliary`: the flags that give shares to losses of the encoder. Raises
-    `UsageError`."""
+    `add_arguments`. `auxiliary`: the flags that give shares to losses of the encoder. `record`:
+    the class of what is returned. Raises `UsageError`."""
     origin = released.resolve(args, FORMS, sizes, "base", is_demo)
     if released.exports_only(origin):
         demo_language = None
@@ -234,18 +222,15 @@ def resolve(
         if vocabulary is None and origin.size_name in formats.SIZES:
             vocabulary = origin.size["vocab_size"]
     return options.read_record(
-        Options,
+        record,
         args,
         origin=origin,
-        how=how,
+        **recogniser.Request.resolve(args, how),
         language=language,
         vocab_size=vocab_size,
         vocabulary=vocabulary,
         auxiliary={name: getattr(args, name) for name in auxiliary},
         suppress=suppress,
-        max_duration=args.max_duration,
-        learning_rate=args.learning_rate,
-        seed=args.seed,
     )
 
 
@@ -257,7 +242,7 @@ class Family(released.Family):
 
     model_info = ModelInfo
     sized = ("d_model", "encoder_layers", "decoder_layers")
-    adapted = ADAPTED
+    linear = ("fc1", "fc2")
     kept = ("embed_positions",)
     rows = ("decoder.embed_tokens.weight", "ctc_head.weight", "ctc_head.bias")
     peft_class = "WhisperForConditionalGeneration"
@@ -336,14 +321,14 @@ class Family(released.Family):
         check_limits(self.asked, info.config)
         return replace(info, pad_to_30s=self.asked.pad_to_30s), weights
 
-    def first_model(self, run, source: Callable, seed: int) -> tuple[ModelInfo, Whisper]:
-        info, model = super().first_model(run, source, seed)
+    def first_model(self, run, source: Callable) -> tuple[ModelInfo, Whisper]:
+        info, model = super().first_model(run, source)
         describe(info, model, self.asked.learning_rate)
         return info, model
 
     def for_task(self, info: ModelInfo, initial: Saved | None) -> dict:
-        """Fields of the loop's `Task` that every Whisper has, by their names. `initial`: the weights
-        of --init_from."""
+        """Fields of the loop's `Task` that every Whisper has, by their names. `initial`: the
+        weights of --init_from."""
         fit = None
         if not info.pretrained:
             seed = self.asked.seed
@@ -530,11 +515,8 @@ def with_longest(
 ) -> splits.RunInfo:
     """`data` with the longest utterance that a model has been trained on: in this run, or in the
     run `before` that it resumes, or when it was released."""
-    longest = data.longest
-    if info.pretrained:
-        longest = max(longest, input_seconds(info.config))
-    if before:
-        longest = max(longest, before.longest)
+    released_on = input_seconds(info.config) if info.pretrained else 0.0
+    longest = max(data.longest, released_on, before.longest if before else 0.0)
     return replace(data, longest=longest)
 
 

@@ -69,8 +69,6 @@ CONFIG = {
     "mel_channels": range(1, 1025), "codes": range(2, MOST_TOKENS),
     "code_dim": POSITIONS, "dvae_hidden": POSITIONS,
 }  # fmt: skip
-# Sizes that Coqui's code has as constants.
-CONSTANT = {"latents": 32, "mel_channels": 80, "perceiver_heads": 8, "perceiver_head_dim": 64}
 # Keys of `model_args` in config.json, what is added to their values, and Coqui's defaults.
 ARGS = {
     "layers": ("gpt_layers", 0, 30),
@@ -127,7 +125,11 @@ def make_config(
         "codes": codes,
         "code_dim": 512,
         "dvae_hidden": 512,
-        **CONSTANT,
+        # Coqui's code has these as constants.
+        "latents": 32,
+        "mel_channels": 80,
+        "perceiver_heads": 8,
+        "perceiver_head_dim": 64,
     }
     return {**config, **others}
 
@@ -273,20 +275,16 @@ def _read_config(description: dict, folder: Path, text: str) -> dict:
             f"{folder / DESCRIPTION}: decoder_input_dim is not gpt_n_model_channels, the width of"
             " the GPT"
         )
-    vocabulary = _vocabulary(text, folder)
+    try:
+        vocabulary = Vocabulary(text)
+    except UsageError as error:
+        raise UsageError(f"{folder}: {error}") from None
     config["text_tokens"] = vocabulary.size
     config["start_text"] = vocabulary.start
     config["stop_text"] = vocabulary.stop
     config["codes"] = config["audio_tokens"] - 2 if type(config["audio_tokens"]) is int else None
     check_config(config, folder / DESCRIPTION)
     return config
-
-
-def _vocabulary(text: str, path: str | Path) -> Vocabulary:
-    try:
-        return Vocabulary(text)
-    except UsageError as error:
-        raise UsageError(f"{path}: {error}") from None
 
 
 def _read_groups(
@@ -373,7 +371,6 @@ def export(
     may be empty. `speakers` by name: their clips become speakers/NAME.wav, that of the first also
     reference.wav, and the rest speakers_xtts.pth. `card`: the text of README.md."""
     folder = Path(folder)
-    _check_export(groups, config, extras["vocab"])
     model_files.require_export(folder)
     state = {}
     for group in ("gpt", "hifigan_decoder"):
@@ -410,24 +407,6 @@ def export(
                 torch.save(known, file)
 
     return model_files.write_export(folder, fill, card)
-
-
-def _check_export(groups: dict, config: dict, vocab: str) -> None:
-    """Raises `UsageError` for a model that Coqui's code cannot load, or whose parts do not fit
-    together."""
-    check_config(config, "the model to be exported")
-    for name, value in CONSTANT.items():
-        if config[name] != value:
-            raise UsageError(f"--export: {name} is {config[name]}; Coqui's XTTS has {value} only")
-    _check(groups, config, "the model to be exported")
-    vocabulary = _vocabulary(vocab, "the model to be exported")
-    ids = (vocabulary.size, vocabulary.start, vocabulary.stop)
-    expected = (config["text_tokens"], config["start_text"], config["stop_text"])
-    if ids != expected:
-        raise UsageError(
-            f"--export: size, START and STOP are {ids} in the vocabulary, but {expected} in the"
-            " model"
-        )
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

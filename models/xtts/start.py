@@ -24,8 +24,6 @@ from models.released import Forms, Origin
 from models.xtts import cleaners, formats, frozen, new_tokens, speaking, texts
 from models.xtts.frozen import Frozen
 from models.xtts.model import (
-    CHECKPOINTED,
-    COMPILED,
     GPT,
     Conv1D,
     attention_kernel,
@@ -75,19 +73,12 @@ wav = model.inference("TEXT", "LANGUAGE", latents, speaker)["wav"]  # 24 kHz
 """,
 )
 QUERIES = ("attn.c_attn", "to_q", "to_kv")
-ATTENTION = (*QUERIES, "attn.c_proj", "to_out")
-ADAPTED = {
-    "q,v": QUERIES,
-    "attention": ATTENTION,
-    "linear": ("",),
-}  # ends of names, for --lora_targets
 POSITIONS = ("text_pos_embedding.emb", "mel_pos_embedding.emb")
 # Rows of the text embedding.
 VERSIONS = {"v2.0.0": 6153, "v2.0.1": 6153, "v2.0.2": 6681, "v2.0.3": 6681}
 SLICE = 66_150, 132_300  # the shortest and longest conditioning slice, samples
 LEARNING_RATE = 5e-6
 NEW_ROWS_RATE = 1e-4  # of tokens that are new
-TEXT_FLAGS = {"use_amharic_g2p", "extend_vocab"}
 
 EXCLUDES = (
     ("synthesize", "export", "give one of them"),
@@ -121,6 +112,12 @@ class ModelInfo:
     pretrained: Annotated[bool, lambda pretrained: pretrained, TUNED_ONLY] = True
     reads_stop: bool = False
     stage: str = "gpt"
+
+    @property
+    def new_pieces(self) -> range:
+        """The ids of `new_tokens`."""
+        size = self.config["text_tokens"]
+        return range(size - self.new_tokens, size)
 
 
 @dataclass(frozen=True)
@@ -183,14 +180,13 @@ class OtherNames:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Start, Training):
+class Options(Start, Training, splits.Request):
     """The request of the flags. `recipe`: its name in checkpoints; `voices`: the clips of
     --speaker_wav."""
 
     origin: Origin
     recipe: str
     text: texts.TextOptions
-    seed: int
     voices: list[str]
     held_out: judge.HeldOut
 
@@ -242,11 +238,11 @@ def resolve(args, recipe: str) -> Options:
     return options.read_record(
         Options,
         args,
+        **splits.Request.resolve(args, for_synthesis=True),
         origin=origin,
         recipe=recipe,
         language=language,
         text=texts.resolve(args, language),
-        seed=args.seed,
         voices=args.speaker_wav or [],
         held_out=judge.resolve(args, released.exports_only(origin)),
     )
@@ -260,7 +256,9 @@ class Family(released.Family):
     layer of GPT-2 has queries, keys and values in one."""
 
     model_info = ModelInfo
-    adapted = ADAPTED
+    queries = QUERIES
+    attention = (*QUERIES, "attn.c_proj", "to_out")
+    linear = ("",)
     whole = ("text_embedding.", "text_head.")
     rows = new_tokens.TEXT_ROWS
 
@@ -272,6 +270,9 @@ class Family(released.Family):
 
     def network(self, info: ModelInfo) -> GPT:
         return GPT(info.config)
+
+    def make_model(self, info: ModelInfo, weights, trains: bool = False) -> GPT:
+        return make_model(info.config, weights, self.asked.dropout if trains else 0.0)
 
     def check(self, info: ModelInfo, name: str) -> None:
         formats.check_config(info.config, name)
@@ -299,7 +300,7 @@ class Family(released.Family):
         for name, module in model.named_modules():
             is_linear = isinstance(module, Conv1D | nn.Linear)
             is_whole = f"{name}.".startswith(self.whole)
-            if is_linear and name.endswith(self.adapted[targets]) and not is_whole:
+            if is_linear and name.endswith(self.ends(targets)) and not is_whole:
                 adapted.append(name)
         transposed = ("c_attn", "c_fc", "c_proj")
         return lora.Layers(adapted, self.whole, POSITIONS, transposed)
@@ -328,6 +329,7 @@ def first_model(
     to use it, its info, and how many tokens were added to its vocabulary for the training texts. It
     reads the texts of the `corpora`. Raises `UsageError`."""
     added = 0
+    family = Family(asked)
     with run.model_device():
         info, weights, parts = choose(asked, run.resumed, run.initial)
         texts.read_corpora(texts.Texts(info), corpora)
@@ -335,9 +337,9 @@ def first_model(
             learned = corpora["train"].read
             info, weights, added = new_tokens.extend(info, weights, learned, asked.text)
         device.seed_everything(asked.seed)  # the frozen parts have drawn random numbers
-        model = make_model(info.config, weights, asked.dropout)
+        model = family.make_model(info, weights, trains=True)
     freeze(model, asked.freeze_layers)
-    adapters.adapt(Family(asked), info, model, weights, run, asked.seed)
+    adapters.adapt(family, info, model, weights, run)
     use_sdpa(model, asked.sdpa)
     print(f"attention: {attention_kernel(model, run.setup.device, run.setup.dtype)}")
     total = sum(p.numel() for p in model.parameters())
@@ -359,10 +361,8 @@ def freeze(model: GPT, layers: int) -> None:
 def trained(asked: Options, setup: device.Setup) -> tuple[Synthesiser, ModelInfo, RunInfo | None]:
     """The model of --model_dir, of --resume, or of the best evaluation, ready to be used, and what
     the run that trained it has saved, which is None for a released one. Raises `UsageError`."""
-    info, weights, parts, saved = use(asked)
-    model = make_model(info.config, weights).to(setup.device).eval()
-    parts.to(setup.device)
-    before = released.read_run_info(RunInfo, saved)
+    model, info, before = Family(asked).trained(asked.recipe, RunInfo, setup)
+    parts = frozen_parts(asked, info).to(setup.device)
     return synthesiser_of(info, model, parts, texts.Texts(info)), info, before
 
 
@@ -371,13 +371,6 @@ def synthesiser_of(
 ) -> Synthesiser:
     lengths = formats.conditioning(info.settings)
     return Synthesiser(model, parts, vocabulary, texts.most_text(info.config), lengths)
-
-
-def use(asked: Options) -> tuple[ModelInfo, dict[str, torch.Tensor], Frozen, Saved | None]:
-    """A model that is not trained further: its info, the GPT's weights, the frozen parts, and the
-    checkpoint that it is from, None for a released model. Raises `UsageError`."""
-    info, weights, saved = Family(asked).use(asked.recipe)
-    return info, weights, frozen_parts(asked, info), saved
 
 
 def known_info(asked: Options) -> tuple[ModelInfo | None, RunInfo | None]:
@@ -391,12 +384,13 @@ def known_info(asked: Options) -> tuple[ModelInfo | None, RunInfo | None]:
 
 def reader_of(
     asked: Options, info: ModelInfo | None, is_new: bool, corpora: dict[str, Corpus]
-) -> tuple[texts.Texts | texts.FrontEnd, dict]:
-    """The front end that reads texts as the model `info` does, or will do if it `is_new`, or as any
-    model if it is not known; and the model's configuration. It reads the texts of the `corpora`."""
+) -> tuple[texts.Texts, dict]:
+    """What reads texts as the model `info` does, or will do if it `is_new`, or as any model if it
+    is not known; and the model's configuration. It reads the texts of the `corpora`."""
     if info is None:
         language = told(asked)
-        reader = texts.FrontEnd(language, asked.text, language not in cleaners.LANGUAGES)
+        is_carried = language not in cleaners.LANGUAGES
+        reader = texts.Texts(texts.Reading(language, asked.text, is_carried))
         texts.read_corpora(reader, corpora)
         return reader, formats.RELEASED
     texts.read_corpora(texts.Texts(info), corpora)
@@ -478,30 +472,8 @@ def check_initial(initial: Saved, info: ModelInfo) -> None:
 def new_rows(family: Family, info: ModelInfo, initial: Saved | None) -> NewRows | None:
     """The rows of tokens that the released vocabulary lacked, and that the weights of --init_from
     have not learned. They have a learning rate of their own."""
-    size = info.config["text_tokens"]
-    rows = range(size - info.new_tokens, size)
-    if named := family.vocabulary(info, initial):
-        known = set(named.saved)
-        rows = [row for row in rows if named.tokens[row] not in known]
-    if not rows:
-        return None
-    return NewRows({name: list(rows) for name in new_tokens.TEXT_ROWS}, NEW_ROWS_RATE)
-
-
-def for_task(asked: Options, info: ModelInfo, initial: Saved | None) -> dict:
-    """The fields of the loop's `Task` that every XTTS has, by the names of its fields. `initial`:
-    the weights of --init_from."""
-    family = Family(asked)
-    return {
-        "learning_rate": LEARNING_RATE,
-        "checkpointed": CHECKPOINTED,
-        "compiled": COMPILED,
-        "evaluate_first": True,
-        "fine_tunes": True,
-        "new_rows": new_rows(family, info, initial),
-        "vocabulary": family.vocabulary(info, initial),
-        "reports": (str(judge.folder_of(asked.held_out.output_dir)),),
-    }
+    rows = family.untrained(info, initial)
+    return NewRows(dict.fromkeys(new_tokens.TEXT_ROWS, rows), NEW_ROWS_RATE) if rows else None
 
 
 # --- frozen parts and exports ---------------------------------------------------------------------
@@ -531,7 +503,7 @@ def frozen_parts(asked: Options, info: ModelInfo) -> Frozen:
     return frozen.make_frozen(info.config, groups)
 
 
-def export_trained(
+def export(
     asked: Options,
     setup: device.Setup,
     info: ModelInfo,
@@ -541,27 +513,15 @@ def export_trained(
 ) -> None:
     """--export, with the voices of --speaker_wav and then those in `clips`, of
     `speaking.speakers_of`, that have other names."""
-    if not asked.origin.export:
+    folder = asked.origin.export
+    if not folder:
         return
-    synthesiser.frozen.to(setup.device)
+    parts = synthesiser.frozen.to(setup.device)
     named = speaking.named_clips(asked.voices)
     has_adapters = lora.adapters_of(synthesiser.model)  # beside weights in 16 bits
     with setup.autocast() if has_adapters else contextlib.nullcontext():
         speakers = speaking.to_export(synthesiser, named | clips | named)
-    weights = Family(asked).trained_weights(synthesiser.model)
-    export(asked.origin.export, info, weights, synthesiser.frozen, speakers, about)
-
-
-def export(
-    folder: str,
-    info: ModelInfo,
-    weights: dict[str, torch.Tensor],
-    parts: Frozen,
-    speakers: dict,
-    about: card.About,
-) -> None:
-    """Writes a model as a folder for Coqui, with a model card. `speakers`: see `formats.export`."""
-    groups = {"gpt": weights, **parts.groups()}
+    groups = {"gpt": Family(asked).trained_weights(synthesiser.model), **parts.groups()}
     extras = {"config": info.settings, "vocab": info.vocab, "licence": info.licence}
     about = replace(
         about,

@@ -156,55 +156,24 @@ def _switch(flag: str, on: bool) -> str:
 # --- reading --------------------------------------------------------------------------------------
 
 
-class FrontEnd:
-    """Texts to what the model reads. `language`: of texts without one. `carried`: Coqui's code
-    takes texts of that language for English."""
+@dataclass(frozen=True)
+class Reading:
+    """How texts are read by a model that is not known: what `Texts` takes of a `ModelInfo`."""
 
-    def __init__(self, language: str, text: TextOptions, carried: bool):
-        self.language = language
-        self.text = text
-        self.carried = carried
+    language: str
+    text: TextOptions
+    carried: bool
+    vocab: str | None = None
 
-    def language_of(self, language: str | None) -> str:
-        """The language that a row is read in: its own, or the model's if the row has none."""
-        return code_of(language) if language else self.language
 
-    def read(self, text: str, language: str | None = None) -> str:
-        """The text as the model reads it."""
-        language = self.language_of(language)
-        is_carried = self.carried and language == self.language
-        if language in cleaners.LANGUAGES:
-            text = cleaners.clean(text, language)
-        elif language == AMHARIC and self.text.g2p:
-            text = amharic.phonemes(text, self.text.lexicon, self.text.epenthesis)
-        elif language == AMHARIC:
-            text = amharic.spoken(text)
-        else:
-            text = reading.plain(text, language)
-        return cleaners.shield(text) if is_carried else text
-
-    def unread(self, text: str, language: str | None) -> list[str]:
-        """The digits and signs in what `read` has returned, which are not in words because nothing
-        here knows how they are read."""
-        language = self.language_of(language)
-        if language in (cleaners.CHINESE, cleaners.JAPANESE):  # tones, and what Coqui's code leaves
-            return []
-        is_coquis = language in cleaners.LANGUAGES
-        pattern = reading.UNREAD if is_coquis else reading.NOT_IN_WORDS
-        return list(dict.fromkeys(pattern.findall(text)))
-
-    def fault(self, read: str, language: str | None, longest: float) -> tuple[str, str] | None:
-        """Why what was `read` of a text cannot be trained on, as (reason, details). None if it
-        can."""
-        if signs := self.unread(read, language):
-            return (
-                f"numbers or signs that are not read in words in {self.language_of(language)}:"
-                " write them as words",
-                f"{' '.join(signs[:20])} in {read[:40]!r}",
-            )
-        if not any(map(str.isalnum, read)):
-            return "the text has no letters", repr(read[:40])
-        return None
+def unread(read: str, language: str) -> list[str]:
+    """The digits and signs in what was `read` of a text, which are not in words because nothing
+    here knows how they are read."""
+    if language in (cleaners.CHINESE, cleaners.JAPANESE):  # tones, and what Coqui's code leaves
+        return []
+    is_coquis = language in cleaners.LANGUAGES
+    pattern = reading.UNREAD if is_coquis else reading.NOT_IN_WORDS
+    return list(dict.fromkeys(pattern.findall(read)))
 
 
 def most_text(config: dict) -> int:
@@ -212,7 +181,7 @@ def most_text(config: dict) -> int:
     return min(MAX_TEXT, config["text_positions"] - 4)
 
 
-def read_corpora(reader: "FrontEnd | Texts", corpora: dict[str, Corpus]) -> None:
+def read_corpora(reader: "Texts", corpora: dict[str, Corpus]) -> None:
     """Puts what the model reads of each text into the corpora. This is slow, so it is done once.
     Says in which language rows are read that name none, and warns of letters that are left out."""
     if corpora:
@@ -233,16 +202,17 @@ def read_corpora(reader: "FrontEnd | Texts", corpora: dict[str, Corpus]) -> None
 
 
 class Texts:
-    """Texts to tokens. The token of a language that Coqui knows comes first; the token of another
-    one follows English's. `info`: the model's `ModelInfo`. `is_new`: the vocabulary may still be
-    extended, which error messages advise."""
+    """Texts to what the model reads and, if its `vocabulary` is known, to tokens. The token of a
+    language that Coqui knows comes first; the token of another one follows English's, because
+    Coqui's code takes its texts for English. `info`: the model's `ModelInfo`, or a `Reading`.
+    `is_new`: the vocabulary may still be extended, which error messages advise."""
 
     def __init__(self, info, is_new: bool = False):
-        self.vocabulary = Vocabulary(info.vocab)
-        self.language = info.language
-        self.unknown = self.vocabulary.unknown
+        self.vocabulary = Vocabulary(info.vocab) if info.vocab else None
+        self.language = info.language  # of texts without one
+        self.text = info.text
+        self.carried = info.carried
         self.is_new = is_new
-        self.front_end = FrontEnd(info.language, info.text, info.carried)
 
     def language_of(self, language: str | None) -> str:
         """The language that a row is read in: its own, or the model's if the row has none or the
@@ -250,9 +220,11 @@ class Texts:
         return self._known(language) or self.language
 
     def _known(self, language: str | None) -> str | None:
-        """The vocabulary's code of a language."""
-        code = code_of(language or "")
-        return code if code in self.vocabulary.languages else None
+        """The code of a language, if the vocabulary has it."""
+        code = code_of(language) if language else None
+        if self.vocabulary and code not in self.vocabulary.languages:
+            return None
+        return code
 
     def languages_of(self, corpus: Corpus) -> list[str]:
         """The languages that the rows of a corpus are read in, sorted."""
@@ -272,7 +244,17 @@ class Texts:
 
     def read(self, text: str, language: str | None = None) -> str:
         """The text as the model reads it."""
-        return self.front_end.read(text, self.language_of(language))
+        language = self.language_of(language)
+        is_carried = self.carried and language == self.language
+        if language in cleaners.LANGUAGES:
+            text = cleaners.clean(text, language)
+        elif language == AMHARIC and self.text.g2p:
+            text = amharic.phonemes(text, self.text.lexicon, self.text.epenthesis)
+        elif language == AMHARIC:
+            text = amharic.spoken(text)
+        else:
+            text = reading.plain(text, language)
+        return cleaners.shield(text) if is_carried else text
 
     def encode(self, text: str, language: str | None = None) -> list[int]:
         """The tokens of what the model reads of a text, after those of the language."""
@@ -281,7 +263,7 @@ class Texts:
     def encode_read(self, read: str, language: str | None = None) -> list[int]:
         """The tokens of what was `read` of a text, after those of the language."""
         language = self.language_of(language)
-        if self.front_end.carried and language == self.language:
+        if self.carried and language == self.language:
             return self.vocabulary.encode(f"[{language}]{read}", CARRIER)
         return self.vocabulary.encode(read, language)
 
@@ -289,11 +271,20 @@ class Texts:
         """Why the model cannot learn what was `read` of a text, as (reason, details): numbers or
         signs are not in words, the vocabulary has none of its letters, or it has more than
         `longest` tokens. None if it can."""
-        if fault := self.front_end.fault(read, self.language_of(language), longest):
-            return fault
+        language = self.language_of(language)
+        if signs := unread(read, language):
+            return (
+                f"numbers or signs that are not read in words in {language}: write them as words",
+                f"{' '.join(signs[:20])} in {read[:40]!r}",
+            )
+        if not any(map(str.isalnum, read)):
+            return "the text has no letters", repr(read[:40])
+        if self.vocabulary is None:
+            return None
         prefix = self.encode_read("", language)
         tokens = self.encode_read(read, language)[len(prefix) :]
-        written = self.vocabulary.decode([token for token in tokens if token != self.unknown])
+        unknown = self.vocabulary.unknown
+        written = self.vocabulary.decode([token for token in tokens if token != unknown])
         if not any(character.isalnum() for character in written):
             reason = "the vocabulary has none of the text's letters"
             if self.is_new and ETHIOPIC.search(read):
@@ -324,7 +315,7 @@ class Texts:
             print(f"warning: {text[:40]!r}: the vocabulary lacks {named(lacking)}", file=sys.stderr)
 
 
-def show(wanted: list[str], reader: FrontEnd | Texts, longest: int) -> None:
+def show(wanted: list[str], reader: Texts, longest: int) -> None:
     """--show_text: prints what `reader` makes of each text, one line each. Warns on stderr of
     numbers and signs that are not in words and, with a vocabulary, of characters that it lacks and
     of texts with more than `longest` tokens. These are not trained on."""
@@ -333,5 +324,5 @@ def show(wanted: list[str], reader: FrontEnd | Texts, longest: int) -> None:
         print(read)
         if fault := reader.fault(read, None, longest):
             print(f"warning: {text[:40]!r}: {': '.join(fault)}", file=sys.stderr)
-        if isinstance(reader, Texts):
+        if reader.vocabulary:
             reader.warn(text)

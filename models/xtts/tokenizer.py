@@ -20,43 +20,33 @@ UNKNOWN = "[UNK]"
 SPACE = "[SPACE]"
 LANGUAGE = re.compile(r"\[([a-z]{2,3}(?:-[a-z]{2,4})?)\]")
 MOST_TOKENS = 1 << 17
+_SPECIAL = {
+    **dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False), "special": True,
+}  # fmt: skip
 _ABSENT = (type(None), lambda value: value in ("", False))
-_TEXT = (lambda text: isinstance(text, str) and text,)
-_FLAGS = dict.fromkeys(("special?", "normalized?", "lstrip?", "rstrip?", "single_word?"), bool)
-_SPECIAL = {**dict.fromkeys((flag.removesuffix("?") for flag in _FLAGS), False), "special": True}
-_ADDED = {"id": range(MOST_TOKENS), "content": _TEXT, **_FLAGS}
 # Anything else, such as a normaliser, would make other tokens than the model was trained on, and a
-# pattern can take exponential time.
+# pattern can take exponential time. `tokenizers` checks the rest.
 _CONTENT = {
     **dict.fromkeys(("truncation?", "padding?", "normalizer?", "post_processor?"), type(None)),
-    "added_tokens?": (type(None), [_ADDED]),
+    "added_tokens?": (type(None), list),
     "pre_tokenizer": {"type": {"Whitespace"}},
     "model": {
         "type?": {"BPE"},
         "unk_token": {UNKNOWN},
-        "fuse_unk?": (type(None), bool),
         **dict.fromkeys(("dropout?", "continuing_subword_prefix?", "end_of_word_suffix?"), _ABSENT),
         **dict.fromkeys(("byte_fallback?", "ignore_merges?"), _ABSENT),
-        "vocab": lambda vocab: all(
-            text and type(i) is int and 0 <= i < MOST_TOKENS for text, i in vocab.items()
-        ),
-        "merges": [
-            lambda pair: (
-                len(pair.split(" ") if isinstance(pair, str) else pair) == 2 and "".join(pair)
-            )
-        ],
+        "vocab": dict,
+        "merges": list,
     },
 }
 
 
 class Vocabulary:
     """Attributes: `size` (V), the ids `start`, `stop` and `unknown`, and `languages`, the codes
-    that have a token. `text`: of vocab.json. `language`: the default of `encode`. Raises
-    `UsageError`."""
+    that have a token. `text`: of vocab.json. Raises `UsageError`."""
 
-    def __init__(self, text: str, language: str | None = None):
+    def __init__(self, text: str):
         tokenizers = require("tokenizers", "the vocabulary")
-        self._text = text
         content = _parse(text)
         model = content["model"]
         settings = {
@@ -64,12 +54,10 @@ class Vocabulary:
             for key in ("unk_token", "fuse_unk", "vocab", "merges")
             if model.get(key) is not None
         }
-        added = [
-            {**_SPECIAL, "special": False, **token} for token in content.get("added_tokens") or []
-        ]
+        added = content.get("added_tokens") or []
         checked = {
             "version": "1.0",
-            "added_tokens": [{key: token[key] for key in _plain(_ADDED)} for token in added],
+            "added_tokens": added,
             "pre_tokenizer": {"type": "Whitespace"},
             "model": {"type": "BPE", **settings},
         }
@@ -88,16 +76,18 @@ class Vocabulary:
         self.unknown = ids[UNKNOWN]
         matches = [LANGUAGE.fullmatch(token) for token in self._special]
         self.languages = sorted(match[1] for match in matches if match)
-        self._language = self._require_language(language) if language else None
 
-    def encode(self, text: str, language: str | None = None) -> list[int]:
+    def encode(self, text: str, language: str) -> list[int]:
         """The ids of a text, below V, which begin with the language's and are without START and
         STOP. Special tokens in the text are tokens, so "[am]..." in English begins with two
         languages. Raises `UsageError` for an unknown language."""
-        code = self._require_language(language) if language else self._language
-        if code is None:
-            raise UsageError(f"a text has no language: give one of {', '.join(self.languages)}")
-        return self._tokenizer.encode(f"[{code}]{text}".replace(" ", SPACE)).ids
+        if language not in self.languages:
+            known = ", ".join(self.languages) or "none"
+            raise UsageError(
+                f"vocab.json has no language {language[:20]!r} (it has {known}): add the token"
+                f" [{language[:20]}]"
+            )
+        return self._tokenizer.encode(f"[{language}]{text}".replace(" ", SPACE)).ids
 
     def lacking(self, text: str) -> list[str]:
         """The characters of a text that the vocabulary lacks, in order."""
@@ -118,23 +108,6 @@ class Vocabulary:
         written out."""
         names = [self._tokenizer.id_to_token(int(token)) or UNKNOWN for token in tokens]
         return "".join(name for name in names if name not in (START, STOP)).replace(SPACE, " ")
-
-    def text(self) -> str:
-        """The text of vocab.json as it was read."""
-        return self._text
-
-    def _require_language(self, language: str) -> str:
-        if language not in self.languages:
-            known = ", ".join(self.languages) or "none"
-            raise UsageError(
-                f"vocab.json has no language {language[:20]!r} (it has {known}): add the token"
-                f" [{language[:20]}]"
-            )
-        return language
-
-
-def _plain(schema: dict) -> list[str]:
-    return [key.removesuffix("?") for key in schema]
 
 
 def _refused(reason: str) -> UsageError:

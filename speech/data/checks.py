@@ -159,15 +159,6 @@ def overlap(train: Corpus, other: Corpus, rejected: Rejections, name: str = "tra
             rejected.note(f"text is in the {name} set, too", f"{other.where(index)}: {text[:60]}")
 
 
-def note_overlaps(train: Corpus, sets: dict[str, Corpus], name: str) -> None:
-    """Prints what each of the evaluation `sets` shares with a training set called `name`."""
-    for set_name, corpus in sets.items():
-        shared = Rejections()
-        overlap(train, corpus, shared, name)
-        if shared.notes:
-            print(shared.noted(f"{set_name} set"))
-
-
 # --- a recogniser's sets --------------------------------------------------------------------------
 
 

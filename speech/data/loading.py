@@ -15,7 +15,6 @@ import numpy as np
 from common.errors import DataError
 from speech.data.columns import Codes, Corpus, Rejections, Segments, Strings, printable
 from speech.data.headers import END_TOLERANCE, Unusable, open_sound, probe_all
-from speech.data.listening import CLIPPED, SILENT, audio_faults, listen, trim
 from speech.data.manifest import Reading, has_lines, read_manifest
 
 # Seconds: END_TOLERANCE of whole files, whose duration is often rounded to a second.
@@ -264,21 +263,23 @@ def check_sound(rows: Rows, checks: Checks) -> None:
     """Decodes all audio. Rejects what cannot be decoded, silence (but not for labels: a class may
     be silence), and for synthesis clipped clips, whose ends are also trimmed. A recogniser will
     hear clipped speech, too: it is only noted."""
+    from speech.data import listening
+
     used = set()
     if checks.needs == "label":
-        used.add(SILENT)
+        used.add(listening.SILENT)
     if not checks.for_synthesis:
-        used.add(CLIPPED)
-    measures, undecodable = listen(
+        used.add(listening.CLIPPED)
+    measures, undecodable = listening.listen(
         rows.corpus, cache_file(checks, "audio", rows.tables), checks.skip_bad_audio
     )
-    for row, reason, details in audio_faults(measures, undecodable):
+    for row, reason, details in listening.audio_faults(measures, undecodable):
         if reason in used:
             rows.rejected.note(reason, f"{rows.example(row)}: {details}")
         else:
             rows.reject(row, reason, f": {details}")
     if checks.for_synthesis:
-        trim(rows.corpus, np.where(rows.keep[:, None], measures, 0.0), rows.rejected)
+        listening.trim(rows.corpus, np.where(rows.keep[:, None], measures, 0.0), rows.rejected)
         reject_short(rows, checks)
     rows.drop_rejected()
 

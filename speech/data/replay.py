@@ -54,13 +54,3 @@ def languages(corpora: dict[str, Corpus]) -> set[str]:
     """The languages that the rows that a model learns from name."""
     sets = (corpora[name] for name in ("train", REPLAY) if name in corpora)
     return {name for corpus in sets for name in corpus.languages.names if name}
-
-
-def note_overlaps(corpora: dict[str, Corpus]) -> None:
-    """Prints what evaluation sets, also watched ones, share with replayed material. (--check_data
-    tells what they share with the new material.)"""
-    if REPLAY in corpora:
-        from speech.data import checks
-
-        others = {name: each for name, each in corpora.items() if name not in ("train", REPLAY)}
-        checks.note_overlaps(corpora[REPLAY], others, REPLAY)

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -66,6 +66,33 @@ class DataOptions:
     checks: Checks
     planned: bool = False
     had_others: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a recipe reads of the flags that all have, by their names. Flags that it lacks are None.
+    `data`: what is read."""
+
+    data: DataOptions
+    train_manifest: list[str] | None
+    evaluate: bool
+    init_from: str | None
+    output_dir: str
+    log_dir: Path
+    seed: int
+    learning_rate: float | None
+    max_duration: float
+    use_chunking: bool
+    strict_data: bool
+    allow_unknown: bool | None
+    stop_when_watched_rises: bool | None
+
+    @staticmethod
+    def resolve(args, for_synthesis: bool = False) -> dict:
+        """The values of these fields, for `options.read_record`. Raises `UsageError`."""
+        names = [each.name for each in fields(Request) if each.name != "data"]
+        values = {name: getattr(args, name, None) for name in names}
+        return {**values, "data": resolve(args, for_synthesis=for_synthesis)}
 
 
 @dataclass(frozen=True)
@@ -186,7 +213,6 @@ def resolve(
         max_samples=args.max_samples,
         strict=args.strict_data,
         seed=args.seed,
-        held_out=tuple(before.held_out) if before else (),
         # The demo's audio is known to be good, and a plan needs only the lengths.
         listen=args.check_audio and bool(manifests) and not planned,
         skip_bad_audio=args.skip_bad_audio or args.check_data,
@@ -195,9 +221,16 @@ def resolve(
         tiers=tuple(args.tier or ()),
         text_column=args.text_column,
     )
-    return DataOptions(
-        manifests, checks, planned, had_others=before is not None and not before.demo
-    )
+    return again(DataOptions(manifests, checks, planned), before)
+
+
+def again(data: DataOptions, before: RunInfo | None) -> DataOptions:
+    """The request, if it is of the run `before` that is resumed or used: what that held out for
+    evaluation is held out again."""
+    if before is None:
+        return data
+    checks = replace(data.checks, held_out=tuple(before.held_out))
+    return replace(data, checks=checks, had_others=not before.demo)
 
 
 def require_tiers(manifests: Iterable[str]) -> None:
@@ -268,9 +301,24 @@ def read_manifests(
         if "val" not in corpora:
             before = set(checks.held_out)
             corpora["train"], corpora["val"] = hold_out(whole, rows, checks.seed, before)
-    replay.note_overlaps(corpora)
-    watching.note_overlaps(corpora)
+    note_overlaps(corpora)
     return corpora
+
+
+def note_overlaps(corpora: dict[str, Corpus]) -> None:
+    """Prints what evaluation sets share with replayed material, and watched ones with the training
+    set. (--check_data tells what others share with it.)"""
+    for name, corpus in corpora.items():
+        shared = Rejections()
+        for learned in TRAINED:
+            is_told = learned == replay.REPLAY or name.startswith(watching.WATCHED)
+            if learned in corpora and name not in TRAINED and is_told:
+                from speech.data.checks import overlap
+
+                title = "training" if learned == "train" else learned
+                overlap(corpora[learned], corpus, shared, title)
+        if shared.notes:
+            print(shared.noted(f"{name} set"))
 
 
 def stand_in(

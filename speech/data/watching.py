@@ -7,7 +7,7 @@ from pathlib import Path
 from common import options
 from common.errors import UsageError
 from common.options import TRAINS, flag
-from speech.data.columns import Corpus, printable
+from speech.data.columns import printable
 
 WATCHED = "watched "  # how the name of a watched set begins
 # Rows for `Parser.refuse`.
@@ -68,12 +68,3 @@ def watched(sets: dict, most_rise: float | None):
     from common.parts.watching import Watched
 
     return Watched(found, most_rise)
-
-
-def note_overlaps(corpora: dict[str, Corpus]) -> None:
-    """Prints what watched sets share with the training set."""
-    watched = {name: each for name, each in corpora.items() if name.startswith(WATCHED)}
-    if watched:
-        from speech.data import checks
-
-        checks.note_overlaps(corpora["train"], watched, "training")

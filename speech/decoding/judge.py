@@ -93,18 +93,16 @@ def resolve(args, exports_only: bool) -> HeldOut:
 def outputs_of(output: str, count: int, inputs: Sequence[str]) -> list[Path]:
     """The file of each of `count` texts, which --output names. `inputs`: what the command reads.
     Raises `UsageError`."""
-    outputs = [numbered(output, number, count) for number in range(1, count + 1)]
+    if Path(output).suffix.lower() != ".wav":
+        raise UsageError(f"--output {output}: speech is written as .wav; name a file that ends so")
+    path = Path(output)
+    outputs = [path]
+    if count > 1:  # speech_001.wav and so on
+        names = [f"{path.stem}_{number:03d}{path.suffix}" for number in range(1, count + 1)]
+        outputs = [path.with_name(name) for name in names]
     for path in outputs:
         files.require_output(path, "--output", inputs, is_own_speech)
     return outputs
-
-
-def numbered(output: str, number: int, count: int) -> Path:
-    """The file for text `number` of `count`: `output` itself, or speech_001.wav and so on."""
-    path = Path(output)
-    if count == 1:
-        return path
-    return path.with_name(f"{path.stem}_{number:03d}{path.suffix or '.wav'}")
 
 
 def write(path: Path, waveform: torch.Tensor, rate: int) -> None:

@@ -1,5 +1,6 @@
 """Text: normalisation for training and for scoring, and the tokenizers."""
 
+import importlib
 import io
 import itertools
 import re
@@ -7,7 +8,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from common.errors import DataError, UsageError, require
+from common.errors import DataError, RunError, UsageError, require
 from common.files import read_json
 
 MOST_SENTENCES = 1_000_000  # to train SentencePiece on: it holds them in memory
@@ -196,6 +197,15 @@ class SentencePieceTokenizer:
 
     def decode(self, tokens: list[int]) -> str:
         return self.processor.decode(tokens)
+
+
+def sentencepiece_messages():
+    """The module of SentencePiece's messages, to change a model. Raises `RunError` without it."""
+    try:
+        return importlib.import_module("sentencepiece.sentencepiece_model_pb2")
+    except ImportError:
+        needed = "the tokenizer's conversion needs the packages sentencepiece and protobuf"
+        raise RunError(f"{needed}: pip install sentencepiece protobuf") from None
 
 
 def characters_of(texts: Iterable[str]) -> list[str]:

@@ -71,9 +71,8 @@ def test_a_durable_file_is_on_the_disk_before_it_is_renamed(tmp_path, monkeypatc
     monkeypatch.setattr(os, "fsync", lambda number: calls.append("fsync") or fsync(number))
     monkeypatch.setattr(os, "replace", lambda *paths: calls.append("replace") or replace(*paths))
     files.write_file(tmp_path / "a", Path.touch, durable)
-    assert calls == (
-        ["fsync", "replace", "fsync"] if durable else ["replace"]
-    )  # the file, then its folder
+    # The file, then its folder.
+    assert calls == (["fsync", "replace", "fsync"] if durable else ["replace"])
 
 
 @pytest.mark.parametrize("write, error", [(full, OSError), (interrupt, KeyboardInterrupt)])
@@ -105,10 +104,7 @@ def test_a_file_that_cannot_be_renamed_leaves_nothing_behind(tmp_path):
             RuntimeError("[enforce fail at inline_container.cc] unexpected pos 64\nmore lines"),
             r"\[enforce fail .* unexpected pos 64",
         ),
-        (
-            SafetensorError("Error while serializing: I/O error"),
-            "Error while serializing: I/O error",
-        ),
+        (SafetensorError("Error while serializing"), "Error while serializing"),
     ],
 )
 def test_a_save_that_fails_is_one_line_with_the_free_space(tmp_path, error, reason):
@@ -158,9 +154,8 @@ def test_temporary_names_of_others_are_not_touched(tmp_path):
         (tmp_path / name).write_text("mine")
     files.write_text(tmp_path / "a", "x")
     files.remove_stale(tmp_path, "a")
-    assert all(
-        (tmp_path / name).read_text() == "mine" for name in ("a.tmp", "a.1234.tmp", ".a.tmp")
-    )
+    for name in ("a.tmp", "a.1234.tmp", ".a.tmp"):
+        assert (tmp_path / name).read_text() == "mine"
 
 
 def test_what_a_killed_run_left_is_removed(tmp_path):

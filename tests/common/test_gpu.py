@@ -24,19 +24,11 @@ CUDA = torch.device("cuda", 0)
     [
         # Binaries run on later minor versions of the same major one.
         ((7, 5), CUDA_13, None),
-        ((8, 0), CUDA_13, None),
         ((8, 6), CUDA_13, None),
-        ((8, 7), CUDA_13, None),
-        ((8, 9), CUDA_13, None),
-        ((9, 0), CUDA_13, None),
-        ((10, 0), CUDA_13, None),
         ((10, 3), CUDA_13, None),
-        ((12, 0), CUDA_13, None),
         ((12, 1), CUDA_13, None),
         ((6, 1), CUDA_13, "whl/cu126"),
-        ((5, 2), CUDA_13, "whl/cu126"),
         ((7, 0), CUDA_13, "whl/cu126"),
-        ((7, 2), CUDA_13, "whl/cu126"),
         ((3, 5), CUDA_13, "nor has any version that requirements.txt allows"),
         ((11, 0), CUDA_13, "PyPI's build"),
         ((6, 1), CUDA_126, None),
@@ -45,7 +37,6 @@ CUDA = torch.device("cuda", 0)
         # PTX is compiled for all later versions when it is loaded.
         ((9, 0), ["compute_90"], None),
         ((12, 1), ["sm_75", "sm_90", "compute_90"], None),
-        ((13, 0), [*CUDA_13, "compute_120"], None),
         ((6, 1), ["sm_75", "compute_75"], "whl/cu126"),
         ((10, 0), ["sm_90", "sm_100a"], None),
         ((10, 3), ["sm_100f"], None),
@@ -59,10 +50,8 @@ def test_compute_capability_against_the_build(capability, architectures, words):
     if words is None:
         assert problem is None
     else:
-        assert (
-            f"no kernels for GTX (compute capability {capability[0]}.{capability[1]})" in problem
-            and words in problem
-        )
+        named = f"no kernels for GTX (compute capability {capability[0]}.{capability[1]})"
+        assert named in problem and words in problem
 
 
 @pytest.mark.parametrize(
@@ -73,13 +62,7 @@ def test_compute_capability_against_the_build(capability, architectures, words):
             "python3 (pid 75955) 14.2 GiB, game (pid 12) an unknown amount",
         ),
         ("7, a name, with a comma, 512\n", "a name, with a comma (pid 7) 0.5 GiB"),
-        (
-            (
-                "Failed to initialize NVML: Driver/library version mismatch\nNVML library version:"
-                " 580.65\n"
-            ),
-            "",
-        ),
+        ("Failed to initialize NVML: Driver/library version mismatch\n", ""),
         ("No devices were found\n", ""),
         ("", ""),
     ],
@@ -108,7 +91,9 @@ class FakeNvml(types.ModuleType):
 
     def __init__(self, fails_after: int = 10**9, starts: bool = True):
         super().__init__("pynvml")
-        self.fails_after, self.starts, self.asked = fails_after, starts, 0
+        self.fails_after = fails_after
+        self.starts = starts
+        self.asked = 0
 
     def nvmlInit(self):
         if not self.starts:
@@ -134,9 +119,8 @@ def nvml(monkeypatch):
     def use(uuid: str = UUID, **options) -> FakeNvml:
         fake = FakeNvml(**options)
         monkeypatch.setitem(sys.modules, "pynvml", fake)
-        monkeypatch.setattr(
-            torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid=uuid)
-        )
+        properties = types.SimpleNamespace(uuid=uuid)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         return fake
 
     return use
@@ -209,9 +193,8 @@ def test_utilisation_in_the_reports_of_a_run(tmp_path, nvml, monkeypatch, capsys
         assert fake.asked == asked[-1]
         return results
 
-    args = small.make_args(
-        tmp_path, "--batch_size", "1", "--gradient_accumulation_steps", "1", "--eval_every", "5"
-    )
+    flags = "--batch_size 1 --gradient_accumulation_steps 1 --eval_every 5".split()
+    args = small.make_args(tmp_path, *flags)
     small.run(args, evaluate=evaluate)
     lines = [json.loads(line) for line in (args.log_dir / "metrics.jsonl").read_text().splitlines()]
     values = [line["train/gpu_utilisation"] for line in lines if "train/gpu_utilisation" in line]

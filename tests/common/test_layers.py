@@ -49,16 +49,28 @@ def chain(kind: str, dtype: torch.dtype = torch.float64) -> list:
     }[kind]
 
 
-CHAINS = [
-    "feed-forward, GELU",
-    "feed-forward, SiLU",
-    "norm",
-    "activation",
-    "norm and activation",
-    "norm between",
-    "without biases",
-    "one bias",
-]
+EVERY_CHAIN = pytest.mark.parametrize(
+    "kind",
+    [
+        "feed-forward, GELU",
+        "feed-forward, SiLU",
+        "norm",
+        "activation",
+        "norm and activation",
+        "norm between",
+        "without biases",
+        "one bias",
+    ],
+)
+EVERY_TYPE = pytest.mark.parametrize(
+    "dtype, half",
+    [
+        (torch.float64, None),
+        (torch.float32, None),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+    ],
+)
 
 
 def parameters(steps: list) -> list[torch.nn.Parameter]:
@@ -81,23 +93,16 @@ def chain_results(
     return results
 
 
-@pytest.mark.parametrize("kind", CHAINS)
-@pytest.mark.parametrize(
-    "dtype, autocast",
-    [
-        (torch.float64, None),
-        (torch.float32, None),
-        (torch.float32, torch.bfloat16),
-        (torch.float32, torch.float16),
-    ],
-)
-def test_a_lean_chain_is_the_plain_one(everywhere, kind, dtype, autocast):
-    steps = chain(kind, dtype)
-    plain, lean = (
-        chain_results(run, steps, dtype, autocast) for run in (plain_chain, layers.lean_chain)
-    )
+def plain_and_lean(steps: list, dtype: torch.dtype, half: torch.dtype | None) -> list[list]:
+    return [chain_results(run, steps, dtype, half) for run in (plain_chain, layers.lean_chain)]
+
+
+@EVERY_CHAIN
+@EVERY_TYPE
+def test_a_lean_chain_is_the_plain_one(everywhere, kind, dtype, half):
+    plain, lean = plain_and_lean(chain(kind, dtype), dtype, half)
     assert len(lean) >= 4
-    assert_rounded(lean, plain, autocast)
+    assert_rounded(lean, plain, half)
 
 
 def adapted(kind: str, dtype: torch.dtype, low: torch.dtype | None) -> list:
@@ -116,22 +121,12 @@ def adapted(kind: str, dtype: torch.dtype, low: torch.dtype | None) -> list:
     return steps
 
 
-@pytest.mark.parametrize("kind", CHAINS)
-@pytest.mark.parametrize(
-    ("dtype", "low"),
-    [
-        (torch.float64, None),
-        (torch.float32, None),
-        (torch.float32, torch.bfloat16),
-        (torch.float32, torch.float16),
-    ],
-)
-def test_a_lean_chain_with_adapters_is_the_plain_one(everywhere, kind, dtype, low):
-    steps = adapted(kind, dtype, low)
-    plain, lean = (
-        chain_results(run, steps, dtype, low) for run in (plain_chain, layers.lean_chain)
-    )
-    assert_rounded(lean, plain, low)
+@EVERY_CHAIN
+@EVERY_TYPE
+def test_a_lean_chain_with_adapters_is_the_plain_one(everywhere, kind, dtype, half):
+    steps = adapted(kind, dtype, half)
+    plain, lean = plain_and_lean(steps, dtype, half)
+    assert_rounded(lean, plain, half)
     trained = [p for p in parameters(steps) if p.requires_grad]
     grads = dict(zip(parameters(steps), lean[2:], strict=True))
     assert len(trained) == 2 * sum(isinstance(step, torch.nn.Linear) for step in steps)
@@ -156,23 +151,20 @@ def storages_kept(run, steps: list, autocast: torch.dtype | None) -> list[tuple]
 
 
 def test_a_lean_chain_keeps_its_input_and_what_its_linear_layers_return(everywhere):
-    wide, weight, x = 2 * 9 * 64, 16 * 64, 2 * 9 * 16
-    steps, half = chain("feed-forward, GELU", torch.float32), torch.bfloat16
-    assert storages_kept(layers.lean_chain, steps, None) == [
-        (wide, torch.float32),
-        (x, torch.float32),
-    ]
-    assert storages_kept(layers.lean_chain, steps, half) == sorted(
-        [(x, torch.float32), (wide, half), (weight, half), (weight, half)], key=str
-    )
-    assert storages_kept(plain_chain, steps, half).count((wide, half)) == 2
-    steps = chain("without biases", torch.float32)
-    assert storages_kept(layers.lean_chain, steps, None) == [
-        (wide, torch.float32),
-        (x, torch.float32),
-    ]
-    steps = chain("norm and activation", torch.float32)
-    assert storages_kept(layers.lean_chain, steps, None) == [(x, torch.float32)]
+    half = torch.bfloat16
+    wide = (2 * 9 * 64, torch.float32)
+    weight = (16 * 64, half)
+    x = (2 * 9 * 16, torch.float32)
+    for kind, autocast, kept in (
+        ("feed-forward, GELU", None, [wide, x]),
+        ("feed-forward, GELU", half, [(2 * 9 * 64, half), weight, weight, x]),
+        ("without biases", None, [wide, x]),
+        ("norm and activation", None, [x]),
+    ):
+        steps = chain(kind, torch.float32)
+        assert storages_kept(layers.lean_chain, steps, autocast) == sorted(kept, key=str)
+    steps = chain("feed-forward, GELU", torch.float32)
+    assert storages_kept(plain_chain, steps, half).count((2 * 9 * 64, half)) == 2
 
 
 @pytest.mark.parametrize("kind", ["feed-forward, SiLU", "without biases"])
@@ -211,17 +203,14 @@ def test_a_lean_chain_is_plain_in(everywhere, monkeypatch, case):
 
 def test_backward_through_a_lean_chain_twice(everywhere):
     """A second time adds the same gradient; a gradient of the gradient is refused."""
-    steps, x = (
-        chain("feed-forward, GELU"),
-        torch.randn(2, 3, 16, dtype=torch.float64, requires_grad=True),
-    )
+    steps = chain("feed-forward, GELU")
+    x = torch.randn(2, 3, 16, dtype=torch.float64, requires_grad=True)
     loss = layers.lean_chain(x, *steps).square().sum()
     loss.backward(retain_graph=True)
     first = [x.grad.clone(), *(p.grad.clone() for p in parameters(steps))]
     loss.backward(retain_graph=True)
-    assert all(
-        torch.equal(2 * a, b.grad) for a, b in zip(first, [x, *parameters(steps)], strict=True)
-    )
+    for once, twice in zip(first, [x, *parameters(steps)], strict=True):
+        assert torch.equal(2 * once, twice.grad)
     (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()

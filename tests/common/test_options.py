@@ -42,13 +42,10 @@ def refused(parser, capsys, *words) -> str:
     [
         ("", "auto"),
         ("--mixed_precision", "auto"),
-        ("--mixed_precision auto", "auto"),
         ("--mixed_precision fp16", "fp16"),
-        ("--mixed_precision=bf16", "bf16"),
         ("--mixed_precision --batch_size 3", "auto"),
         ("--no_mixed_precision", "no"),
         ("--bf16", "bf16"),
-        ("--mixed_precision fp16 --no_mixed_precision", "no"),
         ("--no_mixed_precision --bf16", "bf16"),
         ("--bf16 --mixed_precision", "auto"),
     ],
@@ -73,22 +70,9 @@ def test_levels_of_offloading(parser, command, expected):
     assert parser.parse_args(command.split()).use_cpu_offload == expected
 
 
-@pytest.mark.parametrize("words", ["--use_cpu_offload all", "--no_use_cpu_offload weights"])
-def test_a_level_that_is_not_one_is_an_error(parser, words, capsys):
-    with pytest.raises(SystemExit):
-        parser.parse_args(words.split())
-    message = capsys.readouterr().err
-    assert message.startswith("error: ") and "use_cpu_offload" in message
-
-
 def test_every_switch_has_its_opposite(parser):
     switches = {action.dest for action in parser._actions if type(action) is options.OnOff}
-    assert {
-        "gradient_checkpointing",
-        "persistent_workers",
-        "tf32",
-        "evaluate",
-    } <= switches
+    assert {"gradient_checkpointing", "persistent_workers", "tf32", "evaluate"} <= switches
     for name in switches:
         assert getattr(parser.parse_args([f"--{name}"]), name) is True
         assert getattr(parser.parse_args([f"--no_{name}"]), name) is False
@@ -100,18 +84,14 @@ def test_help_shows_every_flag_and_its_default(parser):
     for action in parser._actions:
         assert action.option_strings[0] in text and action.help
         # A wrong default in the help is worse than none. A default of None is explained in words.
-        if action.default is not None and action.dest != "help":
-            shown = (
-                {True: "on", False: "off"}[action.default]
-                if isinstance(action.default, bool)
-                else action.default
-            )
-            tail = action.help.rpartition("(")[2].removesuffix(")")
-            says_nothing = action.dest in (
-                "evaluate",
-                "verify_gpu",
-            )  # commands, which are off unless they are given
-            assert says_nothing or tail == shown or float(tail) == shown, action.dest
+        # Commands are off unless they are given.
+        if action.default is None or action.dest in ("help", "evaluate", "verify_gpu"):
+            continue
+        shown = action.default
+        if isinstance(shown, bool):
+            shown = "on" if shown else "off"
+        tail = action.help.rpartition("(")[2].removesuffix(")")
+        assert tail == shown or float(tail) == shown, action.dest
 
 
 def printed(parser, capsys, *words) -> str:
@@ -137,9 +117,8 @@ def test_the_short_help_has_the_usual_flags(parser, capsys):
     assert short == printed(parser, capsys, "-h", "--batch_size", "2")
     listed = set(re.findall(r"^  --(\w+)", short, re.MULTILINE))
     assert listed == {*USUAL, "dropout"}
-    assert "\nmemory and speed:\n" in short and short.endswith(
-        f"\n--help all shows all {len(parser._actions) - 1} flags.\n"
-    )
+    assert "\nmemory and speed:\n" in short
+    assert short.endswith(f"\n--help all shows all {len(parser._actions) - 1} flags.\n")
     assert printed(parser, capsys, "--help", "all") == whole
     assert "invalid choice: 'most'" in refused(parser, capsys, "--help", "most")
     with pytest.raises(KeyError):
@@ -158,7 +137,6 @@ def test_a_parser_without_marks_has_one_help(capsys):
         (flag(int, 3, "N", "(3)"), "", 3),
         (flag(int, 3, "N", "(3)"), "--x 4", 4),
         (flag(["a", "b"], None, None, "(a)"), "--x b", "b"),
-        (flag(("a", "b"), None, None, "(a)"), "--x b", "b"),
         (flag(options.OnOff, True, None, "(on)"), "--no_x", False),
         (flag(None, "t", "T", "(t)"), "--x u", "u"),
         (flag(int, None, "N", "(none)", nargs=2), "--x 1 2", [1, 2]),
@@ -191,48 +169,28 @@ def test_what_a_recipe_changes_of_a_record():
 
 def test_a_recipes_own_defaults_replace_the_shared_ones_in_the_help_too():
     parser = options.Parser("")
-    options.add_arguments(
-        parser,
-        learning_rate=3e-5,
-        tf32=False,
-        mixed_precision="bf16",
-        max_steps=7,
-        save_every=(None, "by size"),
-    )
+    own = {"learning_rate": 3e-5, "tf32": False, "mixed_precision": "bf16", "max_steps": 7}
+    options.add_arguments(parser, **own, save_every=(None, "by size"))
     args = parser.parse_args([])
-    assert (args.learning_rate, args.tf32, args.mixed_precision, args.max_steps) == (
-        3e-5,
-        False,
-        "bf16",
-        7,
-    )
+    assert {name: getattr(args, name) for name in own} == own
     assert args.save_every is None and args.given == set()
     assert parser.parse_args(["--learning_rate", "1"]).learning_rate == 1
-    text = parser.format_help()
-    assert (
-        "peak learning rate (3e-05)" in text
-        and "use TF32 for fp32 operations on CUDA (off)" in text
-    )
-    assert "updates between checkpoints; 0 = only at the end and on signals (by size)" in " ".join(
-        text.split()
-    )
+    text = " ".join(parser.format_help().split())
+    for part in (
+        "peak learning rate (3e-05)",
+        "use TF32 for fp32 operations on CUDA (off)",
+        "updates between checkpoints; 0 = only at the end and on signals (by size)",
+    ):
+        assert part in text
     with pytest.raises(KeyError):
         options.add_arguments(options.Parser(""), learning_rte=1)
 
 
 def test_zero_is_allowed_if_it_means_something(parser):
     names = (
-        "dataloader_num_workers",
-        "empty_cache_every",
-        "save_every",
-        "eval_every",
-        "max_grad_norm",
-        "dropout",
-        "seed",
-        "weight_decay",
-        "warmup_steps",
-        "early_stopping_patience",
-    )
+        "dataloader_num_workers empty_cache_every save_every eval_every max_grad_norm dropout seed"
+        " weight_decay warmup_steps early_stopping_patience"
+    ).split()
     args = parser.parse_args([word for name in names for word in (f"--{name}", "0")])
     assert all(getattr(args, name) == 0 for name in names)
 
@@ -281,18 +239,14 @@ def test_a_parser_may_parse_again(parser, capsys):
     [
         ("--batchsize 1", "--batch_size"),
         ("--batch-size 1", "--batch_size"),
-        ("--batchsize=1", "--batch_size"),
         ("--num_workers 2", "--dataloader_num_workers"),
-        ("--epochs 3", "--num_epochs"),
         ("--enable_mixed_precision=False", "--no_mixed_precision"),
         ("--mixed_precision=False", "--no_mixed_precision"),
         ("--tf32=0", "--no_tf32"),
         ("--no-mixed-precision", "--no_mixed_precision"),
-        ("--gradient_accumulation 4", "--gradient_accumulation_steps"),
         # Abbreviations, which argparse accepts by default.
         ("--batch 1", "--batch_size"),
         ("--resum a.pt", "--resume"),
-        ("--mixed", "--mixed_precision"),
     ],
 )
 def test_an_unknown_flag_is_refused_with_the_nearest(parser, capsys, command, hint):
@@ -300,27 +254,28 @@ def test_an_unknown_flag_is_refused_with_the_nearest(parser, capsys, command, hi
     assert f"did you mean {hint}?" in line and command.split("=")[0].split()[0] in line
 
 
-def test_a_recipe_explains_flags_that_it_does_not_have(parser, capsys):
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["--device_map=auto"], "; one device is used ("),  # as a recipe explains it
+        (["--init_from", __file__, __file__], "a pattern of files needs quotes"),
+        ([""], "a variable of the shell that is not set, or a space behind the backslash"),
+        ([" "], "a variable of the shell that is not set, or a space behind the backslash"),
+        (["--xyzzy"], "unrecognized arguments: --xyzzy (--help all"),
+        (["--tf32", "true"], "on/off flags take no value"),
+        (["--tf32=True"], "on/off flags take no value"),
+        (["--no_use_cpu_offload", "weights"], "--no_use_cpu_offload takes no word"),
+        (["--resume", "my", "tapes/run"], "a name with spaces needs quotes"),
+        (["--bf16", "auto", "base"], "TIER and SIZE stand before all flags"),
+        (["—batch_size", "1"], "write two hyphens: --batch_size"),
+        (["--resume", ""], "the path is empty"),
+        (["--output_dir", ""], "the path is empty"),
+    ],
+)
+def test_a_word_that_is_wrong_is_explained(parser, capsys, words, hint):
     parser.hints["--device_map"] = "one device is used"
-    assert "; one device is used (" in refused(parser, capsys, "--device_map=auto")
-
-
-def test_a_pattern_without_quotes_is_explained(parser, capsys, tmp_path):
-    """The shell has put several names of files in its place."""
-    names = [str(tmp_path / name) for name in ("a.eaf", "b.eaf")]
-    for name in names:
-        Path(name).touch()
-    assert "a pattern of files needs quotes" in refused(parser, capsys, "--init_from", *names)
-
-
-@pytest.mark.parametrize("word", ["", " "])
-def test_an_empty_word_is_named(parser, capsys, word):
-    line = refused(parser, capsys, word)
-    assert "a variable of the shell that is not set, or a space behind the backslash" in line
-
-
-def test_an_unknown_flag_unlike_any_other_gets_no_hint(parser, capsys):
-    assert "did you mean" not in refused(parser, capsys, "--xyzzy")
+    line = refused(parser, capsys, *words)
+    assert hint in line and "did you mean" not in line
 
 
 @pytest.mark.parametrize(
@@ -338,47 +293,18 @@ def test_the_card_of_a_plan_may_be_several_words(parser, command, card):
 
 
 @pytest.mark.parametrize(
-    ("command", "hint"),
-    [
-        ("--tf32 true", "on/off flags take no value"),
-        ("--tf32=True", "on/off flags take no value"),
-        ("--gradient_checkpointing 1", "on/off flags take no value"),
-        ("--resume my tapes/run", "a name with spaces needs quotes"),
-        ("--bf16 auto base", "TIER and SIZE stand before all flags"),
-        ("—batch_size 1", "write two hyphens: --batch_size"),
-    ],
-)
-def test_a_stray_word(parser, capsys, command, hint):
-    assert hint in refused(parser, capsys, *command.split())
-
-
-@pytest.mark.parametrize(
     "command, reason",
     [
         ("--batch_size 0", "at least 1"),
-        ("--batch_size -2", "at least 1"),
         ("--batch_size 1.5", "not a whole number"),
-        ("--batch_size two", "not a whole number"),
-        ("--batch_size 1e30", "not a whole number"),
         ("--batch_size 99999999999999999999", "at most 2147483647"),
-        ("--seed -1", "at least 0"),
-        ("--seed 99999999999999999999", "at most"),
         ("--learning_rate nan", "not a number"),
-        ("--learning_rate inf", "not a number"),
-        ("--learning_rate -1", "more than 0"),
         ("--learning_rate 0", "more than 0"),
-        ("--learning_rate 1e-3x", "not a number"),
         ("--max_grad_norm -0.1", "at least 0"),
         ("--dropout 1.1", "at most 1"),
-        ("--dropout -0.1", "at least 0"),
-        ("--max_batch_seconds 0", "more than 0"),
-        ("--gradient_accumulation_steps 0", "at least 1"),
-        ("--dataloader_num_workers -1", "at least 0"),
         ("--dataloader_num_workers many", "not a whole number"),
-        ("--keep_last 0", "at least 1"),
-        ("--empty_cache_every -1", "at least 0"),
         ("--optimizer sgd", "invalid choice"),
-        ("--lr_schedule linear", "inverse_sqrt"),
+        ("--use_cpu_offload all", "invalid choice"),
         ("--mixed_precision fp8", "fp16"),
         ("--resume", "expected one argument"),
         ("--tf32=true", "ignored explicit argument"),
@@ -387,11 +313,6 @@ def test_a_stray_word(parser, capsys, command, hint):
 def test_values_out_of_range(parser, capsys, command, reason):
     line = refused(parser, capsys, *command.split())
     assert reason in line and f"argument {command.split('=')[0].split()[0]}" in line
-
-
-@pytest.mark.parametrize("flag", ["--resume", "--init_from", "--output_dir"])
-def test_an_empty_path_is_refused(parser, capsys, flag):
-    assert "the path is empty" in refused(parser, capsys, flag, "")
 
 
 # --- flags that contradict ------------------------------------------------------------------------
@@ -457,11 +378,6 @@ def test_a_command_of_a_recipe_is_marked_by_the_parser(parser):
     resolved(parser, "--smoothing", "0.2", "--check_data")
 
 
-def test_the_two_ways_to_save_memory_exclude_each_other(parser):
-    message = refusal(parser, "--optimizer", "adamw_8bit", "--use_cpu_offload")
-    assert "the first alone for the least GPU memory, the second alone for faster" in message
-
-
 def test_a_recipes_own_tables(parser):
     excludes = (("tf32 False", "dropout 0.5", "no reason"),)
     needs = (
@@ -469,22 +385,19 @@ def test_a_recipes_own_tables(parser):
         ("device cpu", ("evaluate",), ""),
     )
     parser.refuse(excludes, needs)
-    assert (
-        refusal(parser, "--no_tf32", "--dropout", "0.5") == "--no_tf32 and --dropout 0.5: no reason"
-    )
+    message = refusal(parser, "--no_tf32", "--dropout", "0.5")
+    assert message == "--no_tf32 and --dropout 0.5: no reason"
     resolved(parser, "--no_tf32", "--dropout", "0.4")
-    assert (
-        refusal(parser, "--keep_last", "5")
-        == "--keep_last goes with --save_every 5 or --no_tf32: or it has no effect"
-    )
-    for command in (
+    message = refusal(parser, "--keep_last", "5")
+    assert message == "--keep_last goes with --save_every 5 or --no_tf32: or it has no effect"
+    for given in (
         "",
         "--keep_last 5 --save_every 5",
         "--keep_last 5 --no_tf32",
         "--device cuda",
         "--device cpu --evaluate",
     ):
-        resolved(parser, *command.split())
+        resolved(parser, *given.split())
     assert refusal(parser, "--device", "cpu") == "--device cpu goes with --evaluate"
     # The shared tables hold as well.
     assert "--init_from" in refusal(parser, "--resume", "a", "--init_from", "b")
@@ -507,70 +420,16 @@ def test_resolve(parser):
     assert lengths("--eval_every 0", is_demo=True, usual_eval_every=500) == (1200, None, 0)
 
 
-def test_folders(parser):
-    def folders(*command):
-        args = resolved(parser, *command)
-        return args.checkpoint_dir, args.log_dir
-
-    assert folders() == (Path("checkpoints"), Path("logs"))
-    assert folders("--output_dir", "out") == (Path("out/checkpoints"), Path("out/logs"))
-
-
 def test_a_stage_has_folders_of_its_own_and_changes_win(parser):
-    args = resolved(
-        parser,
-        "--output_dir",
-        "out",
-        "--batch_size",
-        "3",
-        "--learning_rate",
-        "0.5",
-    )
+    assert resolved(parser).checkpoint_dir == Path("checkpoints")
+    args = resolved(parser, "--output_dir", "out", "--batch_size", "3", "--learning_rate", "0.5")
     before = dict(vars(args))
-    stage = options.for_stage(
-        args, "first", 300, learning_rate=0.1, weight_decay=0.0, new=None, log_dir="there"
-    )
-    assert (stage.checkpoint_dir, stage.log_dir) == (Path("out/checkpoints/first"), "there")
-    assert (stage.learning_rate, stage.weight_decay, stage.new, stage.batch_size) == (
-        0.1,
-        0.0,
-        None,
-        3,
-    )
-    assert vars(args) == before and stage.given == args.given
-    changed = {
-        "checkpoint_dir",
-        "log_dir",
-        "learning_rate",
-        "weight_decay",
-        "new",
-        "max_steps",
-    }
-    assert {
-        name for name in vars(stage) if getattr(stage, name) != before.get(name, ...)
-    } == changed
     options.freeze(args)
-    stage = options.for_stage(args, "second", 1)
-    assert stage.checkpoint_dir == Path("out/checkpoints/second") and stage.log_dir == Path(
-        "out/logs/second"
-    )
+    stage = options.for_stage(args, "first", learning_rate=0.1, new=None, log_dir="there")
+    expected = {"checkpoint_dir": Path("out/checkpoints/first"), "log_dir": "there"}
+    assert vars(stage) == {**before, **expected, "learning_rate": 0.1, "new": None}
     stage.batch_size = 4  # each run freezes its own flags
-
-
-@pytest.mark.parametrize(
-    "command, is_demo, bounds",
-    [
-        ("", False, (300, None)),
-        ("", True, (300, None)),  # what the last run lasts by default is not asked for
-        ("--max_steps 7", False, (7, None)),
-        ("--max_steps 900", True, (300, None)),
-        ("--num_epochs 2", False, (300, 2)),
-        ("--num_epochs 2 --max_steps 9", True, (9, 2)),
-    ],
-)
-def test_a_stage_is_bounded_by_what_the_user_asks_for(parser, command, is_demo, bounds):
-    stage = options.for_stage(resolved(parser, *command.split(), is_demo=is_demo), "first", 300)
-    assert (stage.max_steps, stage.num_epochs) == bounds
+    assert options.for_stage(args, "second").log_dir == Path("out/logs/second")
 
 
 def test_frozen_flags_can_be_read_and_not_changed(tmp_path):
@@ -579,9 +438,7 @@ def test_frozen_flags_can_be_read_and_not_changed(tmp_path):
     options.freeze(args)
     options.freeze(args)  # a second run may begin with the same flags
     for name in ("batch_size", "given", "new"):
-        with pytest.raises(
-            AttributeError, match=rf"args\.{name}: the flags are read-only once a run has begun"
-        ):
+        with pytest.raises(AttributeError, match=rf"args\.{name}: the flags are read-only once"):
             setattr(args, name, 1)
     assert vars(args) == before and args.batch_size == 3 and isinstance(args, argparse.Namespace)
 

@@ -38,9 +38,8 @@ def verified(capsys, args, plan=FITS):
     status = preflight.verify(args, with_parameters(73 * MILLION), lambda: plan)
     lines = capsys.readouterr().out.splitlines()
     table = {line[6:].split(": ")[0]: (line[:4], line.split(": ", 1)[1]) for line in lines}
-    assert list(table) == NAMES and all(
-        line[4:6] == "  " and line[:4] in ("pass", "FAIL", "skip") for line in lines
-    )
+    assert list(table) == NAMES
+    assert {line[:6] for line in lines} <= {"pass  ", "FAIL  ", "skip  "}
     return status, table
 
 
@@ -53,40 +52,26 @@ def as_it_was():
     torch.backends.cuda.enable_cudnn_sdp(before[1])
 
 
-@pytest.fixture
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(
-        device, "cuda_problem", lambda index=0: "there is no NVIDIA driver on this machine"
-    )
-
-
 @pytest.mark.parametrize("wanted", ["auto", "cuda"])
-def test_without_a_gpu_it_says_so(tmp_path, capsys, no_gpu, wanted):
+def test_without_a_gpu_it_says_so(tmp_path, capsys, monkeypatch, wanted):
+    problem = "there is no NVIDIA driver on this machine"
+    monkeypatch.setattr(device, "cuda_problem", lambda index=0: problem)
     status, table = verified(capsys, arguments(tmp_path, "--device", wanted))
     assert status == 1
-    assert (
-        table["GPU"][0] == "FAIL" and "there is no NVIDIA driver on this machine" in table["GPU"][1]
-    )
-    for name in ("memory", "precision", "attention", "torch.compile"):
-        assert table[name][0] == "skip", name
-    assert table["disk"][0] == "pass"
+    assert table["GPU"][0] == "FAIL" and problem in table["GPU"][1]
+    assert [table[name][0] for name in NAMES[1:]] == ["skip"] * 4 + ["pass"]
     assert not list(tmp_path.iterdir())
 
 
 def test_a_cpu_that_was_asked_for_is_no_failure(tmp_path, capsys):
-    status, table = verified(capsys, arguments(tmp_path, "--device", "cpu"))
-    assert status == 0 and table["GPU"] == ("skip", "--device cpu")
-    found = "a product of matrices is"
-    assert table["precision"] == (
-        "pass",
-        f"fp32 (auto: 16-bit types are slower on a CPU); {found} float32",
-    )
-    status, table = verified(capsys, arguments(tmp_path, "--device", "cpu", "--bf16"))
-    assert status == 0 and table["precision"] == (
-        "pass",
-        f"bf16 (asked for; slow on a CPU); {found} bfloat16",
-    )
-    assert table["memory"] == ("skip", "there is no GPU to check")
+    for flags, precision in (
+        ((), "fp32 (auto: 16-bit types are slower on a CPU); a product of matrices is float32"),
+        (("--bf16",), "bf16 (asked for; slow on a CPU); a product of matrices is bfloat16"),
+    ):
+        status, table = verified(capsys, arguments(tmp_path, "--device", "cpu", *flags))
+        assert status == 0 and table["GPU"] == ("skip", "--device cpu")
+        assert table["precision"] == ("pass", precision)
+        assert table["memory"] == ("skip", "there is no GPU to check")
 
 
 def test_mixed_precision_that_is_not_on_fails(tmp_path, monkeypatch):
@@ -115,45 +100,36 @@ def gpu(monkeypatch):
     ):
         def attention(q, k, v, attn_mask):
             name = kernel[0].removesuffix("_ATTENTION")
-            if name not in kernels or (
-                name == "FLASH" and attn_mask is not None
-            ):  # which takes no masks
+            takes_no_mask = name == "FLASH" and attn_mask is not None
+            if name not in kernels or takes_no_mask:
                 raise RuntimeError("No available kernel")
             return q
+
+        def autocast(self):
+            return torch.autocast("cpu", self.dtype, enabled=self.dtype is not None)
 
         nvml = types.ModuleType("pynvml")
         nvml.nvmlInit = lambda: None
         nvml.nvmlSystemGetDriverVersion = lambda: "580.65.06"
         monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        in_bytes = int(free * 2**30), int(total * 2**30)
+        properties = types.SimpleNamespace(total_memory=in_bytes[1])
+        problem = None if compiles else "torch.compile does not work on cuda:0 (no triton)"
         for module, name, replacement in (
             (device, "cuda_problem", lambda index=0: None),
             (torch.cuda, "get_device_name", lambda index: "NVIDIA GeForce RTX 5060"),
             (torch.cuda, "get_device_capability", lambda index: capability),
-            (
-                torch.cuda,
-                "get_device_properties",
-                lambda index: types.SimpleNamespace(total_memory=int(total * 2**30)),
-            ),
-            (torch.cuda, "mem_get_info", lambda index: (int(free * 2**30), int(total * 2**30))),
+            (torch.cuda, "get_device_properties", lambda index: properties),
+            (torch.cuda, "mem_get_info", lambda index: in_bytes),
             (torch, "ones", lambda *shape, device=None, **options: ones(*shape, **options)),
-            (
-                Setup,
-                "autocast",
-                lambda self: torch.autocast("cpu", self.dtype, enabled=self.dtype is not None),
-            ),
+            (torch.version, "cuda", "13.0"),
+            (Setup, "autocast", autocast),
             (utilisation, "gpu_processes", lambda: ""),
             (preflight, "sdpa_kernel", sdpa_kernel),
             (F, "scaled_dot_product_attention", attention),
-            (
-                compiling,
-                "compile_problem",
-                lambda device: (
-                    None if compiles else "torch.compile does not work on cuda:0 (no triton)"
-                ),
-            ),
+            (compiling, "compile_problem", lambda device: problem),
         ):
             monkeypatch.setattr(module, name, replacement)
-        monkeypatch.setattr(torch.version, "cuda", "13.0")
 
     return make
 
@@ -162,21 +138,15 @@ def test_a_gpu_with_everything(tmp_path, capsys, gpu):
     gpu()
     status, table = verified(capsys, arguments(tmp_path, "--torch_compile"))
     assert status == 0 and {line[0] for line in table.values()} == {"pass"}
-    assert (
-        table["GPU"][1]
-        == "NVIDIA GeForce RTX 5060, compute capability 8.9, driver 580.65.06, torch for CUDA 13.0"
-    )
-    assert (
-        table["memory"][1] == "7.5 GiB of 8.0 GiB free; the run is predicted to take 6.5 GiB: fits"
-    )
-    assert (
-        table["precision"][1]
-        == "bf16 (auto: compute capability 8.9); a product of matrices is bfloat16"
-    )
-    assert (
-        table["attention"][1]
-        == "flash, memory-efficient, math; with a padding mask: memory-efficient, math"
-    )
+    reasons = {name: reason for name, (_, reason) in table.items()}
+    card = "NVIDIA GeForce RTX 5060, compute capability 8.9, driver 580.65.06, torch for CUDA 13.0"
+    assert reasons["GPU"] == card
+    found = "7.5 GiB of 8.0 GiB free; the run is predicted to take 6.5 GiB: fits"
+    assert reasons["memory"] == found
+    found = "bf16 (auto: compute capability 8.9); a product of matrices is bfloat16"
+    assert reasons["precision"] == found
+    found = "flash, memory-efficient, math; with a padding mask: memory-efficient, math"
+    assert reasons["attention"] == found
 
 
 def test_an_older_gpu(tmp_path, capsys, gpu):
@@ -192,18 +162,15 @@ def test_what_a_gpu_may_lack(tmp_path, capsys, gpu, monkeypatch):
     assert status == 1
     for name in ("memory", "attention", "torch.compile"):
         assert table[name][0] == "FAIL", name
-    assert (
-        verified(capsys, arguments(tmp_path))[1]["torch.compile"][0] == "skip"
-    )  # it was not asked for
+    # It was not asked for.
+    assert verified(capsys, arguments(tmp_path))[1]["torch.compile"][0] == "skip"
     gpu(kernels=("MATH",))
-    assert "math alone" in verified(capsys, arguments(tmp_path))[1]["attention"][1]
     monkeypatch.setattr(utilisation, "gpu_processes", lambda: "game (pid 12) 1.0 GiB")
-    assert (
-        "also on this GPU: game (pid 12) 1.0 GiB"
-        in verified(capsys, arguments(tmp_path))[1]["memory"][1]
-    )
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert "driver unknown" in verified(capsys, arguments(tmp_path))[1]["GPU"][1]
+    table = verified(capsys, arguments(tmp_path))[1]
+    assert "math alone" in table["attention"][1]
+    assert "also on this GPU: game (pid 12) 1.0 GiB" in table["memory"][1]
+    assert "driver unknown" in table["GPU"][1]
 
 
 @pytest.mark.parametrize(
@@ -217,9 +184,8 @@ def test_what_a_gpu_may_lack(tmp_path, capsys, gpu, monkeypatch):
 )
 def test_the_plan_decides_about_the_memory(tmp_path, capsys, gpu, needed, word, status):
     gpu()  # 7.5 of 8 GiB are free
-    assert (
-        verified(capsys, arguments(tmp_path), (int(needed * 2**30), word))[1]["memory"][0] == status
-    )
+    table = verified(capsys, arguments(tmp_path), (int(needed * 2**30), word))[1]
+    assert table["memory"][0] == status
 
 
 @pytest.mark.parametrize("kind", [(), ("--optimizer", "adamw_8bit"), ("--use_cpu_offload",)])
@@ -233,100 +199,73 @@ def test_the_size_of_a_checkpoint_is_predicted(tmp_path, monkeypatch, kind, froz
     small.run(args, model=model, data=small.Waveforms(4))
     (file,) = checkpoint.list_checkpoints(args.checkpoint_dir)
     reason = preflight.check_disk(args, model)[1]
-    assert int(re.search(r"checkpoints of (\d+) bytes", reason)[1]) == pytest.approx(
-        file.stat().st_size, rel=0.15
-    )
+    predicted = int(re.search(r"checkpoints of (\d+) bytes", reason)[1])
+    assert predicted == pytest.approx(file.stat().st_size, rel=0.15)
+
+
+ENOUGH = 3 * 12 * MILLION + 2 * 4 * MILLION  # bytes, for `keep_two` and a million of parameters
+NEEDED = "42 MiB free for 2 + 1 checkpoints of 11 MiB and the best weights, 42 MiB"
+
+
+def disk_of(monkeypatch, free: int) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free))
+
+
+def checked(folder, *flags: str, more: int = 0) -> tuple[str, str]:
+    args = arguments(folder, "--keep_last", "2", *flags)
+    return preflight.check_disk(args, with_parameters(MILLION + more))
 
 
 def test_disk_space(tmp_path, monkeypatch):
-    args = arguments(tmp_path, "--keep_last", "2", "--resume", "auto")
-    free = 3 * 12 * MILLION + 2 * 4 * MILLION
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free))
-    assert preflight.check_disk(args, with_parameters(MILLION)) == (
-        "pass",
-        "42 MiB free for 2 + 1 checkpoints of 11 MiB and the best weights, 42 MiB",
-    )
-    status, reason = preflight.check_disk(args, with_parameters(MILLION + 1))
+    disk_of(monkeypatch, ENOUGH)
+    assert checked(tmp_path) == ("pass", NEEDED)
+    status, reason = checked(tmp_path, more=1)
     assert status == "FAIL" and reason.endswith("lower --keep_last, or choose another --output_dir")
-    args.checkpoint_dir.mkdir()
-    (args.checkpoint_dir / "checkpoint_step_00000001.pt").write_bytes(
-        bytes(100)
-    )  # the run will remove it
-    assert preflight.check_disk(args, with_parameters(MILLION + 1))[0] == "pass"
-    new_run = arguments(tmp_path, "--keep_last", "2")  # a new run keeps it aside
-    assert preflight.check_disk(new_run, with_parameters(MILLION + 1))[0] == "FAIL"
     (tmp_path / "file").touch()
-    nowhere = arguments(tmp_path / "file" / "below")
-    status, reason = preflight.check_disk(nowhere, with_parameters(1))
-    assert (
-        status == "FAIL"
-        and reason == f"cannot write in {tmp_path / 'file'}; choose another --output_dir"
-    )
+    reason = f"cannot write in {tmp_path / 'file'}; choose another --output_dir"
+    assert checked(tmp_path / "file" / "below") == ("FAIL", reason)
 
 
-def test_a_resumed_run_counts_its_best_weights_once(tmp_path, monkeypatch):
-    args = arguments(tmp_path, "--keep_last", "2", "--resume", "auto")
-    args.checkpoint_dir.mkdir()
-    free = 3 * 12 * MILLION + 2 * 4 * MILLION
-    (args.checkpoint_dir / "best.safetensors").write_bytes(
-        bytes(1000)
-    )  # which a better one will replace
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free - 1000))
-    assert preflight.check_disk(args, with_parameters(MILLION))[0] == "pass"
-    assert (
-        preflight.check_disk(arguments(tmp_path, "--keep_last", "2"), with_parameters(MILLION))[0]
-        == "FAIL"
-    )
+@pytest.mark.parametrize("name", ["checkpoint_step_00000001.pt", "best.safetensors"])
+def test_what_a_resumed_run_replaces_counts_as_free(tmp_path, monkeypatch, name):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / name).write_bytes(bytes(1000))
+    disk_of(monkeypatch, ENOUGH - 1000)
+    assert checked(tmp_path, "--resume", "auto")[0] == "pass"
+    assert checked(tmp_path)[0] == "FAIL"  # a new run keeps it aside
 
 
 def test_a_run_may_require_the_disk_space(tmp_path, monkeypatch):
+    def fails(path):
+        raise OSError(5, "Input/output error")
+
     args = arguments(tmp_path, "--keep_last", "2")
-    free = types.SimpleNamespace(free=3 * 12 * MILLION + 2 * 4 * MILLION)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    disk_of(monkeypatch, ENOUGH)
     saving.require_disk(args, with_parameters(MILLION))
-    for problem, reason in (
-        (
-            lambda: free,
-            (
-                f"checkpoints in {args.checkpoint_dir}: 42 MiB free for 2 + 1 checkpoints of 11 MiB"
-                " and the best weights, 42 MiB; lower --keep_last, or choose another"
-                " --output_dir"
-            ),
-        ),
-        (
-            lambda: (_ for _ in ()).throw(OSError(5, "Input/output error")),
-            (
-                f"cannot write in {args.checkpoint_dir}: Input/output error; choose another"
-                " --output_dir"
-            ),
-        ),
-    ):
-        monkeypatch.setattr(shutil, "disk_usage", lambda path, problem=problem: problem())
-        with pytest.raises(RunError) as error:
-            saving.require_disk(args, with_parameters(MILLION + 1))
-        assert str(error.value) == reason
+    with pytest.raises(RunError) as error:
+        saving.require_disk(args, with_parameters(MILLION + 1))
+    advice = "lower --keep_last, or choose another --output_dir"
+    assert str(error.value) == f"checkpoints in {args.checkpoint_dir}: {NEEDED}; {advice}"
+    monkeypatch.setattr(shutil, "disk_usage", fails)
+    with pytest.raises(RunError, match=r"^cannot write in .*: Input/output error; choose another"):
+        saving.require_disk(args, with_parameters(MILLION))
 
 
 def test_a_check_that_fails_is_a_line(tmp_path, capsys, monkeypatch):
-    def fail(path):
+    def fails(path):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(shutil, "disk_usage", fail)
+    monkeypatch.setattr(shutil, "disk_usage", fails)
     status, table = verified(capsys, arguments(tmp_path, "--device", "cpu"))
-    assert status == 1 and table["disk"] == (
-        "FAIL",
-        "it does not work here: [Errno 5] Input/output error",
-    )
+    reason = "it does not work here: [Errno 5] Input/output error"
+    assert status == 1 and table["disk"] == ("FAIL", reason)
 
 
 def test_the_trials_compute_here_too():
     """The checks of a GPU, called on the CPU."""
     status, reason = preflight.check_attention(Setup())
-    assert (
-        status == "pass"
-        and "math; with a padding mask: " in reason
-        and "memory-efficient" not in reason
-    )
+    assert status == "pass" and "math; with a padding mask: " in reason
+    assert "memory-efficient" not in reason
 
 
 def test_too_little_host_memory_is_one_line_before_the_run(monkeypatch):

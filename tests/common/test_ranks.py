@@ -16,17 +16,8 @@ from common.errors import Failure
 from common.parts import processes
 from tests import small
 
-ONE = (
-    "--batch_size",
-    "4",
-    "--gradient_accumulation_steps",
-    "2",
-    "--num_epochs",
-    "2",
-    "--save_every",
-    "1",
-)
-TWO = ("--batch_size", "2", *ONE[2:])  # the same global batch on two ranks
+ONE = "--batch_size 4 --gradient_accumulation_steps 2 --num_epochs 2 --save_every 1".split()
+TWO = ["--batch_size", "2", *ONE[2:]]  # the same global batch on two ranks
 DATA = 9  # utterances: a global batch of eight, and one that leaves nothing for the second rank
 
 

@@ -21,75 +21,31 @@ from dry_run.cards import (
 )
 
 
-@pytest.mark.parametrize("text", ["8gb", "8GB", " 8 GB ", "8_gb", "8-GB"])
-def test_a_size_with_gb_is_a_tier(text):
-    card = find_card(text)
-    assert card.name == "8gb"
-    assert card.total == int(7.7 * GIB)
-
-
 @pytest.mark.parametrize(
     ("text", "gib", "capability"),
     [
+        ("8gb", 7.7, (8, 6)),
+        (" 8 GB ", 7.7, (8, 6)),
+        ("8-GB", 7.7, (8, 6)),
         ("T4", 14.6, (7, 5)),
         ("NVIDIA GeForce RTX 3060", 11.6, (8, 6)),
         ("rtx-4090", 23.6, (8, 9)),
         ("A100", 79.1, (8, 0)),
         ("a100_40gb", 39.4, (8, 0)),
-        ("H200", 139.7, (9, 0)),
+        ("8", 8, (8, 6)),
+        ("8GiB", 8, (8, 6)),
+        ("10-gib", 10, (8, 6)),
+        ("11.5gib", 11.5, (8, 6)),
+        (".5", 0.5, (8, 6)),
     ],
 )
-def test_names(text, gib, capability):
+def test_a_tier_a_name_or_a_number(text, gib, capability):
     card = find_card(text)
     assert (card.total, card.capability) == (int(gib * GIB), capability)
 
 
 @pytest.mark.parametrize(
-    ("text", "gib"),
-    [
-        ("8", 8),
-        ("8GiB", 8),
-        ("10", 10),
-        ("10 GB", 10),
-        ("10-gib", 10),
-        ("11.5gib", 11.5),
-        (".5", 0.5),
-        ("300", 300),
-    ],
-)
-def test_numbers_are_gib(text, gib):
-    assert find_card(text) == Card(f"{gib:g} GiB", int(gib * GIB), (8, 6))
-
-
-def test_a_card_may_be_tiny():
-    assert find_card("0.05GB").total == pytest.approx(0.05 * GIB, abs=1)
-    assert find_card("0.0000000000001").total == 1
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "gb",
-        "0",
-        "0.0GB",
-        "-8",
-        "-8GB",
-        " -8 GB",
-        "8-10",
-        "nan",
-        "inf",
-        "infGB",
-        "1e3",
-        "10001",
-        "9" * 400,
-        "8TB",
-        "8MB",
-        "8.5.1",
-        "٨",
-        "rtx",
-        "a\nb",
-    ],
+    "text", ["", "gb", "0", "-8GB", "8-10", "nan", "1e3", "10001", "8TB", "8.5.1", "٨", "a\nb"]
 )
 def test_everything_else_is_refused_in_one_line(text):
     with pytest.raises(ValueError) as caught:
@@ -114,10 +70,8 @@ def test_the_card_of_this_computer(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", {0: properties}.__getitem__)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert (
-        card_here() == card_here(0) == Card("Tesla T4", 15_634_661_376, (7, 5))
-        and card_here(1) is None
-    )
+    assert card_here() == card_here(0) == Card("Tesla T4", 15_634_661_376, (7, 5))
+    assert card_here(1) is None
 
 
 def test_workspaces_are_larger_on_hopper():
@@ -131,9 +85,7 @@ def test_workspaces_are_larger_on_hopper():
     [
         ("2x16gb", 2, "16gb"),
         ("8 x 8GB", 8, "8gb"),
-        ("2xt4", 2, "t4"),
         (" 4 X RTX 3060", 4, "RTX 3060"),
-        ("1x8gb", 1, "8gb"),
         ("2x11.5", 2, "11.5 GiB"),
         (f"{MOST_CARDS}xH100", MOST_CARDS, "H100"),
         ("8gb", 1, "8gb"),
@@ -149,14 +101,9 @@ def test_a_number_of_cards(text, count, name):
     ("text", "reason"),
     [
         ("0x16gb", "the number of GPUs"),
-        ("-2x16gb", "the number of GPUs"),
         ("1.5x16gb", "the number of GPUs"),
-        ("10001x16gb", "the number of GPUs"),
-        ("9" * 5000 + "x8gb", "the number of GPUs"),
         ("2x2x8gb", "'2x8gb' is not a GPU"),
-        ("x8gb", "'x8gb' is not a GPU"),
         ("2x-8gb", "'-8gb' is not a GPU"),
-        ("٢x8gb", "is not a GPU"),
     ],
 )
 def test_a_wrong_number_of_cards_is_one_line(text, reason):

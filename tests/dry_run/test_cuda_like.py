@@ -40,9 +40,8 @@ def autocast(dtype: torch.dtype = torch.bfloat16, **named):
 def test_the_lists_are_torchs():
     lists = autocast_lists()
     assert {"linear", "matmul", "conv1d", "conv2d", "addmm"} <= set(lists["LOWER_PRECISION_FP"])
-    assert {"layer_norm", "nll_loss", "cosine_similarity"} <= set(lists["FP32"]) and "cat" in lists[
-        "PROMOTE"
-    ]
+    assert {"layer_norm", "nll_loss", "cosine_similarity"} <= set(lists["FP32"])
+    assert "cat" in lists["PROMOTE"]
     assert {"sum", "softmax.int", "log_softmax.int", "cumsum"} <= set(lists["FP32_SET_OPT_DTYPE"])
 
 
@@ -86,10 +85,8 @@ def test_what_only_the_cpus_lists_name_keeps_its_type():
     with autocast():
         assert F.pad(x, (1, 1), mode="replicate").dtype is torch.float32
     with gpu() as (make, _), autocast():
-        assert (
-            F.pad(make(2, 8, 16, dtype=torch.bfloat16), (1, 1), mode="replicate").dtype
-            is torch.bfloat16
-        )
+        padded = F.pad(make(2, 8, 16, dtype=torch.bfloat16), (1, 1), mode="replicate")
+        assert padded.dtype is torch.bfloat16
 
 
 def test_cat_takes_the_widest_type():
@@ -160,9 +157,8 @@ def test_attention(capability, dtype, masked, kernel, dropout):
         before = mode.now
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout)
         assert y.shape == q.shape and kernels_of(mode) == {f"{kernel}_attention"}
-        assert (
-            mode.now - before < 2 * y.nbytes + 8192
-        )  # the output, the sums of the softmax, the mask: not the weights
+        # The output, the sums of the softmax, the mask: not the weights.
+        assert mode.now - before < 2 * y.nbytes + 8192
         y.backward(torch.empty_like(y))
         assert [x.grad.shape for x in (q, k, v)] == [x.shape for x in (q, k, v)]
 
@@ -321,13 +317,8 @@ def test_ctc():
         log_probs = logits.log_softmax(-1)
         before = mode.now
         targets = torch.ones(batch, longest, dtype=torch.long)
-        loss = F.ctc_loss(
-            log_probs,
-            targets,
-            torch.full((batch,), frames),
-            torch.tensor([60, 40, 30, 1]),
-            reduction="sum",
-        )
+        lengths = torch.full((batch,), frames), torch.tensor([60, 40, 30, 1])
+        loss = F.ctc_loss(log_probs, targets, *lengths, reduction="sum")
         log_alpha = batch * frames * (2 * longest + 1) * 4
         assert log_alpha <= mode.now - before <= log_alpha + 4096
         loss.backward()

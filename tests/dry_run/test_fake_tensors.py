@@ -19,12 +19,11 @@ def make(mode: FakeTensors, *shape: int, dtype: torch.dtype = torch.float32) -> 
     return mode.make(shape, torch.empty(shape, device="meta").stride(), dtype)
 
 
-def measure(
-    model: nn.Module,
-    batch: dict,
-    loss=lambda model, batch: model(batch["x"]).sum(),
-    batches: int = 1,
-):
+def total(model: nn.Module, batch: dict) -> torch.Tensor:
+    return model(batch["x"]).sum()
+
+
+def measure(model: nn.Module, batch: dict, loss=total, batches: int = 1):
     """The plan of a model, and the peak of its forward and backward on some micro-batches of the
     same size."""
 
@@ -39,17 +38,14 @@ def measure(
 def test_nothing_is_computed():
     """100 GB of activations, and weights of 40 GB."""
     with torch.device("meta"):
-        model = nn.Sequential(
-            nn.Linear(100_000, 100_000, bias=False), nn.GELU(), nn.Linear(100_000, 1)
-        )
+        linear = nn.Linear(100_000, 100_000, bias=False)
+        model = nn.Sequential(linear, nn.GELU(), nn.Linear(100_000, 1))
     _, peak = measure(model, {"x": torch.empty(250_000, 100_000, device="meta")})
     gb = 10**9
-    assert peak.parts["weights"] == pytest.approx(40 * gb, rel=1e-4) and peak.parts[
-        "batch"
-    ] == pytest.approx(100 * gb, rel=1e-4)
-    assert peak.parts["activations"] == pytest.approx(
-        200 * gb, rel=1e-4
-    )  # input and output of GELU
+    assert peak.parts["weights"] == pytest.approx(40 * gb, rel=1e-4)
+    assert peak.parts["batch"] == pytest.approx(100 * gb, rel=1e-4)
+    # Input and output of GELU.
+    assert peak.parts["activations"] == pytest.approx(200 * gb, rel=1e-4)
     assert peak.guesses == 0
 
 
@@ -59,9 +55,8 @@ def test_a_fake_tensor_cannot_be_read_by_a_kernel():
     with mode:
         y = (x @ x).relu().add_(1)
     assert y.shape == x.shape and mode.now == 2 * 4 * 10**6 + 2 * (-4 * 10**6 % ROUNDING)
-    assert (
-        x.sum() == 0
-    )  # without the mode its memory can be read, and is empty: nothing was written to it
+    # Without the mode its memory can be read, and is empty: nothing was written to it.
+    assert x.sum() == 0
 
 
 def test_small_integers_keep_their_values():
@@ -70,14 +65,12 @@ def test_small_integers_keep_their_values():
     with mode:
         lengths = torch.tensor([50, 20])
         frames = (lengths + 1) // 2
-        assert (
-            frames.tolist() == [25, 10] and int(lengths.max()) == 50 and bool((lengths > 10).all())
-        )
+        assert frames.tolist() == [25, 10] and int(lengths.max()) == 50
+        assert bool((lengths > 10).all())
         valid = torch.arange(50) < lengths[:, None]
         assert valid.sum().item() == 70
-        assert (
-            x[valid].shape == (70, 8) and x[:, 1][valid[:, 1]].shape == (2, 8) and not mode.guesses
-        )
+        assert x[valid].shape == (70, 8) and x[:, 1][valid[:, 1]].shape == (2, 8)
+        assert not mode.guesses
         rows = valid.flatten().nonzero()[:, 0]
         assert x.flatten(0, 1)[rows].shape == (70, 8)
         assert torch.equal(lengths, torch.tensor([50, 20]))
@@ -87,16 +80,9 @@ def test_a_value_that_is_not_known_is_a_guess():
     mode = FakeTensors()
     x = make(mode, 100)
     with mode:
-        assert (
-            x.sum().item() == 1.0
-            and x.argmax().item() == 1
-            and bool(x[0] > 0)
-            and mode.guesses == 3
-        )
-        assert (x > 0).nonzero().shape == (
-            100,
-            1,
-        ) and mode.guesses == 4  # the most that there can be
+        assert x.sum().item() == 1.0 and x.argmax().item() == 1 and bool(x[0] > 0)
+        assert mode.guesses == 3
+        assert (x > 0).nonzero().shape == (100, 1)  # the most that there can be
         assert torch.equal(x, x) and mode.guesses == 5
         assert x[x > 0].shape == (100,) and mode.guesses == 6
         assert torch.tensor(3).item() == 3 and mode.guesses == 6
@@ -203,19 +189,16 @@ def test_gradients_of_a_plan_are_gone_after_it():
     plan, first = measure(model, {"x": torch.zeros(512, 256)})
     assert all(p.grad is None for p in model.parameters())
     assert plan.fakes.now == first.parts["weights"]
-    again = plan.measure(
-        lambda batches: model(batches[0]["x"]).sum().backward(), [{"x": torch.zeros(512, 256)}]
-    )
-    assert again == first
+    batch = {"x": torch.zeros(512, 256)}
+    assert plan.measure(lambda batches: total(model, batches[0]).backward(), [batch]) == first
 
 
 def test_weights_without_memory():
     """A model made on the device "meta", and a part of it that the plan was not told of."""
     with torch.device("meta"):
         model, other = nn.Linear(256, 512), nn.Linear(512, 128, bias=False).requires_grad_(False)
-    _, peak = measure(
-        model, {"x": torch.zeros(1024, 256)}, lambda model, batch: other(model(batch["x"])).sum()
-    )
+    loss = lambda model, batch: other(model(batch["x"])).sum()  # noqa: E731
+    _, peak = measure(model, {"x": torch.zeros(1024, 256)}, loss)
     assert peak.parts["weights"] == 4 * (256 * 512 + 512 + 512 * 128)
     assert model.weight.device.type == "cpu"
 
@@ -295,12 +278,10 @@ def test_the_place_of_a_peak_in_the_update():
 
     peak = plan.measure(step, [{"x": torch.zeros(2, 1024)}])
     assert (peak.module, peak.phase) == ("", "update")
-    assert (
-        peak.parts["optimizer states"] == 2 * peak.parts["weights"] and peak.parts["gradients"] == 0
-    )  # they are freed
-    assert (
-        peak.total >= 5 * peak.parts["weights"]
-    )  # weights, gradients, states, and a list of temporaries
+    weights = peak.parts["weights"]
+    assert peak.parts["optimizer states"] == 2 * weights
+    assert peak.parts["gradients"] == 0  # they are freed
+    assert peak.total >= 5 * weights  # weights, gradients, states, and a list of temporaries
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
@@ -354,11 +335,8 @@ def test_an_operator_without_shapes():
 def test_states_that_are_there_from_the_start():
     model = nn.Linear(8, 8)
     plan = Plan(None, model)
-    peak = plan.measure(
-        lambda batches: model(batches[0]["x"]).sum().backward(),
-        [{"x": torch.zeros(4, 8)}],
-        states=5 * MIB,
-    )
+    step = lambda batches: total(model, batches[0]).backward()  # noqa: E731
+    peak = plan.measure(step, [{"x": torch.zeros(4, 8)}], states=5 * MIB)
     assert peak.parts["optimizer states"] == 5 * MIB and peak.total < 6 * MIB
     assert plan.fakes.now == peak.parts["weights"]  # neither states nor batch are held any longer
 

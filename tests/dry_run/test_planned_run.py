@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import re
 import types
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -58,20 +57,12 @@ def collate(items: list[dict]) -> dict:
 
 def test_the_longest_utterances_of_all_epochs_come_first():
     data = Lengths([[3, 2, 1, 1], [1, 5, 1, 1], [1, 1, 4, 1]], [1, 1, 1, 1])
-    items = found(data, epochs=3)
-    assert [(item["index"], item["seconds"]) for item in items] == [
-        (1, 5.0),
-        (2, 4.0),
-        (0, 3.0),
-        (3, 1.0),
-    ]
-    items = found(data)
-    assert [(item["index"], item["seconds"]) for item in items] == [
-        (0, 3.0),
-        (1, 2.0),
-        (2, 1.0),
-        (3, 1.0),
-    ]
+    for epochs, expected in (
+        (3, [(1, 5), (2, 4), (0, 3), (3, 1)]),
+        (1, [*enumerate((3, 2, 1, 1))]),
+    ):
+        items = found(data, epochs)
+        assert [(item["index"], item["seconds"]) for item in items] == expected
 
 
 def test_the_last_epochs_are_looked_at_too():
@@ -117,10 +108,8 @@ class Network(nn.Module):
 
     def __init__(self, width: int = 64):
         super().__init__()
-        self.encoder, self.head = (
-            nn.Sequential(*(Layer(width, width) for _ in range(6))),
-            nn.Linear(width, 1),
-        )
+        self.encoder = nn.Sequential(*(Layer(width, width) for _ in range(6)))
+        self.head = nn.Linear(width, 1)
         self.encoder_frozen = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -130,6 +119,9 @@ class Network(nn.Module):
 def freeze(model: Network) -> None:
     model.encoder_frozen = True
     model.encoder.requires_grad_(False)
+
+
+SHORT = [{"index": 0, "seconds": 0.01, "targets": 1}]
 
 
 def run_of(model: nn.Module, items: list | None = None, can_freeze: bool = True) -> PlannedRun:
@@ -144,16 +136,12 @@ def run_of(model: nn.Module, items: list | None = None, can_freeze: bool = True)
         for each in batches:
             model(each["x"]).sum().backward()
 
-    return PlannedRun(
-        model,
-        step,
-        [{"index": 0, "seconds": 2.0, "targets": 1}] if items is None else items,
-        9,
-        functools.partial(optim.state_bytes, model),
-        batch,
-        functools.partial(memory.checkpoint_layers, model, (Layer,)),
-        functools.partial(freeze, model) if can_freeze else None,
-    )
+    if items is None:
+        items = [{"index": 0, "seconds": 2.0, "targets": 1}]
+    states = functools.partial(optim.state_bytes, model)
+    checkpoint = functools.partial(memory.checkpoint_layers, model, (Layer,))
+    freezing = functools.partial(freeze, model) if can_freeze else None
+    return PlannedRun(model, step, items, 9, states, batch, checkpoint, freezing)
 
 
 CARD = Card("card", 24 << 30, (8, 6))
@@ -199,7 +187,7 @@ def test_a_batch_that_is_far_too_large_takes_no_longer(words, capsys):
 
 
 def test_a_large_batch_of_short_utterances_is_planned_whole(capsys):
-    planned = run_of(Network(), [{"index": 0, "seconds": 0.01, "targets": 1}])
+    planned = run_of(Network(), SHORT)
     planned = dataclasses.replace(planned, count=3000)
     args = flags("--batch_size", "3000")
     assert planned.answer(args, CARD, "torch.float32", RunError) == 0
@@ -261,9 +249,8 @@ def test_each_setting_needs_less_and_leaves_the_model_as_it_was():
     ):
         assert peak(Settings(**{**vars(given), **change})).total < whole.total, change
         assert peak(given) == whole
-    assert not model.encoder_frozen and all(
-        p.requires_grad and p.grad is None for p in model.parameters()
-    )
+    assert not model.encoder_frozen
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
     assert all("forward" not in vars(module) for module in model.modules())
 
 
@@ -273,9 +260,8 @@ def test_accumulation_keeps_the_gradients_and_a_second_batch():
     once, twice, often = (peak(Settings(2, steps, False, "adamw", False)) for steps in (1, 2, 50))
     batch = 4 * 2 * 2000 * 64
     assert twice == often and twice.parts["batch"] - once.parts["batch"] >= batch
-    assert twice.parts["gradients"] == sum(
-        -(-4 * p.numel() // 512) * 512 for p in model.parameters()
-    )
+    rounded = [-(-4 * p.numel() // 512) * 512 for p in model.parameters()]
+    assert twice.parts["gradients"] == sum(rounded)
 
 
 def evaluated(planned: PlannedRun, compares: bool = False) -> PlannedRun:
@@ -301,7 +287,7 @@ def evaluated(planned: PlannedRun, compares: bool = False) -> PlannedRun:
 
 def test_gradients_that_leave_at_once():
     model = Network(512)
-    measures = run_of(model, [{"index": 0, "seconds": 0.01, "targets": 1}]).planned(flags(), CARD)
+    measures = run_of(model, SHORT).planned(flags(), CARD)
     states = measures.training(Settings(2, 2, False, "states", False))
     peak = measures.training(Settings(2, 2, False, "gradients", False))
     weights = sum(p.nbytes for p in model.parameters())
@@ -315,7 +301,7 @@ def test_gradients_that_leave_at_once():
 
 def test_16_bit_weights():
     """Half of the encoder's memory, and of its largest gradient; then the weights are as before."""
-    planned = evaluated(run_of(Network(512), [{"index": 0, "seconds": 0.01, "targets": 1}]))
+    planned = evaluated(run_of(Network(512), SHORT))
     before = [(p.dtype, p.shape) for p in planned.model.parameters()]
     bfloat16 = {"dtype": torch.bfloat16}
 
@@ -365,7 +351,7 @@ def sharded(planned: PlannedRun, ranks: int, **changes) -> PlannedRun:
 def test_shards_in_training_and_evaluation():
     """A rank has its part of weights, gradients and states. In evaluation it has the whole model,
     too, the encoder in 16 bits."""
-    planned = evaluated(run_of(Network(512), [{"index": 0, "seconds": 0.01, "targets": 1}]))
+    planned = evaluated(run_of(Network(512), SHORT))
     given = Settings(2, 2, True, "adamw", False, 2)
     whole = planned.planned(flags(), CARD).training(given)
     full = sum(p.nbytes for p in planned.model.parameters())
@@ -386,13 +372,20 @@ def test_shards_in_training_and_evaluation():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in planned.model.modules())
 
 
-def test_a_comparison_after_a_sharded_run():
-    """The other model is whole, in fp32: more than 16-bit weights, shards and states of eight."""
-    least = Settings(1, 2, False, "adamw", False, 1, sharded=True)
-    measures = sharded(evaluated(run_of(Network(1024)), compares=True), 8).planned(flags(), CARD)
-    assert measures.evaluation(least).stage == "the comparison at the end"
-    measures = sharded(evaluated(run_of(Network(1024)), compares=True), 2).planned(flags(), CARD)
-    assert measures.evaluation(least).stage == "evaluation"
+@pytest.mark.parametrize(
+    ("compares", "ranks", "optimizer", "stage"),
+    [  # The other model is whole, in fp32: more than 16-bit weights, and than shards of eight.
+        (True, 8, "adamw", "the comparison at the end"),
+        (True, 2, "adamw", "evaluation"),
+        (True, 1, "weights", "the comparison at the end"),
+        (True, 1, "gradients", "evaluation"),
+        (False, 1, "weights", "evaluation"),
+    ],
+)
+def test_a_comparison_at_the_end_has_a_model_in_fp32(compares, ranks, optimizer, stage):
+    planned = sharded(evaluated(run_of(Network(1024)), compares), ranks)
+    settings = Settings(1, 2, False, optimizer, False, 1, sharded=ranks > 1)
+    assert planned.planned(flags(), CARD).evaluation(settings).stage == stage
 
 
 def test_shards_are_offered_if_nothing_else_fits(capsys):
@@ -425,45 +418,27 @@ def test_shards_are_offered_if_nothing_else_fits(capsys):
         assert "--use_cpu_offload" not in out and "adamw_8bit" not in out
 
 
-def test_a_comparison_at_the_end_has_a_model_in_fp32():
-    for compares in (False, True):
-        planned = evaluated(run_of(Network(1024)), compares)
-        measures = planned.planned(flags(), CARD)
-        least = Settings(1, 2, False, "weights", False, 1)
-        stage = "the comparison at the end" if compares else "evaluation"
-        assert measures.evaluation(least).stage == stage
-        more = Settings(1, 2, False, "gradients", False, 1)
-        assert measures.evaluation(more).stage == "evaluation"
-
-
 def test_without_items_there_is_no_plan():
     with pytest.raises(CannotPlan, match="none of the longest utterances can be read"):
         run_of(Network(), items=[]).planned(flags(), CARD)
 
 
 def test_the_answer(capsys):
-    assert run_of(Network()).answer(flags(), CARD, "torch.float32", RunError) == 0
-    out = capsys.readouterr().out
-    assert (
-        out.startswith("Dry run: 8 x 2.0 s, accumulation 2, float32\n") and "Verdict: fits" in out
-    )
-    assert "--gradient" not in out
-    small_card = Card(
-        "small", int(0.62 * 2**30), (8, 6)
-    )  # CUDA's context and libraries take 0.55 GiB
-    assert (
-        run_of(Network(512), [{"index": 0, "seconds": 9.0, "targets": 1}], can_freeze=False).answer(
-            flags(), small_card, "torch.float32", RunError
-        )
-        == 3
-    )
-    out = capsys.readouterr().out
-    assert "Verdict: does not fit" in out and "--freeze_encoder" not in out
+    def answer(*planned, card: Card) -> tuple[int, str]:
+        status = run_of(*planned).answer(flags(), card, "torch.float32", RunError)
+        return status, capsys.readouterr().out
+
+    status, out = answer(Network(), card=CARD)
+    assert status == 0 and "Verdict: fits" in out and "--gradient" not in out
+    assert out.startswith("Dry run: 8 x 2.0 s, accumulation 2, float32\n")
+    # CUDA's context and libraries take 0.55 GiB.
+    tiny = Card("small", int(0.62 * 2**30), (8, 6))
+    items = [{"index": 0, "seconds": 9.0, "targets": 1}]
+    status, out = answer(Network(512), items, False, card=tiny)
+    assert status == 3 and "Verdict: does not fit" in out and "--freeze_encoder" not in out
     assert "--batch_size" in out or "--gradient_checkpointing" in out
-    run_of(Network(512), [{"index": 0, "seconds": 90.0, "targets": 1}]).answer(
-        flags(), small_card, "torch.float32", RunError
-    )
-    assert "--freeze_encoder" in capsys.readouterr().out  # nothing else would do
+    items[0]["seconds"] = 90.0
+    assert "--freeze_encoder" in answer(Network(512), items, card=tiny)[1]  # nothing else would do
 
 
 # --- in the loop ----------------------------------------------------------------------------------
@@ -489,33 +464,40 @@ def test_verify_gpu_plans_on_the_gpu_that_is_there(tmp_path, capsys, monkeypatch
 
     checks = []
     monkeypatch.setattr(dry_run.cards, "card_here", lambda index: CARD)
-    monkeypatch.setattr(
-        preflight, "verify", lambda args, model, plan=None: checks.append(plan and plan()) or 1
-    )
+    verify = lambda args, model, plan=None: checks.append(plan and plan()) or 1  # noqa: E731
+    monkeypatch.setattr(preflight, "verify", verify)
     assert planned(tmp_path, "--verify_gpu") == (1, [])
     ((needed, verdict),) = checks
-    assert (
-        verdict == "fits" and 30 * 2**20 < needed < 2**29
-    )  # what must be free beside the CUDA context
+    assert verdict == "fits"
+    assert 30 * 2**20 < needed < 2**29  # what must be free beside the CUDA context
     monkeypatch.setattr(dry_run.cards, "card_here", lambda index: None)
     assert planned(tmp_path, "--verify_gpu") == (1, []) and checks[1] is None
 
 
-def test_a_card_that_is_not_known_is_refused_before_the_data_are_read(tmp_path):
-    for words, reason in (
-        (("--dry_run", "8PB"), "'8PB' is not a GPU"),
-        (("--dry_run", "2xT5"), "'T5' is not a GPU"),
-        (("--dry_run", "0x8GB"), "the number of GPUs, which stands before x, must be"),
-        (("--dry_run", "-1"), "is not a GPU"),
-    ):
-        with pytest.raises(UsageError, match=reason):
-            loop.begin(small.make_args(tmp_path, *words), small.RECIPE)
-    if not torch.cuda.is_available():
-        with pytest.raises(UsageError, match="no GPU here, so name one"):
-            loop.begin(small.make_args(tmp_path, "--dry_run"), small.RECIPE)
+REFUSED = [
+    ("--dry_run 8PB", "'8PB' is not a GPU"),
+    ("--dry_run 2xT5", "'T5' is not a GPU"),
+    ("--dry_run 0x8GB", "the number of GPUs, which stands before x, must be"),
+    ("--dry_run 8GB --sharded", "--sharded needs several GPUs"),
+    ("--verify_gpu --sharded", "--sharded needs several GPUs"),
+]
+if not torch.cuda.is_available():
+    REFUSED.append(("--dry_run", "no GPU here, so name one"))
 
 
-def test_two_cards_share_an_update(tmp_path, capsys):
+@pytest.mark.parametrize("words, reason", REFUSED)
+def test_what_cannot_be_planned_is_refused_before_the_data_are_read(tmp_path, words, reason):
+    with pytest.raises(UsageError, match=reason):
+        loop.begin(small.make_args(tmp_path, *words.split()), small.RECIPE)
+
+
+def test_ranks_are_planned_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="start them without torchrun"):
+        loop.begin(small.make_args(tmp_path, "--dry_run", "8GB"), small.RECIPE)
+
+
+def test_two_cards_share_an_update(tmp_path, capsys, monkeypatch):
     """13 utterances: each of two cards has 7 at most, of a global batch of 8 utterances 4."""
     words = ("--batch_size", "2", "--gradient_accumulation_steps", "2", "--dry_run")
     runs = []
@@ -531,17 +513,13 @@ def test_two_cards_share_an_update(tmp_path, capsys):
         batches.append(GlobalBatches(*given))
         return batches[-1]
 
-    with (
-        mock.patch("dry_run.PlannedRun", Planned),
-        mock.patch("common.batches.GlobalBatches", global_batches),
-    ):
-        for card in ("8GB", "2x8GB"):
-            assert planned(tmp_path, *words, card) == (0, [])
+    monkeypatch.setattr("dry_run.PlannedRun", Planned)
+    monkeypatch.setattr("common.batches.GlobalBatches", global_batches)
+    for card in ("8GB", "2x8GB"):
+        assert planned(tmp_path, *words, card) == (0, [])
     assert [(each.global_batch_size, each.per_epoch) for each in batches] == [(4, 4), (8, 2)]
-    assert [(count, settings.accumulation, n) for count, settings, n in runs] == [
-        (13, 2, 1),
-        (7, 2, 2),
-    ]
+    found = [(count, settings.accumulation, cards) for count, settings, cards in runs]
+    assert found == [(13, 2, 1), (7, 2, 2)]
     out = capsys.readouterr().out
     assert out.count("NCCL") == 1
     assert re.search("^Dry run: on each of 2 GPUs .replicated. 2 x ", out, re.MULTILINE)
@@ -552,31 +530,20 @@ def test_a_sharded_run_is_planned_for_several_cards(tmp_path, capsys):
     assert planned(tmp_path, "--dry_run", "4x8GB", "--sharded") == (0, [])
     out = capsys.readouterr().out
     assert "on each of 4 GPUs (sharded)" in out and "Verdict: fits" in out
-    for words in (("--dry_run", "8GB"), ("--verify_gpu",)):
-        with pytest.raises(UsageError, match="--sharded needs several GPUs"):
-            loop.begin(small.make_args(tmp_path, *words, "--sharded"), small.RECIPE)
 
 
-def test_ranks_are_planned_alone(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="start them without torchrun"):
-        loop.begin(small.make_args(tmp_path, "--dry_run", "8GB"), small.RECIPE)
+@pytest.mark.parametrize(
+    "place, error",
+    [
+        # Memory that the plan itself lacks is not a small peak.
+        ((small, "compute_loss"), MemoryError("no memory here")),
+        ((PlannedRun, "planned"), CannotPlan("torch does not know the shapes")),
+    ],
+)
+def test_a_step_that_cannot_be_planned_is_one_line(tmp_path, monkeypatch, place, error):
+    def fail(*_):
+        raise error
 
-
-def test_memory_that_a_plan_itself_lacks_is_not_a_small_peak(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        small,
-        "compute_loss",
-        lambda model, batch: (_ for _ in ()).throw(MemoryError("no memory here")),
-    )
-    with pytest.raises(RunError, match="this run cannot be planned: no memory here"):
-        small.run(small.make_args(tmp_path, "--max_steps", "3", "--dry_run", "8GB"))
-
-
-def test_a_step_that_cannot_be_planned_is_one_line(tmp_path, monkeypatch):
-    def cannot(*_):
-        raise CannotPlan("torch does not know the shapes")
-
-    monkeypatch.setattr(PlannedRun, "planned", cannot)
-    with pytest.raises(RunError, match="this run cannot be planned: torch does not know the shap"):
+    monkeypatch.setattr(*place, fail)
+    with pytest.raises(RunError, match=f"this run cannot be planned: {error}"):
         small.run(small.make_args(tmp_path, "--max_steps", "3", "--dry_run", "8GB"))

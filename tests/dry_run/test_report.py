@@ -13,16 +13,13 @@ CARD = find_card("8gb")
 
 def peak_of(total: int, **changes) -> Peak:
     parts = dict.fromkeys(PARTS, 0) | {"activations": total}
-    return Peak(
-        **({"parts": parts, "kernels": 0, "module": "", "phase": "forward", "guesses": 0} | changes)
-    )
+    fields = {"parts": parts, "kernels": 0, "module": "", "phase": "forward", "guesses": 0}
+    return Peak(**fields | changes)
 
 
 def test_the_total_has_every_part_and_the_kernels():
-    assert (
-        Peak({name: 10**i for i, name in enumerate(PARTS)}, 10**6, "", "update", 0).total
-        == 1_111_111
-    )
+    parts = {name: 10**i for i, name in enumerate(PARTS)}
+    assert Peak(parts, 10**6, "", "update", 0).total == 1_111_111
 
 
 @pytest.mark.parametrize("name", ["8gb", "t4", "h100", "0.4"])
@@ -38,14 +35,9 @@ def test_verdicts_change_at_the_margin_and_at_the_cards_memory(name):
 
 
 def test_sizes():
-    assert [size(count) for count in (0, 512, 5 * MIB, 102 * MIB, 103 * MIB, 12 * GIB)] == [
-        "0.0 MiB",
-        "0.0 MiB",
-        "5.0 MiB",
-        "102.0 MiB",
-        "0.10 GiB",
-        "12.00 GiB",
-    ]
+    assert [size(count) for count in (512, 5 * MIB, 102 * MIB, 103 * MIB, 12 * GIB)] == (
+        ["0.0 MiB", "5.0 MiB", "102.0 MiB", "0.10 GiB", "12.00 GiB"]
+    )
 
 
 def report_of(
@@ -53,10 +45,7 @@ def report_of(
 ) -> tuple[str, dict[str, str]]:
     """The report, and its table: name -> size."""
     text = describe(peak, card, what)
-    return text, {
-        name: count
-        for name, count in re.findall(r"^  (\S.*?) {2,}(-?[\d.]+ [GM]iB)$", text, re.MULTILINE)
-    }
+    return text, dict(re.findall(r"^  (\S.*?) {2,}(-?[\d.]+ [GM]iB)$", text, re.MULTILINE))
 
 
 def test_the_report_has_every_size():
@@ -108,11 +97,8 @@ def test_the_other_stage_is_told():
 
 def test_no_line_is_wider_than_100_columns():
     what = " ".join(["--batch_size 8"] * 30)
-    text, table = report_of(
-        peak_of(GIB, module="encoder." * 30),
-        Card("NVIDIA RTX 6000 Ada Generation" * 2, GIB, (8, 9)),
-        what,
-    )
+    card = Card("NVIDIA RTX 6000 Ada Generation" * 2, GIB, (8, 9))
+    text, table = report_of(peak_of(GIB, module="encoder." * 30), card, what)
     assert max(map(len, text.splitlines())) <= 100
     assert " ".join(text.split()).startswith(f"Dry run: {what} weights")
     assert table["activations"] == "1.00 GiB"

@@ -122,11 +122,12 @@ def beside(model: torch.nn.Module, layers: lora.Layers) -> torch.nn.Module:
 def check_exact(
     make: Callable[[], torch.nn.Module],
     train_on: Callable[[torch.nn.Module, list[int]], object],
+    cuts: tuple[list[int], ...],
     checkpointed: tuple[type, ...],
     monkeypatch,
 ) -> None:
     """Every adapter of the model that `make` returns has a gradient, and no frozen weight; the
-    gradient depends neither on how a global batch of eight is cut, nor on lean chains, nor on
+    gradient depends neither on how a global batch is cut, as in `cuts`, nor on lean chains, nor on
     checkpointing. `train_on(model, sizes)` runs micro-batches of these sizes."""
 
     def gradients(model: torch.nn.Module, sizes: list[int]) -> list[torch.Tensor]:
@@ -137,14 +138,15 @@ def check_exact(
             assert p.grad is None or p.grad.any() or name.endswith(".bias"), name
         return [p.grad for p in model.parameters() if p.grad is not None]
 
-    whole = gradients(make(), [8])
-    for sizes in ([5, 3], [1] * 8):
+    count = sum(cuts[0])
+    whole = gradients(make(), [count])
+    for sizes in cuts:
         for a, b in zip(gradients(make(), sizes), whole, strict=True):
             assert (a - b).norm() <= 1e-9 * b.norm() + 1e-15
     monkeypatch.setattr(layers, "SMALL", 1)
-    lean = gradients(make(), [8])
+    lean = gradients(make(), [count])
     assert_rounded(lean, whole)
     model = make()
     memory.checkpoint_layers(model, checkpointed)
-    again = gradients(model, [8])
+    again = gradients(model, [count])
     assert all(torch.equal(a, b) for a, b in zip(again, lean, strict=True))

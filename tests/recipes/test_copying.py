@@ -125,6 +125,7 @@ COPIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_of_every_recipe_reads_its_own_checkpoints(name, konkani, places, tmp_path):  # noqa: F811
     shutil.copy(TEMPLATE.with_name(f"{name}.py"), tmp_path / f"my_{name}.py")

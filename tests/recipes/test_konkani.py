@@ -1,7 +1,6 @@
 """The Konkani recipe's model, loss, decoding and data, against references."""
 
 import functools
-import pickle
 
 import numpy as np
 import pytest
@@ -9,8 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from common import batches, layers, memory
-from common.device import Setup
-from common.engine import run_global_batch
 from common.errors import UsageError
 from common.parts import compiling
 from models import onnx_files
@@ -201,53 +198,6 @@ def ctc_by_hand(log_probs, tokens, blank):
     return -np.logaddexp(alpha[-1], alpha[-2])
 
 
-def window_gradient(model, items: list[dict], sizes: list[int]) -> torch.Tensor:
-    rest = iter(items)
-    micro_batches = [recipe.collate([next(rest) for _ in range(size)]) for size in sizes]
-    totals = {
-        name: sum(batch["counts"][name] for batch in micro_batches) for name in recipe.LOSS_WEIGHTS
-    }
-    model.zero_grad()
-    outcome = run_global_batch(
-        model, micro_batches, totals, recipe.compute_loss, recipe.LOSS_WEIGHTS, Setup()
-    )
-    assert outcome.failed is None
-    return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
-
-
-def test_however_a_window_is_cut_its_gradient_is_the_same():
-    model, items = awake(make_model()), make_items(8)
-    whole = window_gradient(model, items, [8])
-    assert whole.norm() > 0
-    for sizes in ([4, 4], [2, 2, 2, 2], [1] * 8, [5, 3]):
-        assert (window_gradient(model, items, sizes) - whole).norm() <= 1e-10 * whole.norm()
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_gradient_checkpointing_changes_neither_loss_nor_gradient(dropout):
-    items = make_items(3)
-    plain, checkpointed = awake(make_model(dropout)), awake(make_model(dropout))
-    memory.checkpoint_layers(checkpointed, recipe.CHECKPOINTED)
-    kept, results = [], []
-    for model in (plain, checkpointed):
-        torch.manual_seed(1)
-        numbers_kept = 0
-
-        def pack(tensor):
-            nonlocal numbers_kept
-            numbers_kept += tensor.numel()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            terms = recipe.compute_loss(model, moved(items))
-        kept.append(numbers_kept)
-        loss = sum(terms.values())
-        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
-    assert kept[1] < kept[0] / 2, "nothing was recomputed"
-
-
 def plain_chain(x, *steps):
     for step in steps:
         x = step(x)
@@ -376,22 +326,6 @@ def test_decoding_does_not_depend_on_the_batch(method):
         assert all(0 <= token < model.eos for token in tokens)
 
 
-@torch.no_grad()
-def test_an_evaluation_adds_up_its_batches_and_ranks_without_any():
-    tokenizer = recipe.text.CharTokenizer(list("abcdef"))  # and the unknown character
-    model, items = awake(make_model().eval()), make_items(3)
-    together = recipe.evaluate(tokenizer, model, [recipe.collate(items)])
-    apart = recipe.evaluate(tokenizer, model, [recipe.collate([item]) for item in items])
-    nothing = recipe.evaluate(tokenizer, model, [])
-    assert together.keys() == apart.keys() == nothing.keys() == {"ctc", "attention", "cer", "wer"}
-    for name, (total, count) in together.items():
-        assert (
-            apart[name] == (pytest.approx(total, rel=1e-10), count)
-            and count > 0
-            and nothing[name] == (0, 0)
-        )
-
-
 # --- data -----------------------------------------------------------------------------------------
 
 
@@ -427,24 +361,6 @@ def utterances(tmp_path, wav, json_lines):
         return recipe.Utterances(args, corpus, TOKENIZER, CONFIG, training)
 
     return make
-
-
-def test_augmentation_depends_on_seed_epoch_and_utterance_alone(utterances):
-    for flags in (("--no_wave_augment",), ()):
-        data = utterances(*flags)
-        sent = pickle.loads(pickle.dumps(data))  # as it travels to a data worker
-        for other in (utterances(*flags), sent):
-            first, again = data.item(3, 1), other.item(3, 1)
-            for key in ("audio", "time_masks", "frequency_masks"):
-                assert torch.equal(first[key], again[key])
-    data = utterances("--no_wave_augment")
-    first = data.item(3, 1)
-    assert not torch.equal(first["time_masks"], data.item(3, 2)["time_masks"])
-    assert not torch.equal(first["time_masks"], data.item(4, 1)["time_masks"])
-    assert not torch.equal(first["time_masks"], utterances("--seed", "2").item(3, 1)["time_masks"])
-    lengths = {len(data.item(index, 0)["audio"]) for index in range(40)}
-    assert len(lengths) == 3 and min(lengths) < 16_000 < max(lengths)
-    assert len(first["audio"]) / SAMPLE_RATE == pytest.approx(data.seconds(1)[3], abs=0.001)
 
 
 def test_an_evaluation_set_and_a_set_without_augmentation_are_read_as_they_are(utterances):
@@ -483,20 +399,6 @@ def test_a_few_utterances_are_pauses_without_a_word(utterances):
     torch.manual_seed(0)
     terms = recipe.compute_loss(recipe.Conformer(CONFIG), batch)
     assert all(term.isfinite() and term > 0 for term in terms.values())
-
-
-def test_silence_noise_and_level_change_the_waveform_and_nothing_else(utterances):
-    plain, data = utterances("--no_wave_augment"), utterances()
-    for index in range(10):
-        item, before = data.item(index, 1), plain.item(index, 1)
-        assert not torch.equal(item["audio"], before["audio"])
-        if data.augmentation.is_pause(index, 1):
-            continue
-        for key in ("tokens", "labels", "time_masks", "frequency_masks"):
-            assert torch.equal(item[key], before[key])
-        assert item["text"] == before["text"]
-        assert len(item["audio"]) / SAMPLE_RATE == pytest.approx(data.seconds(1)[index], abs=0.001)
-    assert (data.seconds(1) >= plain.seconds(1)).all() and data.seconds(1).max() > 1.2
 
 
 def test_speed_perturbation_never_makes_an_utterance_infeasible(utterances):

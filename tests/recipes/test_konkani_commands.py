@@ -3,22 +3,19 @@ transcribe, torchrun."""
 
 import json
 import os
-import shutil
-import signal
 import sys
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
 import soundfile
 import torch
 
-from common import checkpoint, options, report
+from common import checkpoint, options
 from common.errors import UsageError
 from recipes import konkani_conformer as recipe
 from tests.recipes import runs
-from tests.recipes.runs import SHORT, TINY, error_lines, newest, planned, ran, refused, run
+from tests.recipes.runs import SHORT, TINY, newest, planned, ran, refused, run
 
 LONG = (
     "--max_steps 6 --save_every 1 --eval_every 3 --log_every 2".split()
@@ -122,112 +119,11 @@ def test_a_run_leaves_what_it_promises(reference):
     )
 
 
-def test_a_finished_run_that_is_started_again_only_prints_its_results(reference, flags, tmp_path):
-    folder, out = reference
-    shutil.copytree(folder, tmp_path / "copy")
-    place = ["--output_dir", tmp_path / "copy"]
-    again = ran(recipe, *flags, *LONG, "--resume", "auto", *place)
-    assert "resuming from" in again and "(step 6)" in again and "evaluation at step" not in again
-    assert error_lines(again) == error_lines(out) and len(error_lines(out)) == 2
-
-
-def test_a_conflicting_shape_is_one_line_that_names_init_from(reference, flags, tmp_path):
-    path = checkpoint.list_checkpoints(reference[0] / "checkpoints")[0]
-    status, err = refused(
-        recipe, *flags, *LONG, "--output_dir", tmp_path, "--resume", path, "--d_model", "32"
-    )
-    assert status == 2 and "--d_model 32 conflicts" in err and "--init_from" in err
-
-
-def assert_same_end(folder: Path, reference) -> None:
-    """That the run in `folder` has the weights and the evaluations of the one that nothing has
-    stopped."""
-    runs.assert_same_state(newest(folder, recipe), newest(reference[0], recipe))
-    lines = [
-        json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert [line["step"] for line in lines if "eval/cer" in line] == [3, 6]
-
-
-@pytest.fixture
-def again(flags):
-    return [*flags, *LONG, "--resume", "auto"]
-
-
-@pytest.fixture
-def killed(again, tmp_path):
-    """The folder of a run that got SIGKILL while it wrote its second checkpoint."""
-    killing = """
-import os, signal
-replace = os.replace
-def killed(source, target):
-    if str(target).endswith("00000002.pt"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    replace(source, target)
-os.replace = killed
-"""
-    process = runs.start(runs.command(recipe, *again), tmp_path, killing)
-    assert process.wait() == -signal.SIGKILL
-    return tmp_path
-
-
-@pytest.fixture
-def terminated(again, tmp_path):
-    """The folder of a run that got SIGTERM, as did its data worker, which had read ahead."""
-    process = runs.start(
-        runs.command(recipe, *again), tmp_path, runs.signal_after(5, signal.SIGTERM)
-    )
-    _, err = process.communicate()
-    assert (
-        process.returncode == 143
-        and "stopped by SIGTERM: step 5 is saved" in err
-        and "--resume auto" in err
-    ), err
-    return tmp_path
-
-
-def test_killed_and_terminated_in_one_epoch_and_resumed_it_ends_with_the_same_bits(
-    reference, again, killed
-):
-    checkpoints = killed / "checkpoints"
-    assert len(list(checkpoints.glob(".checkpoint_step_00000002.pt.*.tmp"))) == 1
-    assert newest(killed, recipe).progress.step == 1
-    show = report.Report.progress
-
-    def progress(self, step, *values):
-        show(self, step, *values)
-        if step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with mock.patch.object(report.Report, "progress", progress):
-        status, _, err = run(recipe, *again, "--output_dir", killed)
-    assert status == 143 and "stopped by SIGTERM" in err and "--resume auto" in err, err
-    assert newest(killed, recipe).progress.step == 3 and not list(checkpoints.glob(".*.tmp"))
-    ran(recipe, *again, "--output_dir", killed)
-    assert_same_end(killed, reference)
-
-
-def test_terminated_with_a_worker_in_mid_epoch_and_resumed_it_ends_with_the_same_bits(
-    reference, again, terminated
-):
-    ran(recipe, *again, "--output_dir", terminated)
-    assert_same_end(terminated, reference)
-
-
 def assert_trained_by_two(out: str, folder: Path) -> None:
     assert out.count("evaluation at step 2") == 1 and out.count("WER") == 1
     saved = newest(folder, recipe)
     assert (saved.progress.step, saved.progress.utterances) == (2, 14)
     assert len(saved.state["rng"]) == 2
-
-
-def test_two_ranks_train(flags, tmp_path):
-    command = runs.command(recipe, *flags, "--num_epochs", "1", "--dataloader_num_workers", "0")
-    ranks = runs.start_ranks(command, tmp_path)
-    (out, err), (other, other_err) = (process.communicate() for process in ranks)
-    assert [process.returncode for process in ranks] == [0, 0], err + other_err
-    assert other == ""
-    assert_trained_by_two(out, tmp_path)
 
 
 @pytest.mark.slow
@@ -321,24 +217,6 @@ def test_long_recordings_are_cut_by_their_segments(konkani, flags, tmp_path):
 # --- evaluated and transcribed --------------------------------------------------------------------
 
 
-def test_evaluate_prints_the_results_of_the_run_again(
-    reference, best, manifests, konkani, tmp_path
-):
-    _, out = reference
-    evaluate = ["--evaluate", "--resume", best]
-    again = ran(recipe, *manifests, *evaluate, "--output_dir", tmp_path / "same")
-    assert "val set, the given weights, 4 utterances" in again and "evaluation at step" not in again
-    alone = ran(
-        recipe, *evaluate, "--test_manifest", konkani["val"], "--output_dir", tmp_path / "alone"
-    )
-    assert "test set, the given weights, 4 utterances" in alone and "demo corpus" not in alone
-    assert (
-        error_lines(out) == error_lines(again) == error_lines(alone) and len(error_lines(out)) == 2
-    )
-    assert len((tmp_path / "alone" / "logs" / "transcripts.jsonl").read_text().splitlines()) == 4
-    assert not list((tmp_path / "alone").glob("checkpoints/*"))
-
-
 def test_transcribe_files_folders_and_long_recordings(best, konkani, tmp_path):
     pieces = [
         soundfile.read(path)[0]
@@ -374,19 +252,6 @@ def test_transcribe_files_folders_and_long_recordings(best, konkani, tmp_path):
     assert status == 2 and "missing.wav: no such file" in err
 
 
-@pytest.mark.parametrize("use", ["--evaluate", "--transcribe a.wav", "--export {here}/x"])
-@pytest.mark.parametrize("flag", ["--subsampling 8", "--d_model 32"])
-def test_a_shape_that_the_weights_do_not_have_is_refused(use, flag, best, tmp_path):
-    words = f"{use} {flag}".format(here=tmp_path).split()
-    status, err = refused(recipe, *words, "--resume", best, "--output_dir", tmp_path)
-    assert status == 2 and f"{flag} conflicts with the checkpoint, which has " in err
-
-
-def test_silence_has_no_text(best, silence, monkeypatch):
-    monkeypatch.setattr(recipe, "final_texts", lambda *inputs: pytest.fail("silence was decoded"))
-    assert ran(recipe, "--transcribe", silence, "--resume", best) == "\n"
-
-
 def test_align_hears_with_the_ctc_head(best, konkani, tmp_path, monkeypatch):
     """The weights have learnt nothing yet, so nothing is found."""
     audio = next((Path(konkani["val"]).parent / "audio").glob("val_*"))
@@ -416,83 +281,3 @@ def test_a_plan_without_data_is_of_the_longest_utterances_that_ctc_can_align(fla
     plan = planned(recipe, *TINY, *flags, "--output_dir", tmp_path)
     assert len(set(plan.global_batches.data.corpus.texts)) == 64
     assert "time_masks" in plan.batch and not list(tmp_path.iterdir())
-
-
-MISTAKES = [  # flags, status, a part of the message
-    ("--train_manifest {here}/gone.json", 2, "manifest {here}/gone.json: No such file"),
-    ("--val_manifest {val}", 2, "--val_manifest goes with --train_manifest"),
-    ("--test_manifest {val}", 2, "--test_manifest goes with --train_manifest or --evaluate"),
-    ("--use_chunking", 2, "--use_chunking goes with --train_manifest or --test_manifest"),
-    (
-        "--min_duration 9 --max_duration 3 --train_manifest {train}",
-        2,
-        "--min_duration 9 is not below --max_duration 3",
-    ),
-    ("--min_duration 9 --max_duration 3", 2, "--min_duration 9 is not below --max_duration 3"),
-    (
-        "--train_manifest {train} --min_duration 1 --strict_data",
-        1,
-        "utterances rejected (--strict_data)",
-    ),
-    ("--train_manifest {train} --vocab_file {here}/gone.json", 2, "{here}/gone.json"),
-    (
-        "--decoding greedy --beam_size 3",
-        2,
-        "--beam_size goes with --decoding rescore or --decoding beam",
-    ),
-    ("--output x.jsonl", 2, "--output goes with --transcribe or --align"),
-    ("--align a.wav a.txt", 2, "--align goes with --output: name the manifest"),
-    ("--align a.wav a.txt --output a.json --decoding beam", 2, "--decoding and --align: "),
-    ("--align a.wav a.txt --transcribe a.wav", 2, "give one of them"),
-    ("--flat_start", 2, "--flat_start goes with --align"),
-    (
-        "--align a.wav a.txt --output a.json --flat_start --resume auto",
-        2,
-        "--flat_start and --resume: a flat start reads no weights",
-    ),
-    (
-        "--train_manifest {train} --d_model 30",
-        2,
-        "--d_model 30 must be a multiple of twice --attention_heads 4",
-    ),
-    (
-        "--verify_gpu --d_model 30",
-        2,
-        "--d_model 30 must be a multiple of twice --attention_heads 4",
-    ),
-    ("--resume {here}/a.pt --init_from {here}/b.pt", 2, "--resume and --init_from: "),
-    ("--resume {here}/gone.pt", 2, "{here}/gone.pt: no such file"),
-    (
-        "--evaluate",
-        2,
-        (
-            "no weights at {here}/checkpoints/best.safetensors: train first, or name them with"
-            " --resume"
-        ),
-    ),
-    ("--transcribe {here}", 2, "no weights at {here}/checkpoints/best.safetensors: train first"),
-    ("--transcribe {here}/a.wav --evaluate", 2, "--transcribe and --evaluate: give one of them"),
-    (
-        "--transcribe {here}/a.wav --verify_gpu",
-        2,
-        "--transcribe and --verify_gpu: give one of them",
-    ),
-    ("--transcribe {here}/a.wav --export {here}/x", 2, "--transcribe and --export: give one"),
-    ("--evaluate --verify_gpu", 2, "--verify_gpu and --evaluate: give one of them"),
-]
-
-
-@pytest.mark.parametrize("line, expected, message", MISTAKES)
-def test_mistakes_are_answered_in_one_line_before_anything_is_trained(
-    line, expected, message, konkani, tmp_path
-):
-    for name, value in {
-        "{here}": str(tmp_path),
-        "{train}": konkani["train"],
-        "{val}": konkani["val"],
-    }.items():
-        line, message = line.replace(name, value), message.replace(name, value)
-    status, err = refused(recipe, *line.split(), "--output_dir", tmp_path)
-    assert status == expected and message in err, err
-    assert not checkpoint.list_checkpoints(tmp_path / "checkpoints")
-    assert not (tmp_path / "data").exists(), "a demo corpus was made for nothing"

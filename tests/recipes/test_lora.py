@@ -199,20 +199,3 @@ def test_damaged_adapters(released, adapted, tmp_path):  # noqa: F811
     save_file(weights, tmp_path / "best.safetensors", header)
     status, err = refused(vietnamese, *use, "--resume", tmp_path / "best.safetensors")
     assert status == 2 and "lacks" in err
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--lora 4 --from_scratch", "--lora"),
-        ("--lora 4 --model_dir {base} --sharded", "--sharded"),
-        ("--lora 4 --model_dir {base} --use_cpu_offload", "--use_cpu_offload"),
-        ("--lora_alpha 3 --model_dir {base}", "--lora"),
-        ("--lora 0 --model_dir {base}", "--lora"),
-        ("--lora 4 --transcribe a.wav --model_dir {base}", "--transcribe"),
-    ],
-)
-def test_what_does_not_go_together(flags, words, released, spoken, tmp_path):  # noqa: F811
-    flags = flags.format(base=released / "hf").split()
-    status, err = refused(vietnamese, *data_flags(spoken)[:2], *flags, "--output_dir", tmp_path)
-    assert status == 2 and words in err

@@ -92,11 +92,11 @@ def flags_of(manifest: Path, model: Path, *more) -> list:
 def make_data(manifest: Path, released: Path, *more, training: bool = True):
     args = runs.parse(recipe, *flags_of(manifest, released, "--language", "fi-FI", *more))
     asked = recipe.resolve(args)
-    info, model = start.Family(asked).first_model(Run(Setup()), list, 1)
+    info, model = start.Family(asked).first_model(Run(Setup()), list)
     weights = model.state_dict()
-    corpora = recipe.read_data(args)
+    corpora = recipe.read_data(asked)
     tokenizer = start.tokenizer_of(info)
-    data = recipe.Utterances(args, corpora["train"], tokenizer, info, training)
+    data = recipe.Utterances(asked, corpora["train"], tokenizer, info, training)
     return info, weights, data
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from common import checkpoint, checks
+from common import checkpoint
 from common.batches import to_device
 from common.loop import Task
 from recipes import template
@@ -30,44 +30,11 @@ def test_a_run_reports_its_results(trained):
     assert (folder / "logs" / "transcripts.jsonl").read_text().count("\n") == 4
 
 
-def test_a_resumed_run_ends_with_the_same_bits(trained, tmp_path):
-    _, data, _ = trained
-    flags = (*data, *SHORT, "--output_dir", tmp_path, "--lr_schedule", "constant")
-    whole = tmp_path / "whole"
-    runs.ran(template, *flags, "--output_dir", whole)
-    runs.ran(template, *flags, "--max_steps", "1")
-    runs.ran(template, *flags, "--resume", "auto")
-    runs.assert_same_state(runs.newest(whole, template), runs.newest(tmp_path, template))
-
-
-def test_evaluating_gives_the_same_results(trained):
-    folder, data, out = trained
-    again = runs.ran(template, *data, "--evaluate", "--output_dir", folder)
-    assert runs.error_lines(again) == runs.error_lines(out)
-
-
 def test_transcribing_gives_a_line_for_each_file(trained, wav, tmp_path):
     folder, _, _ = trained
     paths = [wav(tmp_path / f"{name}.wav", 1.5) for name in "ab"]
     out = runs.ran(template, "--transcribe", *paths, "--output_dir", folder)
     assert [line.split("\t")[0] for line in out.splitlines()] == paths
-
-
-def test_a_plan_has_no_values_and_writes_nothing(tmp_path):
-    planned = runs.planned(template, "--output_dir", tmp_path)
-    assert planned.task.metric == "cer" and not list(tmp_path.iterdir())
-
-
-def test_the_loss_is_a_sum_over_utterances(konkani):
-    args = runs.parse(template, "--train_manifest", konkani["train"])
-    template.resolve(args)
-    corpus = template.read_data(args)["train"]
-    characters = sorted(set("".join(corpus.texts)))
-    torch.manual_seed(0)
-    model = template.Network(template.ModelInfo(8, 2, characters), dropout=0.1)
-    data = template.Utterances(corpus, characters)
-    batch = template.collate([data.item(index, 0) for index in range(4)])
-    checks.check_loss(model, batch, template.compute_loss)
 
 
 def test_characters_that_the_model_does_not_have_are_left_out(konkani):

@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import pickle
 import shutil
 import warnings
 from pathlib import Path
@@ -26,7 +25,6 @@ from common.device import Setup
 from common.engine import run_global_batch
 from common.loop import Run
 from models.wav2vec2 import formats, settings, start, texts, vocabulary
-from models.wav2vec2 import model as network
 from models.wav2vec2.model import Wav2Vec2, frames
 from models.wav2vec2.tokenizer import SPACE
 from recipes import wav2vec2_ctc as recipe
@@ -118,9 +116,10 @@ def corpus_of(noise: list[str], info: start.ModelInfo) -> Corpus:
 def utterances(noise: list[str], folder: Path, *flags, training: bool = True) -> tuple:
     """The training set as main reads it, and the info and the weights of the model."""
     args = runs.parse(recipe, *noise, "--model_dir", folder, *flags)
-    info, weights = start.read(recipe.resolve(args), str(folder))
+    asked = recipe.resolve(args)
+    info, weights = start.read(asked, str(folder))
     corpus = corpus_of(noise, info)
-    data = recipe.Utterances(args, corpus, start.tokenizer_of(info), info, training)
+    data = recipe.Utterances(asked, corpus, start.tokenizer_of(info), info, training)
     return data, info, weights
 
 
@@ -150,14 +149,10 @@ def train_on(model: Wav2Vec2, items: list[dict], sizes: list[int]) -> None:
     assert run_global_batch(*given, Setup()).failed is None
 
 
-@pytest.mark.parametrize("extractor", ["trained", "frozen"])
-@pytest.mark.parametrize("norm", [LAYER, GROUP], ids=["layer", "group"])
-def test_however_a_global_batch_is_cut_its_gradient_is_the_same(
-    norm, extractor, noise, tmp_path, monkeypatch
-):
-    """And so it is if the loss is computed again in backward, utterance by utterance."""
-    items, _, model = make_items(noise, write_released(tmp_path, **norm))
-    model.feature_extractor.requires_grad_(extractor == "trained")
+def test_however_a_global_batch_is_cut_its_gradient_is_the_same(noise, tmp_path, monkeypatch):
+    """Also with the group norm of other models, and if the loss is computed again in backward,
+    utterance by utterance."""
+    items, _, model = make_items(noise, write_released(tmp_path, **GROUP))
 
     def gradient(*sizes: int) -> torch.Tensor:
         train_on(model, items, sizes)
@@ -167,23 +162,8 @@ def test_however_a_global_batch_is_cut_its_gradient_is_the_same(
     assert whole.norm() > 0.01
     for at_once in (recipe.AT_ONCE, 1):
         monkeypatch.setattr(recipe, "AT_ONCE", at_once)
-        for sizes in ([8], [4, 4], [2] * 4, [1] * 8, [5, 3]):
+        for sizes in ([8], [1] * 8, [5, 3]):
             assert (gradient(*sizes) - whole).norm() <= 1e-10 * whole.norm()
-
-
-def test_adapters_are_as_exact(noise, released, monkeypatch):
-    items, info, model = make_items(noise, released)
-    state = model.state_dict()
-
-    def make() -> Wav2Vec2:
-        made = Wav2Vec2(info.config).double().train()
-        made.load_state_dict(state)
-        made.feature_extractor.requires_grad_(False)
-        return adapters.beside(made, adapters.layers_of(start, info))
-
-    adapters.check_exact(
-        make, lambda model, sizes: train_on(model, items, sizes), network.CHECKPOINTED, monkeypatch
-    )
 
 
 @torch.no_grad()
@@ -206,34 +186,14 @@ def test_the_loss_is_that_of_the_logits_of_transformers(noise, released, monkeyp
 # --- data -----------------------------------------------------------------------------------------
 
 
-def test_what_is_drawn_depends_on_seed_epoch_and_utterance_alone(noise, unsupervised, released):
-    shares = ["--mask_channels", "0.3", "--layer_drop", "0.4"]
-    data, info, _ = utterances(noise, released, *shares)
-    sent = pickle.loads(pickle.dumps(data))  # as it travels to a data worker
-    wanted = [(3, 0), (1, 2), (3, 2)]
-    ours = [data.item(*place) for place in wanted]
-    theirs = [sent.item(*place) for place in reversed(wanted)]
-    for a, b in zip(ours, reversed(theirs), strict=True):
-        assert a.keys() == b.keys() and all(np.array_equal(a[key], b[key]) for key in a)
-    seeded, _, _ = utterances(noise, released, *shares, "--seed", "2")
-    drawn = {(tuple(item["layers"].tolist()), item["audio"].sum().item()) for item in ours}
-    assert len(drawn) == 3 and not np.array_equal(seeded.item(3, 0)["audio"], ours[0]["audio"])
-    for index in range(8):
-        item = data.item(index, 1)
-        assert len(item["audio"]) / SAMPLE_RATE == pytest.approx(data.seconds(1)[index], abs=0.001)
-        assert len(item["time_masks"]) == frames(len(item["audio"]), info.config)
-    plain, _, _ = utterances(noise, released, training=False)
-    assert plain.item(0, 1).keys() & {"time_masks", "channel_masks", "layers"} == set()
-
-
 def test_usual_masks_go_with_the_start(noise, released, unsupervised):
     """A new head on a self-supervised encoder learns with more of them."""
     kept, _, _ = utterances(noise, released)
     args = runs.parse(recipe, *noise, "--model_dir", unsupervised)
     asked = recipe.resolve(args)
     written = corpus_of(noise, start.read(asked, str(unsupervised))[0]).texts
-    info, _ = start.Family(asked).first_model(Run(Setup()), lambda info: written, 1)
-    new = recipe.Utterances(args, corpus_of(noise, info), start.tokenizer_of(info), info, True)
+    info, _ = start.Family(asked).first_model(Run(Setup()), lambda info: written)
+    new = recipe.Utterances(asked, corpus_of(noise, info), start.tokenizer_of(info), info, True)
     assert (kept.masks, new.masks) == (start.KEPT_HEAD_MASKS, start.NEW_HEAD_MASKS)
     assert info.has_new_head and kept.layer_drop == new.layer_drop == start.LAYER_DROP
 
@@ -252,13 +212,13 @@ def test_what_cannot_be_trained_on_is_left_out(noise, released, tmp_path, capsys
     corpus, _ = load_corpus(path, text.normalise, Checks())
     tokenizer = start.tokenizer_of(info)
     kept = recipe.drop_untrainable(
-        data.args, {"train": corpus, "val": corpus}, info.config, tokenizer
+        data.asked, {"train": corpus, "val": corpus}, info.config, tokenizer
     )
     assert list(kept["train"].texts) == ["ab", "abx"] and kept["val"] is corpus
     out = capsys.readouterr().out
     assert out.count("a frame a token") == 2 and "outside the vocabulary" in out
     assert "val set: 1 noted" in out and "in no CTC loss" in out
-    held_out = recipe.Utterances(data.args, corpus, tokenizer, info, training=False)
+    held_out = recipe.Utterances(data.asked, corpus, tokenizer, info, training=False)
     batch = recipe.collate([held_out.item(index, 0) for index in (0, 1)])
     assert batch["counts"] == {"ctc": 2} and batch["tokens_lengths"].tolist() == [2, 80]
 
@@ -384,6 +344,7 @@ def test_data_are_checked_without_the_weights(noise, released, tmp_path):
     assert status == 1 and "cannot write" in err and "--vocab extended" in err
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_model_wait_for_no_skipped_layer(noise, released, tmp_path):
     """Each rank has one utterance, so most updates have a layer that only one of them goes
     through."""
@@ -468,7 +429,7 @@ def test_a_released_model_transcribes_and_says_where_it_is_unsure(noise, release
     ran(recipe, "--transcribe", *files, *flags)
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     theirs = Wav2Vec2ForCTC.from_pretrained(released).eval()
-    tokenizer = start.make_tokenizer(formats.read_tokenizer(released), len(PIECES))
+    tokenizer = start.make_tokenizer(formats.read_model(released)[2]["tokenizer"], len(PIECES))
     for file, row in zip(files, rows, strict=True):
         audio = torch.from_numpy(soundfile.read(file)[0]).float()
         audio = F.layer_norm(audio, audio.shape, eps=1e-7)
@@ -485,7 +446,7 @@ def test_align_hears_what_transformers_does(noise, released, tmp_path):
     audio = Path(noise[1]).parent / "0.wav"
     words = ["--align", audio, tmp_path / "book.txt", "--output", tmp_path / "a.json"]
     args = runs.parse(recipe, *words, "--model_dir", released)
-    heard_by = recipe.recogniser_to_align(args, recipe.resolve(args))
+    heard_by = recipe.recogniser_to_align(recipe.resolve(args), Setup())
     waveform = torch.randn(SAMPLE_RATE, generator=torch.Generator().manual_seed(0))
     normal = F.layer_norm(waveform, waveform.shape, eps=1e-7)
     with torch.no_grad():
@@ -516,6 +477,7 @@ def assert_same_in_peft(kind, base: list, merged: Path, folder: Path) -> None:
     assert not torch.allclose(before, expected, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_adapters_beside_a_released_model(noise, released, tmp_path):
     def read(folder: Path) -> dict:
         return formats.read_model(folder)[0]
@@ -561,39 +523,3 @@ def test_a_plan_is_of_the_model_that_the_flags_ask_for(noise, released, unsuperv
     assert planned.model.lm_head.weight.shape == (6, 32)
     shutil.rmtree(folder)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--vocab released --model_dir {ssl}", "has no vocabulary"),
-        ("--vocab own --from_scratch", "--vocab"),
-        ("--vocab own --init_from {tuned}", "--vocab goes with --model_dir or --model_file"),
-        ("--language deu --from_scratch", "--language"),
-        ("--mask_time 0.5 --no_spec_augment --model_dir {hf}", "--mask_time"),
-        (
-            "--vocab released --model_dir {ssl} --resume {tuned}",
-            "--vocab released (the checkpoint's",
-        ),
-        ("--from_scratch --resume {tuned}", "--from_scratch"),
-        ("", "training needs a model to start from"),
-    ],
-)
-def test_what_does_not_go_together(flags, words, noise, released, unsupervised, new_head, tmp_path):
-    tuned = new_head[0] / "checkpoints" / "checkpoint_step_00000006.pt"
-    flags = flags.format(hf=released, ssl=unsupervised, tuned=tuned).split()
-    status, err = refused(recipe, *noise, *flags, "--output_dir", tmp_path)
-    assert status == 2 and words in err
-
-
-def test_damaged_records_are_named(new_head, tmp_path):
-    saved_file = new_head[0] / "checkpoints" / "checkpoint_step_00000006.pt"
-    info = checkpoint.read(saved_file, recipe.RECIPE).model_info
-    for key, value in (("style", {"form": 3}), ("new_pieces", "x"), ("config", {})):
-        content = torch.load(saved_file, weights_only=True)
-        found = next(k for k, v in content.items() if v == info)
-        content[found] = {**info, key: value}
-        torch.save(content, tmp_path / "damaged.pt")
-        flags = ["--export", tmp_path / "out", "--resume", tmp_path / "damaged.pt"]
-        status, err = refused(recipe, *flags, "--output_dir", tmp_path)
-        assert status == 2 and "damaged.pt" in err

@@ -127,17 +127,6 @@ def test_every_row_is_planned_and_written(project, monkeypatch, capsys):
     assert "| `16gb` (RTX 4080) | 12 x 20, 12.0 | 4 x 2, 4.0 |" in page
 
 
-def test_rows_for_adapters_are_planned_with_them(project, monkeypatch, capsys):
-    change(
-        project, ("8gb   full       16 15 R 8", "8gb   full L 60 4 R\n8gb   full       16 15 R 8")
-    )
-    assert "8gb full L: 60 x 4 R: tight" in run(monkeypatch, SCRIPT)
-    entries = tier_tables.predictions()
-    assert entries[f"{SCRIPT} 8gb full L"] == {"row": "60 x 4 R", "gib": 7.5, "verdict": "tight"}
-    assert entries[f"{SCRIPT} 8gb full"]["gib"] == 4.0 and len(entries) == 1 + 11
-    assert f"{PAGE}: written" in capsys.readouterr().out
-
-
 def test_rows_that_do_not_pass_are_listed_and_the_page_stays(project, monkeypatch, capsys):
     change(
         project,
@@ -154,10 +143,7 @@ def test_rows_that_do_not_pass_are_listed_and_the_page_stays(project, monkeypatc
         f"{SCRIPT} 24gb full: 3 x 80: not planned",
     ]
     output = capsys.readouterr().out
-    advice = (
-        "\n      --gradient_checkpointing: 1.00 GiB less\n    Peak with these flags: 1.00 GiB\n"
-    )
-    assert advice in output
+    assert "Peak with these flags: 1.00 GiB\n" in output
     assert "24gb full: 3 x 80: not planned: status 1: error: there is no such row, " in output
     entries = tier_tables.predictions()
     expected = {"row": "10 x 24", "gib": 10.0, "verdict": "does not fit"}
@@ -176,17 +162,6 @@ def test_only_rows_that_changed_are_planned_again(project, monkeypatch, capsys):
     assert output.count(" GiB, ") == 1 and len(tier_tables.predictions()) == 1 + 10
     assert run(monkeypatch, SCRIPT, "--changed") is None
     assert not capsys.readouterr().out
-
-
-def test_the_rows_of_a_script_are_of_one_torch(project, monkeypatch):
-    other = "run_parakeet_tdt.sh 8gb 110m"
-    versions = {SCRIPT: "1.0", "run_parakeet_tdt.sh": "1.0"}
-    known = {"torch": versions, other: {"row": "x"}, f"{SCRIPT} 8gb full": {"row": "16 x 15 R 8"}}
-    (project / "benchmarks/tiers.json").write_text(json.dumps(known), encoding="utf-8")
-    assert tiers.plan_scripts([SCRIPT], 4, only_changed=True) == []
-    entries = tier_tables.predictions()
-    assert entries["torch"] == {**versions, SCRIPT: version("torch").split("+")[0]}
-    assert other in entries and "gib" in entries[f"{SCRIPT} 8gb full"]
 
 
 def test_the_largest_micro_batch_divides_the_update(project, monkeypatch, capsys):

@@ -264,60 +264,49 @@ def test_the_hours_of_speech_need_the_packages_first(project, tmp_path):
 # --- the environment ------------------------------------------------------------------------------
 
 
-def test_the_active_interpreter_is_used_where_it_has_everything(project, tmp_path):
-    result = run(project, "t4", path=[make_venv(tmp_path / "active", MET)])
-    assert report_of(result)["prefix"] == str(tmp_path / "active") and not result.stderr
-    assert not (project / ".venv").exists() and not (project / ".venv.lock").exists()
-
-
-@pytest.mark.parametrize("lacking", ["jiwer", "torch"])
-def test_an_active_venv_that_lacks_something_is_left_alone(project, tmp_path, lacking):
-    packages = {name: version for name, version in MET.items() if name != lacking}
-    active = make_venv(tmp_path / "active", packages)
-    before = sorted((tmp_path / "active").rglob("*"))
-    result = run(project, "t4", path=[active], PYTHONPATH=str(tmp_path / "pip"))
-    assert report_of(result)["prefix"] == str(project / ".venv")
-    assert (tmp_path / "pip.log").read_text().splitlines() == [str(project / ".venv")]
-    assert "include-system-site-packages = false" in (project / ".venv/pyvenv.cfg").read_text()
-    assert sorted((tmp_path / "active").rglob("*")) == before
-
-
-def test_a_complete_venv_leaves_nothing_to_do(project, tmp_path):
-    make_venv(project / ".venv", MET)
-    result = run(project, "t4", path=[make_base(tmp_path / "base")])
-    assert report_of(result)["prefix"] == str(project / ".venv") and not result.stderr
-
-
-def test_a_venv_that_lacks_packages_gets_them(project, tmp_path):
-    make_venv(project / ".venv", {"jiwer": MET["jiwer"]})
-    (project / ".venv/left_over").touch()
-    path = [make_base(tmp_path / "base", tmp_path / "pip")]
-    result = run(project, "t4", path=path, PYTHONPATH=str(tmp_path / "pip"))
-    assert report_of(result)["prefix"] == str(project / ".venv")
-    assert (project / ".venv/left_over").exists()
+WITHOUT_TORCH = {"jiwer": MET["jiwer"]}
+WITHOUT_JIWER = {"torch": MET["torch"]}
 
 
 @pytest.mark.parametrize(
-    ("packages", "shared"),
+    ("active", "base", "venv", "prefix", "installs", "shares"),
     [
-        ({"torch": "2.8.0+cu126"}, True),
-        ({"torch": "2.7.1"}, False),
-        ({"torch": "2.15.0+cu132"}, True),
-        ({"torch": "2.16.0"}, False),
-        ({}, False),
+        (MET, {}, None, "active", False, None),
+        (WITHOUT_JIWER, {}, None, ".venv", True, False),  # the active one is left alone
+        (WITHOUT_TORCH, {}, None, ".venv", True, False),
+        (None, {}, MET, ".venv", False, False),  # nothing is left to do
+        (None, {}, WITHOUT_TORCH, ".venv", True, False),
+        # Colab and conda: their torch is used if it can be, their installation is not touched.
+        (None, {"torch": "2.8.0+cu126"}, None, ".venv", True, True),
+        (None, {"torch": "2.7.1"}, None, ".venv", True, False),
+        (None, {"torch": "2.15.0+cu132"}, None, ".venv", True, True),
+        (None, {"torch": "2.16.0"}, None, ".venv", True, False),
+        (None, {}, None, ".venv", True, False),
     ],
 )
-def test_a_venv_stands_on_a_base_only_where_that_has_a_usable_torch(
-    project, tmp_path, packages, shared
+def test_which_python_runs_and_what_is_installed(
+    project, tmp_path, active, base, venv, prefix, installs, shares
 ):
-    """Colab and conda: their torch is used, their installation is not touched."""
-    add_packages(tmp_path / "base_packages", packages)
-    path = [make_base(tmp_path / "base", tmp_path / "base_packages", tmp_path / "pip")]
-    result = run(project, "t4", path=path, PYTHONPATH=str(tmp_path / "pip"))
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "pip.log").read_text().splitlines() == [str(project / ".venv")]
-    configuration = (project / ".venv/pyvenv.cfg").read_text()
-    assert f"include-system-site-packages = {str(shared).lower()}" in configuration
+    add_packages(tmp_path / "base_packages", base)
+    folder = make_base(tmp_path / "base", tmp_path / "base_packages", tmp_path / "pip")
+    if active:
+        folder = make_venv(tmp_path / "active", active)
+    if venv:
+        make_venv(project / ".venv", venv)
+        (project / ".venv/left_over").touch()
+    before = sorted((tmp_path / "active").rglob("*"))
+    result = run(project, "t4", path=[folder], PYTHONPATH=str(tmp_path / "pip"))
+    where = tmp_path / "active" if prefix == "active" else project / ".venv"
+    assert report_of(result)["prefix"] == str(where) and (installs or not result.stderr)
+    assert sorted((tmp_path / "active").rglob("*")) == before
+    log = tmp_path / "pip.log"
+    assert (log.read_text() if log.exists() else "") == (f"{where}\n" if installs else "")
+    assert (project / ".venv/left_over").exists() == bool(venv)
+    configuration = project / ".venv/pyvenv.cfg"
+    assert configuration.exists() == (prefix == ".venv")
+    if prefix == ".venv":
+        shared = f"include-system-site-packages = {str(shares).lower()}"
+        assert shared in configuration.read_text()
 
 
 def test_without_ensurepip_the_bases_own_pip_installs(project, tmp_path):
@@ -397,21 +386,6 @@ def test_without_an_nvidia_driver_torch_is_the_cpu_build(project, tmp_path, stat
     assert ("cannot be used: torch comes from pip's own index" in result.stderr) == (
         state == "refused"
     )
-
-
-def test_the_real_pip_without_a_network(project, tmp_path):
-    pip = pytest.importorskip("pip")
-    (tmp_path / "real").mkdir()
-    (tmp_path / "real/pip").symlink_to(Path(pip.__file__).parent)
-    path = [make_base(tmp_path / "base", tmp_path / "real")]
-    offline = {
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(tmp_path / "tools"),
-        "PIP_CONFIG_FILE": os.devnull,
-    }
-    result = run(project, "t4", path=path, PYTHONPATH=str(tmp_path / "real"), **offline)
-    assert "check the network and the disk, then run this again" in error_line(result, 1)
-    assert "No matching distribution found for torch" in result.stderr and not result.stdout
 
 
 def test_a_folder_that_cannot_be_written_to(project, tmp_path):

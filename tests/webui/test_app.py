@@ -94,24 +94,21 @@ def test_a_page_from_its_start_to_its_end(tmp_path):
         assert not private.exists()
 
 
-def test_usage_errors_are_one_line(tmp_path):
+def test_a_port_that_is_taken_is_one_line(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert f"cannot listen on 127.0.0.1, port {port}" in error_of(tmp_path, "--port", port)
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--data", "missing"], "--data missing: there is no such folder"),
-        (["--data", "file"], "--data file: there is no such folder"),
-    ],
-)
-def test_what_is_refused_before_the_start(tmp_path, monkeypatch, words, expected):
+def test_what_is_refused_before_the_start(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=re.escape(expected)):
-        app.check(arguments(*words))
+    for name in ("missing", "file"):
+        with pytest.raises(UsageError, match=f"--data {name}: there is no such folder"):
+            app.check(arguments("--data", name))
+    for host in ("192.0.2.1", "no.such.host.invalid"):
+        with pytest.raises(UsageError, match=f"cannot listen on {host}"):
+            app.listen(host, 0)
 
 
 def arguments(*words: str):
@@ -124,12 +121,6 @@ def test_the_folders_of_a_fresh_clone_are_made(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert app.check(arguments()) == (tmp_path / "data", tmp_path / "runs")
     assert (tmp_path / "data").is_dir() and (tmp_path / "runs").is_dir()
-
-
-def test_a_host_that_is_not_of_this_machine():
-    for host in ("192.0.2.1", "no.such.host.invalid"):
-        with pytest.raises(UsageError, match=f"cannot listen on {host}"):
-            app.listen(host, 0)
 
 
 def test_files_of_a_page_that_was_killed_are_removed(tmp_path):

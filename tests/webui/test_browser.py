@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,10 +24,6 @@ SMALL = {"--d_model": "32", "--encoder_layers": "1", "--decoder_layers": "1"}
 LEARN_FROM = "Recordings to learn from"
 PARTS = "Failed to fetch dynamically imported module"
 MORE = re.compile("^More: ")  # what is folded on the Train tab
-FLIP = """() => {
-  const mark = document.querySelector("[class^=wanted-]")
-  mark.className = "wanted-" + (1 - mark.className.slice(-1))
-}"""
 pytestmark = pytest.mark.browser
 
 
@@ -279,92 +274,6 @@ def test_a_draft_is_corrected_and_trained_on(page, folders):
     assert [json.loads(line)["text"] for line in saved][1] == "abcdefgh"
     press(page, "Train with these data")
     expect_value(page, LEARN_FROM, "combobox", "draft_1/corrected.jsonl")
-
-
-def test_several_recordings_and_their_subtitles(page, folders):
-    data, _ = folders
-    tab(page, "Try")
-    expect_value(page, "Weights", "combobox", "best evaluation")
-    block = page.locator(".block").filter(has=page.get_by_text("Or several recordings"))
-    files = [data / "audio" / name for name in ("00.wav", "text.wav", "01.wav")]
-    shown(block).locator("input[type=file]").set_input_files(files)
-    shown(block).get_by_text("text").first.wait_for()
-    shown(page.get_by_label("Subtitles (.srt) to download")).check()
-    press(page, "Transcribe")
-    see(page, re.compile("the recording is not an audio file"))
-    with page.expect_download() as download:
-        block = page.locator(".block").filter(has=page.get_by_text("Subtitles", exact=True))
-        shown(block).get_by_role("link").first.click()
-    text = Path(download.value.path()).read_text(encoding="utf-8")
-    assert text.startswith("1\n00:00:0") and " --> " in text
-
-
-def test_a_folder_and_a_corrected_table(page, folders, tmp_path):
-    data, runs = folders
-    for number, name in enumerate(("ann/1.wav", "bob/1.wav")):
-        (tmp_path / "set" / name).parent.mkdir(parents=True)
-        shutil.copyfile(data / "audio" / f"{number:02d}.wav", tmp_path / "set" / name)
-    table = tmp_path / "set" / "t.csv"
-    table.write_text("audio_file|text\nann/1.wav|one\nbob/1.wav|two\n")
-    tab(page, "Data")
-    page.set_input_files("input[type=file] >> nth=1", tmp_path / "set")
-    see(page, re.compile("several files in this folder are called 1.wav: put it into"))
-    page.reload()
-    flat = tmp_path / "flat"
-    flat.mkdir()
-    shutil.copyfile(data / "audio" / "00.wav", flat / "1.wav")
-    (flat / "t.csv").write_text("audio_file|text\n1.wav|wrong\n")
-    page.set_input_files("input[type=file] >> nth=1", flat)
-    see(page, "Uploaded.")
-    page.reload()
-    page.set_input_files("input[type=file] >> nth=0", [flat / "1.wav", flat / "t.csv"])
-    see(page, "Uploaded.")
-    (flat / "t.csv").write_text("audio_file|text\n1.wav|right\n")
-    page.set_input_files("input[type=file] >> nth=0", flat / "t.csv")
-    see(page, re.compile("a later file of this name is used"))
-    tables = [path.read_text() for path in sorted((runs / "uploads").glob("*/manifest.jsonl"))]
-    texts = [[json.loads(line)["text"] for line in table.splitlines()] for table in tables]
-    assert texts[-3:] == [["wrong"], ["wrong"], ["right"]]
-
-
-def test_start_waits_for_the_form(page):
-    """The answers of the server that draw the form anew come late."""
-    held = []
-    holds = [False]
-
-    def answer(route) -> None:
-        if holds[0]:
-            held.append(route)
-        else:
-            route.continue_()
-
-    tab(page, "Train")
-    see(page, LEARN_FROM)
-    page.evaluate(FLIP)  # as if another form were wanted: nothing can be typed into this one
-    page.get_by_role("combobox", name=LEARN_FROM).wait_for(state="hidden")
-    page.evaluate(FLIP)
-    see(page, LEARN_FROM)
-    tab(page, "Data")
-    choose(page, "Table of the recordings", "train.json")
-    page.route("**/gradio_api/queue/join*", answer)
-    with page.expect_response("**/gradio_api/queue/join*"):
-        press(page, "Train with these data")
-    holds[0] = True
-    page.get_by_role("tab", name="Train", selected=True).wait_for()
-    page.wait_for_timeout(500)
-    holds[0] = False
-    fill(page, "Name of the run", "too_early")
-    press(page, "Start")
-    see(page, re.compile("the form does not show what was chosen yet"))
-    # The message covers neither the tabs nor what can be pressed.
-    page.get_by_role("tab", name="Runs", exact=True).click(trial=True)
-    shown(page.get_by_role("button", name="Start", exact=True)).click(trial=True)
-    page.locator(".toast-close").click()
-    for route in held:
-        route.continue_()
-    expect_value(page, LEARN_FROM, "combobox", "train.json")
-    tab(page, "Runs")
-    assert held and not page.get_by_text("too_early").count()
 
 
 def test_an_old_tab_says_why_it_is_dead(page, folders, servers):

@@ -80,13 +80,6 @@ def test_what_cannot_be_corrected(here, draft, json_lines):
             corrections.texts_of(draft)
 
 
-def test_pieces_from_elsewhere(here, draft, json_lines):
-    """Those that are damaged are none."""
-    for pieces in ("x", [1], [{"start": 0}], [{"start": "0", "end": 1, "text": "a"}]):
-        json_lines(draft, [{"file": "0.wav", "text": "one", "pieces": pieces}])
-        assert [text.piece for text in corrections.texts_of(draft)] == [None]
-
-
 def test_pages_of_texts(here, json_lines, wav):
     """Save and turn, from the first text of a draft to the last."""
     count = drafts.SLOTS + 3

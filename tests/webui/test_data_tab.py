@@ -169,16 +169,6 @@ def test_a_draft_is_trained_on_in_pieces(page, here, wav, json_lines):
         assert settings["values"] == {"train_manifest": name, "use_chunking": "on"}
 
 
-def test_a_draft_needs_recordings_and_a_recogniser(page, here):
-    _, call = page
-    chosen = ["A run", None, None, None, None, "", "CPU", False]
-    with pytest.raises(gr.Error, match="no recordings"):
-        call("write", "", [], [], *chosen)
-    with pytest.raises(gr.Error, match="choose a run"):
-        call("write", "uploads/1", [], [], *chosen)
-    assert not list(here.runs.iterdir())
-
-
 def test_texts_are_shown_as_text(here, wav):
     clip = here.data / f"{HARMFUL}.wav"
     wav(clip)
@@ -231,17 +221,3 @@ def test_harmful_names_and_players_in_a_browser(here, wav, tmp_path, browser, re
         play = "async (audio) => { audio.muted = true; await audio.play(); return audio.duration }"
         assert tab.locator("audio").first.evaluate(play) == 30.0
         assert problems == [] and not tab.locator("img[src=x]").count()
-
-        two = [tmp_path / f"{HARMFUL}.wav", tmp_path / "t.csv"]
-        wav(two[0])
-        two[1].write_text(f"audio_file|text\n{HARMFUL}.wav|one\n{HARMFUL}2.wav|two\n")
-        tab.set_input_files("input[type=file]", [str(path) for path in two])
-        tab.get_by_text("Uploaded.").wait_for()
-        assert tab.get_by_text(f"{HARMFUL}2.wav").is_visible()
-        tab.set_input_files("input[type=file]", [str(two[0])])  # adds it to the others
-        tab.get_by_text("a later file of this name is used").wait_for()
-        assert problems == [] and not tab.locator("img[src=x]").count()
-        tab.get_by_role("button", name="Train with these data").press("Enter")
-        tab.get_by_role("tab", name="Train", selected=True).wait_for()
-        manifest = tab.get_by_label("Recordings to learn from")
-        playwright.expect(manifest).to_have_value("uploads/2/manifest.jsonl", timeout=30_000)

@@ -148,24 +148,22 @@ def test_the_token_of_the_address_becomes_a_cookie(stranger, server):
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["/", "/?token=", "/?token=wrong", "/theme.css", "/audio", "/gradio_api/file=/etc/passwd"],
+    ("path", "cookie"),
+    [
+        *((path, "") for path in ("/", "/?token=", "/?token=wrong", "/theme.css", "/audio")),
+        ("/gradio_api/file=/etc/passwd", ""),
+        ("/", "speech_page_{port}=wrong"),
+        ("/", "speech_page_{port}="),
+        ("/", "speech_page_{port}=a-toke\u00f1"),
+        ("/", "speech_page_1{port}=a-token"),  # of another page on this host
+    ],
 )
-def test_without_the_token_nothing_answers(stranger, path):
-    assert "open the address with the token" in one_line(stranger.get(path), 403)
-    assert "set-cookie" not in stranger.get(path).headers
-
-
-def test_a_wrong_cookie_is_none(stranger, server):
-    for value in ("wrong", "", "a-toke\u00f1".encode()):
-        stranger.cookies.clear()
-        cookie = f"speech_page_{server.port}=".encode() + (
-            value if isinstance(value, bytes) else value.encode()
-        )
-        one_line(stranger.get("/", headers={"Cookie": cookie}), 403)
-    cookie = {"Cookie": f"speech_page_{server.port + 1}={TOKEN}"}  # of another page on this host
-    one_line(stranger.get("/", headers=cookie), 403)
-    one_line(upload(stranger, 1), 403)
+def test_without_the_token_nothing_answers(stranger, server, path, cookie):
+    headers = {"Cookie": cookie.format(port=server.port).encode()} if cookie else {}
+    answer = stranger.get(path, headers=headers)
+    assert "open the address with the token" in one_line(answer, 403)
+    assert "set-cookie" not in answer.headers
+    one_line(upload(stranger, 1, **headers), 403)
 
 
 def test_cookies_of_other_programs_do_not_hide_ours(stranger, server):
@@ -176,7 +174,7 @@ def test_cookies_of_other_programs_do_not_hide_ours(stranger, server):
 @pytest.mark.parametrize(
     "host",
     "example.com example.com:{port} 127.0.0.1 127.0.0.1:1 10.0.0.1:{port} [::2]:{port} {port}"
-    " localhost.evil.com:{port} 127.0.0.1:{port}@evil.com x.prod.colab.dev".split(),
+    " localhost.evil.com:{port} 127.0.0.1:{port}@evil.com".split(),
 )
 def test_foreign_names_of_the_host_are_refused(user, server, host):
     """A foreign site can give its own name the address of this machine."""
@@ -189,24 +187,6 @@ def test_names_of_this_machine_are_its_own(user, server, name):
     cookie = {"Cookie": f"speech_page_{server.port}={TOKEN}"}  # httpx keeps cookies for one host
     headers = {"Host": f"{name}:{server.port}", **cookie}
     assert user.get("/", headers=headers).status_code == 200
-
-
-def test_two_hosts_in_one_request_are_refused(server):
-    request = (
-        f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nHost: evil.com\r\n"
-        f"Cookie: speech_page_{server.port}={TOKEN}\r\nConnection: close\r\n\r\n"
-    )
-    assert raw(server, request).split()[1] in (b"400", b"403")
-    assert raw(server, "GET / HTTP/1.0\r\n\r\n").split()[1] == b"403"  # no host at all
-
-
-def raw(server, request: str) -> bytes:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
-        connection.sendall(request.encode())
-        answer = b""
-        while part := connection.recv(1 << 16):
-            answer += part
-    return answer
 
 
 @pytest.mark.parametrize(
@@ -248,17 +228,8 @@ def test_requests_that_another_site_began_are_refused(user, stranger, site):
     one_line(stranger.get("/theme.css", params={"token": TOKEN}, headers=headers), 403)
 
 
-def test_websockets_are_refused(user, server):
-    request = (
-        f"GET /gradio_api/queue/join HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n"
-        f"Cookie: speech_page_{server.port}={TOKEN}\r\nUpgrade: websocket\r\n"
-        "Connection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
-        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
-    )
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
-        connection.sendall(request.encode())
-        assert connection.recv(100).split()[1] in (b"403", b"404")
-    client = TestClient(guard.Guard(None, settings_of(server.temporary)))
+def test_websockets_are_refused(tmp_path):
+    client = TestClient(guard.Guard(None, settings_of(tmp_path)))
     with pytest.raises(WebSocketDisconnect) as refused, client.websocket_connect("/"):
         pass
     assert refused.value.code == 1008
@@ -363,7 +334,6 @@ def test_only_files_of_gradio_are_served(user, server, tmp_path):
     assert user.get(f"/gradio_api/file={stored}").content == b"x" * 10
     (server.data / "a.txt").write_text("of the user")
     (server.temporary / "link").symlink_to("/etc/passwd")
-    cached = Path(".gradio/cached_examples")  # gradio by itself serves this folder
     for path in [
         "/etc/passwd",
         "/proc/self/environ",
@@ -382,16 +352,10 @@ def test_only_files_of_gradio_are_served(user, server, tmp_path):
         "http://example.com/x",
         "https:/example.com/x",
         "file:///etc/passwd",
-        str(cached.absolute() / "x"),
+        str(Path(".gradio/cached_examples/x").absolute()),  # gradio by itself serves this folder
     ]:
         assert user.get(f"/gradio_api/file={path}").status_code == 403, path
     (server.temporary / "link").unlink()
-
-
-def test_the_folder_of_cached_examples_is_not_served(user, server, monkeypatch):
-    monkeypatch.setenv("GRADIO_EXAMPLES_CACHE", str(server.data))
-    (server.data / "a.txt").write_text("of the user")
-    one_line(user.get(f"/gradio_api/file={server.data}/a.txt"), 403)
 
 
 def test_an_event_brings_uploads_only(user, server):
@@ -484,33 +448,6 @@ def test_an_upload_without_its_length_is_counted(user, empty):
     with contextlib.suppress(httpx.WriteError, httpx.ReadError):  # it stops listening
         one_line(user.post(address, content=multipart(5_000_000), headers=headers), 413)
     assert wait_until(lambda: files_of(empty) == [500_000])  # nothing of it is left
-
-
-def test_uploads_at_once_are_counted_together(user, empty):
-    headers = {"Content-Type": "multipart/form-data; boundary=b"}
-    ready = threading.Barrier(2)
-    found = []
-
-    def slowly():
-        chunks = list(multipart(600_000))
-        yield from chunks[:30]
-        ready.wait(20)
-        yield from chunks[30:]
-
-    def send():
-        with httpx.Client(base_url=user.base_url, cookies=user.cookies, timeout=30) as client:
-            try:
-                answer = client.post("/gradio_api/upload", content=slowly(), headers=headers)
-                found.append(answer.status_code)
-            except httpx.TransportError:
-                found.append(413)
-
-    threads = [threading.Thread(target=send) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert 413 in found and sum(files_of(empty)) <= ROOM
 
 
 def wait_until(condition, seconds: float = 10.0) -> bool:

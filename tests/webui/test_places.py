@@ -1,15 +1,13 @@
 """What the page may read, and what becomes of uploaded files."""
 
-import json
 import os
-import socket
 
 import pytest
 
-from common.errors import Failure, UsageError
+from common.errors import UsageError
 from speech.data.columns import Rejections
 from speech.data.manifest import parse
-from webui import places, uploads
+from webui import places
 from webui.places import Places
 
 
@@ -60,12 +58,6 @@ def test_paths_outside(here, path):
         here.inside(path)
 
 
-def test_a_folder_whose_name_only_begins_alike(here, tmp_path, wav):
-    wav(tmp_path / "data2/a.wav")
-    with pytest.raises(UsageError, match="outside"):
-        here.inside(tmp_path / "data2/a.wav")
-
-
 def test_links_out_are_refused(here, tmp_path, wav):
     outside = wav(tmp_path / "elsewhere/secret.wav")
     (tmp_path / "elsewhere/secret.csv").write_text("audio_file,text\nsecret.wav,one\n")
@@ -86,14 +78,10 @@ def test_links_out_are_refused(here, tmp_path, wav):
         here.manifests("folder")
 
 
-def test_what_is_no_file(here, monkeypatch):
-    os.mkfifo(here.data / "pipe.wav")
+def test_what_is_no_file(here):
     os.mkfifo(here.data / "pipe.csv")
     (here.data / "device.wav").symlink_to("/dev/zero")
-    with socket.socket(socket.AF_UNIX) as server:
-        monkeypatch.chdir(here.data)  # names of sockets are short
-        server.bind("socket.wav")
-    for path in ("pipe.wav", "device.wav", "socket.wav", "."):
+    for path in ("pipe.csv", "device.wav", "."):
         with pytest.raises(UsageError):
             here.file(path)
     assert here.clips() == [] and here.manifests() == []
@@ -181,25 +169,12 @@ def test_upload_of_clips_and_a_table(here, tmp_path, wav):
 
 def test_upload_of_json_keeps_segments(here, tmp_path, wav, json_lines):
     segments = [{"start": 0, "end": 0.5, "text": "one"}, {"start": 0.5, "end": 1, "text": "two"}]
-    rows = [
-        {"audio_filepath": "/x/a.wav", "segments": segments, "speaker": "Ann", "label": 3},
-        b"{broken",
-        {"text": "no audio"},
-        [1],
-        b'{"audio_filepath": "a.wav", "text": "\\ud800"}',
-        b'{"audio_filepath": "a.wav", "text": "\xff"}',
-    ]
-    table = json_lines(tmp_path / "t.jsonl", rows)
+    good = {"audio_filepath": "/x/a.wav", "segments": segments, "speaker": "Ann", "label": 3}
+    other = {"audio": "/etc/passwd", "file": "../../x"}  # an upload names no paths
+    table = json_lines(tmp_path / "t.jsonl", [{**good, **other}, b"{broken", {"text": "no"}, [1]])
     manifest = here.save_upload([wav(tmp_path / "up.wav"), table], ["a.wav", "t.jsonl"])
-    row, *others = rows_of(manifest)
-    assert [each["text"] for each in others] == ["\ud800", "\udcff"]  # the check rejects them
-    assert row == {
-        "audio_filepath": "0001.wav",
-        "segments": segments,
-        "speaker": "Ann",
-        "label": 3,
-        "uploaded_as": "a.wav",
-    }
+    (row,) = rows_of(manifest)
+    assert row == {**good, "audio_filepath": "0001.wav", "uploaded_as": "a.wav"}
     assert "2  no audio path" in here.not_used(manifest)
     assert "t.jsonl:2" in here.not_used(manifest)
 
@@ -290,12 +265,9 @@ def written(path, content: bytes):
     "content",
     [
         b"",
-        b"#!/bin/sh\nrm -rf /\n",
         b"#EXTM3U\n#EXTINF:1,\n/etc/passwd\n",
         b"ffconcat version 1.0\nfile '/etc/passwd'\n",
-        b"\x7fELF" + bytes(100),
         b"<html><script>alert(1)</script>",
-        bytes(1000),
     ],
 )
 def test_only_audio_is_taken(here, tmp_path, wav, content):
@@ -308,26 +280,28 @@ def test_only_audio_is_taken(here, tmp_path, wav, content):
     assert sorted(path.name for path in folder.glob("0*")) == ["0002.wav"]
 
 
-def test_uploads_that_are_refused(here, tmp_path, wav, monkeypatch):
-    clip = wav(tmp_path / "a.wav")
-    table = written(tmp_path / "t.csv", b"audio_file,text\na.wav,one\n")
-    with pytest.raises(UsageError, match=r"several tables: t\.csv, u\.csv"):
-        here.save_upload([clip, table, table], ["a.wav", "t.csv", "u.csv"])
-    with pytest.raises(UsageError, match=r"file was not uploaded \(t\.csv:2: a\.wav\)"):
-        here.save_upload([clip, table], ["b.wav", "t.csv"])
-    with pytest.raises(UsageError, match="nothing of this"):
-        here.save_upload([], [])
-    for content in (b"day,price\n1,2\n", b"PK\3\4", b"", "käse".encode("utf-16")):
-        bad = written(tmp_path / "bad.csv", content)
-        with pytest.raises(UsageError) as error:
-            here.save_upload([clip, bad], ["a.wav", "prices.csv"])
-        assert str(tmp_path) not in str(error.value)
-    os.mkfifo(tmp_path / "pipe.wav")
-    with pytest.raises(UsageError, match="regular"):
-        here.save_upload([str(tmp_path / "pipe.wav")], ["a.wav"])
-    monkeypatch.setattr(uploads, "FILE_BYTES", 100)
-    with pytest.raises(UsageError, match="are taken"):
-        here.save_upload([clip], ["a.wav"])
+TABLE = b"audio_file,text\na.wav,one\n"
+
+
+@pytest.mark.parametrize(
+    ("names", "table", "message"),
+    [
+        (["a.wav", "t.csv", "u.csv"], TABLE, "several tables: t.csv, u.csv"),
+        (["b.wav", "t.csv"], TABLE, "file was not uploaded (t.csv:2: a.wav)"),
+        ([], TABLE, "nothing of this"),
+        (["a.wav", "t.csv"], b"day,price\n1,2\n", "t.csv"),
+        (["a.wav", "t.csv"], b"PK\3\4", "t.csv"),
+        (["a.wav", "t.csv"], "käse".encode("utf-16"), "t.csv"),
+    ],
+)
+def test_uploads_that_are_refused(here, tmp_path, wav, names, table, message):
+    files = []
+    for name in names:
+        path = tmp_path / name
+        files.append(wav(path) if name.endswith(".wav") else written(path, table))
+    with pytest.raises(UsageError) as error:
+        here.save_upload(files, names)
+    assert message in str(error.value) and str(tmp_path) not in str(error.value)
     assert not list((here.runs / "uploads").glob("*"))
 
 
@@ -344,29 +318,3 @@ def test_a_corrected_file_beside_the_one_that_it_replaces(here, tmp_path, wav):
     notes = here.not_used(manifest)
     assert "2  a later file of this name is used" in notes
     assert "t.csv" in notes and "a.wav" in notes
-
-
-def test_uploads_are_bounded_in_sum(here, tmp_path, wav, monkeypatch):
-    clip = wav(tmp_path / "a.wav")
-    monkeypatch.setattr(places, "UPLOADS_BYTES", 2 * os.path.getsize(clip) + 2000)
-    first = here.save_upload([clip], ["a.wav"])
-    here.save_upload([clip], ["a.wav"])
-    with pytest.raises(UsageError, match="there is room for"):
-        here.save_upload([clip], ["a.wav"])
-    here.remove_upload(first)
-    here.save_upload([clip], ["a.wav"])
-
-
-def test_runs_that_cannot_be_written(here, tmp_path, wav):
-    (here.runs / "uploads").write_text("a file")
-    with pytest.raises(Failure, match="--runs"):
-        here.save_upload([wav(tmp_path / "a.wav")], ["a.wav"])
-
-
-def test_uploaded_names_are_no_paths(here, tmp_path, wav):
-    rows = [{"audio_filepath": "a.wav", "text": "one", "audio": "/etc/passwd", "file": "../../x"}]
-    table = tmp_path / "t.jsonl"
-    table.write_text("\n".join(json.dumps(row) for row in rows))
-    manifest = here.save_upload([wav(tmp_path / "a.wav"), str(table)], ["a.wav", "t.jsonl"])
-    (row,) = rows_of(manifest)
-    assert set(row) == {"audio_filepath", "text", "uploaded_as"}

@@ -52,12 +52,10 @@ def test_verdicts_are_those_of_a_dry_run(tmp_path, capsys):
 @pytest.mark.parametrize(
     "flags, values",
     [
-        ("--use_cpu_offload", {"use_cpu_offload": "states"}),
         (
             "--optimizer adamw --use_cpu_offload gradients",
             {"optimizer": "adamw", "use_cpu_offload": "gradients"},
         ),
-        ("--gradient_checkpointing", {"gradient_checkpointing": "on"}),
         ("--freeze_encoder", {"freeze_encoder": "on"}),
         ("--no_tf32 --batch_size 1", {"tf32": "off", "batch_size": "1"}),
     ],

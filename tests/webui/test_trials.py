@@ -128,14 +128,6 @@ def test_only_audio_is_taken(tmp_path, wav):
             trials.checked_audio(path, "recording")
 
 
-def test_a_transcript_is_that_of_the_command(model):
-    models = Models()
-    row = trials.transcribe(models, model.recipe, Path("/x.wav"), model.words)
-    assert row == {"text": "haanv", "words": []}
-    [(recipe, words, given)] = models.asked
-    assert (recipe, words[:2], given) == (model.recipe, ["--transcribe", "/x.wav"], model.words)
-
-
 def test_subtitles(monkeypatch, tmp_path):
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
     words = [{"start": 0.5, "end": 1.0, "text": "haanv"}]

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from common.errors import RunError
-from models.matcha import decoding, held_out
+from models.matcha import decoding
 from models.matcha.decoding import Settings, Voice
 from models.matcha.model import SIZES, Matcha
 from models.matcha.tokenizer import Tokens, symbols_of
@@ -109,20 +109,6 @@ def test_sentences_that_do_not_fit_together_are_spoken_apart(voice, monkeypatch)
         RunError, match=r"the sentence 'ab ba\.' does not fit into memory even alone"
     ):
         next(decoding.speak(voice, texts, Settings()))
-
-
-def test_a_voice_that_does_not_fit_while_it_learns_is_not_heard(
-    voice, monkeypatch, tmp_path, capsys
-):
-    drawn = []
-    corpus = Columns(["ab ba.", "c"])
-    monkeypatch.setattr(held_out, "speaker_numbers", lambda *about: np.zeros(2, int))
-    monkeypatch.setattr(held_out, "draw", lambda *about: drawn.append(about))
-    short_of_memory(monkeypatch, 0)
-    held_out.Listener(tmp_path, voice, corpus).listen()
-    said = capsys.readouterr().out
-    assert said.startswith("not spoken at this evaluation: the sentence") and said.count("\n") == 1
-    assert drawn and not [*(tmp_path / held_out.LISTEN).iterdir()]
 
 
 def test_untrained_durations_have_a_limit(voice):

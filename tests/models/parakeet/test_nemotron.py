@@ -22,7 +22,7 @@ from transformers import (
 
 from common.errors import UsageError
 from models.parakeet import decoding, formats
-from models.parakeet.languages import USUAL
+from models.parakeet.languages import SLOTS
 from models.parakeet.model import Parakeet
 from models.parakeet.settings import SIZES, make_config
 from models.parakeet.tokenizer import make_tokenizer
@@ -136,7 +136,7 @@ def test_what_a_folder_does_not_say_is_as_in_the_released_model(tmp_path):
     del content["num_prompts"]
     (tmp_path / "config.json").write_text(json.dumps(content))
     config, names = formats._hf_config(content, {}, formats.family_of(CONFIG), tmp_path)
-    assert names == USUAL and config["prompts"]["slots"] == 128
+    assert names == SLOTS and config["prompts"]["slots"] == 128
     assert config["streaming"] == {"left": 12, "lookaheads": [3, 0, 1]}
 
 

@@ -137,7 +137,7 @@ def nemotron(tmp_path_factory) -> Path:
         ("--add_tokens a --train_manifest {data}", "has all of these pieces"),
         ("--vocab_size 9 --train_tokenizer char --train_manifest {data}", "goes with"),
         ("--tokenizer {data} --train_manifest {data}", "--tokenizer {data}: "),
-        ("--new_language se-NO", "go together"),
+        ("--new_language se-NO", "--new_language goes with --like"),
         ("--new_language sami --like de", "give it the form of fi-FI"),
         ("--new_language fi-FI --like de", "knows this language already"),
         ("--new_language se-NO --like fin", "nearest are fi-FI"),

@@ -257,13 +257,6 @@ def test_models_that_cannot_be_converted():
             hf_files(changed(change))
 
 
-def nested(depth: int) -> dict:
-    content = {"type": "Fuse"}
-    for _ in range(depth):
-        content = {"type": "Sequence", "decoders": [content]}
-    return content
-
-
 def deep(depth: int) -> list:
     return [deep(depth - 1)] if depth else []
 

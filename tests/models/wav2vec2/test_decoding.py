@@ -15,7 +15,7 @@ from models.wav2vec2 import decoding
 from models.wav2vec2.model import Wav2Vec2, frame_samples
 from models.wav2vec2.settings import make_config
 from models.wav2vec2.tokenizer import Wav2Vec2Tokenizer
-from speech.decoding import long, recogniser, timed, windows
+from speech.decoding import long, recogniser, timed, transcribing, windows
 from speech.signal.audio import SAMPLE_RATE
 from speech.writing import subtitles
 from tests.models.wav2vec2.small import characters_state, sentencepiece_state
@@ -162,7 +162,7 @@ def test_a_model_reads_the_same_in_windows_as_in_one_pass(tmp_path):
         paths = [str(tmp_path / "a.wav")]
         how = recogniser.Options(transcribe=paths, output=str(output), batch_size=3)
         by_time = windows.by_time(TOKENIZER, frame_samples(model.config))
-        recogniser.transcribe_files(how, decode, Setup(), longest, by_time, long.PARTS)
+        transcribing.transcribe_files(how, decode, Setup(), longest, by_time, long.PARTS)
         return output.read_text(encoding="utf-8")
 
     whole, cut = (json.loads(transcribed(longest, ".jsonl")) for longest in (100.0, 12.0))

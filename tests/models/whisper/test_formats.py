@@ -434,11 +434,10 @@ def sound(tmp_path_factory):
     return folder
 
 
-def rewrite(change):
+def settings(**changes):
     def spoil(folder):
         content = json.loads((folder / "config.json").read_text())
-        change(content)
-        (folder / "config.json").write_text(json.dumps(content))
+        (folder / "config.json").write_text(json.dumps({**content, **changes}))
 
     return spoil
 
@@ -520,40 +519,32 @@ class Trap:
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+BIAS = "'encoder.conv1.bias' "
+NOT_FLOATS = BIAS + "is not a floating-point"
+NOT_FINITE = "conv1.bias' has values that are not finite"
 HOSTILE = {
     "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "no weights"),
-    "another type": (rewrite(lambda c: c.update(model_type="wav2vec2")), "wav2vec2"),
-    "no width": (rewrite(lambda c: c.pop("d_model")), "d_model"),
-    "width in words": (rewrite(lambda c: c.update(d_model="wide")), "d_model"),
-    "heads": (rewrite(lambda c: c.update(decoder_attention_heads=5)), "does not divide"),
-    "activation": (rewrite(lambda c: c.update(activation_function="relu")), "activation"),
-    "larger vocabulary": (rewrite(lambda c: c.update(vocab_size=71)), "embed_tokens"),
-    "more layers": (rewrite(lambda c: c.update(encoder_layers=2)), "lacks"),
-    "fewer layers": (rewrite(lambda c: c.update(decoder_layers=1)), "unexpected"),
+    "another type": (settings(model_type="wav2vec2"), "wav2vec2"),
+    "no width": (settings(d_model=None), "d_model"),
+    "width in words": (settings(d_model="wide"), "d_model"),
+    "heads": (settings(decoder_attention_heads=5), "does not divide"),
+    "activation": (settings(activation_function="relu"), "activation"),
+    "larger vocabulary": (settings(vocab_size=71), "embed_tokens"),
+    "more layers": (settings(encoder_layers=2), "lacks"),
+    "fewer layers": (settings(decoder_layers=1), "unexpected"),
     "config is a list": (write("config.json", b"[]"), "JSON object"),
-    "config is not JSON": (write("config.json", b"{"), "not valid JSON"),
     "config is not text": (write("config.json", b"\xff\xfe"), "not UTF-8"),
     "config is deep": (write("config.json", b"[" * 100_000), "not valid JSON"),
     "config is a pipe": (pipe("config.json"), "no config.json"),
-    "a billion layers": (
-        rewrite(lambda c: c.update(encoder_layers=10**9)),
-        "encoder_layers is '1000000000'",
-    ),
-    "a wide model": (rewrite(lambda c: c.update(d_model=2**31)), "d_model is '2147483648'"),
-    "an odd width": (rewrite(lambda c: c.update(d_model=33)), "d_model is '33'"),
-    "a boolean": (rewrite(lambda c: c.update(decoder_layers=True)), "decoder_layers is 'True'"),
-    "a fraction": (rewrite(lambda c: c.update(num_mel_bins=80.0)), "num_mel_bins is '80.0'"),
-    "no positions": (
-        rewrite(lambda c: c.update(max_target_positions=0)),
-        "max_target_positions is '0'",
-    ),
-    "endless audio": (
-        rewrite(lambda c: c.update(max_source_positions=10**9)),
-        "max_source_positions is '1000000000'",
-    ),
-    "a huge vocabulary": (rewrite(lambda c: c.update(vocab_size=10**30)), "vocab_size is '1000000"),
-    "many layers": (rewrite(lambda c: c.update(encoder_layers=128)), "lacks 'encoder.layers.1."),
+    "a billion layers": (settings(encoder_layers=10**9), "encoder_layers is '1000000000'"),
+    "a wide model": (settings(d_model=2**31), "d_model is '2147483648'"),
+    "an odd width": (settings(d_model=33), "d_model is '33'"),
+    "a boolean": (settings(decoder_layers=True), "decoder_layers is 'True'"),
+    "a fraction": (settings(num_mel_bins=80.0), "num_mel_bins is '80.0'"),
+    "no positions": (settings(max_target_positions=0), "max_target_positions is '0'"),
+    "endless audio": (settings(max_source_positions=10**9), "max_source_positions is '1000000"),
+    "a huge vocabulary": (settings(vocab_size=10**30), "vocab_size is '1000000"),
     "generation is deep": (write("generation_config.json", b'{"a":' * 100_000), "not valid JSON"),
     "config is a pointer": (write("config.json", LFS), "git lfs pull"),
     "weights are a pointer": (write("model.safetensors", LFS), "git lfs pull"),
@@ -564,57 +555,22 @@ HOSTILE = {
     "bin is compressed": (compressed, "damaged"),
     "bin is changed": (flipped, "damaged"),
     "bin is a pipe": (pipe("model.safetensors"), "no weights"),
-    "larger than its data": (
-        spoiled(lambda w: torch.zeros(1).expand(1 << 40)),
-        "conv1.bias' is larger than its data",
-    ),
-    "sparse": (spoiled(lambda w: w.to_sparse()), "'encoder.conv1.bias' is not a dense tensor"),
-    "complex": (
-        spoiled(lambda w: w.to(torch.complex64)),
-        "'encoder.conv1.bias' is not a floating-point",
-    ),
-    "8-bit floats": (
-        spoiled(lambda w: w.to(torch.float8_e4m3fn)),
-        "'encoder.conv1.bias' is not a floating-point",
-    ),
-    "without data": (
-        spoiled(lambda w: w.to("meta")),
-        "'encoder.conv1.bias' is not a floating-point",
-    ),
-    "in place of a tensor": (
-        spoiled(lambda w: "x" * 1000),
-        "'encoder.conv1.bias' is not a floating-point",
-    ),
-    "a number as name": (
-        as_bin(lambda weights: {**weights, 7: torch.ones(1)}),
-        "'7' is not a dense tensor",
-    ),
-    "NaN": (
-        spoiled(lambda w: w * float("nan")),
-        "'encoder.conv1.bias' has values that are not finite",
-    ),
-    "beyond fp32": (
-        spoiled(lambda w: w.double() + 1e300),
-        "'encoder.conv1.bias' has values that are not finite",
-    ),
-    "infinity": (unlimited, "conv1.bias' has values that are not finite"),
     "bin is an object": (as_bin(lambda weights: Trap()), "refused"),
-    "bin is numbers": (as_bin(lambda weights: {"a": 1}), "not a floating-point tensor"),
-    "bin is quantised": (
-        as_bin(lambda w: {n: t.to(torch.int8) for n, t in w.items()}),
-        "quantised",
-    ),
-    "untied": (
-        as_bin(lambda w: {**w, "proj_out.weight": torch.zeros(70, 32)}),
-        "not its embedding",
-    ),
+    "bin is quantised": (as_bin(lambda w: {n: t.char() for n, t in w.items()}), "quantised"),
+    "expanded": (spoiled(lambda w: torch.zeros(1).expand(1 << 40)), BIAS + "is larger than its"),
+    "sparse": (spoiled(lambda w: w.to_sparse()), BIAS + "is not a dense tensor"),
+    "complex": (spoiled(lambda w: w.to(torch.complex64)), NOT_FLOATS),
+    "8-bit floats": (spoiled(lambda w: w.to(torch.float8_e4m3fn)), NOT_FLOATS),
+    "without data": (spoiled(lambda w: w.to("meta")), NOT_FLOATS),
+    "in place of a tensor": (spoiled(lambda w: "x" * 1000), NOT_FLOATS),
+    "a number as name": (as_bin(lambda w: {**w, 7: torch.ones(1)}), "'7' is not a dense tensor"),
+    "NaN": (spoiled(lambda w: w * float("nan")), NOT_FINITE),
+    "beyond fp32": (spoiled(lambda w: w.double() + 1e300), NOT_FINITE),
+    "infinity": (unlimited, NOT_FINITE),
+    "untied": (as_bin(lambda w: {**w, "proj_out.weight": torch.zeros(70, 32)}), "its embedding"),
     "a shard is missing": (shards({"a": "model-00001-of-00002.safetensors"}), "lacks 'model-00001"),
     "a shard's name is long": (shards({"a": "x" * 300}), "lacks 'xxx"),
     "shards are lists": (shards({"a": ["model.safetensors"]}), "lists no files"),
-    "shards are deep": (
-        write("model.safetensors.index.json", b'{"weight_map":' + b"[" * 100_000),
-        "not valid JSON",
-    ),
     "a shard elsewhere": (shards({"a": "../other.safetensors"}), "lists no files"),
     "no shards": (shards([]), "lists no files"),
 }
@@ -625,8 +581,6 @@ def test_spoiled_folders_are_refused_in_one_line(case, sound, tmp_path, capfd, n
     spoil, expected = HOSTILE[case]
     folder = tmp_path / "model"
     shutil.copytree(sound, folder)
-    if case == "shards are deep":
-        (folder / "model.safetensors").unlink()
     spoil(folder)
     with pytest.raises(Failure, match=expected) as caught:
         formats.read_model(folder)

@@ -315,6 +315,15 @@ def unigram() -> str:
     return tokenizers.Tokenizer(tokenizers.models.Unigram([("a", 0.0), ("b", -1.0)], 0)).to_str()
 
 
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+NO_LANGUAGE = {"<|endoftext|>": 0, "<|startoftranscript|>": 1}
+
+
+def of_bpe(merges=(), **more) -> str:
+    """A tokenizer.json with these pieces, too."""
+    return json.dumps({"model": {"vocab": {**BPE.vocab, **more}, "merges": merges}})
+
+
 @pytest.mark.parametrize(
     "name,content",
     [
@@ -322,52 +331,24 @@ def unigram() -> str:
         ("tokenizer.json", "[]"),
         ("tokenizer.json", '{"model": 3}'),
         ("tokenizer.json", '{"model": {"vocab": {"a": 0}, "merges": []}}'),
-        ("tokenizer.json", '{"model": {"vocab": {"a": "0"}, "merges": ["a b c"]}}'),
-        (
-            "tokenizer.json",
-            (
-                '{"model": {"vocab": {"<|endoftext|>": 0, "<|startoftranscript|>": 1}, "merges":'
-                ' ["a b"]}}'
-            ),
-        ),
-        ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+        ("tokenizer.json", json.dumps({"model": {"vocab": NO_LANGUAGE, "merges": ["a b"]}})),
+        ("tokenizer.json", LFS),
         ("tokenizer.json", unigram()),
         ("tokenizer.json", "[" * 100_000),
-        (
-            "tokenizer.json",
-            json.dumps({"model": {"vocab": {**BPE.vocab, "zz": 10**12}, "merges": []}}),
-        ),
-        ("tokenizer.json", json.dumps({"model": {"vocab": {**BPE.vocab, "zz": -1}, "merges": []}})),
-        (
-            "tokenizer.json",
-            json.dumps({"model": {"vocab": {**BPE.vocab, "zz": 1.0}, "merges": []}}),
-        ),
-        (
-            "tokenizer.json",
-            json.dumps({"model": {"vocab": {**BPE.vocab, "zz": True}, "merges": []}}),
-        ),
-        ("tokenizer.json", json.dumps({"model": {"vocab": {**BPE.vocab, "zz": 3}, "merges": []}})),
-        (
-            "tokenizer.json",
-            json.dumps({"model": {"vocab": {**BPE.vocab, "\ud800": 400}, "merges": []}}),
-        ),
-        (
-            "tokenizer.json",
-            json.dumps({"model": {"vocab": {**BPE.vocab, **BPE.specials}, "merges": [["a"], 3]}}),
-        ),
-        (
-            "tokenizer.json",
-            json.dumps({"model": {"vocab": {**BPE.vocab, **BPE.specials}, "merges": [[1, 2]]}}),
-        ),
+        ("tokenizer.json", of_bpe(zz=10**12)),
+        ("tokenizer.json", of_bpe(zz=-1)),
+        ("tokenizer.json", of_bpe(zz=1.0)),
+        ("tokenizer.json", of_bpe(zz=True)),
+        ("tokenizer.json", of_bpe(zz=3)),
+        ("tokenizer.json", of_bpe(**{"\ud800": 400})),
+        ("tokenizer.json", of_bpe([["a"], 3], **BPE.specials)),
+        ("tokenizer.json", of_bpe([[1, 2]], **BPE.specials)),
         ("vocab.json", "{" * 100_000),
         ("vocab.json", '{"a": 0}'),
         ("multilingual.tiktoken", "IQ== 0\nIg== 1\n"),
         ("multilingual.tiktoken", "IQ==\n"),
         ("multilingual.tiktoken", f"IQ== {'9' * 5000}\n"),
-        (
-            "multilingual.tiktoken",
-            "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
-        ),
+        ("multilingual.tiktoken", LFS),
         ("other.txt", ""),
     ],
 )

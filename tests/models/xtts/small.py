@@ -37,14 +37,14 @@ formats.HifiDecoder = frozen.HifiDecoder = small
 """
 
 
-def make_vocoder(d_model: int) -> HifiDecoder:
+def small_vocoder(d_model: int) -> HifiDecoder:
     return HifiDecoder(d_model, channels=16, speaker=8, filters=(8, 8, 8, 8), blocks=(1, 1, 1, 1))
 
 
 def use_small_vocoder(patch: pytest.MonkeyPatch) -> None:
     """In place of the released one, whose width is fixed."""
     for module in (formats, frozen):
-        patch.setattr(module, "HifiDecoder", make_vocoder)
+        patch.setattr(module, "HifiDecoder", small_vocoder)
 
 
 def make_info(vocab: str = VOCAB, language: str = "am", **text) -> start.ModelInfo:
@@ -93,7 +93,7 @@ def write_released(folder: Path, seed: int = 0, vocab: dict = WITHOUT_AM) -> Pat
     groups = {
         "gpt": awake(GPT(config), seed).state_dict(),
         "dvae": {name: w + 0.1 * seed for name, w in dvae_weights().items()},
-        "hifigan_decoder": make_vocoder(16).state_dict(),
+        "hifigan_decoder": small_vocoder(16).state_dict(),
         "mel_stats": torch.full((80,), 4.0),
     }
     extras = {

@@ -13,7 +13,6 @@ from models.xtts.codec import DVAE, Codebook, Mel, code_count, griffin_lim
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "xtts"
 TINY = {"mel_channels": 80, "dvae_hidden": 16, "codes": 64, "code_dim": 8}
-FULL = {"mel_channels": 80, "dvae_hidden": 512, "codes": 1024, "code_dim": 512}
 STATS = torch.linspace(1.5, 4.0, 80)
 
 
@@ -104,36 +103,6 @@ def test_codes_and_decoding_are_those_of_coqui():
     # A dozen convolutions in fp32, whose sums every CPU orders in its own way.
     atol = 1e-4 * float(cases["decoded"].abs().max())
     torch.testing.assert_close(dvae.decode(codes), cases["decoded"], rtol=0, atol=atol)
-
-
-def test_the_full_size_has_the_parameters_and_names_of_the_released_one():
-    with torch.device("meta"):
-        dvae = DVAE(FULL)
-    assert sum(p.numel() for p in dvae.parameters()) == 51_567_184
-    shapes = {name: tuple(tensor.shape) for name, tensor in dvae.state_dict().items()}
-    assert shapes["codebook.embed"] == shapes["codebook.embed_avg"] == (512, 1024)
-    assert shapes["codebook.cluster_size"] == (1024,)
-    assert shapes["encoder.0.0.weight"] == (512, 80, 3) and shapes["encoder.1.0.weight"] == (
-        1024,
-        512,
-        3,
-    )
-    assert shapes["encoder.4.net.4.weight"] == (1024, 1024, 1) and shapes["encoder.5.weight"] == (
-        512,
-        1024,
-        1,
-    )
-    assert shapes["decoder.0.weight"] == (1024, 512, 1) and shapes["decoder.3.net.2.weight"] == (
-        1024,
-        1024,
-        3,
-    )
-    assert shapes["decoder.4.0.conv.weight"] == (1024, 1024, 3) and shapes[
-        "decoder.5.0.conv.weight"
-    ] == (512, 1024, 3)
-    assert shapes["decoder.6.weight"] == (80, 512, 1)
-    vectors = dvae.encoder(torch.empty(3, 80, 1001, device="meta"))
-    assert vectors.shape == (3, 512, 251) and dvae.decoder(vectors).shape == (3, 80, 1004)
 
 
 @pytest.mark.parametrize("frames", [1, 2, 3, 4, 5, 26, 63])

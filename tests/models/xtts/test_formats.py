@@ -377,15 +377,6 @@ def without(name: str):
     return lambda folder, groups: (folder / name).unlink()
 
 
-def shared(state: dict) -> None:
-    rows = torch.zeros(16, 64)
-    state |= {
-        name: rows.view(-1)[: w.numel()].view(w.shape)
-        for name, w in state.items()
-        if w.numel() <= 1024
-    }
-
-
 HEAD, NAN = "gpt.mel_head.weight", torch.full((8, 16), math.nan)
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 HOSTILE = {
@@ -399,10 +390,7 @@ HOSTILE = {
     "a cut config.json": (cut("config.json"), "not valid JSON"),
     "a pointer": (content("model.pth", LFS), "Git LFS"),
     "a pointer as vocabulary": (content("vocab.json", LFS), "Git LFS"),
-    "an empty file": (content("model.pth", b""), "not a file of torch.save"),
-    "text": (content("model.pth", b"hello"), "not a file of torch.save"),
     "a list": (content("model.pth", [1]), "holds a list"),
-    "a number": (content("model.pth", {"model": 3}), "holds a int"),
     "a tensor": (content("dvae.pth", torch.zeros(2)), "holds a Tensor"),
     "numbers as names": (
         content("model.pth", {"model": {1: torch.zeros(2)}}),
@@ -419,10 +407,6 @@ HOSTILE = {
     "an unknown part": (
         weights(lambda s: s.update({"clvp.x": torch.zeros(2)})),
         "'clvp.x' is not part of XTTS-v2",
-    ),
-    "a long name": (
-        weights(lambda s: s.update({"x" * 9999: torch.zeros(2)})),
-        "is not part of XTTS-v2",
     ),
     "the first version": (
         weights(lambda s: s.update({"gpt.prompt_embedding.weight": torch.zeros(2)})),
@@ -443,21 +427,7 @@ HOSTILE = {
         weights(lambda s: s.update({HEAD: torch.ones(8, 16).long()})),
         "not a floating-point tensor",
     ),
-    "text as a tensor": (weights(lambda s: s.update({HEAD: "x"})), "not a floating-point tensor"),
-    "a sparse tensor": (
-        weights(lambda s: s.update({HEAD: torch.ones(8, 16).to_sparse()})),
-        "not a dense tensor",
-    ),
-    "no data": (
-        weights(lambda s: s.update({HEAD: torch.ones(8, 16, device="meta")})),
-        "not a floating-point tensor",
-    ),
-    "a value for all": (
-        weights(lambda s: s.update({HEAD: torch.ones(1).expand(8, 16)})),
-        "larger than its data",
-    ),
     "a name twice": (weights(lambda s: s.update({f"xtts.{HEAD}": s[HEAD]})), "there twice"),
-    "shared data": (weights(shared), "tensors share their data"),
     "many layers": (args(gpt_layers=128), r"\(gpt\) lacks"),
     "too many layers": (args(gpt_layers=1 << 40), "layers is"),
     "a wide model": (args(gpt_n_model_channels=8192, decoder_input_dim=8192), "asks for"),
@@ -468,15 +438,6 @@ HOSTILE = {
     "another rate": (
         args(output_sample_rate=22050),
         "output_sample_rate is '22050'; XTTS-v2 has 24000",
-    ),
-    "deep lists": (
-        content(
-            "config.json",
-            json.dumps(description(gpt_code_stride_len=0))
-            .replace("0,", f"{'[' * 900}{']' * 900},")
-            .encode(),
-        ),
-        "config.json",
     ),
     "a rate that is a list": (args(input_sample_rate=[22050]), "input_sample_rate is"),
     "another width": (args(decoder_input_dim=8), "decoder_input_dim"),
@@ -620,27 +581,11 @@ def test_only_the_tensors_themselves_are_written(tmp_path):
     assert same(formats.read_model(tmp_path / "views")[0], groups)
 
 
-@pytest.mark.parametrize(
-    "config,change,reason",
-    [
-        ({"latents": 8}, {}, "latents is 8; Coqui's XTTS has 32 only"),
-        ({}, {"gpt": {}}, r"\(gpt\) lacks"),
-        ({}, {"dvae": {}}, r"\(dvae\) lacks"),
-        ({"heads": 3}, {}, "heads"),
-        ({}, {"mel_stats": torch.full((80,), math.nan)}, "not finite"),
-        ({"start_text": 1}, {}, "START and STOP are"),
-    ],
-)
-def test_what_is_not_exported(config, change, reason, tmp_path):
-    with pytest.raises(UsageError, match=reason):
-        formats.export(tmp_path / "out", random_groups() | change, CONFIG | config, EXTRAS, {})
+def test_values_that_are_not_finite_are_not_exported(tmp_path):
+    groups = random_groups() | {"mel_stats": torch.full((80,), math.nan)}
+    with pytest.raises(UsageError, match="not finite"):
+        formats.export(tmp_path / "out", groups, CONFIG, EXTRAS, {})
     assert not (tmp_path / "out").exists()
-
-
-def test_another_vocabulary_is_not_exported(tmp_path):
-    extras = EXTRAS | {"vocab": tokenizer.add_tokens(VOCAB, ["[ti]"])}
-    with pytest.raises(UsageError, match=rf"are \({TOKENS.size + 1}, .* but \({TOKENS.size}, "):
-        formats.export(tmp_path / "out", random_groups(), CONFIG, extras, {})
 
 
 def test_foreign_folders_are_not_replaced(tmp_path):

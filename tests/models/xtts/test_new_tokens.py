@@ -72,7 +72,7 @@ def test_an_extended_vocabulary(kind, size, capsys):
         Vocabulary(TEXT).stop,
     )
     for text in TRAINING:
-        assert reader.unknown not in reader.encode(text)
+        assert reader.vocabulary.unknown not in reader.encode(text)
         assert reader.vocabulary.decode(reader.encode(text)) == f"[am]{reader.read(text)}"
     peer = Tokenizer.from_str(info.vocab)
     assert peer.get_vocab() == model["vocab"]

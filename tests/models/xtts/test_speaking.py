@@ -22,7 +22,7 @@ from speech.data.columns import Corpus
 from speech.data.splits import Checks, load_corpus, read_manifests
 from speech.signal import spectra
 from speech.writing.text import normalise
-from tests.models.xtts.small import make_vocoder
+from tests.models.xtts.small import small_vocoder
 
 CONFIG = {"mel_channels": 80, "dvae_hidden": 8, "codes": 12, "code_dim": 4}
 WIDTH, KINDS = 8, ("reference", "resynthesis", "synthesis")
@@ -89,7 +89,7 @@ def write_corpus(folder: Path, rows: tuple[tuple[str, str, float], ...]) -> Corp
 def make_frozen() -> Frozen:
     torch.manual_seed(0)
     stats = torch.full((80,), 4.0)
-    parts = Mel("dvae", stats), Mel("conditioning", stats), DVAE(CONFIG), make_vocoder(WIDTH)
+    parts = Mel("dvae", stats), Mel("conditioning", stats), DVAE(CONFIG), small_vocoder(WIDTH)
     return Frozen(*parts).to(torch.device("cpu"))
 
 

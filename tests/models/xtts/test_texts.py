@@ -24,7 +24,7 @@ G2P = texts.TextOptions(g2p=True)
 
 
 def unknown_in(reader: texts.Texts, text: str, language: str | None = None) -> bool:
-    return reader.unknown in reader.encode(text, language)
+    return reader.vocabulary.unknown in reader.encode(text, language)
 
 
 def parse(*flags) -> object:
@@ -71,7 +71,7 @@ def test_numbers_are_written_in_words_and_ethiopic_letters_are_kept():
 
 
 @pytest.mark.parametrize("g2p", [True, False])
-def test_only_rows_of_the_models_language_pass_the_front_end(g2p):
+def test_only_rows_of_the_models_language_are_read_in_it(g2p):
     reader = texts.Texts(make_info(g2p=g2p))
     text = "3 Hens ሰላም።"
     assert reader.read(text, "en") == "three hens ሰላም።" != reader.read(text)
@@ -113,7 +113,7 @@ def test_the_prefix_of_a_language_that_coqui_lacks():
     ],
 )
 def test_other_languages_are_written_so_that_coqui_leaves_them(language, text, read):
-    reader = texts.FrontEnd(language, PLAIN, carried=True)
+    reader = texts.Texts(texts.Reading(language, PLAIN, carried=True))
     assert reader.read(text) == read
     if not re.search("[0-9]", read):
         assert cleaners.clean(f"[{language}]{read}", "en") == f"[{language}]{read}"
@@ -131,9 +131,9 @@ def test_other_languages_are_written_so_that_coqui_leaves_them(language, text, r
     ],
 )
 def test_what_cannot_be_read_in_words_is_a_fault(language, text, signs):
-    reader = texts.FrontEnd(language, PLAIN, carried=language == "xx")
+    reader = texts.Texts(texts.Reading(language, PLAIN, carried=language == "xx"))
     read = text if language == "ja" else reader.read(text)
-    assert reader.unread(read, None) == signs
+    assert texts.unread(read, language) == signs
     fault = reader.fault(read, None, 100)
     assert (fault is None) == (not signs)
     if signs:
@@ -146,7 +146,7 @@ def test_a_corpus_is_read_once(monkeypatch):
     corpus = SimpleNamespace(texts=["ሰላም", "The END 2"], languages=["", "en-GB"])
     texts.read_corpora(reader, {"train": corpus})
     assert [*corpus.read] == [amharic.phonemes("ሰላም", {}, True), "the end two"]
-    monkeypatch.setattr(reader.front_end, "read", None)
+    monkeypatch.setattr(reader, "read", None)
     tokens = reader.tokens_of(corpus)
     assert [row.tolist() for row in tokens] == [
         reader.vocabulary.encode(corpus.read[0], "am"),
@@ -162,7 +162,7 @@ def test_faults():
     new = texts.Texts(make_info(), is_new=True)
     assert new.fault("ቡና", None, 100)[0] == f"{reason}: --use_amharic_g2p or --extend_vocab"
     assert new.fault("ж", None, 100)[0] == reason
-    for each in (reader, texts.FrontEnd("sw", PLAIN, carried=True)):
+    for each in (reader, texts.Texts(texts.Reading("sw", PLAIN, carried=True))):
         assert each.fault("...", None, 100) == ("the text has no letters", "'...'")
         assert each.fault("", None, 100) == ("the text has no letters", "''")
     assert reader.fault("hen", None, 3) is None and reader.fault("then", "de", 2) is None
@@ -188,7 +188,7 @@ def test_a_text_to_speak_is_checked(capsys):
 
 
 def test_show(capsys):
-    texts.show(["ሰላም", "the end"], texts.FrontEnd("am", G2P, True), 200)
+    texts.show(["ሰላም", "the end"], texts.Texts(texts.Reading("am", G2P, True)), 200)
     out, err = capsys.readouterr()
     assert out == f"{amharic.phonemes('ሰላም', {}, True)}\nthe end\n" and not err
     texts.show(["ሰቡ", "hens"], texts.Texts(make_info()), 3)
@@ -222,6 +222,14 @@ def test_json_keeps_the_options(tmp_path):
     assert info.text == asked == kept(info.text)
     again = records.read(start.ModelInfo, json.loads(json.dumps(asdict(info))), "it")
     assert again == info and texts.Texts(again).encode("ሰላም") == texts.Texts(info).encode("ሰላም")
+
+
+def test_an_older_record_is_read_unless_its_model_began_at_random_weights():
+    info = make_info()
+    values = json.loads(json.dumps(asdict(info)))
+    assert records.read(start.ModelInfo, values, "it") == info
+    with pytest.raises(UsageError, match=r"^it: .*pretrained.*: it began from random weights"):
+        records.read(start.ModelInfo, {**values, "pretrained": False, "reads_stop": True}, "it")
 
 
 @pytest.mark.parametrize(

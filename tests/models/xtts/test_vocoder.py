@@ -81,39 +81,6 @@ def test_the_speaker_encoders_own_features_are_those_of_coqui():
         torch.testing.assert_close(tensor, expected, rtol=0, atol=atol)
 
 
-def test_the_full_size_has_the_parameters_and_names_of_the_released_one():
-    with torch.device("meta"):
-        decoder = HifiDecoder()
-    assert sum(p.numel() for p in decoder.waveform_decoder.parameters()) == 17_827_808
-    assert sum(p.numel() for p in decoder.speaker_encoder.parameters()) == 8_028_492
-    shapes = {name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}
-    generator, encoder = "waveform_decoder.", "speaker_encoder."
-    assert shapes[f"{generator}conv_pre.weight"] == (512, 1024, 7)
-    assert shapes[f"{generator}ups.0.parametrizations.weight.original0"] == (512, 1, 1)
-    assert shapes[f"{generator}ups.3.parametrizations.weight.original1"] == (64, 32, 4)
-    assert shapes[f"{generator}resblocks.11.convs2.2.parametrizations.weight.original1"] == (
-        32,
-        32,
-        11,
-    )
-    assert shapes[f"{generator}conds.3.weight"] == (32, 512, 1)
-    assert shapes[f"{generator}cond_layer.weight"] == (512, 512, 1)
-    assert (
-        shapes[f"{generator}conv_post.weight"] == (1, 32, 7)
-        and f"{generator}conv_post.bias" not in shapes
-    )
-    assert shapes[f"{encoder}torch_spec.0.filter"] == (1, 1, 2)
-    assert shapes[f"{encoder}torch_spec.1.spectrogram.window"] == (400,)
-    assert shapes[f"{encoder}torch_spec.1.mel_scale.fb"] == (257, 64)
-    assert shapes[f"{encoder}layer3.5.se.fc.2.weight"] == (128, 16)
-    assert shapes[f"{encoder}layer4.0.downsample.1.running_var"] == (256,)
-    assert shapes[f"{encoder}attention.3.weight"] == (2048, 128, 1) and shapes[
-        f"{encoder}fc.weight"
-    ] == (512, 4096)
-    frames, speaker = torch.empty(2, 1024, 39, device="meta"), torch.empty(2, 512, 1, device="meta")
-    assert decoder.waveform_decoder(frames, speaker).shape == (2, 1, 39 * 256)
-
-
 @pytest.mark.parametrize(("codes", "frames"), [(1, 4), (2, 8), (7, 30), (30, 130)])
 def test_codes_become_frames_of_256_samples_at_24_khz(codes, frames):
     waveforms = tiny_decoder()(normal(2, codes, 12), normal(2, 24))
@@ -136,29 +103,6 @@ def test_a_waveform_depends_on_its_own_latents_and_speaker_alone():
     assert (other[0] - together[0]).abs().max() > 0.01 and torch.allclose(
         other[1], together[1], rtol=0, atol=1e-12
     )
-
-
-def test_both_spellings_of_weight_norm_load():
-    decoder, other = tiny_decoder(), tiny_decoder()
-    weights = decoder.state_dict()
-    old = {
-        name.replace("parametrizations.weight.original0", "weight_g").replace(
-            "parametrizations.weight.original1", "weight_v"
-        ): tensor
-        for name, tensor in weights.items()
-    }
-    assert (
-        "waveform_decoder.ups.1.weight_g" in old
-        and "waveform_decoder.resblocks.4.convs1.2.weight_v" in old
-    )
-    inputs = normal(1, 3, 12), normal(1, 24)
-    expected = decoder(*inputs)
-    for spelling in (weights, old):
-        with torch.no_grad():
-            for parameter in other.parameters():
-                parameter.zero_()
-        other.load_state_dict(spelling)
-        assert torch.equal(other(*inputs), expected)
 
 
 def test_waveforms_and_speaker_vectors_stay_in_fp32_under_autocast():

@@ -17,7 +17,7 @@ from common.device import Setup
 from common.errors import DataError, RunError, exit_with_one_line
 from speech.data import listening
 from speech.data.splits import Checks, held_out_keys, load_corpus, read_manifests, report_checked
-from speech.decoding import recogniser
+from speech.decoding import recogniser, transcribing
 from speech.decoding.long import BY_OVERLAP
 from speech.signal.audio import SAMPLE_RATE, read_utterance
 from speech.writing.text import normalise
@@ -365,7 +365,7 @@ def test_recordings_become_data_in_two_steps(tmp_path, monkeypatch, place):
         return [f"piece of {length}" for length in batch["audio_lengths"].tolist()]
 
     how = recogniser.Options(transcribe=["rec"], output=rows, piece_seconds=2.5)
-    recogniser.transcribe_files(how, decode, Setup(), 30.0, BY_OVERLAP)
+    transcribing.transcribe_files(how, decode, Setup(), 30.0, BY_OVERLAP)
     assert max(lengths) <= 2.5 * SAMPLE_RATE and '"text": ""' in (tmp_path / rows).read_text()
     settings = Checks(listen=True, use_chunking=True, max_duration=2.5, skip_bad_audio=True)
     corpora = read_manifests({"test": rows}, normalise, settings)

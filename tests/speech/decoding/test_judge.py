@@ -1,5 +1,6 @@
 """The judge of spoken sentences: its command, its table, and a recogniser that really runs."""
 
+import errno
 import json
 import os
 import subprocess
@@ -105,3 +106,66 @@ def test_what_is_no_judge_is_one_line(spoken, tmp_path, monkeypatch):
     monkeypatch.setattr(judge.subprocess, "run", lambda *_, **__: ended)
     with pytest.raises(RunError, match=r"could not hear the sentences: error: it is damaged"):
         judge.judged(write_judge(tmp_path), RECIPES, spoken, TEXTS, "cpu")
+
+
+# --- what is written ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("voice.wav", "this command reads it"),
+        ("mine.wav", "it exists, and this command did not write it"),
+        ("speech.mp3", "speech is written as .wav"),
+        ("speech", "speech is written as .wav"),
+    ],
+)
+def test_speech_replaces_no_file_of_the_user(tmp_path, output, message):
+    voice = tmp_path / "voice.wav"
+    for path in (voice, tmp_path / "mine.wav", tmp_path / "many_002.wav"):
+        soundfile.write(path, np.zeros(99), RATE)
+    with pytest.raises(UsageError, match=f"^--output .*{output}: {message}"):
+        judge.outputs_of(str(tmp_path / output), 1, [str(voice)])
+    assert judge.outputs_of(str(tmp_path / "new.wav"), 1, []) == [tmp_path / "new.wav"]
+    with pytest.raises(UsageError, match=r"many_002\.wav: it exists"):
+        judge.outputs_of(str(tmp_path / "many.wav"), 2, [])
+
+
+def test_earlier_speech_is_replaced_until_somebody_changes_it(tmp_path, monkeypatch):
+    path = tmp_path / "a.wav"
+    judge.write(path, torch.zeros(500), RATE)
+    judge.write(path, torch.ones(500), RATE)
+    written = path.read_bytes()
+    assert soundfile.read(path)[0].max() > 0.9
+    for content in (written[:-90], written + b"x", written.replace(b"\xff\x7f", b"\0\0", 1), b""):
+        path.write_bytes(content)
+        with pytest.raises(UsageError, match="it exists"):
+            judge.write(path, torch.zeros(9), RATE)
+        assert path.read_bytes() == content
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path.write_bytes(written)
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(RunError, match="No space left on device"):
+        judge.write(path, torch.zeros(9), RATE)
+    assert path.read_bytes() == written and [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("kind", ["recordings", "link", "file", "code"])
+def test_a_folder_speech_of_somebody_else_stays_where_it_is(tmp_path, kind):
+    mine = tmp_path / "speech"
+    if kind == "file":
+        mine.write_text("mine")
+    elif kind == "link":
+        (tmp_path / "elsewhere").mkdir()
+        mine.symlink_to("elsewhere")
+    else:
+        mine.mkdir()
+        (mine / ("a.wav" if kind == "recordings" else "__init__.py")).write_text("mine")
+    clip = {"1.wav": (np.zeros(9, np.int16), RATE)}
+    for _ in range(2):  # the second replaces the first
+        assert judge.folder_of(tmp_path) == tmp_path / "speech-2"
+        judge.write_corpus(tmp_path / "speech-2", clip, {"synthesis": [("1.wav", "a", "b")]})
+    assert {path.name for path in tmp_path.iterdir()} <= {"speech", "speech-2", "elsewhere"}

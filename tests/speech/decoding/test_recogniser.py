@@ -10,7 +10,7 @@ import torch
 
 from common.device import Setup
 from speech.data.columns import Codes
-from speech.decoding import long, recogniser, results, transcripts
+from speech.decoding import long, recogniser, results, transcribing, transcripts
 from speech.morse import scores
 from speech.signal.audio import SAMPLE_RATE
 from speech.writing import metrics
@@ -80,7 +80,7 @@ def rows_of(path) -> list[dict]:
 
 def transcribe(paths: list[str], decode: Decoder, output=None) -> None:
     how = recogniser.Options(transcribe=paths, output=str(output) if output else None, batch_size=2)
-    recogniser.transcribe_files(how, decode, Setup(), LONGEST)
+    transcribing.transcribe_files(how, decode, Setup(), LONGEST)
 
 
 def test_words_and_segments_have_times_in_the_recording(spoken, tmp_path):

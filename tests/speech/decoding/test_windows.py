@@ -12,7 +12,7 @@ from common.device import Setup
 from models.parakeet import decoding, settings
 from models.parakeet.model import Parakeet
 from models.parakeet.tokenizer import make_tokenizer
-from speech.decoding import long, recogniser, timed, windows
+from speech.decoding import long, recogniser, timed, transcribing, windows
 from speech.decoding.timed import Token
 from speech.signal.audio import SAMPLE_RATE
 from speech.writing.text import CharTokenizer, train_tokenizer
@@ -126,7 +126,7 @@ def test_a_model_reads_the_same_in_windows_as_in_one_pass(tmp_path):
         paths = [str(tmp_path / "a.wav")]
         how = recogniser.Options(transcribe=paths, output=str(output), batch_size=3)
         by_time = windows.by_time(TOKENIZER, STEP)
-        recogniser.transcribe_files(how, decode, Setup(), longest, by_time, long.PARTS)
+        transcribing.transcribe_files(how, decode, Setup(), longest, by_time, long.PARTS)
         return json.loads(output.read_text(encoding="utf-8"))
 
     whole, cut = read(100.0), read(12.0)

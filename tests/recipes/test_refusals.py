@@ -1,0 +1,346 @@
+"""What the recipes refuse in one line before anything is trained, as tables: words of the command
+line, or damage to a file, and a part of the message. Flags that exclude or need each other are in
+test_commands.py."""
+
+import functools
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from common import checkpoint
+from recipes import (
+    konkani_conformer,
+    matcha_voice,
+    parakeet_tdt,
+    wav2vec2_ctc,
+    whisper_morse,
+    whisper_vietnamese,
+)
+from tests import contract
+from tests.recipes.cases import CASES, make_small
+from tests.recipes.runs import SHORT, ran, refused
+
+TRAIN_FIRST = "no weights at {out}/checkpoints/best.safetensors: train first"
+NO_START = "training needs a model to start from: add --model_dir DIR"
+NOT_DOWNLOADED = "no such file or folder, and nothing is downloaded here"
+NOT_REPLACED = "{here}/foreign: it holds files that are not"
+OF_EVERY = [  # words and a part of the message, for each recogniser; {here} is a folder
+    ("{start} --train_manifest {here}/gone.json", "manifest {here}/gone.json: No such file"),
+    ("--evaluate", TRAIN_FIRST),
+    ("--transcribe {here}/a.wav", TRAIN_FIRST),
+    ("--batch_size 0", "argument --batch_size: 0 is out of range: it must be at least 1"),
+    ("--learning 1e-4", "did you mean --learning_rate?"),
+    ("--resume {here}/gone.pt", "{here}/gone.pt: no such file"),
+    ("--init_from {here}/gone.pt", "{here}/gone.pt: no such file"),
+    ("--resume {here}/gone.safetensors", "--resume {here}/gone.safetensors: "),
+    ("--resume {here}/empty", "--resume {here}/empty: it is a folder"),
+    ("--init_from {here}/empty", "--init_from {here}/empty: it is a folder"),
+    ("--resume {long}.pt", "xxx.pt"),
+    ("--transcribe a.wav --resume {long}.pt", "xxx.pt"),
+]
+OF_A_RELEASED = [  # for each that starts from released weights; {hf} is a folder of its own
+    ("{train} --model_dir {here}/empty", "config.json"),
+    ("{train} --model_dir {here}/gone", f"--model_dir {{here}}/gone: {NOT_DOWNLOADED}"),
+    ("{train} --model_file {here}/gone.pt", f"--model_file {{here}}/gone.pt: {NOT_DOWNLOADED}"),
+    ("{train} --model_dir openai/whisper-base", "nothing is downloaded here"),
+    ("{train} --model_dir {long}", "no such file or folder"),
+    ("{train} --model_file {here}/pipe", "pipe: it is not a regular file"),
+    ("{train} --model_file {hf}", "it is a folder: use --model_dir"),
+    ("{train} --model_dir {hf}/config.json", "it is a file: use --model_file"),
+    ("{train} --model_dir {hf} --export {here}/foreign", NOT_REPLACED),
+    ("{train} --model_dir {hf} --export {here}/a.wav/x", "a part of that path is a file"),
+    ("{train} --model_dir {hf} --export {out}", "name a folder of its own for the export"),
+    ("{train} --model_dir {hf} --export {out}/logs", "name a folder of its own for the export"),
+    ("{train} --from_scratch --resume {tuned}", "model began from released weights"),
+    ("{train} --model_dir {hf} --resume {saved}", "model began from scratch) conflicts"),
+    ("--transcribe {here}/gone.wav --model_dir {hf}", "gone.wav: no such file or folder"),
+]
+OF_OWN_DATA = [  # which have no demo's model
+    ("{train}", NO_START),
+    ("{train} --resume auto", "there is no checkpoint to resume from"),
+]
+OF_ONE = {
+    konkani_conformer: [
+        ("--min_duration 9 --max_duration 3", "--min_duration 9 is not below --max_duration 3"),
+        ("{train} --min_duration 1 --strict_data", "utterances rejected (--strict_data)"),
+        ("{train} --vocab_file {here}/gone.json", "{here}/gone.json"),
+        ("--align a.wav a.txt", "--align goes with --output: name the manifest"),
+        ("{train} --d_model 30", "--d_model 30 must be a multiple of twice --attention_heads 4"),
+        ("--verify_gpu --d_model 30", "must be a multiple of twice --attention_heads 4"),
+        ("--encoder_layers 2147483647", "--encoder_layers"),
+        ("--encoder_layers 99999999999999999999", "--encoder_layers"),
+        ("--decoder_layers 2147483647", "--decoder_layers"),
+        ("--d_model 2147483644", "--d_model"),
+        ("--attention_heads 2147483647", "--attention_heads"),
+        ("--beam_size 2147483647", "--beam_size"),
+        ("--d_model 32 --resume {saved}", "--d_model 32 conflicts"),
+        ("--subsampling 8 --resume {best} --evaluate", "--subsampling 8 conflicts"),
+        ("--subsampling 8 --resume {best} --transcribe a.wav", "--subsampling 8 conflicts"),
+        ("--d_model 32 --resume {best} --export {here}/x", "--d_model 32 conflicts"),
+    ],
+    whisper_vietnamese: [
+        ("--train_manifest {here}/mp3.json --from_scratch", "no usable utterance: 2 x file is"),
+        ("{train} --from_scratch --timestamp_share 0.5", "from scratch has no time tokens"),
+        ("{train} --model_dir {hf} --timestamp_share 0.5", "this model has no time tokens"),
+        ("{train} --model_file {hf}/config.json", "config.json is not a file of torch.save"),
+        ("{train} --model_file {hf}/model.safetensors", "give the folder that holds it"),
+        ("{train} --model_file {alone}", "give the tokenizer with --tokenizer_file"),
+        ("{train} --model_dir {hf} --language kok", "Whisper has no token for it"),
+        ("{train} --model_dir {hf} --ctc_weight 0.3", "--ctc_weight is for models from scratch"),
+        ("{train} --model_dir {hf} --compare_to {here}/gone", "{here}/gone: no such file"),
+        ("{train} --model_dir {hf} --compare_to {here}/a.wav", "is not a file of torch.save"),
+        ("{train} --model_dir {hf} --compare_to {here}/pipe", "it is not a regular file"),
+        ("{train} --model_dir {hf} --tokenizer_file {here}/gone", "{here}/gone: no such"),
+        ("{train} --model_dir {hf} --tokenizer_file {here}/pipe", "it is not a regular file"),
+        ("{train} --from_scratch --d_model 2147483644", "it must be at most 8192"),
+        ("{train} --from_scratch --encoder_layers 2147483647", "it must be at most 128"),
+        ("{train} --from_scratch --attention_heads 129", "it must be at most 128"),
+        ("{train} --from_scratch --vocab_size 2147483647", "it must be at most 200000"),
+        ("{train} --from_scratch --max_target_tokens 3", "it must be at least 8"),
+        ("{train} --from_scratch --max_target_tokens 2147483647", "it must be at most 65535"),
+        ("{train} --from_scratch {huge}", "too large for this machine"),
+        ("{train} --from_scratch --vocab_size 10", "--vocab_size 10 is too few"),
+        ("{train} --from_scratch --d_model 30 --attention_heads 4", "must be a multiple of twice"),
+        ("{train} --model_dir {hf} --max_target_tokens 1000", "the decoder has 448 positions"),
+        ("{train} --model_dir {hf} --max_duration 60", "the model's longest input is"),
+        ("--min_duration 40", "--min_duration 40 is not below --max_duration 30"),
+        ("--evaluate --vocab_size 300", "--vocab_size"),
+        ("--model_size huge", "invalid choice: 'huge'"),
+        ("--resume {here}/gone.pt --export {here}/x", "no weights at {here}/gone.pt"),
+        ("{train} --resume {saved} --language en", "--language en (the checkpoint has"),
+        ("--resume {best} --language en --evaluate", "conflicts with the checkpoint"),
+        ("--resume {best} --language en --transcribe a.wav", "conflicts with the checkpoint"),
+        ("--language=vi|en", "is not a language, such as"),
+        ("--language=<|endoftext|>", "is not a language, such as"),
+        ("--language=transcribe", "is not a language, such as"),
+        ("--language=tiếng", "is not a language, such as"),
+        ("--language={long}", "is not a language, such as"),
+        ("{train} --resume {morse}", "was saved by recipes/whisper_morse.py"),
+    ],
+    whisper_morse: [
+        ("--train_manifest {train_file} --data_dir {here}", "both name recordings"),
+        ("--test_manifest {train_file} --data_dir {here} --evaluate", "recordings to test on"),
+        ("--wpm 30 20", "--wpm 30 20: give two numbers from 5 to 150, the lower one first"),
+        ("--verify_gpu --wpm 30 20", "give two numbers from 5 to 150, the lower one first"),
+        ("--wpm 1 2", "argument --wpm: 1 is out of range: it must be at least 5"),
+        ("--wpm 100 1e12", "argument --wpm: 1e12 is out of range: it must be at most 150"),
+        ("--tone 5000 6000", "argument --tone: 5000 is out of range: it must be at most 4000"),
+        ("--snr_db 4000 5000", "argument --snr_db: 4000 is out of range: it must be at most 100"),
+        ("--clips_per_epoch 2147483647", "it must be at most 10000000"),
+        ("--eval_clips 2147483647", "it must be at most 1000000"),
+        ("--conditions wide", "training needs a model to start from"),
+        ("--data_dir {here}/gone --from_scratch", "neither splits/train.csv nor metadata.csv"),
+        ("--alignment_weight 0.3 --ctc_weight 0.3", "give one of them"),
+        ("--alignment_weight 0.3 --model_dir {hf}", "a released encoder is aligned already"),
+        ("--speed_perturbation", "would move what --alignment_weight trains on"),
+        ("--wave_augment", "--wave_augment would move what --alignment_weight trains on"),
+        ("--evaluate --model_dir {hf} --language en", "--evaluate needs a test set"),
+        ("--snr 5", "did you mean --snr_db?"),
+        ("--align a.wav a.txt", "recipes/wav2vec2_ctc.py aligns a recording with its text"),
+        ("--snr_db 5", "argument --snr_db: expected 2 arguments"),
+        ("--clip_seconds 60", "it must be at most 29"),
+        ("--conditions contest", "invalid choice: 'contest'"),
+        ("--resume {saved} --d_model 64", "--d_model 64 (the checkpoint has 16) conflicts"),
+        ("--resume {saved} --language vi", "--language vi (the checkpoint has en) conflicts"),
+        ("--resume {best}", "holds weights only"),
+    ],
+    parakeet_tdt: [
+        ("{train} --model_dir {hf} --ctc_weight 0.3", "0.3: the model has no CTC head"),
+        ("{train} --model_file {here}/cut.nemo", "is not a .nemo archive"),
+        ("{train} --resume {saved} --vocab_size 500", "--vocab_size 500 (the checkpoint has "),
+        ("{train} --add_tokens % --model_dir {hf}", "makes a model with it, which --model_dir"),
+        ("{train} --from_scratch --vocab_size 5", "--vocab_size 5 is too few for the "),
+        ("--evaluate --model_dir {hf}", "trained on other data than the demo corpus"),
+        ("--resume {saved}", "trained on other data than the demo corpus"),
+    ],
+    wav2vec2_ctc: [
+        ("{train} --vocab own --from_scratch", "--vocab"),
+        ("{train} --vocab own --init_from {saved}", "--vocab goes with --model_dir or"),
+        ("{train} --language deu --from_scratch", "--language"),
+    ],
+}
+
+
+def all_rows():
+    for case in CASES:
+        if not case.transcribes or case.recipe not in OF_ONE:
+            continue
+        rows = [*OF_EVERY, *OF_ONE[case.recipe]]
+        if case.reads_export:
+            rows += OF_A_RELEASED
+        if case.reads_export and case.recipe is not whisper_morse:
+            rows += OF_OWN_DATA
+        for words, message in rows:
+            yield pytest.param(case, words, message, id=f"{case.name} {words[:60]}")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_models():
+    with pytest.MonkeyPatch.context() as patch:
+        make_small(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def made(konkani, tmp_path_factory):
+    """made(case): the files of a run of two updates, and with `tuned` of one from its export."""
+
+    @functools.cache
+    def make(case) -> dict[str, str]:
+        folder = tmp_path_factory.mktemp(case.name)
+        data = case.material(konkani, folder)
+        steps = [*SHORT, "--save_every", "1"]
+        export = ["--export", folder / "hf"] if case.reads_export else []
+        flags = [*contract.flags_of(case, data), *steps]
+        ran(case.recipe, *flags, *export, "--output_dir", folder)
+        if (folder / "hf" / "model.pt").exists():
+            (folder / "alone").mkdir()
+            shutil.copy(folder / "hf" / "model.pt", folder / "alone")
+        places = {
+            "train": " ".join(map(str, [*data, *case.limits.split()])),
+            "alone": folder / "alone" / "model.pt",
+            "hf": folder / "hf",
+            "best": folder / "checkpoints" / "best.safetensors",
+            "saved": checkpoint.list_checkpoints(folder / "checkpoints")[0],
+        }
+        if case.reads_export:
+            start = [*data, *case.limits.split(), "--model_dir", folder / "hf", *steps]
+            ran(case.recipe, *start, "--output_dir", folder / "tuned")
+            places["tuned"] = checkpoint.list_checkpoints(folder / "tuned" / "checkpoints")[0]
+        return {name: str(path) for name, path in places.items()}
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory, konkani) -> Path:
+    """A folder with what a user may name by mistake."""
+    folder = tmp_path_factory.mktemp("here")
+    os.mkfifo(folder / "pipe")
+    for name in ("empty", "foreign"):
+        (folder / name).mkdir()
+    (folder / "foreign" / "mine.txt").touch()
+    rows = [{"audio_filepath": f"{number}.mp3", "text": "xin chào"} for number in range(2)]
+    (folder / "mp3.json").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    (folder / "cut.nemo").write_bytes(bytes(1000))
+    shutil.copy(next(Path(konkani["val"]).parent.rglob("*.wav")), folder / "a.wav")
+    return folder
+
+
+@pytest.mark.parametrize(("case", "words", "message"), list(all_rows()))
+def test_a_mistake_is_answered_in_one_line_before_anything_is_trained(
+    case, words, message, made, here, konkani, tmp_path, no_hang
+):
+    morse = next(each for each in CASES if each.recipe is whisper_morse)
+    names = {
+        **made(case),
+        "morse": made(morse)["saved"] if "{morse}" in words else "",
+        "here": here,
+        "out": tmp_path / "out",
+        "start": case.model,
+        "train_file": konkani["train"],
+        "long": "x" * 300,
+        "huge": "--d_model 8192 --encoder_layers 128 --decoder_layers 128",
+    }
+    words = words.format(**names).split()
+    status, err = refused(case.recipe, "--output_dir", tmp_path / "out", *words)
+    assert status in (1, 2) and message.format(**names) in err and len(err) < 1000, err
+    assert not list(tmp_path.rglob("checkpoint_step*")) and not list(tmp_path.rglob("data"))
+
+
+# --- damaged records ------------------------------------------------------------------------------
+
+CONFIG = ("model_info", "config")
+DAMAGED = {  # what is changed in the records of best.safetensors, and a part of the message
+    konkani_conformer: [
+        ((*CONFIG, "encoder_layers"), 10**9, "encoder_layers is '1000000000'"),
+        ((*CONFIG, "encoder_layers"), 3, "not those of the model that it"),
+        ((*CONFIG, "encoder_layers"), "1", "encoder_layers is '1'"),
+        ((*CONFIG, "d_model"), 1 << 40, "d_model is '1099511627776'"),
+        ((*CONFIG, "d_model"), 32, ""),
+        ((*CONFIG, "attention_heads"), 3, ""),
+        ((*CONFIG, "subsampling"), [4], "subsampling is '[4]'"),
+        (CONFIG, None, "config is 'None'"),
+        (CONFIG, {}, ""),
+        (("model_info", "characters"), None, "characters is 'None'"),
+        (("model_info", "characters"), [], ""),
+        (("model_info", "characters"), [3], "characters[0] is '3'"),
+        (("model_info", "characters"), "abc", "characters is 'abc'"),
+        (("run_info", "longest"), "10", "longest is '10'"),
+        (("run_info", "held_out"), [3], "held_out[0] is '3'"),
+    ],
+    whisper_morse: [
+        ((*CONFIG, "encoder_layers"), 10**9, "config.encoder_layers is '1000000000'"),
+        ((*CONFIG, "encoder_layers"), 128, "lacks 'encoder.layers.1."),
+        ((*CONFIG, "d_model"), 8192, "its configuration asks for"),
+        ((*CONFIG, "decoder_attention_heads"), 3, "does not divide d_model"),
+        ((*CONFIG, "vocab_size"), True, "config.vocab_size is 'True'"),
+        (("model_info", "tokenizer", "vocab"), {}, "is not a Whisper tokenizer"),
+        (("model_info", "tokenizer", "merges"), [["a", "b"]], "tokenizer.merges[0] is"),
+        (("model_info", "tokenizer", "language"), "xx", "Whisper has no token for it"),
+        (("model_info", "generation"), {"suppress_tokens": [5000]}, "not those of its tokenizer"),
+        (("model_info", "ctc_tokens"), 3, "not those of its tokenizer"),
+        (("run_info", "pad_from"), "0", "pad_from is '0'"),
+        (("run_info", "data", "longest"), float("nan"), "longest is 'nan'"),
+        (("run_info", "data", "longest"), 1e-300, "longest is '1e-300'"),
+        (("run_info", "synthesis", "wpm"), [4, 10**9], "wpm is '[4, 1000000000]'"),
+        (("run_info", "synthesis", "conditions"), ["x"], "conditions is"),
+    ],
+    parakeet_tdt: [
+        ((*CONFIG, "layers"), 10**9, "config.layers is '1000000000'"),
+        ((*CONFIG, "layers"), 128, "lacks 'encoder.layers.2."),
+        ((*CONFIG, "d_model"), 8192, "its configuration asks for"),
+        ((*CONFIG, "heads"), 3, "heads does not divide d_model"),
+        ((*CONFIG, "kernel"), True, "config.kernel is 'True'"),
+        ((*CONFIG, "durations"), [0], "config.durations is '[0]'"),
+        ((*CONFIG, "ctc"), False, "has unexpected 'ctc_head."),
+        (("model_info", "tokenizer", "sentencepiece"), "00", "tokenizer"),
+        (("model_info", "loss", "reduction"), "sum", "loss.reduction is 'sum'"),
+        (("model_info", "loss", "omega"), 1.5, "loss.omega is '1.5'"),
+    ],
+    wav2vec2_ctc: [
+        (CONFIG, {}, "config"),
+        (("model_info", "style"), {"form": 3}, "style"),
+        (("model_info", "new_pieces"), "x", "new_pieces"),
+    ],
+    matcha_voice: [
+        ((*CONFIG, "heads"), 7, "no model has the shape"),
+        ((*CONFIG, "channels"), 17, "no model has the shape"),
+        (("model_info", "symbols"), ["_", "^", "$", " ", ""], "symbols"),
+        (("model_info", "speakers"), [], "speakers"),
+    ],
+}
+
+
+def damaged_records():
+    for case in CASES:
+        for place, value, message in DAMAGED.get(case.recipe, ()):
+            words = f"{case.name} {' '.join(place[1:])} {value}"
+            yield pytest.param(case, place, value, message, id=words[:70])
+
+
+def damage(path: Path, target: Path, place: tuple[str, ...], value) -> None:
+    """Copies a best.safetensors with another value in its records."""
+    with safe_open(path, framework="pt") as file:
+        header = file.metadata()
+    record, *folders, name = place
+    content = json.loads(header[record])
+    functools.reduce(dict.__getitem__, folders, content)[name] = value
+    header[record] = json.dumps(content)
+    save_file(load_file(path), target, header)
+
+
+@pytest.mark.parametrize(("case", "place", "value", "message"), list(damaged_records()))
+def test_damaged_records_are_named_before_weights_are_read(
+    case, place, value, message, made, tmp_path, no_hang
+):
+    target = tmp_path / "best.safetensors"
+    damage(Path(made(case)["best"]), target, place, value)
+    flags = ["--evaluate", "--resume", target, *contract.held_out(made(case)["train"].split())]
+    status, err = refused(case.recipe, *flags, *case.limits.split(), "--output_dir", tmp_path)
+    assert status == 2 and message in err and len(err) < 600, err
