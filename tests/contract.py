@@ -42,11 +42,18 @@ os.replace = killed
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe in the contract. `model`: the flags of a tiny model. `material(corpus, folder)`: the
-    flags of its data, made of the manifests of a spoken corpus. `exact`: flags without which a loss
-    depends on chance or, in 64 bits, on the size of a batch. `draws`: training utterances are drawn
-    anew in each epoch. `counts_audio`: `seconds` are those of the audio. `limits`: flags that the
-    model's longest input asks for. `consent`: what an export asks for. `reads_export`: it can start from its own export. `transcribes`: it is a recogniser."""
+    """A recipe in the contract.
+
+    `model`         the flags of a tiny model
+    `material`      (corpus, folder) to the flags of its data, which may be made in the folder of
+                    the manifests of a spoken corpus
+    `exact`         flags without which a loss depends on chance, or on the size of a batch
+    `draws`         whether training utterances are drawn anew in each epoch
+    `counts_audio`  whether `seconds` are those of the audio
+    `limits`        flags that the model's longest input asks for
+    `exports`       whether it exports; `consent`: the flags that an export asks for
+    `reads_export`  whether a run can start from an export
+    `transcribes`   whether it is a recogniser"""
 
     recipe: ModuleType
     model: str
