@@ -25,6 +25,7 @@ from these and from the names and shapes of the released checkpoints.
 import functools
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,24 +128,24 @@ def resolve(args) -> Options:
 # --- data -----------------------------------------------------------------------------------------
 
 
-def read_data(args, before: RunInfo | None = None) -> dict[str, Corpus]:
+def read_data(asked: Options, before: RunInfo | None = None) -> dict[str, Corpus]:
     """The corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is given.
     What the run `before`, which is resumed or used, held out is held out again."""
-    folder = Path(args.output_dir) / "data" / "amharic_voice"
+    folder = Path(asked.output_dir) / "data" / "amharic_voice"
     words = demo.AMHARIC_WORDS
     return splits.load_splits(
-        splits.resolve(args, before, for_synthesis=True),
+        splits.again(asked.data, before),
         text.normalise,
         demo=lambda: demo.speech_corpus(folder, words, DEMO_VOICES, DEMO_SIZES, manner=DEMO_MANNER),
-        stand_in=lambda: splits.stand_in(args.max_duration),
+        stand_in=lambda: splits.stand_in(asked.max_duration),
     )
 
 
-def check_corpora(args, corpora: dict[str, Corpus], language: str) -> dict[str, Corpus]:
+def check_corpora(asked: Options, corpora: dict[str, Corpus], language: str) -> dict[str, Corpus]:
     """The corpora, with what the voice reads of their texts, without what harms the training. A
     demo and a dry run's stand-in are as they should be."""
     start.read_corpora(corpora, language)
-    if not splits.resolve(args).manifests:
+    if not asked.data.manifests:
         return corpora
 
     def fault(corpus: Corpus, index: int) -> tuple[str, str] | None:
@@ -155,29 +156,29 @@ def check_corpora(args, corpora: dict[str, Corpus], language: str) -> dict[str, 
             return reason, f"{tokens} tokens in {frames} frames"
         return start.text_fault(language, corpus, index)
 
-    return checks.check_speech(corpora, args.strict_data, fault)
+    return checks.check_speech(corpora, asked.strict_data, fault)
 
 
-def check_data(args, asked: Options) -> None:
+def check_data(asked: Options) -> None:
     """--check_data, as the language of the flags, or of the voice that they name, is read."""
     saved = None
-    if not asked.language and args.init_from:
-        saved = checkpoint.read_weights(args.init_from, RECIPE)
+    if not asked.language and asked.init_from:
+        saved = checkpoint.read_weights(asked.init_from, RECIPE)
     elif not asked.language:
-        saved = checkpoint.newest(args.resume, args.checkpoint_dir, RECIPE)
+        saved = checkpoint.newest(asked.origin.resume, asked.origin.checkpoint_dir, RECIPE)
     language = start.language_of(asked, saved)
-    splits.say_checked(check_corpora(args, read_data(args), language))
+    splits.say_checked(check_corpora(asked, read_data(asked), language))
 
 
 class Utterances:
     """A set of utterances as the voice learns them. The noise at which the flow starts and the time
     on its way depend on (seed, epoch, index) alone, in evaluation on (0, 0, index)."""
 
-    def __init__(self, args, corpus: Corpus, info: ModelInfo, training: bool):
+    def __init__(self, asked: Options, corpus: Corpus, info: ModelInfo, training: bool):
         self.corpus = corpus
         self.tokens = Tokens(info.symbols)
         self.speakers = speaker_numbers(corpus, info.speakers)
-        self.seed = args.seed
+        self.seed = asked.seed
         self.training = training
 
     def __len__(self) -> int:
@@ -356,15 +357,14 @@ def trained(asked: Options, setup: device.Setup) -> tuple[Voice, ModelInfo, RunI
     return voice_of(info, model, folder), info, before
 
 
-def synthesise(args, asked: Options) -> None:
+def synthesise(
+    asked: Options, how: Flags, wanted: list[str], outputs: list[Path], setup: device.Setup
+) -> None:
     """--synthesize: a wav for each text."""
-    wanted = reading.texts_of(args.synthesize)
-    outputs = judge.outputs_of(args.output, len(wanted), options.paths_in(args, "output"))
-    setup = device.setup(args, quiet=True)
     voice, info, _ = trained(asked, setup)
-    number = start.speaker_of(args.speaker, info)
+    number = start.speaker_of(how.speaker, info)
     start.check_texts(wanted, voice)
-    settings = Settings(args.speed, args.temperature, args.seed)
+    settings = Settings(how.speed, how.temperature, asked.seed)
     with setup.autocast(), finite_layers():
         spoken = decoding.speak(voice, wanted, settings, [number] * len(wanted))
         for path, waveform in zip(outputs, spoken, strict=True):
@@ -373,15 +373,16 @@ def synthesise(args, asked: Options) -> None:
 
 
 @torch.no_grad()
-def evaluate_only(args, asked: Options) -> None:
-    """--evaluate on the test set, or --export, without training."""
-    setup = device.setup(args)
+def evaluate_only(asked: Options, setup: device.Setup, batches_of: Callable) -> None:
+    """--evaluate on the test set, or --export, without training. `batches_of`: `EvalBatches` with
+    the flags."""
     voice, info, before = trained(asked, setup)
-    if args.evaluate:
-        corpora = check_corpora(args, read_data(args, before), info.language)
+    if asked.evaluate:
+        corpora = check_corpora(asked, read_data(asked, before), info.language)
         corpora.pop("train", None)
-        start.check_known(corpora, info, args.allow_unknown)
-        evaluation = evaluation_sets(args, corpora, info, setup)
+        start.check_known(corpora, info, asked.allow_unknown)
+        sets = make_sets(asked, info, corpora)
+        evaluation = {name: batches_of(sets[name], collate, setup) for name in sets}
         name = "test" if "test" in corpora else "val"
         with setup.autocast():
             report_results(LogMel().to(setup.device), voice.model, evaluation, "the given weights")
@@ -390,17 +391,16 @@ def evaluate_only(args, asked: Options) -> None:
     start.export(asked, voice, info, card.About(RECIPE, asked.model_file, weights, before))
 
 
-def evaluation_sets(
-    args, corpora: dict[str, Corpus], info: ModelInfo, setup: device.Setup
-) -> dict[str, EvalBatches]:
+def make_sets(asked: Options, info: ModelInfo, corpora: dict[str, Corpus]) -> dict[str, Utterances]:
+    """The sets of utterances."""
     return {
-        name: EvalBatches(args, Utterances(args, corpus, info, False), collate, setup)
+        name: Utterances(asked, corpus, info, training=name == "train")
         for name, corpus in corpora.items()
     }
 
 
 def make_task(
-    args, run: Run, family: Family, info: ModelInfo, run_info: RunInfo, log_mel: LogMel
+    asked: Options, run: Run, info: ModelInfo, run_info: RunInfo, log_mel: LogMel
 ) -> Task:
     """The task, all that the loop knows of this recipe."""
     return Task(
@@ -412,16 +412,16 @@ def make_task(
         run_info,
         metric="flow",
         higher_is_better=False,
-        fit=functools.partial(fit, log_mel, info, args.seed),
+        fit=functools.partial(fit, log_mel, info, asked.seed),
         learning_rate=start.learning_rate(info),
         checkpointed=CHECKPOINTED,
         compiled=COMPILED,
         adamw=optim.Settings(BETAS, decay_embeddings=False),
         fine_tunes=info.pretrained or run.initial is not None,
-        vocabulary=family.vocabulary(info, run.initial),
+        vocabulary=Family(asked).vocabulary(info, run.initial),
         reports=(
-            *held_out.reports(args.output_dir),
-            *vocoder_training.reports(args.checkpoint_dir),
+            *held_out.reports(asked.output_dir),
+            *vocoder_training.reports(asked.origin.checkpoint_dir),
         ),
     )
 
@@ -429,36 +429,38 @@ def make_task(
 def main(args) -> None:
     asked = resolve(args)
     if args.check_data:
-        return check_data(args, asked)
+        return check_data(asked)
     if args.synthesize:
-        return synthesise(args, asked)
+        wanted = reading.texts_of(args.synthesize)
+        outputs = judge.outputs_of(args.output, len(wanted), options.paths_in(args, "output"))
+        how = options.read_record(Flags, args)
+        return synthesise(asked, how, wanted, outputs, device.setup(args, quiet=True))
     if args.evaluate or released.exports_only(asked.origin):
-        return evaluate_only(args, asked)
+        return evaluate_only(asked, device.setup(args), functools.partial(EvalBatches, args))
     run = begin(args, RECIPE)
     before = released.read_run_info(RunInfo, run.resumed)
     language = start.language_of(asked, run.resumed or run.initial)
-    corpora = check_corpora(args, read_data(args, before), language)
-    family = start.Family(asked)
-    info, model = family.first_model(run, lambda: corpora["train"])
-    start.check_known(corpora, info, args.allow_unknown)
+    corpora = check_corpora(asked, read_data(asked, before), language)
+    info, model = Family(asked).first_model(run, lambda: corpora["train"])
+    start.check_known(corpora, info, asked.allow_unknown)
     start.describe(info, model)
 
-    data = Utterances(args, corpora.pop("train"), info, training=True)
-    global_batches = GlobalBatches(args, data, collate, run.setup)
-    evaluation = evaluation_sets(args, corpora, info, run.setup)
-    run_info = splits.run_info(splits.resolve(args), {"train": data.corpus, **corpora})
+    sets = make_sets(asked, info, corpora)
+    global_batches = GlobalBatches(args, sets.pop("train"), collate, run.setup)
+    evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
+    run_info = splits.run_info(asked.data, corpora)
     log_mel = LogMel().to(run.setup.device)
-    task = make_task(args, run, family, info, run_info, log_mel)
+    task = make_task(asked, run, info, run_info, log_mel)
     train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, log_mel, model, evaluation)
     best = finish(args, run, model, task, report)
     if args.vocoder_steps:
-        train_vocoder(args, info, run_info, data.corpus, corpora["val"])
+        train_vocoder(args, info, run_info, corpora["train"], corpora["val"])
     if best:  # on the first rank
         voice = voice_of(info, model, args.checkpoint_dir)
         start.export(asked, voice, info, card.About(RECIPE, asked.model_file, best, run_info))
         with run.setup.autocast():
-            held_out.draw(args.log_dir / held_out.PICTURE, voice, corpora["val"])
+            held_out.draw(asked.log_dir / held_out.PICTURE, voice, corpora["val"])
             held_out.speak_held_out(asked.held_out, run.setup, voice, corpora["val"])
 
 

@@ -52,6 +52,7 @@ from common.parts.replay import make_batches
 from models import card, released
 from models.xtts import new_tokens, speaking, start, texts
 from models.xtts.codec import SAMPLE_RATE, SAMPLES_PER_CODE, code_count
+from models.xtts.decoding import Sampling
 from models.xtts.frozen import Frozen
 from models.xtts.model import CHECKPOINTED, COMPILED, GPT
 from models.xtts.speaking import Synthesiser
@@ -119,23 +120,23 @@ def resolve(args) -> Options:
 # --- data -----------------------------------------------------------------------------------------
 
 
-def read_data(args, before: RunInfo | None = None) -> dict[str, Corpus]:
+def read_data(asked: Options, before: RunInfo | None = None) -> dict[str, Corpus]:
     """The corpora "train", "val" and, if there is one, "test". What the run `before`, which is
     resumed or used, held out is held out again."""
     return splits.load_splits(
-        splits.resolve(args, before, for_synthesis=True),
+        splits.again(asked.data, before),
         text.normalise,
-        stand_in=lambda: splits.stand_in(args.max_duration, texts.MAX_TEXT),
+        stand_in=lambda: splits.stand_in(asked.max_duration, texts.MAX_TEXT),
     )
 
 
 def check_corpora(
-    args, corpora: dict[str, Corpus], reader: Texts, config: dict
+    asked: Options, corpora: dict[str, Corpus], reader: Texts, config: dict
 ) -> dict[str, Corpus]:
     """The corpora without what harms the training, and without texts and clips that the model has
     no letters or positions for. A dry run's stand-in is as it should be. Raises `DataError` if the
     vocabulary lacks many characters."""
-    if not splits.resolve(args).manifests:
+    if not asked.data.manifests:
         return corpora
     most_codes = config["mel_positions"] - STOPS
 
@@ -146,18 +147,18 @@ def check_corpora(
             reason = f"clip is longer than {most_codes} codes", f"{codes} codes"
         return reason
 
-    corpora = checks.check_speech(corpora, args.strict_data, fault)
+    corpora = checks.check_speech(corpora, asked.strict_data, fault)
     if reader.vocabulary:
-        reader.check_unknown(corpora, args.allow_unknown)
+        reader.check_unknown(corpora, asked.allow_unknown)
     return corpora
 
 
-def check_data(args, asked: Options) -> None:
+def check_data(asked: Options) -> None:
     """--check_data, for the model that flags name."""
     info, before = known_info(asked)
-    corpora = read_data(args, before)
+    corpora = read_data(asked, before)
     reader, config = reader_of(asked, info, before is None, corpora)
-    splits.say_checked(check_corpora(args, corpora, reader, config))
+    splits.say_checked(check_corpora(asked, corpora, reader, config))
 
 
 class Utterances:
@@ -165,8 +166,10 @@ class Utterances:
     another one of its speaker, depends on (seed, epoch, index) alone; in evaluation it has the
     middle length and is the beginning of the clip."""
 
-    def __init__(self, args, corpus: Corpus, vocabulary: Texts, info: ModelInfo, training: bool):
-        self.args = args
+    def __init__(
+        self, asked: Options, corpus: Corpus, vocabulary: Texts, info: ModelInfo, training: bool
+    ):
+        self.seed = asked.seed
         self.corpus = corpus
         self.vocabulary = vocabulary
         self.training = training
@@ -209,7 +212,7 @@ class Utterances:
                 f"{self.corpus.where(index)}: it has become longer since it was checked:"
                 f" {len(waveform) / SAMPLE_RATE:.2f} s; start again, which checks all clips"
             )
-        random = np.random.default_rng([self.args.seed, epoch, index])
+        random = np.random.default_rng([self.seed, epoch, index])
         shortest, longest = self.slice
         length = (shortest + longest) // 2
         if self.training:
@@ -401,19 +404,18 @@ def trained(asked: Options, setup: device.Setup) -> tuple[Synthesiser, ModelInfo
     return start.trained(asked, setup)
 
 
-def show_text(args, asked: Options) -> None:
+def show_text(asked: Options, wanted: list[str]) -> None:
     """--show_text, by the model that flags name."""
     info, before = known_info(asked)
     reader, config = reader_of(asked, info, before is None, {})
-    texts.show(args.show_text, reader, most_text(config))
+    texts.show(wanted, reader, most_text(config))
 
 
-def synthesise(args, asked: Options) -> None:
+def synthesise(
+    asked: Options, wanted: list[str], sampling: Sampling, outputs: list[Path], setup: device.Setup
+) -> None:
     """--synthesize: a wav for each text."""
-    wanted = reading.texts_of(args.synthesize)
-    sampling, outputs = speaking.resolve(args, len(wanted))
-    setup = device.setup(args, quiet=True)
-    clips = speaking.read_references(args.speaker_wav, setup.device)
+    clips = speaking.read_references(asked.voices, setup.device)
     synthesiser, _, _ = trained(asked, setup)
     lines = [synthesiser.texts.check(line) for line in wanted]
     with setup.autocast(), finite_layers():
@@ -425,40 +427,39 @@ def synthesise(args, asked: Options) -> None:
 
 
 @torch.no_grad()
-def evaluate_only(args, asked: Options) -> None:
-    """--evaluate on the test set, or --export, without training."""
-    setup = device.setup(args)
+def evaluate_only(asked: Options, setup: device.Setup, batches_of: Callable) -> None:
+    """--evaluate on the test set, or --export, without training. `batches_of`: `EvalBatches` with
+    the flags."""
     synthesiser, info, before = trained(asked, setup)
-    if args.evaluate:
-        corpora = read_data(args, before)
+    if asked.evaluate:
+        corpora = read_data(asked, before)
         texts.read_corpora(synthesiser.texts, corpora)
-        corpora = check_corpora(args, corpora, synthesiser.texts, info.config)
+        corpora = check_corpora(asked, corpora, synthesiser.texts, info.config)
         name = "test" if "test" in corpora else "val"
         voices = corpora.pop("train", corpora[name])
-        sets = make_sets(args, corpora, synthesiser.texts, info)
-        evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
+        sets = make_sets(asked, corpora, synthesiser.texts, info)
+        evaluation = {name: batches_of(sets[name], collate, setup) for name in sets}
         with setup.autocast():
             report_results(synthesiser, evaluation, "the given weights")
         if asked.held_out.speak_held_out != 0:
             clips = speaking.speakers_of(voices)
             speaking.speak_held_out(asked.held_out, setup, synthesiser, corpora[name], clips)
-    about = card.About(RECIPE, args.model_dir, released.weights_file(asked.origin), before)
+    about = card.About(RECIPE, asked.origin.path, released.weights_file(asked.origin), before)
     start.export(asked, setup, info, synthesiser, {}, about)
 
 
 def make_sets(
-    args, corpora: dict[str, Corpus], vocabulary: Texts, info: ModelInfo
+    asked: Options, corpora: dict[str, Corpus], vocabulary: Texts, info: ModelInfo
 ) -> dict[str, Utterances]:
     """The sets of utterances."""
     sets = {}
     for name, corpus in corpora.items():
         is_trained = name in splits.TRAINED
-        sets[name] = Utterances(args, corpus, vocabulary, info, is_trained)
+        sets[name] = Utterances(asked, corpus, vocabulary, info, is_trained)
     return sets
 
 
 def make_task(
-    args,
     asked: Options,
     run: Run,
     info: ModelInfo,
@@ -470,7 +471,7 @@ def make_task(
     """The task, all that the loop knows of this recipe. `first_fit`: what a new model takes from
     the training data."""
     family = start.Family(asked)
-    watched = watching.watched(evaluation, args.stop_when_watched_rises)
+    watched = watching.watched(evaluation, asked.stop_when_watched_rises)
     languages: set[str] = set()
     for each in (evaluation["val"], *(watched.sets if watched else {}).values()):
         languages.update(synthesiser.texts.languages_of(each.dataset.data.corpus))
@@ -494,40 +495,42 @@ def make_task(
         fine_tunes=True,
         new_rows=start.new_rows(family, info, run.initial),
         vocabulary=family.vocabulary(info, run.initial),
-        reports=(str(judge.folder_of(args.output_dir)),),
+        reports=(str(judge.folder_of(asked.output_dir)),),
     )
 
 
 def main(args) -> None:
     asked = resolve(args)
     if args.show_text:
-        return show_text(args, asked)
+        return show_text(asked, args.show_text)
     if args.check_data:
-        return check_data(args, asked)
+        return check_data(asked)
     if args.synthesize:
-        return synthesise(args, asked)
+        wanted = reading.texts_of(args.synthesize)
+        spoken = speaking.resolve(args, len(wanted))
+        return synthesise(asked, wanted, *spoken, device.setup(args, quiet=True))
     if args.evaluate or released.exports_only(asked.origin):
-        return evaluate_only(args, asked)
+        return evaluate_only(asked, device.setup(args), functools.partial(EvalBatches, args))
     run = begin(args, RECIPE)
     before = released.read_run_info(RunInfo, run.resumed)
 
-    corpora = read_data(args, before)
-    run_info = splits.run_info(splits.resolve(args), corpora)
+    corpora = read_data(asked, before)
+    run_info = splits.run_info(asked.data, corpora)
     synthesiser, info, added = first_model(asked, run, corpora)
-    corpora = check_corpora(args, corpora, synthesiser.texts, info.config)
-    sets = make_sets(args, corpora, synthesiser.texts, info)
+    corpora = check_corpora(asked, corpora, synthesiser.texts, info.config)
+    sets = make_sets(asked, corpora, synthesiser.texts, info)
 
     new, old = sets.pop("train"), sets.pop(replay.REPLAY, None)
     global_batches = make_batches(args, new, collate, run.setup, old)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
-    first_fit = functools.partial(fit, synthesiser.frozen, added, args.seed)
-    task = make_task(args, asked, run, info, run_info, synthesiser, first_fit, evaluation)
+    first_fit = functools.partial(fit, synthesiser.frozen, added, asked.seed)
+    task = make_task(asked, run, info, run_info, synthesiser, first_fit, evaluation)
     train(args, run, synthesiser.model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, synthesiser, evaluation)
     weights = finish(args, run, synthesiser.model, task, report)
     if weights:  # on the first rank
         clips = speaking.speakers_of(corpora["train"])
-        about = card.About(RECIPE, args.model_dir, weights, run_info)
+        about = card.About(RECIPE, asked.origin.path, weights, run_info)
         start.export(asked, run.setup, info, synthesiser, clips, about)
         speaking.speak_held_out(asked.held_out, run.setup, synthesiser, corpora["val"], clips)
 

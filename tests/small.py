@@ -52,6 +52,7 @@ def make_args(folder, *flags: str):
     watching.add_arguments(parser)
     parser.add_argument("--dropout", type=options.SHARE, default=0.0)
     args = parser.parse_args(["--output_dir", str(folder), *SHORT.split(), *flags])
+    args.rules.needs.clear()  # the sets are in memory, so that no manifest is named
     options.resolve(args, is_demo=False, demo_steps=0)
     return args
 

@@ -110,7 +110,7 @@ class Flags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Flags):
+class Options(Flags, splits.Request):
     """The request of the flags."""
 
     origin: Origin
@@ -157,6 +157,7 @@ def resolve(args, is_demo: bool) -> Options:
     return options.read_record(
         Options,
         args,
+        **splits.Request.resolve(args, for_synthesis=True),
         origin=origin,
         language=language and code_of(language),
         held_out=judge.resolve(args, released.exports_only(origin)),

@@ -79,7 +79,6 @@ VERSIONS = {"v2.0.0": 6153, "v2.0.1": 6153, "v2.0.2": 6681, "v2.0.3": 6681}
 SLICE = 66_150, 132_300  # the shortest and longest conditioning slice, samples
 LEARNING_RATE = 5e-6
 NEW_ROWS_RATE = 1e-4  # of tokens that are new
-TEXT_FLAGS = {"use_amharic_g2p", "extend_vocab"}
 
 EXCLUDES = (
     ("synthesize", "export", "give one of them"),
@@ -181,14 +180,13 @@ class OtherNames:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Start, Training):
+class Options(Start, Training, splits.Request):
     """The request of the flags. `recipe`: its name in checkpoints; `voices`: the clips of
     --speaker_wav."""
 
     origin: Origin
     recipe: str
     text: texts.TextOptions
-    seed: int
     voices: list[str]
     held_out: judge.HeldOut
 
@@ -240,11 +238,11 @@ def resolve(args, recipe: str) -> Options:
     return options.read_record(
         Options,
         args,
+        **splits.Request.resolve(args, for_synthesis=True),
         origin=origin,
         recipe=recipe,
         language=language,
         text=texts.resolve(args, language),
-        seed=args.seed,
         voices=args.speaker_wav or [],
         held_out=judge.resolve(args, released.exports_only(origin)),
     )

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -66,6 +66,33 @@ class DataOptions:
     checks: Checks
     planned: bool = False
     had_others: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a recipe reads of the flags that all have, by their names. Flags that it lacks are None.
+    `data`: what is read."""
+
+    data: DataOptions
+    train_manifest: list[str] | None
+    evaluate: bool
+    init_from: str | None
+    output_dir: str
+    log_dir: Path
+    seed: int
+    learning_rate: float | None
+    max_duration: float
+    use_chunking: bool
+    strict_data: bool
+    allow_unknown: bool | None
+    stop_when_watched_rises: bool | None
+
+    @staticmethod
+    def resolve(args, for_synthesis: bool = False) -> dict:
+        """The values of these fields, for `options.read_record`. Raises `UsageError`."""
+        names = [each.name for each in fields(Request) if each.name != "data"]
+        values = {name: getattr(args, name, None) for name in names}
+        return {**values, "data": resolve(args, for_synthesis=for_synthesis)}
 
 
 @dataclass(frozen=True)

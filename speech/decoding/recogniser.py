@@ -3,7 +3,7 @@ results at the end are in results.py."""
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -86,31 +86,15 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(Augmentation):
-    """The request of a recogniser's flags, by their names. `how`: decoding and transcribing.
-    `data`: what is read. Flags that a recipe lacks are None."""
+class Request(Augmentation, splits.Request):
+    """The request of a recogniser's flags. `how`: decoding and transcribing."""
 
     how: Options
-    data: splits.DataOptions
-    train_manifest: list[str] | None
-    evaluate: bool
-    init_from: str | None
-    output_dir: str
-    log_dir: Path
-    seed: int
-    learning_rate: float | None
-    max_duration: float
-    use_chunking: bool
-    strict_data: bool
-    allow_unknown: bool | None
-    stop_when_watched_rises: bool | None
 
     @staticmethod
     def resolve(args, how: Options) -> dict:
         """The values of these fields, for `options.read_record`. Raises `UsageError`."""
-        names = [each.name for each in fields(Request) if each.name not in ("how", "data")]
-        values = {name: getattr(args, name, None) for name in names}
-        return {**values, "how": how, "data": splits.resolve(args)}
+        return {**splits.Request.resolve(args), "how": how}
 
 
 # --- flags ----------------------------------------------------------------------------------------

@@ -13,14 +13,14 @@ import torch
 
 from common import checkpoint
 from common.batches import to_device
-from models.matcha import held_out, model, onnx, start, vocoder, vocoder_training
+from models.matcha import formats, held_out, model, onnx, start, vocoder, vocoder_training
 from models.matcha.mels import HOP, SAMPLE_RATE, LogMel
 from models.matcha.model import Matcha
 from models.matcha.vocoder import GriffinLim
 from recipes import matcha_voice as recipe
 from speech.data.splits import Checks, load_corpus
 from tests.models.matcha import plain
-from tests.recipes.runs import parse, ran, refused
+from tests.recipes.runs import newest, parse, ran, refused
 
 CPU = torch.device("cpu")
 TINY = {
@@ -203,6 +203,22 @@ def test_init_from_keeps_the_letters_that_both_have(trained, noise, tmp_path):
     best = folder / "checkpoints" / "best.safetensors"
     out = ran(recipe, *both(noise), *ONE, "--init_from", best, "--output_dir", tmp_path)
     assert "initialised" in out
+
+
+def test_released_weights_get_the_tokens_and_speakers_of_the_training_set(
+    noise, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(model.SIZES, "full", TINY)
+    released = Matcha({**TINY, "symbols": len(formats.RELEASED), "speakers": 9})
+    torch.save({"state_dict": released.state_dict()}, tmp_path / "matcha_vctk.ckpt")
+    flags = [*both(noise)[:4], *ONE, "--output_dir", tmp_path]
+    out = ran(recipe, *flags, "--model_file", tmp_path / "matcha_vctk.ckpt")
+    assert out.count(formats.LICENCE) == 1 and "2 speakers" in out
+    assert "tokens are letters of the released model" in out
+    info = newest(tmp_path, recipe).model_info
+    assert info["pretrained"] and info["config"]["symbols"] == len(info["symbols"]) < 40
+    out = ran(recipe, *flags, "--max_steps", 3, "--resume", "auto")
+    assert "(step 2)" in out and formats.LICENCE not in out
 
 
 def test_one_voice_is_made_of_several(trained, noise, tmp_path):

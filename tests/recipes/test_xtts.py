@@ -782,11 +782,12 @@ def test_the_language_of_a_row_goes_before_that_of_the_flag(places, json_lines, 
     ]
     corpus, _ = load_corpus(json_lines(tmp_path / "m.json", rows), recipe.text.normalise, Checks())
     args = runs.parse(recipe, *tuning(places))
-    info, _, _ = chosen(recipe.resolve(args))
+    asked = recipe.resolve(args)
+    info, _, _ = chosen(asked)
     reader = texts.Texts(info)
     texts.read_corpora(reader, {"val": corpus})
-    assert len(recipe.check_corpora(args, {"val": corpus}, reader, info.config)["val"]) == 4
-    data = recipe.Utterances(args, corpus, reader, info, training=True)
+    assert len(recipe.check_corpora(asked, {"val": corpus}, reader, info.config)["val"]) == 4
+    data = recipe.Utterances(asked, corpus, reader, info, training=True)
     german, *others = [row.tolist() for row in data.tokens]
     assert german == reader.encode("no", "de") and others == [reader.encode("no")] * 3
     assert [data.item(index, 0)["language"] for index in range(4)] == ["de", "am", "am", "am"]
