@@ -361,7 +361,7 @@ def test_seconds_are_frames_of_80_ms():
 WORDS = {  # pieces with their frames, and the words
     "no token": ("", ""),
     "spaces alone": ("▁:1+1 ▁:2+1", ""),
-    "nothing ends after the utterance": ("▁a:0+1 ▁b:4+4 .:48+4", "a:0-1 b.:4-50"),
+    "nothing ends after the utterance": ("▁a:0+1 ▁b:48+4 .:49+4", "a:0-1 b.:48-50"),
     "punctuation takes no time": ('▁b:1+2 .:6+3 ":10+4 ▁a:15+1', 'b.":1-3 a:15-16'),
     "several marks of a piece": ("▁b:1+2 ...:6+3", "b...:1-3"),
     "punctuation alone is of the word before": ("▁a:3+1 ▁:10+4 .:20+4 ▁b:30+1", "a .:3-14 b:30-31"),
