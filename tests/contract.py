@@ -51,7 +51,6 @@ class Case:
     `draws`         whether training utterances are drawn anew in each epoch
     `counts_audio`  whether `seconds` are those of the audio
     `limits`        flags that the model's longest input asks for
-    `exports`       whether it exports; `consent`: the flags that an export asks for
     `reads_export`  whether a run can start from an export
     `transcribes`   whether it is a recogniser"""
 
@@ -62,8 +61,6 @@ class Case:
     draws: bool = True
     counts_audio: bool = True
     limits: str = ""
-    exports: bool = True
-    consent: str = ""
     reads_export: bool = False
     transcribes: bool = True
 
@@ -243,8 +240,8 @@ def trained(case: Case, data: list, folder: Path) -> SimpleNamespace:
     """A run that nothing has stopped: its flags, folder and stdout, and what it has exported."""
     flags = [*flags_of(case, data), *STEPS]
     more = ["--output_dir", folder]
-    if case.exports:
-        more += ["--export", folder / "exported", *case.consent.split()]
+    if case.reads_export:  # other exports are graphs, which take seconds
+        more += ["--export", folder / "exported"]
     out = runs.ran(case.recipe, *flags, *more)
     best = folder / "checkpoints" / "best.safetensors"
     return SimpleNamespace(flags=flags, data=data, folder=folder, out=out, best=best)
