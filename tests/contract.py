@@ -42,11 +42,17 @@ os.replace = killed
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe in the contract. `model`: the flags of a tiny model. `material(corpus, folder)`: the
-    flags of its data, made of the manifests of a spoken corpus. `exact`: flags without which a loss
-    depends on chance or, in 64 bits, on the size of a batch. `draws`: training utterances are drawn
-    anew in each epoch. `counts_audio`: `seconds` are those of the audio. `limits`: flags that the
-    model's longest input asks for. `consent`: what an export asks for. `reads_export`: it can start from its own export. `transcribes`: it is a recogniser."""
+    """A recipe in the contract.
+
+    `model`         the flags of a tiny model
+    `material`      (corpus, folder) to the flags of its data, which may be made in the folder of
+                    the manifests of a spoken corpus
+    `exact`         flags without which a loss depends on chance, or on the size of a batch
+    `draws`         whether training utterances are drawn anew in each epoch
+    `counts_audio`  whether `seconds` are those of the audio
+    `limits`        flags that the model's longest input asks for
+    `reads_export`  whether a run can start from an export
+    `transcribes`   whether it is a recogniser"""
 
     recipe: ModuleType
     model: str
@@ -55,8 +61,6 @@ class Case:
     draws: bool = True
     counts_audio: bool = True
     limits: str = ""
-    exports: bool = True
-    consent: str = ""
     reads_export: bool = False
     transcribes: bool = True
 
@@ -236,8 +240,8 @@ def trained(case: Case, data: list, folder: Path) -> SimpleNamespace:
     """A run that nothing has stopped: its flags, folder and stdout, and what it has exported."""
     flags = [*flags_of(case, data), *STEPS]
     more = ["--output_dir", folder]
-    if case.exports:
-        more += ["--export", folder / "exported", *case.consent.split()]
+    if case.reads_export:  # other exports are graphs, which take seconds
+        more += ["--export", folder / "exported"]
     out = runs.ran(case.recipe, *flags, *more)
     best = folder / "checkpoints" / "best.safetensors"
     return SimpleNamespace(flags=flags, data=data, folder=folder, out=out, best=best)

@@ -104,7 +104,7 @@ def rewritten(corpus: dict[str, str], folder: Path, text: Callable[[str, int], s
 DEMO = "--from_scratch --model_size demo"
 WHISPER = f"{DEMO} {' '.join(TINY)}"
 CASES = [
-    Case(template, "", manifests, draws=False, exports=False),
+    Case(template, "", manifests, draws=False),
     Case(konkani_conformer, " ".join(TINY), manifests),
     Case(whisper_morse, WHISPER, synthetic, limits="--max_duration 3.5", reads_export=True),
     Case(whisper_vietnamese, WHISPER, manifests, limits="--max_duration 3.5", reads_export=True),
@@ -135,7 +135,6 @@ CASES = [
         "--model_size demo --speak_held_out 0",
         in_konkani,
         counts_audio=False,
-        consent="--consent yes",
         transcribes=False,
     ),
 ]

@@ -142,7 +142,7 @@ def test_a_run_leaves_what_it_promises(case, whole):
     assert evaluated[-2:] == [3, 6] and evaluated[:-2] in ([], [0])
     assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, LAST + 1))
     assert "memory: peak " in whole.out and "resuming" not in whole.out
-    assert case.exports == ("exported to" in whole.out)
+    assert case.reads_export == ("exported to" in whole.out)
     if case.transcribes:
         assert len(runs.error_lines(whole.out)) == 2 and "reference:" in whole.out
         rows = contract.rows(whole.folder / "logs" / "transcripts.jsonl")
@@ -183,10 +183,10 @@ def test_a_plan_is_of_the_model_of_the_run_and_writes_nothing(case, whole, tmp_p
 
 
 def test_an_export_alone_is_that_of_the_end(case, whole, tmp_path):
-    if not case.exports:
-        pytest.skip("it exports nothing")
+    if not case.reads_export:
+        pytest.skip("it reads no export")
     base = whole.data[:2] if "--model_dir" in whole.data else []
-    flags = ["--resume", whole.best, "--export", tmp_path / "alone", *case.consent.split()]
+    flags = ["--resume", whole.best, "--export", tmp_path / "alone"]
     runs.ran(case.recipe, *flags, *base, "--output_dir", tmp_path)
     during = whole.folder / "exported"
     weights = [path for path in (tmp_path / "alone").iterdir() if path.stat().st_size > 20_000]

@@ -358,27 +358,26 @@ def test_seconds_are_frames_of_80_ms():
     assert record["segments"] == [{"start": 0.56, "end": 1.12, "text": "th a"}]
 
 
-def test_no_tokens_have_no_words():
-    assert record_of("") == {"text": "", "words": [], "segments": []}
-    assert record_of("▁:1+1 ▁:2+1") == {"text": "", "words": [], "segments": []}
+WORDS = {  # pieces with their frames, and the words
+    "no token": ("", ""),
+    "spaces alone": ("▁:1+1 ▁:2+1", ""),
+    "nothing ends after the utterance": ("▁a:0+1 ▁b:48+4 .:49+4", "a:0-1 b.:48-50"),
+    "punctuation takes no time": ('▁b:1+2 .:6+3 ":10+4 ▁a:15+1', 'b.":1-3 a:15-16'),
+    "several marks of a piece": ("▁b:1+2 ...:6+3", "b...:1-3"),
+    "punctuation alone is of the word before": ("▁a:3+1 ▁:10+4 .:20+4 ▁b:30+1", "a .:3-14 b:30-31"),
+    "also within a text": ("R:0+1 ▁&:2+1 ▁b:3+1", "R &:0-1 b:3-4"),
+    "spaces are not words": ("▁t:0+4 ▁:10+4 ▁:20+3 in:24+2 ▁:30+1", "t:0-4 in:20-26"),
+    "an unknown token begins a word": ("g:3+2 <unk>:6+2 ▁s:13+1", "g:3-5 ⁇:6-8 s:13-14"),
+    "bytes make characters": ("▁b:0+1 <0xC3>:1+1 <0xA9>:2+1 .:4+1 ▁a:6+1", "bé.:0-3 a:6-7"),
+    "bytes make punctuation": ("▁b:0+1 ▁:2+1 <0xC2>:3+1 <0xBB>:4+1", "b »:0-5"),
+}
 
 
-def test_nothing_ends_after_the_utterance():
-    assert words_of("▁a:0+1 ▁b:4+4 .:8+4", 6) == [("a", 0, 1), ("b.", 4, 6)]
-
-
-def test_punctuation_takes_no_time_after_other_punctuation_either():
-    assert words_of('▁b:1+2 .:6+3 ":10+4 ▁a:15+1') == [('b."', 1, 3), ("a", 15, 16)]
-    assert words_of("▁b:1+2 ...:6+3") == [("b...", 1, 3)]
-
-
-def test_punctuation_alone_belongs_to_the_word_before_it():
-    assert words_of("▁a:3+1 ▁:10+4 .:20+4 ▁b:30+1 ▁-:33+4 ▁t:40+1") == [
-        ("a .", 3, 14),
-        ("b -", 30, 31),
-        ("t", 40, 41),
-    ]
-    assert words_of("R:0+1 ▁&:2+1 ▁b:3+1") == [("R &", 0, 1), ("b", 3, 4)]
+@pytest.mark.parametrize("case", WORDS)
+def test_words_of_pieces(case):
+    row, expected = WORDS[case]
+    words = words_of(row, 50)
+    assert " ".join(f"{text}:{start:.0f}-{end:.0f}" for text, start, end in words) == expected
 
 
 def test_opening_punctuation_belongs_to_the_word_after_it():
@@ -387,28 +386,10 @@ def test_opening_punctuation_belongs_to_the_word_after_it():
     assert record["segments"] == [("s.", 0, 2), ("¿q?", 9, 14), ("(a)", 20, 22)]
 
 
-def test_spaces_between_words_are_not_words():
-    assert words_of("▁t:0+4 ▁:10+4 ▁:20+3 in:24+2 ▁:30+1") == [("t", 0, 4), ("in", 20, 26)]
-
-
 def test_a_space_that_is_decoded_to_one_is_no_part_of_a_word_as_in_nemo():
     tokenizer = make(["<unk>", "▁", *"abc"], prefix=False)  # as --train_tokenizer char makes it
     record = record_of("a:1+1 b:3+1 ▁:4+1 c:7+1 ▁:8+1 ▁:9+1 a:12+2", 20, tokenizer)
     assert record["words"] == [("ab", 1, 4), ("c", 7, 8), ("a", 12, 14)]
-
-
-def test_an_unknown_token_begins_a_word():
-    assert words_of("g:3+2 <unk>:6+2 ▁s:13+1 <unk>:14+1") == [
-        ("g", 3, 5),
-        ("⁇", 6, 8),
-        ("s", 13, 14),
-        ("⁇", 14, 15),
-    ]
-
-
-def test_bytes_make_characters():
-    assert words_of("▁b:0+1 <0xC3>:1+1 <0xA9>:2+1 .:4+1 ▁a:6+1") == [("bé.", 0, 3), ("a", 6, 7)]
-    assert words_of("▁b:0+1 ▁:2+1 <0xC2>:3+1 <0xBB>:4+1") == [("b »", 0, 5)]
 
 
 def test_a_vocabulary_of_characters():

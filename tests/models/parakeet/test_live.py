@@ -28,7 +28,6 @@ from tests.models.parakeet.test_decoding import BYTES, make
 SECONDS = 0.08  # of a frame
 WORDS = ["▁so", "▁a", "▁", "▁¿", "ng", "x", ".", ",", "?", "ma", "▁Yes.", "<de-DE>", "▁<fr-FR>"]
 TOKENIZER = make(["<unk>", *WORDS, *BYTES])
-TAGS = [TOKENIZER.pieces.index(piece) for piece in ("<de-DE>", "▁<fr-FR>")]
 CHINESE = make(["<unk>", "你", "好", "。", "吗", "▁", "▁a", "，"])
 
 

@@ -11,8 +11,6 @@ import torch
 import transformers
 
 from common import batches, layers, memory
-from common.device import Setup
-from common.engine import run_global_batch
 from models.whisper import model as whisper
 from models.whisper import scratch
 from models.whisper.model import FRAME, LAYERS, LogMel, Whisper, ctc_loss, gpu_lengths, token_loss
@@ -266,20 +264,6 @@ def test_eos_inside_a_text_counts():
     )
 
 
-def test_accumulation_is_exact():
-    model, items = make_model(), make_items(8)
-    results = []
-    for size in (1, 2, 4, 8):
-        model.zero_grad()
-        micro = [collate(items[i : i + size]) for i in range(0, 8, size)]
-        totals = {name: sum(batch["counts"][name] for batch in micro) for name in WEIGHTS}
-        outcome = run_global_batch(model, micro, totals, compute_loss, WEIGHTS, Setup())
-        assert outcome.failed is None
-        results.append((outcome.sums, gradients(model)))
-    for sums, gradient in results[1:]:
-        assert relative(gradient, results[0][1]) < 1e-10 and relative(sums, results[0][0]) < 1e-10
-
-
 # --- memory ---------------------------------------------------------------------------------------
 
 
@@ -309,18 +293,6 @@ def test_the_output_layer_in_pieces_is_the_whole(monkeypatch, rows):
     assert sum(WEIGHTS[name] * float(term) for name, term in terms.items()) == pytest.approx(
         loss, rel=1e-12
     )
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_gradient_checkpointing_changes_nothing(dropout):
-    batch, results = collate(make_items(4)), []
-    for checkpointed in (False, True):
-        model = make_model(dropout=dropout)
-        if checkpointed:
-            memory.checkpoint_layers(model, LAYERS)
-        torch.manual_seed(5)
-        results.append(loss_and_gradient(model, batch))
-    assert results[0][0] == results[1][0] and relative(results[1][1], results[0][1]) < 1e-12
 
 
 def plain_chain(x, *steps):
