@@ -86,9 +86,7 @@ EXCLUDES = (
     ("evaluate", "export", "give one of them"),
     ("show_text", "export", "give one of them"),
 )
-NEEDS = (
-    ("custom_model", ("model_dir",), "it holds the GPT only"),
-)
+NEEDS = (("custom_model", ("model_dir",), "it holds the GPT only"),)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,109 @@
+"""Which texts a language model is made of, and where it is used."""
+
+import json
+
+import pytest
+
+from common import options
+from common.errors import UsageError
+from speech.decoding import language_model
+from speech.decoding.language_model import Flags
+from speech.writing.text import CharTokenizer
+
+TOKENIZER = CharTokenizer([" ", *"abcdefgh"])
+TOKENS = language_model.tokens_of(TOKENIZER)
+
+
+def rows(*hypotheses: str) -> list[dict]:
+    references = ("ab cd", "ef gh")
+    return [
+        {"reference": reference, "hypothesis": hypothesis}
+        for reference, hypothesis in zip(references, hypotheses, strict=True)
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of weights with their texts."""
+    (tmp_path / "texts.txt").write_text("ab cd\n\n  ab ef \n")
+    (tmp_path / "best.json").write_text('{"step": 3}')
+    return tmp_path
+
+
+def likelihood(lm, text: str) -> float:
+    state, total = lm.fusion.start(), 0.0
+    for token in TOKENIZER.encode(text):
+        log_prob, state = lm.fusion.model.step(state, token)
+        total += log_prob
+    return total
+
+
+def test_the_texts_beside_the_weights_are_its_texts(folder):
+    lm = language_model.make(Flags(), TOKENS, folder)
+    assert likelihood(lm, "ab cd") > likelihood(lm, "gh fe")
+    (folder / "texts.txt").write_text("gh fe\n")  # anybody can change them
+    lm = language_model.make(Flags(), TOKENS, folder)
+    assert likelihood(lm, "gh fe") > likelihood(lm, "ab cd")
+
+
+def test_other_texts_are_added_and_held_out_sentences_left_out(folder, tmp_path, capsys):
+    book = tmp_path / "book.txt"
+    book.write_text("gh fe\nxyz gh\nab ef\n")
+    lm = language_model.make(Flags(lm_text=[str(book)]), TOKENS, folder, held_out=["ab ef"])
+    assert likelihood(lm, "gh fe") > likelihood(lm, "ab ef")
+    assert "2 sentences of held-out sets are left out" in capsys.readouterr().out
+    assert lm.folder is None  # what is found of these texts is not kept for the weights
+
+
+def test_without_texts_there_is_none(tmp_path):
+    assert language_model.make(Flags(), TOKENS, tmp_path) is None
+    assert language_model.make(Flags(), TOKENS, None) is None
+    with pytest.raises(UsageError, match=r"--lm on: there is no texts\.txt .* --lm_text"):
+        language_model.make(Flags(lm="on"), TOKENS, tmp_path)
+
+
+def test_it_can_be_turned_off(folder):
+    assert language_model.make(Flags(lm="off"), TOKENS, folder) is None
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_the_held_out_set_decides_and_the_answer_is_kept(folder, helps, capsys):
+    lm = language_model.make(Flags(), TOKENS, folder)
+    decoded = []
+
+    def rows_of(fusion):
+        decoded.append(fusion)
+        return rows("ab cd", "ef gh" if bool(fusion) == helps else "ef hh")
+
+    assert (lm.judged(rows_of, "val") is lm.fusion) == helps
+    assert decoded == [None, lm.fusion]
+    assert f": it is {'on' if helps else 'off'}\n" in capsys.readouterr().out
+    assert json.loads((folder / "best.json").read_text()) == {
+        "step": 3,
+        "language_model_helps": helps,
+    }
+    again = language_model.make(Flags(), TOKENS, folder)
+    assert (again.used() is not None) == helps
+    assert (again.judged(pytest.fail, "val") is not None) == helps
+    assert language_model.make(Flags(lm="on"), TOKENS, folder).used() is not None
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"language_model_helps": 3}', None])
+def test_an_answer_that_is_not_sound_is_none(folder, content):
+    if content is None:
+        (folder / "best.json").unlink()
+    else:
+        (folder / "best.json").write_text(content)
+    assert language_model.kept(folder) is None
+    language_model.keep(folder, True)
+
+
+def test_a_missing_text_and_a_contradiction_are_refused(tmp_path):
+    parser = options.Parser("")
+    language_model.add_arguments(parser)
+    options.add_arguments(parser)
+    args = parser.parse_args(["--lm", "off", "--lm_text", "a.txt"])
+    with pytest.raises(UsageError, match="--lm off and --lm_text"):
+        options.resolve(args, False, 1)
+    with pytest.raises(UsageError, match="--lm_text"):
+        language_model.resolve(parser.parse_args(["--lm_text", str(tmp_path / "none.txt")]))
