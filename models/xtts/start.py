@@ -87,7 +87,6 @@ EXCLUDES = (
     ("show_text", "export", "give one of them"),
 )
 NEEDS = (
-    ("adapter", ("synthesize", "evaluate", "export"), "--init_from trains them"),
     ("custom_model", ("model_dir",), "it holds the GPT only"),
 )
 

@@ -13,6 +13,7 @@ import torch
 
 from common import checkpoint
 from common.batches import to_device
+from common.errors import UsageError
 from models.matcha import formats, held_out, model, onnx, start, vocoder, vocoder_training
 from models.matcha.mels import HOP, SAMPLE_RATE, LogMel
 from models.matcha.model import Matcha
@@ -211,12 +212,16 @@ def test_released_weights_get_the_tokens_and_speakers_of_the_training_set(
     monkeypatch.setitem(model.SIZES, "full", TINY)
     released = Matcha({**TINY, "symbols": len(formats.RELEASED), "speakers": 9})
     torch.save({"state_dict": released.state_dict()}, tmp_path / "matcha_vctk.ckpt")
-    flags = [*both(noise)[:4], *ONE, "--output_dir", tmp_path]
+    header, *rows = Path(noise).read_text(encoding="utf-8").splitlines()
+    one = Path(noise).with_name("one.csv")
+    one.write_text("\n".join([header, *rows[::2]]), encoding="utf-8")
+    flags = ["--train_manifest", one, "--val_manifest", one, *ONE, "--output_dir", tmp_path]
     out = ran(recipe, *flags, "--model_file", tmp_path / "matcha_vctk.ckpt")
-    assert out.count(formats.LICENCE) == 1 and "2 speakers" in out
+    assert out.count(formats.LICENCE) == 1 and "1 speaker\n" in out
     assert "tokens are letters of the released model" in out
     info = newest(tmp_path, recipe).model_info
-    assert info["pretrained"] and info["config"]["symbols"] == len(info["symbols"]) < 40
+    assert info["pretrained"] and info["config"]["speakers"] == 2  # its layers expect vectors
+    assert info["config"]["symbols"] == len(info["symbols"]) < 40
     out = ran(recipe, *flags, "--max_steps", 3, "--resume", "auto")
     assert "(step 2)" in out and formats.LICENCE not in out
 
@@ -234,6 +239,20 @@ def test_one_voice_is_made_of_several(trained, noise, tmp_path):
         assert info.pretrained and info.speakers == speakers and info.config["speakers"] == 2
     saved.model_info["speakers"] = first[::-1]
     assert info_of(corpus, saved).speakers == first[::-1]
+
+
+def test_a_record_that_contradicts_itself_is_refused(material):
+    _, info, _ = material
+    family = start.Family(recipe.resolve(parse(recipe)))
+    family.check(info, "it")
+    for change, reason in (
+        ({"config": {**info.config, "heads": 7}}, "^it: no model has the shape"),
+        ({"config": {**info.config, "channels": 17}}, "^it: no model has the shape"),
+        ({"symbols": info.symbols[1:]}, "^it: its tokens or speakers"),
+        ({"speakers": info.speakers * 2}, "^it: its tokens or speakers"),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            family.check(dataclasses.replace(info, **change), "it")
 
 
 def test_an_export_names_whose_voice_it_is(trained, tmp_path):
