@@ -13,7 +13,7 @@ from torch import nn
 
 from common import loop, memory, optim, options
 from common.batches import GlobalBatches
-from common.errors import DataError, RunError, UsageError
+from common.errors import DataError, Planned, RunError, UsageError
 from common.parts import preflight
 from dry_run.advice import Settings
 from dry_run.cards import Card
@@ -446,9 +446,9 @@ def test_the_answer(capsys):
 
 def planned(folder, *words: str, data=None, model=None) -> tuple[int, list]:
     """The exit status of a planned run, and what it left in its folder."""
-    with pytest.raises(SystemExit) as leaving:
+    with pytest.raises(Planned) as leaving:
         small.run(small.make_args(folder, "--max_steps", "3", *words), model=model, data=data)
-    return leaving.value.code, list(folder.iterdir())
+    return leaving.value.status, list(folder.iterdir())
 
 
 def test_a_planned_run_answers_and_writes_nothing(tmp_path, capsys):
@@ -502,7 +502,7 @@ def test_two_cards_share_an_update(tmp_path, capsys, monkeypatch):
     words = ("--batch_size", "2", "--gradient_accumulation_steps", "2", "--dry_run")
     runs = []
 
-    class Planned(PlannedRun):
+    class Noted(PlannedRun):
         def answer(self, args, card, dtype, error) -> int:
             runs.append((self.count, self.settings(args), card.count))
             return super().answer(args, card, dtype, error)
@@ -513,8 +513,8 @@ def test_two_cards_share_an_update(tmp_path, capsys, monkeypatch):
         batches.append(GlobalBatches(*given))
         return batches[-1]
 
-    monkeypatch.setattr("dry_run.PlannedRun", Planned)
-    monkeypatch.setattr("common.batches.GlobalBatches", global_batches)
+    monkeypatch.setattr("dry_run.PlannedRun", Noted)
+    monkeypatch.setattr("common.parts.replay.GlobalBatches", global_batches)
     for card in ("8GB", "2x8GB"):
         assert planned(tmp_path, *words, card) == (0, [])
     assert [(each.global_batch_size, each.per_epoch) for each in batches] == [(4, 4), (8, 2)]

@@ -15,7 +15,6 @@ from tests.recipes.runs import (
     newest,
     ran,
     start_anew,
-    wait_until,
 )
 
 KILLS = 40
@@ -72,17 +71,3 @@ def test_forty_kills_at_random_moments_and_the_same_bits(reference, flags, tmp_p
             saving += bool(list((folder / "checkpoints").glob("*.tmp")))
         assert_same_state(finished(flags, folder), expected)
     print(f"{KILLS} kills, {saving} of them left a half-written file")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("step", range(1, 9))
-def test_killed_in_the_middle_of_a_save(reference, flags, tmp_path, step):
-    """Kills as soon as the temporary file of a checkpoint appears."""
-    process = start_anew(command(recipe, *flags), tmp_path)
-    wait_until(
-        process,
-        lambda: list((tmp_path / "checkpoints").glob(f"checkpoint_step_{step:08d}.pt*")),
-        pause=0,
-    )
-    kill(process)
-    assert_same_state(finished(flags, tmp_path), reference[0])
