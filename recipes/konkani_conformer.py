@@ -164,7 +164,7 @@ def add_arguments(parser) -> None:
     parser.usual("decoding")
 
 
-def resolve(args) -> recogniser.Options:
+def resolve(args) -> recogniser.DecodingOptions:
     is_demo = not args.train_manifest
     options.resolve(args, is_demo, DEMO_STEPS)
     if is_demo and args.max_steps and args.warmup_steps is None:
@@ -634,7 +634,7 @@ def decode(
     model: Conformer,
     encoded: Tensor,
     lengths: Tensor,
-    how: recogniser.Options,
+    how: recogniser.DecodingOptions,
     fusion: Fusion | None = None,
 ) -> list[list[int]]:
     """Tokens of every utterance of (B, T, D) by one of --decoding's methods. Both searches mix the
@@ -673,7 +673,7 @@ def evaluate(tokenizer, model: Conformer, eval_batches) -> dict[str, tuple[float
 
 
 def final_texts(
-    how: recogniser.Options,
+    how: recogniser.DecodingOptions,
     tokenizer,
     model: Conformer,
     batch: dict,
@@ -687,7 +687,7 @@ def final_texts(
 
 @torch.no_grad()
 def timed_texts(
-    how: recogniser.Options,
+    how: recogniser.DecodingOptions,
     tokenizer,
     model: Conformer,
     fusion: Fusion | None,
@@ -706,7 +706,7 @@ def timed_texts(
 
 
 def report_results(
-    how: recogniser.Options,
+    how: recogniser.DecodingOptions,
     tokenizer,
     model: Conformer,
     evaluation: dict[str, EvalBatches],
@@ -722,7 +722,7 @@ def report_results(
 
 
 def make_language_model(
-    how: recogniser.Options, tokenizer, folder: Path, held_out: Iterable[str] = ()
+    how: recogniser.DecodingOptions, tokenizer, folder: Path, held_out: Iterable[str] = ()
 ) -> language_model.LanguageModel | None:
     """The language model, which is a part of one search only."""
     if how.decoding != "rescore":
@@ -835,7 +835,7 @@ def trained(args, setup: device.Setup) -> tuple[Conformer, text.CharTokenizer, s
     return model.to(setup.device).eval(), tokenizer, before
 
 
-def transcribe(args, how: recogniser.Options) -> None:
+def transcribe(args, how: recogniser.DecodingOptions) -> None:
     setup = device.setup(args, quiet=True)
     model, tokenizer, before = trained(args, setup)
     folder = checkpoint.path_to_use(args.resume, args.checkpoint_dir).parent
@@ -864,7 +864,7 @@ def recogniser_to_align(args) -> alignment.Recogniser:
 
 
 @torch.no_grad()
-def evaluate_only(args, how: recogniser.Options) -> None:
+def evaluate_only(args, how: recogniser.DecodingOptions) -> None:
     """--evaluate on the test set, --export, or both, without training."""
     setup = device.setup(args)
     model, tokenizer, before = trained(args, setup)
@@ -930,7 +930,7 @@ def vocabulary(
 
 
 def make_task(
-    how: recogniser.Options,
+    how: recogniser.DecodingOptions,
     run: Run,
     info: ModelInfo,
     run_info: splits.RunInfo,

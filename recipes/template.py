@@ -86,7 +86,7 @@ def add_arguments(parser) -> None:
     options.add_arguments(parser)
 
 
-def resolve(args) -> recogniser.Options:
+def resolve(args) -> recogniser.DecodingOptions:
     is_demo = not args.train_manifest
     options.resolve(args, is_demo, DEMO_STEPS)
     return recogniser.resolve(args, is_demo)
@@ -260,7 +260,7 @@ def evaluate(model: Network, eval_batches) -> dict[str, tuple[float, float]]:
 
 
 def report_results(
-    how: recogniser.Options,
+    how: recogniser.DecodingOptions,
     model: Network,
     evaluation: dict[str, EvalBatches],
     folder: Path,
@@ -273,7 +273,7 @@ def report_results(
 
 
 def make_language_model(
-    how: recogniser.Options, model: Network, folder: Path, held_out: Iterable[str] = ()
+    how: recogniser.DecodingOptions, model: Network, folder: Path, held_out: Iterable[str] = ()
 ) -> language_model.LanguageModel | None:
     """That of the training texts. The character between its sentences is a space."""
     tokens = {character: token for token, character in enumerate(model.characters)}
@@ -296,7 +296,7 @@ def trained(args, setup: device.Setup) -> tuple[Network, splits.RunInfo]:
     return model.to(setup.device).eval(), before
 
 
-def transcribe(args, how: recogniser.Options) -> None:
+def transcribe(args, how: recogniser.DecodingOptions) -> None:
     from speech.decoding import transcribing
 
     setup = device.setup(args, quiet=True)
@@ -308,7 +308,7 @@ def transcribe(args, how: recogniser.Options) -> None:
 
 
 @torch.no_grad()
-def evaluate_only(args, how: recogniser.Options) -> None:
+def evaluate_only(args, how: recogniser.DecodingOptions) -> None:
     """--evaluate on the test set, without training."""
     setup = device.setup(args)
     model, before = trained(args, setup)

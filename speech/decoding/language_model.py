@@ -20,7 +20,7 @@ MOST_CHARACTERS = 20_000_000  # of all texts: an n-gram of them takes 3 GB while
 
 
 @dataclass(frozen=True)
-class Flags:
+class LanguageModelFlags:
     """Flags of the language model."""
 
     # fmt: off
@@ -39,15 +39,15 @@ EXCLUDES = (("lm off", "lm_text", "the second is for the language model; leave o
 
 
 def add_arguments(parser) -> None:
-    options.add_record(parser, "language model", Flags)
+    options.add_record(parser, "language model", LanguageModelFlags)
     parser.refuse(EXCLUDES)
 
 
-def resolve(args) -> Flags:
+def resolve(args) -> LanguageModelFlags:
     """The request of the flags, also of a recipe without them. Raises `UsageError`."""
     for path in getattr(args, "lm_text", None) or []:
         files.require_file(Path(path), "--lm_text")
-    return options.read_record(Flags, args)
+    return options.read_record(LanguageModelFlags, args)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def tokens_of(tokenizer) -> Tokens:
 
 
 def make(
-    flags: Flags, tokens: Tokens, folder: Path | None, held_out: Iterable[str] = ()
+    flags: LanguageModelFlags, tokens: Tokens, folder: Path | None, held_out: Iterable[str] = ()
 ) -> LanguageModel | None:
     """The language model that the flags ask for; None if it is off, or without any text. `folder`:
     that of the weights, with the texts of their training. Sentences of the `held_out` sets are left

@@ -7,7 +7,7 @@ import pytest
 from common import options
 from common.errors import UsageError
 from speech.decoding import language_model
-from speech.decoding.language_model import Flags
+from speech.decoding.language_model import LanguageModelFlags
 from speech.writing.text import CharTokenizer
 
 TOKENIZER = CharTokenizer([" ", *"abcdefgh"])
@@ -39,36 +39,38 @@ def likelihood(lm, text: str) -> float:
 
 
 def test_the_texts_beside_the_weights_are_its_texts(folder):
-    lm = language_model.make(Flags(), TOKENS, folder)
+    lm = language_model.make(LanguageModelFlags(), TOKENS, folder)
     assert likelihood(lm, "ab cd") > likelihood(lm, "gh fe")
     (folder / "texts.txt").write_text("gh fe\n")  # anybody can change them
-    lm = language_model.make(Flags(), TOKENS, folder)
+    lm = language_model.make(LanguageModelFlags(), TOKENS, folder)
     assert likelihood(lm, "gh fe") > likelihood(lm, "ab cd")
 
 
 def test_other_texts_are_added_and_held_out_sentences_left_out(folder, tmp_path, capsys):
     book = tmp_path / "book.txt"
     book.write_text("gh fe\nxyz gh\nab ef\n")
-    lm = language_model.make(Flags(lm_text=[str(book)]), TOKENS, folder, held_out=["ab ef"])
+    lm = language_model.make(
+        LanguageModelFlags(lm_text=[str(book)]), TOKENS, folder, held_out=["ab ef"]
+    )
     assert likelihood(lm, "gh fe") > likelihood(lm, "ab ef")
     assert "2 sentences of held-out sets are left out" in capsys.readouterr().out
     assert lm.folder is None  # what is found of these texts is not kept for the weights
 
 
 def test_without_texts_there_is_none(tmp_path):
-    assert language_model.make(Flags(), TOKENS, tmp_path) is None
-    assert language_model.make(Flags(), TOKENS, None) is None
+    assert language_model.make(LanguageModelFlags(), TOKENS, tmp_path) is None
+    assert language_model.make(LanguageModelFlags(), TOKENS, None) is None
     with pytest.raises(UsageError, match=r"--lm on: there is no texts\.txt .* --lm_text"):
-        language_model.make(Flags(lm="on"), TOKENS, tmp_path)
+        language_model.make(LanguageModelFlags(lm="on"), TOKENS, tmp_path)
 
 
 def test_it_can_be_turned_off(folder):
-    assert language_model.make(Flags(lm="off"), TOKENS, folder) is None
+    assert language_model.make(LanguageModelFlags(lm="off"), TOKENS, folder) is None
 
 
 @pytest.mark.parametrize("helps", [True, False])
 def test_the_held_out_set_decides_and_the_answer_is_kept(folder, helps, capsys):
-    lm = language_model.make(Flags(), TOKENS, folder)
+    lm = language_model.make(LanguageModelFlags(), TOKENS, folder)
     decoded = []
 
     def rows_of(fusion):
@@ -82,10 +84,10 @@ def test_the_held_out_set_decides_and_the_answer_is_kept(folder, helps, capsys):
         "step": 3,
         "language_model_helps": helps,
     }
-    again = language_model.make(Flags(), TOKENS, folder)
+    again = language_model.make(LanguageModelFlags(), TOKENS, folder)
     assert (again.used() is not None) == helps
     assert (again.judged(pytest.fail, "val") is not None) == helps
-    assert language_model.make(Flags(lm="on"), TOKENS, folder).used() is not None
+    assert language_model.make(LanguageModelFlags(lm="on"), TOKENS, folder).used() is not None
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"language_model_helps": 3}', None])
