@@ -45,7 +45,7 @@ WORKER_DIED = re.compile(r"DataLoader worker \(pid.*(exited unexpectedly|is kill
 MANY_FILES = 65_536  # limit of open files, if the system allows so many
 
 
-def plan_epoch(
+def order_epoch(
     seconds: np.ndarray,
     global_batch_size: int,
     seed: int,
@@ -153,7 +153,7 @@ class _GlobalBatchDataset(torch.utils.data.Dataset):
         return global_batch
 
 
-class Joined:
+class JoinedSets:
     """Several data sets as one: the utterances of the first, then those of the second, ..."""
 
     def __init__(self, parts: list):
@@ -186,7 +186,7 @@ class Joined:
 def join_sets(datasets: list[_GlobalBatchDataset]) -> _GlobalBatchDataset:
     """One dataset with the utterances of several, which have the same `collate`."""
     first = datasets[0]
-    whole = Joined([each.data for each in datasets])
+    whole = JoinedSets([each.data for each in datasets])
     return _GlobalBatchDataset(whole, first.collate, first.skip_bad)
 
 
@@ -272,7 +272,7 @@ class GlobalBatches:
     def plan(self, epoch: int, seconds: np.ndarray) -> list[np.ndarray]:
         """The global batches of an epoch: see `plan_epoch`."""
         size = self.global_batch_size
-        return plan_epoch(seconds, size, self.seed, epoch, self.shortest_first)
+        return order_epoch(seconds, size, self.seed, epoch, self.shortest_first)
 
     def count(self, first: int, last: int) -> int:
         """The global batches in the epochs from `first` to before `last`."""

@@ -98,7 +98,7 @@ class Engine:
         self.model.to(self.setup.device)
 
     @property
-    def trained(self) -> torch.nn.Module:
+    def network(self) -> torch.nn.Module:
         """The module with the parameters of the optimizer. Its state and parameters have the names
         of the model's."""
         return self.model
@@ -108,7 +108,7 @@ class Engine:
     def make_optimizer(self) -> None:
         """Makes the optimizer, with its states."""
         self.optimizer = optim.make_optimizer(
-            self.groups(), self.trained, self.learning_rate(), self.args.optimizer, self.task.adamw
+            self.groups(), self.network, self.learning_rate(), self.args.optimizer, self.task.adamw
         )
 
     def learning_rate(self) -> float:
@@ -117,7 +117,7 @@ class Engine:
 
     def groups(self) -> list[dict]:
         """The parameter groups of the optimizer."""
-        return optim.parameter_groups(self.trained, self.args.weight_decay, self.task.adamw)
+        return optim.parameter_groups(self.network, self.args.weight_decay, self.task.adamw)
 
     def compute(
         self,
@@ -129,7 +129,7 @@ class Engine:
     ) -> Outcome:
         """`run_global_batch` of the model. `limits`: the sizes of micro-batches that fit."""
         return run_global_batch(
-            self.trained,
+            self.network,
             micro_batches,
             totals,
             self.task.compute_loss,
@@ -191,11 +191,11 @@ class Engine:
 
     def optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
         """The states of the optimizer by parameter name, at least on the first rank."""
-        return optim.optimizer_state(self.optimizer, self.trained)
+        return optim.optimizer_state(self.optimizer, self.network)
 
     def load_optimizer_state(self, saved: dict) -> None:
         """Copies what `optimizer_state` returned, of any engine."""
-        optim.load_optimizer_state(self.optimizer, self.trained, saved, self.rows)
+        optim.load_optimizer_state(self.optimizer, self.network, saved, self.rows)
 
     def end(self) -> None:
         """Makes the recipe's model a usual one, without values yet, when training has ended."""

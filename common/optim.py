@@ -18,7 +18,7 @@ AVERAGES = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Settings:
+class AdamWSettings:
     """A recipe's settings of AdamW. Without `decay_embeddings`, embeddings have no weight decay. If
     parameters are named `first`, the others stay as they are during the warm-up."""
 
@@ -33,7 +33,7 @@ def embedding_weights(model: torch.nn.Module) -> set[torch.nn.Parameter]:
 
 
 def parameter_groups(
-    model: torch.nn.Module, weight_decay: float, settings: Settings = Settings()
+    model: torch.nn.Module, weight_decay: float, settings: AdamWSettings = AdamWSettings()
 ) -> list[dict]:
     """Two groups: matrices and filters have weight decay; norms, biases and scalars (at most one
     dimension) have none, nor have embeddings without `settings.decay_embeddings`. Each is two if
@@ -70,7 +70,7 @@ def make_optimizer(
     model: torch.nn.Module,
     learning_rate: float,
     kind: str = "adamw",
-    settings: Settings = Settings(),
+    settings: AdamWSettings = AdamWSettings(),
 ) -> torch.optim.Optimizer:
     """AdamW of the parameter `groups` of a model: torch's fused kernel, or with `kind` "adamw_8bit"
     bitsandbytes' 8-bit states. The states are allocated here, so the first update needs no

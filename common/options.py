@@ -79,7 +79,7 @@ class Repeated(argparse.Action):
         setattr(namespace, self.dest, [*(before if isinstance(before, list) else []), *values])
 
 
-class Joined(argparse.Action):
+class JoinedWords(argparse.Action):
     """The words that follow a flag as one text: `--dry_run 8 GB`."""
 
     def __call__(self, parser, namespace, values, option_string=None):
@@ -326,7 +326,7 @@ def read_record(record: type, args: argparse.Namespace, **others):
 
 
 @dataclasses.dataclass(frozen=True)
-class Training:
+class TrainingFlags:
     """Flags of what is learned, and for how long."""
 
     # fmt: off
@@ -360,7 +360,7 @@ class Training:
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class MemoryFlags:
     """Flags of device, memory and speed."""
 
     # fmt: off
@@ -415,7 +415,7 @@ class Memory:
         OnOff, False, None,
         "skip, count and list samples that cannot be read, instead of stopping (off)")
     dry_run: str | None = flag(
-        Joined, None, "CARD",
+        JoinedWords, None, "CARD",
         "predict this run's peak of GPU memory, without a GPU, and say whether it fits on CARD"
         " (8GB, t4, 2x16gb for two; default: the one that is there), and exit: status 3 if it does"
         " not fit", USUAL, BESIDE, nargs="*")
@@ -427,7 +427,7 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Output:
+class OutputFlags:
     """Flags of evaluation, checkpoints and folders."""
 
     # fmt: off
@@ -461,7 +461,11 @@ def add_arguments(parser: Parser, **defaults) -> None:
     """Adds the shared flags in three groups. A recipe's own `defaults` replace the ones here and in
     the help: add_arguments(parser, learning_rate=1e-4), or with a text for the help:
     learning_rate=(None, "by model size")."""
-    groups = {"training": Training, "memory and speed": Memory, "evaluation and output": Output}
+    groups = {
+        "training": TrainingFlags,
+        "memory and speed": MemoryFlags,
+        "evaluation and output": OutputFlags,
+    }
     for title, record in groups.items():
         own = {name: defaults.pop(name) for name in flags_of(record) if name in defaults}
         add_record(parser, title, record, **own)

@@ -78,9 +78,9 @@ def engine_for(args, model: torch.nn.Module, task: Task, setup: Setup) -> Engine
     if args.torch_compile:
         from common.parts import compiling
 
-        compiling.compile_layers(engine.trained, task.compiled)
+        compiling.compile_layers(engine.network, task.compiled)
     if args.gradient_checkpointing:
-        memory.checkpoint_layers(engine.trained, task.checkpointed)
+        memory.checkpoint_layers(engine.network, task.checkpointed)
     return engine
 
 
@@ -125,7 +125,7 @@ def begin_training(
         from common.parts.utilisation import GpuUtilisation
 
         utilisation = GpuUtilisation(setup.device)
-    engine.trained.train()
+    engine.network.train()
     return Training(
         args=args,
         setup=setup,

@@ -78,7 +78,7 @@ class Task:
     learning_rate: float | None = None
     checkpointed: tuple[type, ...] = ()
     compiled: tuple[type, ...] = ()
-    adamw: optim.Settings = field(default_factory=optim.Settings)
+    adamw: optim.AdamWSettings = field(default_factory=optim.AdamWSettings)
     evaluate_first: bool = False
     fine_tunes: bool = False
     augmented_share: Callable[[float], float] | None = None

@@ -40,7 +40,7 @@ def train_global_batch(training: Training, global_batch: GlobalBatch) -> None:
         note_skipped(training, global_batch, skipped)
     if utterances:
         totals = dict(zip(terms, counts, strict=True))
-        before = Before(training)
+        before = StateBefore(training)
         try:
             device_sums = pass_until_it_fits(training, global_batch, totals, before)
             sums, norm = reduce_gradients(training, device_sums)
@@ -92,11 +92,11 @@ def empty_cache(training: Training, micro_batches: int) -> None:
         torch.cuda.empty_cache()
 
 
-class Before:
+class StateBefore:
     """The state before a pass over a global batch: all that it changes besides gradients."""
 
     def __init__(self, training: Training):
-        self.buffers = [(buffer, buffer.clone()) for buffer in training.engine.trained.buffers()]
+        self.buffers = [(buffer, buffer.clone()) for buffer in training.engine.network.buffers()]
         self.rng = rng_state(training.setup.device)
 
     def restore_buffers(self) -> None:
@@ -112,7 +112,7 @@ class Before:
 
 
 def pass_until_it_fits(
-    training: Training, global_batch: GlobalBatch, totals: dict, before: Before
+    training: Training, global_batch: GlobalBatch, totals: dict, before: StateBefore
 ) -> torch.Tensor:
     """Forward and backward of the global batch, repeated in smaller micro-batches as long as a rank
     runs out of memory. Returns the sums of the loss terms. Every attempt starts from the same

@@ -23,7 +23,7 @@ SHARDED = {"sharded": True, "optimizer": "adamw"}  # other optimizers have no sh
 
 
 @dataclass(frozen=True)
-class Settings:
+class PlannedSettings:
     """The flags that memory depends on."""
 
     batch_size: int
@@ -40,7 +40,7 @@ class Settings:
         states are offloaded, or nothing."""
         return self.optimizer if self.optimizer in TRANSFER else ""
 
-    def resized(self, batch_size: int) -> "Settings":
+    def resized(self, batch_size: int) -> "PlannedSettings":
         """The same update in micro-batches of another size."""
         return replace(
             self,
@@ -55,18 +55,18 @@ class Measures:
     The first plan of a batch size, of checkpointing, of a level and of a frozen encoder takes
     seconds."""
 
-    training: Callable[[Settings], Peak]
-    evaluation: Callable[[Settings], Peak] | None = None
+    training: Callable[[PlannedSettings], Peak]
+    evaluation: Callable[[PlannedSettings], Peak] | None = None
 
-    def stages(self, settings: Settings) -> list[Peak]:
+    def stages(self, settings: PlannedSettings) -> list[Peak]:
         evaluations = [self.evaluation(settings)] if self.evaluation else []
         return [self.training(settings), *evaluations]
 
-    def largest(self, settings: Settings) -> Peak:
+    def largest(self, settings: PlannedSettings) -> Peak:
         return max(self.stages(settings), key=lambda peak: peak.total)
 
 
-def advise(measures: Measures, given: Settings, can: set[str], card: Card) -> str:
+def advise(measures: Measures, given: PlannedSettings, can: set[str], card: Card) -> str:
     """The flags that make a run fit on a card in the least time, each with the memory that it
     saves; the smallest card if there are none. `can`: what the run can vary of "checkpointing",
     "optimizer", "weights" (16-bit copies of them, which a run in fp32 does not have), "sharded"
@@ -103,7 +103,7 @@ def advise(measures: Measures, given: Settings, can: set[str], card: Card) -> st
 
 
 @functools.cache
-def batch_sizes(given: Settings) -> list[int]:
+def batch_sizes(given: PlannedSettings) -> list[int]:
     """The micro-batches that divide an update, up to the given one."""
     return [
         size
@@ -112,20 +112,20 @@ def batch_sizes(given: Settings) -> list[int]:
     ]
 
 
-def cost(option: Settings, given: Settings) -> tuple[bool, bool, float]:
+def cost(option: PlannedSettings, given: PlannedSettings) -> tuple[bool, bool, float]:
     """A key for sorting: whether the encoder is frozen, whether the GPUs have shards, then the
     factor of time beside the given settings."""
     return option.frozen, option.sharded, time_of(option) / time_of(given)
 
 
-def time_of(settings: Settings) -> float:
+def time_of(settings: PlannedSettings) -> float:
     """The time of an update beside that of one whole micro-batch with nothing that saves memory."""
     time = SLOWER[settings.optimizer] * RECOMPUTATION**settings.checkpointing
     time *= 1 + TRANSFER.get(settings.level, 0.0) / settings.batch_size
     return time * HALF_BATCH ** -math.log2(settings.batch_size)
 
 
-def answer(plans: "Plans", chosen: Settings, card: Card) -> str:
+def answer(plans: "Plans", chosen: PlannedSettings, card: Card) -> str:
     """Each flag from the given settings to the chosen ones with what it saves after those above it,
     peak and verdict."""
     optimizer = f"--optimizer {chosen.optimizer}"
@@ -179,18 +179,18 @@ class Plans:
     """The plans that were made, and what follows from them for other settings."""
 
     measures: Measures
-    given: Settings
-    trainings: dict[Settings, Peak] = field(default_factory=dict)
+    given: PlannedSettings
+    trainings: dict[PlannedSettings, Peak] = field(default_factory=dict)
     evaluations: dict[tuple, Peak] = field(default_factory=dict)
 
-    def training(self, settings: Settings) -> Peak:
+    def training(self, settings: PlannedSettings) -> Peak:
         """The peak of the training, which does not depend on the batches of evaluations."""
         settings = replace(settings, eval_batch_size=self.given.eval_batch_size)
         if settings not in self.trainings:
             self.trainings[settings] = self.measures.training(settings)
         return self.trainings[settings]
 
-    def peak(self, settings: Settings) -> Peak:
+    def peak(self, settings: PlannedSettings) -> Peak:
         """The larger peak, of training and evaluation with these settings."""
         found = self.training(settings)
         if self.measures.evaluation is None:
@@ -200,10 +200,10 @@ class Plans:
             self.evaluations[key] = self.measures.evaluation(settings)
         return max(found, self.evaluations[key], key=lambda peak: peak.total)
 
-    def total(self, settings: Settings) -> int:
+    def total(self, settings: PlannedSettings) -> int:
         return self.peak(settings).total
 
-    def largest(self, settings: Settings, most: int) -> int:
+    def largest(self, settings: PlannedSettings, most: int) -> int:
         """The largest micro-batch with which a step with these settings takes at most `most` bytes,
         of those that are not a whole update, which needs less: its gradients come later. 0 if there
         is none."""
@@ -218,7 +218,7 @@ class Plans:
         count = bisect.bisect(sizes, most, key=total)
         return sizes[count - 1]
 
-    def with_evaluation(self, settings: Settings, most: int) -> Settings:
+    def with_evaluation(self, settings: PlannedSettings, most: int) -> PlannedSettings:
         """The settings with smaller batches of evaluations, half as large as often as it takes, as
         long as these are over `most` bytes and need more than the training."""
         most = max(most, self.training(settings).total)

@@ -42,7 +42,7 @@ class CannotPlan(RuntimeError):
 
 
 @dataclass
-class Block:
+class AllocatedBlock:
     """A storage: its bytes, its part of the memory, and from when to when it lives (numbers of
     allocations and frees)."""
 
@@ -147,10 +147,12 @@ class FakeTensors(TorchDispatchMode):
         self.operators: dict[object, Operator] = {}
         # Of operators' results, as tensors of the device "meta".
         self.shapes: dict[tuple, object] = {}
-        self.blocks: list[Block] = []
-        self.live: dict[int, Block] = {}  # by address
+        self.blocks: list[AllocatedBlock] = []
+        self.live: dict[int, AllocatedBlock] = {}  # by address
         self.kept: list = []  # tensors of the device "meta", which are weights
-        self.unread: dict[int, Block] = {}  # weights that count once they are read, by address
+        self.unread: dict[
+            int, AllocatedBlock
+        ] = {}  # weights that count once they are read, by address
         self.clock = 0  # allocations and frees
         self.now = 0  # bytes
         self.peak = 0
@@ -204,7 +206,7 @@ class FakeTensors(TorchDispatchMode):
         self.clock += 1
         self.now += size
         phase = self.locate()[1]
-        block = Block(
+        block = AllocatedBlock(
             size, part or ("activations" if phase == "forward" else "temporary"), phase, self.clock
         )
         self.live[address] = block
@@ -274,7 +276,7 @@ class FakeTensors(TorchDispatchMode):
             self.place = self.locate()
             self.peak_operator = self.operator
 
-    def block_of(self, tensor: torch.Tensor) -> Block | None:
+    def block_of(self, tensor: torch.Tensor) -> AllocatedBlock | None:
         """The block of a fake tensor, None of another one."""
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return None
@@ -372,7 +374,7 @@ class FakeTensors(TorchDispatchMode):
         if key not in self.live:
             self.kept.append(storage)
             size = -(-storage.nbytes() // ROUNDING) * ROUNDING
-            self.was_there(key, Block(size, "weights", "", 0))
+            self.was_there(key, AllocatedBlock(size, "weights", "", 0))
 
     def uncount(self, tensor: torch.Tensor) -> None:
         """Counts a fake weight only if it is read: what no step uses stays on the host."""
@@ -387,7 +389,7 @@ class FakeTensors(TorchDispatchMode):
             if block := self.unread.pop(address, None):
                 self.was_there(address, replace(block, born=0))
 
-    def was_there(self, key: int, block: Block) -> None:
+    def was_there(self, key: int, block: AllocatedBlock) -> None:
         """Counts a block that was there at every earlier peak."""
         self.live[key] = block
         self.blocks.append(block)
@@ -473,7 +475,7 @@ class FakeTensors(TorchDispatchMode):
 
     # --- the result ---
 
-    def made_by_update(self) -> list[Block]:
+    def made_by_update(self) -> list[AllocatedBlock]:
         """The blocks that an optimizer's step has allocated and kept."""
         return [
             block
@@ -481,7 +483,9 @@ class FakeTensors(TorchDispatchMode):
             if block.phase == "update" and block.part == "temporary"
         ]
 
-    def result(self, gradients: Iterable[torch.Tensor], states: Iterable[Block] = ()) -> Peak:
+    def result(
+        self, gradients: Iterable[torch.Tensor], states: Iterable[AllocatedBlock] = ()
+    ) -> Peak:
         """The peak so far. `gradients` of the parameters, which are still there; `states`:
         blocks of the optimizer's."""
         for block in states:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dry_run.advice import SLOWER, Measures, Settings, advise
+from dry_run.advice import SLOWER, Measures, PlannedSettings, advise
 from dry_run.cards import Card, workspace
 from dry_run.fake_tensors import SMALL, CannotPlan
 from dry_run.peak import Peak
@@ -88,7 +88,9 @@ def completed(found: Peak, states: dict, optimizer: str, size: int, stage: str) 
     return replace(found, parts=parts, utterances=size, stage=stage, host=on_host)
 
 
-def smallest(peak: Callable[[Settings, int], Peak], settings: Settings, card: Card) -> Peak:
+def smallest(
+    peak: Callable[[PlannedSettings, int], Peak], settings: PlannedSettings, card: Card
+) -> Peak:
     """The peak of the settings' micro-batches, or of fewer utterances that are too many already."""
     size = min(FIRST, settings.batch_size)
     found = peak(settings, size)
@@ -175,13 +177,13 @@ class PlannedRun:
                 parts = {**found.parts, "weights": found.parts["weights"] + shards}
                 return replace(found, parts=parts), self.all_states(sharded)
 
-        def peak(settings: Settings, size: int) -> Peak:
+        def peak(settings: PlannedSettings, size: int) -> Peak:
             count = min(2, settings.accumulation)
             settled = settings.checkpointing, settings.frozen, settings.level, settings.sharded
             found = without_states(size, count, *settled)
             return completed(*found, settings.optimizer, size, "training")
 
-        def evaluation_peak(settings: Settings) -> Peak:
+        def evaluation_peak(settings: PlannedSettings) -> Peak:
             size = settings.eval_batch_size
             found = of_evaluation(size, settings.frozen, settings.level, settings.sharded)
             found = completed(*found, settings.optimizer, size, "evaluation")
@@ -262,7 +264,7 @@ class PlannedRun:
             after = [p.requires_grad for p in self.model.parameters()]
         return before == after
 
-    def settings(self, args) -> Settings:
+    def settings(self, args) -> PlannedSettings:
         """The flags that memory depends on. A micro-batch is no larger than the data or
         --max_batch_seconds allow."""
         update = min(args.batch_size * args.gradient_accumulation_steps, self.count)
@@ -272,7 +274,7 @@ class PlannedRun:
         evaluated = args.eval_batch_size
         if self.evaluation:
             evaluated = min(evaluated, self.evaluation.count)
-        return Settings(
+        return PlannedSettings(
             batch_size=size,
             accumulation=math.ceil(update / size),
             checkpointing=args.gradient_checkpointing,

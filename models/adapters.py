@@ -52,7 +52,7 @@ ALPHAS = options.number(float, 0.0, lora.MOST_ALPHA)
 
 
 @dataclass(frozen=True)
-class Flags:
+class AdapterFlags:
     """Flags of adapters."""
 
     # fmt: off
@@ -80,11 +80,11 @@ class Flags:
 def add_arguments(parser, has_peft: bool) -> None:
     title = "low-rank adapters, in place of training all weights"
     changes = {} if has_peft else {"export_adapter": options.LEAVE_OUT}
-    options.add_record(parser, title, Flags, **changes)
+    options.add_record(parser, title, AdapterFlags, **changes)
     parser.refuse(EXCLUDES, NEEDS)
 
 
-def resolve(args, base: str | None) -> tuple[lora.Settings | None, str | None]:
+def resolve(args, base: str | None) -> tuple[lora.LoraSettings | None, str | None]:
     """The settings of the adapters that --lora asks for, or that peft's have if --init_from names
     some; and the file or folder of adapters that a flag names. `base`: the released weights that a
     flag names, if any. Raises `UsageError`."""
@@ -97,7 +97,7 @@ def resolve(args, base: str | None) -> tuple[lora.Settings | None, str | None]:
     if not peft_files.is_adapter(folder):
         settings = None
         if rank:
-            settings = lora.Settings(rank, alpha or 2.0 * rank, targets or TARGETS[0])
+            settings = lora.LoraSettings(rank, alpha or 2.0 * rank, targets or TARGETS[0])
         return settings, args.adapter
     settings = peft_files.read_settings(folder)
     if rank not in (None, settings.rank) or alpha not in (None, settings.alpha) or targets:
@@ -123,7 +123,7 @@ def adapters_of(family, info: Any, saved: Saved) -> lora.Adapters:
     layers = family.layers(info, TARGETS[0])
     if unknown := set(record["layers"]) - set(layers.adapted):
         raise UsageError(f"{saved.path}: no adapter can be beside {min(unknown)[:80]!r} here")
-    settings = lora.Settings(record["rank"], record["alpha"], record["targets"])
+    settings = lora.LoraSettings(record["rank"], record["alpha"], record["targets"])
     layers = replace(layers, adapted=record["layers"])
     return lora.Adapters(settings, layers, record["base"], record["name"])
 
@@ -204,7 +204,7 @@ def check_base(origin, adapters: lora.Adapters, found: str, path: Path) -> None:
 
 def usual(family, info: Any, rank: int) -> lora.Adapters:
     """The adapters that --lora adds to such a model; nothing is known of its weights."""
-    settings = lora.Settings(rank, 2.0 * rank, TARGETS[0])
+    settings = lora.LoraSettings(rank, 2.0 * rank, TARGETS[0])
     return lora.Adapters(settings, family.layers(info, settings.targets), "", "")
 
 

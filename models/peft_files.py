@@ -86,7 +86,7 @@ def write(
     return model_files.write_export(Path(folder), fill, card)
 
 
-def read_settings(folder: str | Path) -> lora.Settings:
+def read_settings(folder: str | Path) -> lora.LoraSettings:
     """The settings of adapters. Which layers have some follows from the tensors. Raises
     `UsageError`."""
     content = model_files.read_json(Path(folder) / SETTINGS)
@@ -98,7 +98,7 @@ def read_settings(folder: str | Path) -> lora.Settings:
     for name in ("rank_pattern", "alpha_pattern"):
         if content.get(name):
             raise UsageError(f"{folder}: layers with a rank of their own ({name}) cannot be read")
-    return lora.Settings(content["r"], float(content["lora_alpha"]), "linear")
+    return lora.LoraSettings(content["r"], float(content["lora_alpha"]), "linear")
 
 
 def read(folder: str | Path, prefix: str) -> dict[str, torch.Tensor]:

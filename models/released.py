@@ -107,7 +107,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Flags:
+class ModelFlags:
     """Flags that say where a model starts."""
 
     # fmt: off
@@ -144,7 +144,7 @@ def add_arguments(parser, forms: Forms, sizes: Iterable[str], usual_size: str):
     return options.add_record(
         parser,
         title,
-        Flags,
+        ModelFlags,
         model_dir={"help": folder},
         model_file=file,
         from_scratch=scratch,

@@ -148,7 +148,7 @@ def add_arguments(parser) -> None:
     parser.usual("decoding")
 
 
-def resolve(args) -> recogniser.Options:
+def resolve(args) -> recogniser.DecodingOptions:
     is_demo = not args.train_manifest
     options.resolve(args, is_demo, DEMO_STEPS)
     if is_demo and args.max_steps and args.warmup_steps is None:
@@ -649,7 +649,9 @@ def evaluate(tokenizer, model: Conformer, eval_batches) -> dict[str, tuple[float
     return {**sums, **metrics.score(rows)}
 
 
-def final_texts(how: recogniser.Options, tokenizer, model: Conformer, batch: dict) -> list[str]:
+def final_texts(
+    how: recogniser.DecodingOptions, tokenizer, model: Conformer, batch: dict
+) -> list[str]:
     """The texts of a batch by --decoding."""
     encoded, _, lengths = model.encode(batch)
     hypotheses = decode(model, encoded, lengths, how.decoding, how.beam_size)
@@ -657,7 +659,9 @@ def final_texts(how: recogniser.Options, tokenizer, model: Conformer, batch: dic
 
 
 @torch.no_grad()
-def timed_texts(how: recogniser.Options, tokenizer, model: Conformer, batch: dict) -> list[dict]:
+def timed_texts(
+    how: recogniser.DecodingOptions, tokenizer, model: Conformer, batch: dict
+) -> list[dict]:
     """The texts of a batch by --decoding, with the times at which CTC has them."""
     encoded, _, lengths = model.encode(batch)
     hypotheses = decode(model, encoded, lengths, how.decoding, how.beam_size)
@@ -671,7 +675,7 @@ def timed_texts(how: recogniser.Options, tokenizer, model: Conformer, batch: dic
 
 
 def report_results(
-    how: recogniser.Options,
+    how: recogniser.DecodingOptions,
     tokenizer,
     model: Conformer,
     evaluation: dict[str, EvalBatches],
@@ -788,7 +792,7 @@ def trained(args, setup: device.Setup) -> tuple[Conformer, text.CharTokenizer, s
     return model.to(setup.device).eval(), tokenizer, before
 
 
-def transcribe(args, how: recogniser.Options) -> None:
+def transcribe(args, how: recogniser.DecodingOptions) -> None:
     setup = device.setup(args, quiet=True)
     model, tokenizer, before = trained(args, setup)
     texts_of = functools.partial(timed_texts, how, tokenizer, model)
@@ -815,7 +819,7 @@ def recogniser_to_align(args) -> alignment.Recogniser:
 
 
 @torch.no_grad()
-def evaluate_only(args, how: recogniser.Options) -> None:
+def evaluate_only(args, how: recogniser.DecodingOptions) -> None:
     """--evaluate on the test set, --export, or both, without training."""
     setup = device.setup(args)
     model, tokenizer, before = trained(args, setup)
@@ -881,7 +885,7 @@ def vocabulary(
 
 
 def make_task(
-    how: recogniser.Options, run: Run, info: ModelInfo, run_info: splits.RunInfo, tokenizer
+    how: recogniser.DecodingOptions, run: Run, info: ModelInfo, run_info: splits.RunInfo, tokenizer
 ) -> Task:
     """The task, all that the loop knows of this recipe."""
     return Task(

@@ -47,10 +47,10 @@ from common.loop import Run, Task, begin, finish, train
 from common.options import ALONE, USUAL, flag
 from models import card, released
 from models.matcha import alignment, decoding, held_out, mels, start, vocoder_training
-from models.matcha.decoding import Settings, Voice
+from models.matcha.decoding import SpeakingSettings, Voice
 from models.matcha.mels import HOP, SAMPLE_RATE, LogMel, frame_count, with_edges
 from models.matcha.model import CHECKPOINTED, COMPILED, Matcha
-from models.matcha.start import Family, ModelInfo, Options, speaker_numbers
+from models.matcha.start import Family, MatchaOptions, ModelInfo, speaker_numbers
 from models.matcha.tokenizer import Tokens
 from models.matcha.vocoder import GriffinLim
 from speech.data import checks, demo, splits
@@ -117,7 +117,7 @@ def add_arguments(parser) -> None:
     )
 
 
-def resolve(args) -> Options:
+def resolve(args) -> MatchaOptions:
     is_demo = not args.train_manifest
     steps = FULL_DEMO_STEPS if args.model_size in ("full", "large") else DEMO_STEPS
     usual = None if args.model_file or args.init_from else USUAL_STEPS
@@ -128,7 +128,7 @@ def resolve(args) -> Options:
 # --- data -----------------------------------------------------------------------------------------
 
 
-def read_data(asked: Options, before: RunInfo | None = None) -> dict[str, Corpus]:
+def read_data(asked: MatchaOptions, before: RunInfo | None = None) -> dict[str, Corpus]:
     """The corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is given.
     What the run `before`, which is resumed or used, held out is held out again."""
     folder = Path(asked.output_dir) / "data" / "amharic_voice"
@@ -141,7 +141,9 @@ def read_data(asked: Options, before: RunInfo | None = None) -> dict[str, Corpus
     )
 
 
-def check_corpora(asked: Options, corpora: dict[str, Corpus], language: str) -> dict[str, Corpus]:
+def check_corpora(
+    asked: MatchaOptions, corpora: dict[str, Corpus], language: str
+) -> dict[str, Corpus]:
     """The corpora, with what the voice reads of their texts, without what harms the training. A
     demo and a dry run's stand-in are as they should be."""
     start.read_corpora(corpora, language)
@@ -159,7 +161,7 @@ def check_corpora(asked: Options, corpora: dict[str, Corpus], language: str) -> 
     return checks.check_speech(corpora, asked.strict_data, fault)
 
 
-def check_data(asked: Options) -> None:
+def check_data(asked: MatchaOptions) -> None:
     """--check_data, as the language of the flags, or of the voice that they name, is read."""
     saved = None
     if not asked.language and asked.init_from:
@@ -174,7 +176,7 @@ class Utterances:
     """A set of utterances as the voice learns them. The noise at which the flow starts and the time
     on its way depend on (seed, epoch, index) alone, in evaluation on (0, 0, index)."""
 
-    def __init__(self, asked: Options, corpus: Corpus, info: ModelInfo, training: bool):
+    def __init__(self, asked: MatchaOptions, corpus: Corpus, info: ModelInfo, training: bool):
         self.corpus = corpus
         self.tokens = Tokens(info.symbols)
         self.speakers = speaker_numbers(corpus, info.speakers)
@@ -318,7 +320,7 @@ def train_vocoder(args, info: ModelInfo, run_info: RunInfo, corpus: Corpus, held
     print(f"\nvocoder: {own.max_steps} updates")
     run = begin(own, RECIPE)
     with run.model_device():
-        model = vocoder_training.Trained(config)
+        model = vocoder_training.VocoderInTraining(config)
     task = Task(
         RECIPE,
         vocoder_training.compute_loss,
@@ -329,7 +331,7 @@ def train_vocoder(args, info: ModelInfo, run_info: RunInfo, corpus: Corpus, held
         metric="mel",
         higher_is_better=False,
         fit=None,
-        adamw=optim.Settings(vocoder_training.BETAS),
+        adamw=optim.AdamWSettings(vocoder_training.BETAS),
     )
     crops, held_crops = (
         vocoder_training.Crops(each, own.seed, each is corpus) for each in (corpus, held)
@@ -350,7 +352,7 @@ def voice_of(info: ModelInfo, model: Matcha, folder: Path) -> Voice:
     return Voice(model, Tokens(info.symbols), info.language, info.speakers, vocoder)
 
 
-def trained(asked: Options, setup: device.Setup) -> tuple[Voice, ModelInfo, RunInfo]:
+def trained(asked: MatchaOptions, setup: device.Setup) -> tuple[Voice, ModelInfo, RunInfo]:
     """The voice that is used without training, and what the run that trained it has saved."""
     model, info, before = start.Family(asked).trained(RECIPE, RunInfo, setup)
     folder = released.weights_file(asked.origin).parent
@@ -358,13 +360,13 @@ def trained(asked: Options, setup: device.Setup) -> tuple[Voice, ModelInfo, RunI
 
 
 def synthesise(
-    asked: Options, how: Flags, wanted: list[str], outputs: list[Path], setup: device.Setup
+    asked: MatchaOptions, how: Flags, wanted: list[str], outputs: list[Path], setup: device.Setup
 ) -> None:
     """--synthesize: a wav for each text."""
     voice, info, _ = trained(asked, setup)
     number = start.speaker_of(how.speaker, info)
     start.check_texts(wanted, voice)
-    settings = Settings(how.speed, how.temperature, asked.seed)
+    settings = SpeakingSettings(how.speed, how.temperature, asked.seed)
     with setup.autocast(), finite_layers():
         spoken = decoding.speak(voice, wanted, settings, [number] * len(wanted))
         for path, waveform in zip(outputs, spoken, strict=True):
@@ -373,7 +375,7 @@ def synthesise(
 
 
 @torch.no_grad()
-def evaluate_only(asked: Options, setup: device.Setup, batches_of: Callable) -> None:
+def evaluate_only(asked: MatchaOptions, setup: device.Setup, batches_of: Callable) -> None:
     """--evaluate on the test set, or --export, without training. `batches_of`: `EvalBatches` with
     the flags."""
     voice, info, before = trained(asked, setup)
@@ -391,7 +393,9 @@ def evaluate_only(asked: Options, setup: device.Setup, batches_of: Callable) -> 
     start.export(asked, voice, info, card.About(RECIPE, asked.model_file, weights, before))
 
 
-def make_sets(asked: Options, info: ModelInfo, corpora: dict[str, Corpus]) -> dict[str, Utterances]:
+def make_sets(
+    asked: MatchaOptions, info: ModelInfo, corpora: dict[str, Corpus]
+) -> dict[str, Utterances]:
     """The sets of utterances."""
     return {
         name: Utterances(asked, corpus, info, training=name == "train")
@@ -400,7 +404,7 @@ def make_sets(asked: Options, info: ModelInfo, corpora: dict[str, Corpus]) -> di
 
 
 def make_task(
-    asked: Options, run: Run, info: ModelInfo, run_info: RunInfo, log_mel: LogMel
+    asked: MatchaOptions, run: Run, info: ModelInfo, run_info: RunInfo, log_mel: LogMel
 ) -> Task:
     """The task, all that the loop knows of this recipe."""
     return Task(
@@ -416,7 +420,7 @@ def make_task(
         learning_rate=start.learning_rate(info),
         checkpointed=CHECKPOINTED,
         compiled=COMPILED,
-        adamw=optim.Settings(BETAS, decay_embeddings=False),
+        adamw=optim.AdamWSettings(BETAS, decay_embeddings=False),
         fine_tunes=info.pretrained or run.initial is not None,
         vocabulary=Family(asked).vocabulary(info, run.initial),
         reports=(

@@ -54,7 +54,7 @@ from models.parakeet.scratch import fit_to_data
 from models.parakeet.settings import kind_of
 from models.parakeet.start import (
     ModelInfo,
-    Options,
+    ParakeetOptions,
     learning_rate,
     tokenizer_of,
 )
@@ -102,7 +102,7 @@ def add_arguments(parser) -> None:
     )
 
 
-def resolve(args) -> Options:
+def resolve(args) -> ParakeetOptions:
     is_demo = not args.train_manifest
     options.resolve(args, is_demo, DEMO_STEPS)
     return start.resolve(args, is_demo)
@@ -111,7 +111,7 @@ def resolve(args) -> Options:
 # --- data -----------------------------------------------------------------------------------------
 
 
-def read_data(asked: Options, before: RunInfo | None = None) -> dict[str, Corpus]:
+def read_data(asked: ParakeetOptions, before: RunInfo | None = None) -> dict[str, Corpus]:
     """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
     given. What the run `before`, which is resumed or used, held out is held out again."""
 
@@ -127,7 +127,7 @@ def read_data(asked: Options, before: RunInfo | None = None) -> dict[str, Corpus
 
 
 def check_texts(
-    asked: Options,
+    asked: ParakeetOptions,
     corpora: dict[str, Corpus],
     tokenizer: ParakeetTokenizer,
     is_own: bool,
@@ -147,7 +147,7 @@ def check_texts(
     unknown.note_rewritten(corpora, tokenizer)
 
 
-def check_data(asked: Options) -> None:
+def check_data(asked: ParakeetOptions) -> None:
     """--check_data. The texts are compared with the vocabulary of the model that flags name."""
     corpora = read_data(asked)
     tokenizer, is_own = start.given_tokenizer(asked, RECIPE)
@@ -161,7 +161,7 @@ def check_data(asked: Options) -> None:
 
 
 def drop_untrainable(
-    asked: Options, corpora: dict[str, Corpus], info: ModelInfo
+    asked: ParakeetOptions, corpora: dict[str, Corpus], info: ModelInfo
 ) -> dict[str, Corpus]:
     """The corpora. What a CTC head cannot align is in none of its losses: a model that has nothing
     else is not trained on it, and a transducer is."""
@@ -171,7 +171,7 @@ def drop_untrainable(
     def frames_of(seconds: float) -> int:
         return encoder_frames(int(seconds * SAMPLE_RATE), info.config)
 
-    trained = splits.TRAINED if kind_of(info.config) == "ctc" else ()
+    trained = splits.LEARNED_FROM if kind_of(info.config) == "ctc" else ()
     encode = tokenizer_of(info).encode
     return feasible.without_infeasible(
         corpora, frames_of, asked.strict_data, encode, trained=trained
@@ -193,7 +193,7 @@ class Utterances:
 
     def __init__(
         self,
-        asked: Options,
+        asked: ParakeetOptions,
         corpus: Corpus,
         tokenizer: ParakeetTokenizer,
         info: ModelInfo,
@@ -415,7 +415,7 @@ def evaluate(
 
 
 def report_results(
-    asked: Options,
+    asked: ParakeetOptions,
     info: ModelInfo,
     model: Parakeet,
     evaluation: dict[str, EvalBatches],
@@ -438,12 +438,14 @@ def report_results(
 # --- main -----------------------------------------------------------------------------------------
 
 
-def trained(asked: Options, setup: device.Setup) -> tuple[Parakeet, ModelInfo, RunInfo | None]:
+def trained(
+    asked: ParakeetOptions, setup: device.Setup
+) -> tuple[Parakeet, ModelInfo, RunInfo | None]:
     """The model that is used without training, and what the run that trained it has saved."""
     return start.Family(asked).trained(RECIPE, RunInfo, setup)
 
 
-def transcribe(asked: Options, setup: device.Setup) -> None:
+def transcribe(asked: ParakeetOptions, setup: device.Setup) -> None:
     model, info, before = trained(asked, setup)
     tokenizer = tokenizer_of(info)
     if asked.stream:
@@ -454,7 +456,7 @@ def transcribe(asked: Options, setup: device.Setup) -> None:
     transcribing.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
 
 
-def recogniser_to_align(asked: Options, setup: device.Setup) -> alignment.Recogniser:
+def recogniser_to_align(asked: ParakeetOptions, setup: device.Setup) -> alignment.Recogniser:
     """The encoder with its CTC head, for --align. Raises `UsageError`."""
     model, info, before = trained(asked, setup)
     if model.ctc_head is None:
@@ -480,7 +482,7 @@ def recogniser_to_align(asked: Options, setup: device.Setup) -> alignment.Recogn
 
 
 @torch.no_grad()
-def evaluate_only(asked: Options, setup: device.Setup, batches_of: Callable) -> None:
+def evaluate_only(asked: ParakeetOptions, setup: device.Setup, batches_of: Callable) -> None:
     """--evaluate on the test set, --export, or both, without training.
     `batches_of`: `EvalBatches` with the flags."""
     model, info, before = trained(asked, setup)
@@ -499,11 +501,13 @@ def evaluate_only(asked: Options, setup: device.Setup, batches_of: Callable) -> 
     start.Family(asked).export(info, model, about)
 
 
-def make_sets(asked: Options, info: ModelInfo, corpora: dict[str, Corpus]) -> dict[str, Utterances]:
+def make_sets(
+    asked: ParakeetOptions, info: ModelInfo, corpora: dict[str, Corpus]
+) -> dict[str, Utterances]:
     """The sets of utterances."""
     tokenizer = tokenizer_of(info)
     return {
-        name: Utterances(asked, corpus, tokenizer, info, training=name in splits.TRAINED)
+        name: Utterances(asked, corpus, tokenizer, info, training=name in splits.LEARNED_FROM)
         for name, corpus in corpora.items()
     }
 
@@ -516,7 +520,7 @@ def fit(seed: int, model: Parakeet, data: Utterances) -> None:
 
 
 def make_task(
-    asked: Options,
+    asked: ParakeetOptions,
     run: Run,
     info: ModelInfo,
     run_info: RunInfo,
@@ -554,7 +558,7 @@ def make_task(
         further=watching.watched(evaluation, asked.stop_when_watched_rises),
         compiled=COMPILED,
         evaluate_first=info.pretrained,
-        adamw=optim.Settings(decay_embeddings=False),
+        adamw=optim.AdamWSettings(decay_embeddings=False),
         fine_tunes=info.pretrained,
         augmented_share=None if info.pretrained else asked.how.augmented_share,
         not_begun=None if info.pretrained else recogniser.not_begun,

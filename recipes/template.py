@@ -83,7 +83,7 @@ def add_arguments(parser) -> None:
     options.add_arguments(parser)
 
 
-def resolve(args) -> recogniser.Options:
+def resolve(args) -> recogniser.DecodingOptions:
     is_demo = not args.train_manifest
     options.resolve(args, is_demo, DEMO_STEPS)
     return recogniser.resolve(args, is_demo)
@@ -254,7 +254,10 @@ def evaluate(model: Network, eval_batches) -> dict[str, tuple[float, float]]:
 
 
 def report_results(
-    how: recogniser.Options, model: Network, evaluation: dict[str, EvalBatches], weights: str
+    how: recogniser.DecodingOptions,
+    model: Network,
+    evaluation: dict[str, EvalBatches],
+    weights: str,
 ) -> None:
     """Prints error rates and examples of the test set, or of "val" without one. `weights`: which
     weights the model has, for the title."""
@@ -271,7 +274,7 @@ def trained(args, setup: device.Setup) -> tuple[Network, splits.RunInfo]:
     return model.to(setup.device).eval(), before
 
 
-def transcribe(args, how: recogniser.Options) -> None:
+def transcribe(args, how: recogniser.DecodingOptions) -> None:
     from speech.decoding import transcribing
 
     setup = device.setup(args, quiet=True)
@@ -280,7 +283,7 @@ def transcribe(args, how: recogniser.Options) -> None:
 
 
 @torch.no_grad()
-def evaluate_only(args, how: recogniser.Options) -> None:
+def evaluate_only(args, how: recogniser.DecodingOptions) -> None:
     """--evaluate on the test set, without training."""
     setup = device.setup(args)
     model, before = trained(args, setup)

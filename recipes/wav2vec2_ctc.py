@@ -55,7 +55,7 @@ from models.wav2vec2.model import CHECKPOINTED, COMPILED, Wav2Vec2, frame_sample
 from models.wav2vec2.scratch import fit_to_data
 from models.wav2vec2.start import (
     ModelInfo,
-    Options,
+    Wav2Vec2Options,
     learning_rate,
     tokenizer_of,
 )
@@ -106,7 +106,7 @@ def add_arguments(parser) -> None:
     )
 
 
-def resolve(args) -> Options:
+def resolve(args) -> Wav2Vec2Options:
     is_demo = not args.train_manifest
     options.resolve(args, is_demo, DEMO_STEPS)
     return start.resolve(args, is_demo)
@@ -115,7 +115,9 @@ def resolve(args) -> Options:
 # --- data -----------------------------------------------------------------------------------------
 
 
-def read_data(asked: Options, before: RunInfo | None, style: Style | None) -> dict[str, Corpus]:
+def read_data(
+    asked: Wav2Vec2Options, before: RunInfo | None, style: Style | None
+) -> dict[str, Corpus]:
     """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
     given. What the run `before`, which is resumed or used, held out is held out again. Texts are
     prepared in a model's `style`; None leaves them as they are."""
@@ -149,7 +151,7 @@ def in_its_letters(corpora: dict[str, Corpus], info: ModelInfo) -> dict[str, Cor
     return {name: dataclasses.replace(each, texts=texts) for name, each in corpora.items()}
 
 
-def check_texts(asked: Options, corpora: dict[str, Corpus], info: ModelInfo) -> None:
+def check_texts(asked: Wav2Vec2Options, corpora: dict[str, Corpus], info: ModelInfo) -> None:
     """Prints which characters the vocabulary lacks, and which it changes. Raises `DataError` if
     many are lacking."""
     tokenizer = tokenizer_of(info)
@@ -158,7 +160,7 @@ def check_texts(asked: Options, corpora: dict[str, Corpus], info: ModelInfo) -> 
     unknown.note_rewritten(corpora, tokenizer)
 
 
-def check_data(asked: Options) -> None:
+def check_data(asked: Wav2Vec2Options) -> None:
     """--check_data. The texts are compared with the vocabulary of the model that flags name."""
     info = start.given_info(asked, RECIPE)
     corpora = read_data(asked, None, info.read_style() if info else None)
@@ -172,7 +174,10 @@ def check_data(asked: Options) -> None:
 
 
 def drop_untrainable(
-    asked: Options, corpora: dict[str, Corpus], config: dict, tokenizer: Wav2Vec2Tokenizer | None
+    asked: Wav2Vec2Options,
+    corpora: dict[str, Corpus],
+    config: dict,
+    tokenizer: Wav2Vec2Tokenizer | None,
 ) -> dict[str, Corpus]:
     """The corpora, of which the training set is without utterances that no CTC alignment fits, and
     without texts of unknown characters only. A vocabulary that is not made yet (None) has a token
@@ -194,7 +199,7 @@ class Utterances:
 
     def __init__(
         self,
-        asked: Options,
+        asked: Wav2Vec2Options,
         corpus: Corpus,
         tokenizer: Wav2Vec2Tokenizer,
         info: ModelInfo,
@@ -374,7 +379,7 @@ def evaluate(
 
 
 def report_results(
-    asked: Options,
+    asked: Wav2Vec2Options,
     info: ModelInfo,
     model: Wav2Vec2,
     evaluation: dict[str, EvalBatches],
@@ -397,12 +402,14 @@ def report_results(
 # --- main -----------------------------------------------------------------------------------------
 
 
-def trained(asked: Options, setup: device.Setup) -> tuple[Wav2Vec2, ModelInfo, RunInfo | None]:
+def trained(
+    asked: Wav2Vec2Options, setup: device.Setup
+) -> tuple[Wav2Vec2, ModelInfo, RunInfo | None]:
     """The model that is used without training, and what the run that trained it has saved."""
     return start.Family(asked).trained(RECIPE, RunInfo, setup)
 
 
-def transcribe(asked: Options, setup: device.Setup) -> None:
+def transcribe(asked: Wav2Vec2Options, setup: device.Setup) -> None:
     model, info, before = trained(asked, setup)
     tokenizer = tokenizer_of(info)
     decode = functools.partial(decoding.transcripts, model, tokenizer)
@@ -411,7 +418,7 @@ def transcribe(asked: Options, setup: device.Setup) -> None:
     transcribing.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
 
 
-def recogniser_to_align(asked: Options, setup: device.Setup) -> alignment.Recogniser:
+def recogniser_to_align(asked: Wav2Vec2Options, setup: device.Setup) -> alignment.Recogniser:
     """The model of --align."""
     model, info, before = trained(asked, setup)
     tokenizer = tokenizer_of(info)
@@ -430,7 +437,7 @@ def recogniser_to_align(asked: Options, setup: device.Setup) -> alignment.Recogn
 
 
 @torch.no_grad()
-def evaluate_only(asked: Options, setup: device.Setup, batches_of: Callable) -> None:
+def evaluate_only(asked: Wav2Vec2Options, setup: device.Setup, batches_of: Callable) -> None:
     """--evaluate on the test set, --export, or both, without training.
     `batches_of`: `EvalBatches` with the flags."""
     model, info, before = trained(asked, setup)
@@ -449,7 +456,9 @@ def evaluate_only(asked: Options, setup: device.Setup, batches_of: Callable) -> 
     start.Family(asked).export(info, model, about)
 
 
-def make_sets(asked: Options, info: ModelInfo, corpora: dict[str, Corpus]) -> dict[str, Utterances]:
+def make_sets(
+    asked: Wav2Vec2Options, info: ModelInfo, corpora: dict[str, Corpus]
+) -> dict[str, Utterances]:
     """The sets of utterances."""
     tokenizer = tokenizer_of(info)
     return {
@@ -466,7 +475,7 @@ def fit(seed: int, model: Wav2Vec2, data: Utterances) -> None:
 
 
 def make_task(
-    asked: Options, run: Run, info: ModelInfo, run_info: RunInfo, model: Wav2Vec2
+    asked: Wav2Vec2Options, run: Run, info: ModelInfo, run_info: RunInfo, model: Wav2Vec2
 ) -> Task:
     """The task: all that the loop knows of this recipe."""
     rate = learning_rate(info)
@@ -494,7 +503,7 @@ def make_task(
         compiled=COMPILED,
         evaluate_first=info.pretrained and not info.has_new_head,
         # A new head learns alone during the warm-up: its first gradients would spoil the encoder.
-        adamw=optim.Settings(first=vocabulary.ROWS if info.has_new_head else ()),
+        adamw=optim.AdamWSettings(first=vocabulary.ROWS if info.has_new_head else ()),
         fine_tunes=info.pretrained,
         augmented_share=asked.how.augmented_share if starts_silent else None,
         not_begun=recogniser.not_begun,

@@ -53,7 +53,7 @@ from models.whisper.start import (
     AUXILIARY_WEIGHT,
     BEAM_SIZE,
     ModelInfo,
-    Options,
+    WhisperOptions,
     check_limits,
     input_seconds,
     long_recordings,
@@ -106,7 +106,7 @@ def add_arguments(parser) -> None:
     options.add_arguments(parser, learning_rate=rate)
 
 
-def resolve(args) -> tuple[Options, clips.Options]:
+def resolve(args) -> tuple[WhisperOptions, clips.ClipOptions]:
     recorded = any(getattr(args, name) for name in clips.RECORDED)
     is_released = any(getattr(args, name) for name in released.MODELS)
     is_demo = not (recorded or is_released or args.from_scratch or args.conditions)
@@ -125,7 +125,7 @@ def resolve(args) -> tuple[Options, clips.Options]:
 
 
 def read_data(
-    asked: Options, source: clips.Options, before: RunInfo | None = None
+    asked: WhisperOptions, source: clips.ClipOptions, before: RunInfo | None = None
 ) -> dict[str, clips.Clips]:
     """The clips "train", "val" and, if there is one, "test". What the run `before`, which is
     resumed or used, held out is held out again."""
@@ -141,7 +141,7 @@ class Utterances:
     augmented_share = 1.0
 
     def __init__(
-        self, asked: Options, corpus: clips.Clips, tokenizer, info: ModelInfo, training: bool
+        self, asked: WhisperOptions, corpus: clips.Clips, tokenizer, info: ModelInfo, training: bool
     ):
         self.asked = asked
         self.corpus = corpus
@@ -317,7 +317,7 @@ def compute_loss(model: Whisper, batch: dict) -> dict[str, torch.Tensor]:
     return losses(model, batch, encoded, mask)
 
 
-def loss_weights(asked: Options, info: ModelInfo) -> dict[str, float]:
+def loss_weights(asked: WhisperOptions, info: ModelInfo) -> dict[str, float]:
     """The share of each loss term."""
     for name, share in (
         ("ctc", asked.ctc_weight),
@@ -358,7 +358,7 @@ def final_texts(
 
 
 def report_results(
-    asked: Options,
+    asked: WhisperOptions,
     info: ModelInfo,
     model: Whisper,
     evaluation: dict[str, EvalBatches],
@@ -385,12 +385,14 @@ def report_results(
 # --- main -----------------------------------------------------------------------------------------
 
 
-def trained(asked: Options, setup: device.Setup) -> tuple[Whisper, ModelInfo, RunInfo | None]:
+def trained(
+    asked: WhisperOptions, setup: device.Setup
+) -> tuple[Whisper, ModelInfo, RunInfo | None]:
     """The model that is used without training, and what the run that trained it has saved."""
     return start.Family(asked).trained(RECIPE, RunInfo, setup)
 
 
-def transcribe(asked: Options, setup: device.Setup) -> None:
+def transcribe(asked: WhisperOptions, setup: device.Setup) -> None:
     model, info, before = trained(asked, setup)
     tokenizer, search = make_search(asked, info)
     # Within a word of Morse there are pauses, too.
@@ -401,7 +403,7 @@ def transcribe(asked: Options, setup: device.Setup) -> None:
 
 @torch.no_grad()
 def evaluate_only(
-    asked: Options, source: clips.Options, setup: device.Setup, batches_of: Callable
+    asked: WhisperOptions, source: clips.ClipOptions, setup: device.Setup, batches_of: Callable
 ) -> None:
     """--evaluate on the test set, --export, or both, without training.
     `batches_of`: `EvalBatches` with the flags."""
@@ -423,22 +425,22 @@ def evaluate_only(
 
 
 def make_sets(
-    asked: Options, info: ModelInfo, corpora: dict[str, clips.Clips]
+    asked: WhisperOptions, info: ModelInfo, corpora: dict[str, clips.Clips]
 ) -> dict[str, Utterances]:
     """The sets of clips."""
     check_limits(asked, info.config)
     tokenizer, _ = make_search(asked, info)
     sets = {}
     for name, corpus in corpora.items():
-        is_trained = name in splits.TRAINED
+        is_trained = name in splits.LEARNED_FROM
         sets[name] = Utterances(asked, corpus, tokenizer, info, is_trained)
     return sets
 
 
 def about_run(
-    asked: Options,
+    asked: WhisperOptions,
     info: ModelInfo,
-    source: clips.Options,
+    source: clips.ClipOptions,
     corpora: dict[str, clips.Clips],
     middle: int,
     before: RunInfo | None,
@@ -453,7 +455,7 @@ def about_run(
 
 
 def make_task(
-    asked: Options,
+    asked: WhisperOptions,
     run: Run,
     info: ModelInfo,
     run_info: RunInfo,
@@ -510,7 +512,7 @@ def main(args) -> None:
     info, model = start.Family(asked).first_model(run, new_tokenizer)
     sets = make_sets(asked, info, corpora)
 
-    learned = {name: sets.pop(name) for name in splits.TRAINED if name in sets}
+    learned = {name: sets.pop(name) for name in splits.LEARNED_FROM if name in sets}
     new, old = learned["train"], learned.get(replay.REPLAY)
     global_batches = make_batches(args, new, collate, run.setup, old)
     steps = run_length.choose(args, global_batches, info.pretrained).total

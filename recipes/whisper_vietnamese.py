@@ -53,7 +53,7 @@ from models.whisper.padding import Padding, middle_epoch, note_longer_epochs
 from models.whisper.start import (
     BEAM_SIZE,
     ModelInfo,
-    Options,
+    WhisperOptions,
     check_languages,
     check_limits,
     input_seconds,
@@ -136,7 +136,7 @@ def add_arguments(parser) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked(Options, packs.Flags, comparing.Flags):
+class Asked(WhisperOptions, packs.PackFlags, comparing.ComparingFlags):
     """The request of the flags."""
 
 
@@ -531,7 +531,7 @@ def make_sets(asked: Asked, info: ModelInfo, corpora: dict[str, Corpus]) -> dict
 
     sets = {}
     for name, corpus in corpora.items():
-        is_trained = name in splits.TRAINED
+        is_trained = name in splits.LEARNED_FROM
         if is_trained:
             about = ("training set" if name == "train" else f"{name} set", tokens_of, most_tokens)
             corpora[name] = splits.drop_long_texts(corpus, *about, asked.strict_data)
@@ -630,7 +630,7 @@ def main(args) -> None:
     measure = functools.partial(measure_times, sets["val"], info)
     times_before = kept_times.at_start(model, run, before and before.times_before, measure)
 
-    learned = {name: sets.pop(name) for name in splits.TRAINED if name in sets}
+    learned = {name: sets.pop(name) for name in splits.LEARNED_FROM if name in sets}
     new = as_windows(learned["train"], share)
     old = as_windows(learned[replay.REPLAY], share) if replay.REPLAY in learned else None
     global_batches = make_batches(args, new, collate, run.setup, old)

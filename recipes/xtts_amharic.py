@@ -58,7 +58,7 @@ from models.xtts.model import CHECKPOINTED, COMPILED, GPT
 from models.xtts.speaking import Synthesiser
 from models.xtts.start import (
     ModelInfo,
-    Options,
+    XttsOptions,
     first_model,
     known_info,
     reader_of,
@@ -110,7 +110,7 @@ def add_arguments(parser) -> None:
     parser.refuse(EXCLUDES)
 
 
-def resolve(args) -> Options:
+def resolve(args) -> XttsOptions:
     options.resolve(args, False, 0)
     if args.max_audio_length:
         args.max_duration = args.max_audio_length / SAMPLE_RATE
@@ -120,7 +120,7 @@ def resolve(args) -> Options:
 # --- data -----------------------------------------------------------------------------------------
 
 
-def read_data(asked: Options, before: RunInfo | None = None) -> dict[str, Corpus]:
+def read_data(asked: XttsOptions, before: RunInfo | None = None) -> dict[str, Corpus]:
     """The corpora "train", "val" and, if there is one, "test". What the run `before`, which is
     resumed or used, held out is held out again."""
     return splits.load_splits(
@@ -131,7 +131,7 @@ def read_data(asked: Options, before: RunInfo | None = None) -> dict[str, Corpus
 
 
 def check_corpora(
-    asked: Options, corpora: dict[str, Corpus], reader: Texts, config: dict
+    asked: XttsOptions, corpora: dict[str, Corpus], reader: Texts, config: dict
 ) -> dict[str, Corpus]:
     """The corpora without what harms the training, and without texts and clips that the model has
     no letters or positions for. A dry run's stand-in is as it should be. Raises `DataError` if the
@@ -153,7 +153,7 @@ def check_corpora(
     return corpora
 
 
-def check_data(asked: Options) -> None:
+def check_data(asked: XttsOptions) -> None:
     """--check_data, for the model that flags name."""
     info, before = known_info(asked)
     corpora = read_data(asked, before)
@@ -167,7 +167,7 @@ class Utterances:
     middle length and is the beginning of the clip."""
 
     def __init__(
-        self, asked: Options, corpus: Corpus, vocabulary: Texts, info: ModelInfo, training: bool
+        self, asked: XttsOptions, corpus: Corpus, vocabulary: Texts, info: ModelInfo, training: bool
     ):
         self.seed = asked.seed
         self.corpus = corpus
@@ -399,12 +399,14 @@ def fit(frozen: Frozen, added: int, seed: int, model: GPT, data: Utterances) -> 
 # --- main -----------------------------------------------------------------------------------------
 
 
-def trained(asked: Options, setup: device.Setup) -> tuple[Synthesiser, ModelInfo, RunInfo | None]:
+def trained(
+    asked: XttsOptions, setup: device.Setup
+) -> tuple[Synthesiser, ModelInfo, RunInfo | None]:
     """The model that is used without training, and what the run that trained it has saved."""
     return start.trained(asked, setup)
 
 
-def show_text(asked: Options, wanted: list[str]) -> None:
+def show_text(asked: XttsOptions, wanted: list[str]) -> None:
     """--show_text, by the model that flags name."""
     info, before = known_info(asked)
     reader, config = reader_of(asked, info, before is None, {})
@@ -412,7 +414,11 @@ def show_text(asked: Options, wanted: list[str]) -> None:
 
 
 def synthesise(
-    asked: Options, wanted: list[str], sampling: Sampling, outputs: list[Path], setup: device.Setup
+    asked: XttsOptions,
+    wanted: list[str],
+    sampling: Sampling,
+    outputs: list[Path],
+    setup: device.Setup,
 ) -> None:
     """--synthesize: a wav for each text."""
     clips = speaking.read_references(asked.voices, setup.device)
@@ -427,7 +433,7 @@ def synthesise(
 
 
 @torch.no_grad()
-def evaluate_only(asked: Options, setup: device.Setup, batches_of: Callable) -> None:
+def evaluate_only(asked: XttsOptions, setup: device.Setup, batches_of: Callable) -> None:
     """--evaluate on the test set, or --export, without training. `batches_of`: `EvalBatches` with
     the flags."""
     synthesiser, info, before = trained(asked, setup)
@@ -449,18 +455,18 @@ def evaluate_only(asked: Options, setup: device.Setup, batches_of: Callable) -> 
 
 
 def make_sets(
-    asked: Options, corpora: dict[str, Corpus], vocabulary: Texts, info: ModelInfo
+    asked: XttsOptions, corpora: dict[str, Corpus], vocabulary: Texts, info: ModelInfo
 ) -> dict[str, Utterances]:
     """The sets of utterances."""
     sets = {}
     for name, corpus in corpora.items():
-        is_trained = name in splits.TRAINED
+        is_trained = name in splits.LEARNED_FROM
         sets[name] = Utterances(asked, corpus, vocabulary, info, is_trained)
     return sets
 
 
 def make_task(
-    asked: Options,
+    asked: XttsOptions,
     run: Run,
     info: ModelInfo,
     run_info: RunInfo,
@@ -485,7 +491,7 @@ def make_task(
         metric="mel",
         higher_is_better=False,
         fit=first_fit,
-        adamw=optim.Settings(BETAS, decay_embeddings=False),
+        adamw=optim.AdamWSettings(BETAS, decay_embeddings=False),
         further=watched,
         plans=ForPlans(adapters=family.usual_adapters(info)),
         learning_rate=start.LEARNING_RATE,

@@ -178,11 +178,11 @@ def optimizer_of(
     weight_decay: float = 0.01,
     kind: str = "adamw",
     on_host: offload.Offload | None = None,
-    settings: optim.Settings | None = None,
+    settings: optim.AdamWSettings | None = None,
     rows: NewRows | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer of an engine, without a run. `on_host`: of a level of --use_cpu_offload."""
-    settings = settings or optim.Settings()
+    settings = settings or optim.AdamWSettings()
     groups = optim.parameter_groups(model, weight_decay, settings)
     engine = object.__new__(offload.Offloaded if on_host else Engine)
     engine.model = model

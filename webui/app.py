@@ -143,13 +143,13 @@ def serve(args, data: Path, runs: Path, listener: socket.socket, temporary: Path
     """Answers until a signal comes."""
     from webui.catalogue import find_recipes
     from webui.context import Context
-    from webui.guard import Settings
+    from webui.guard import GuardSettings
     from webui.places import UPLOADS, UPLOADS_BYTES, Places
     from webui.use import Models
 
     places = Places(data, runs)
     models = Models()
-    settings = Settings(
+    settings = GuardSettings(
         host=args.host,
         port=listener.getsockname()[1],
         token=secrets.token_urlsafe(24),

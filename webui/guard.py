@@ -66,7 +66,7 @@ ENTERED = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Welcome
 
 
 @dataclass(frozen=True)
-class Settings:
+class GuardSettings:
     """`host` and `port` are those that the page listens on, `temporary` is gradio's folder of
     uploads and results. All in `kept` together may have `bytes_kept`; then uploads are refused."""
 
@@ -81,7 +81,7 @@ class Settings:
 class Guard:
     """Passes to `app` what comes from the page itself. Every other request gets one line."""
 
-    def __init__(self, app: Callable[..., Awaitable], settings: Settings):
+    def __init__(self, app: Callable[..., Awaitable], settings: GuardSettings):
         self.app = app
         self.settings = settings
         self.temporary = settings.temporary.resolve()

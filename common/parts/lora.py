@@ -48,7 +48,7 @@ SAVED = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class LoraSettings:
     """`targets` names the layers that have adapters: what a family of models makes of it."""
 
     rank: int
@@ -78,7 +78,7 @@ class Adapters:
     """The adapters of a run. `base`: the `fingerprint` of the released weights. `name`: where they
     were, for messages."""
 
-    settings: Settings
+    settings: LoraSettings
     layers: Layers
     base: str
     name: str

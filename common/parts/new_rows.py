@@ -34,7 +34,7 @@ def speed_up(engine: Engine, new_rows: NewRows) -> None:
     groups = [(group, p) for group in optimizer.param_groups for p in group["params"]]
     chosen = []
     for name, rows in new_rows.rows.items():
-        parameter = engine.trained.get_parameter(name)
+        parameter = engine.network.get_parameter(name)
         weight, first = engine.rows(engine.values(parameter))
         rows = [row - first for row in rows if first <= row < first + len(weight)]
         places = torch.tensor(rows, dtype=torch.long, device=weight.device)

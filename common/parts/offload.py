@@ -127,7 +127,7 @@ class Offloaded(Engine):
 
     def make_optimizer(self) -> None:
         self.optimizer = make_optimizer(
-            self.groups(), self.trained, self.learning_rate(), self.on_host, self.task.adamw
+            self.groups(), self.network, self.learning_rate(), self.on_host, self.task.adamw
         )
 
     def gradients(self) -> dict[torch.nn.Parameter, torch.Tensor]:
@@ -142,7 +142,7 @@ class Offloaded(Engine):
         return self.optimizer.full(p)
 
     def optimizer_state(self) -> dict:
-        return whole_state(self.optimizer, self.trained, self.setup.ranks)
+        return whole_state(self.optimizer, self.network, self.setup.ranks)
 
 
 def make_optimizer(
@@ -150,7 +150,7 @@ def make_optimizer(
     model: torch.nn.Module,
     learning_rate: float,
     offload: Offload,
-    settings: optim.Settings,
+    settings: optim.AdamWSettings,
 ) -> "OffloadedAdamW":
     """AdamW with its update on the host, as `optim.make_optimizer` makes others. A rank has the
     states of the parameters that it updates."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from common.batches import POOL_BATCHES, GlobalBatches, Joined
+from common.batches import POOL_BATCHES, GlobalBatches, JoinedSets
 from common.errors import UsageError
 
 DRAW = 3  # joins the seed of the order in which old utterances come
@@ -80,8 +80,8 @@ class ReplayedBatches(GlobalBatches):
         super().__init__(args, data, collate, setup)
         check_share(self.share, self.global_batch_size)
 
-    def whole(self) -> Joined:
-        return Joined([self.data, self.old])
+    def whole(self) -> JoinedSets:
+        return JoinedSets([self.data, self.old])
 
     def sets(self) -> dict[str, object]:
         return {**super().sets(), "old": self.old}
@@ -91,7 +91,7 @@ class ReplayedBatches(GlobalBatches):
 
     def plan(self, epoch: int, seconds: np.ndarray) -> list[np.ndarray]:
         size = self.global_batch_size
-        return plan_epoch(seconds, len(self.old), self.share, size, (self.seed, epoch))
+        return order_epoch(seconds, len(self.old), self.share, size, (self.seed, epoch))
 
     def fingerprint(self) -> str:
         return f"{super().fingerprint()} {self.old.fingerprint()} {self.share:g}"
@@ -110,10 +110,10 @@ def make_batches(args, data, collate: Callable, setup, old=None) -> GlobalBatche
     return ReplayedBatches(args, data, old, collate, setup)
 
 
-def plan_epoch(
+def order_epoch(
     seconds: np.ndarray, old: int, share: float, global_batch_size: int, key: tuple[int, int]
 ) -> list[np.ndarray]:
-    """`batches.plan_epoch` with replay. The last `old` utterances of `seconds` (N,) are old
+    """`batches.order_epoch` with replay. The last `old` utterances of `seconds` (N,) are old
     material, of which every global batch has a `share` (see `batch_sizes`): the next ones of an
     order of their own. An epoch has every other utterance once. `key`: seed and epoch."""
     seed, epoch = key

@@ -41,7 +41,7 @@ class Voice:
 
 
 @dataclass(frozen=True)
-class Settings:
+class SpeakingSettings:
     """How sentences are spoken. `speed`: 2 is twice as fast; `temperature`: of the noise that the
     flow starts at."""
 
@@ -52,7 +52,10 @@ class Settings:
 
 
 def speak(
-    voice: Voice, texts: Sequence[str], settings: Settings, speakers: Sequence[int] | None = None
+    voice: Voice,
+    texts: Sequence[str],
+    settings: SpeakingSettings,
+    speakers: Sequence[int] | None = None,
 ) -> Iterator[torch.Tensor]:
     """The waveforms (T,) of texts in order, on the model's device, each by the speaker of that
     number (the first one). The sentences of up to 16 texts are spoken together, fewer if these do
@@ -89,7 +92,7 @@ def speak(
 
 @torch.no_grad()
 def mels_of(
-    model: Matcha, sentences: Sequence[tuple[list[int], int]], settings: Settings
+    model: Matcha, sentences: Sequence[tuple[list[int], int]], settings: SpeakingSettings
 ) -> list[torch.Tensor]:
     """The mel frames (F, 80) of sentences, each given as its tokens and the number of its speaker.
     All begin at the same random numbers, whatever they are spoken with."""

@@ -10,7 +10,7 @@ from common import files, memory
 from common.device import Setup
 from common.errors import require
 from models.matcha import alignment, decoding
-from models.matcha.decoding import Settings, Voice
+from models.matcha.decoding import SpeakingSettings, Voice
 from models.matcha.mels import SAMPLE_RATE, LogMel, with_edges
 from models.matcha.start import speaker_numbers
 from speech.data.columns import Corpus
@@ -69,7 +69,7 @@ def speak_held_out(asked: judge.HeldOut, setup: Setup, voice: Voice, corpus: Cor
     corpus = corpus.select(np.arange(min(count, len(corpus))))
     folder = judge.folder_of(asked.output_dir)
     numbers = speaker_numbers(corpus, voice.speakers).tolist()
-    spoken = decoding.speak(voice, list(corpus.texts), Settings(seed=asked.seed), numbers)
+    spoken = decoding.speak(voice, list(corpus.texts), SpeakingSettings(seed=asked.seed), numbers)
     log_mel = LogMel().to(setup.device)
     rows = {kind: [] for kind in judge.KINDS}
     clips = {}

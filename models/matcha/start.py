@@ -77,7 +77,7 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
-class Flags:
+class MatchaFlags:
     """Flags of the voice, and where it starts."""
 
     # fmt: off
@@ -110,7 +110,7 @@ class Flags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Flags, splits.Request):
+class MatchaOptions(MatchaFlags, splits.Request):
     """The request of the flags."""
 
     origin: Origin
@@ -122,12 +122,12 @@ class Options(Flags, splits.Request):
 
 def add_arguments(parser) -> None:
     title = "model (its shape comes from the checkpoint when resuming)"
-    options.add_record(parser, title, Flags)
+    options.add_record(parser, title, MatchaFlags)
     judge.add_arguments(parser, "20")
     parser.refuse(EXCLUDES, NEEDS)
 
 
-def resolve(args, is_demo: bool) -> Options:
+def resolve(args, is_demo: bool) -> MatchaOptions:
     """Checks these flags and returns what they ask for. Raises `UsageError`."""
     if args.model_file:
         released.require_source(args.model_file, "--model_file", FORMS)
@@ -155,7 +155,7 @@ def resolve(args, is_demo: bool) -> Options:
     )
     language = languages.resolve(args, AMHARIC)
     return options.read_record(
-        Options,
+        MatchaOptions,
         args,
         **splits.Request.resolve(args, for_synthesis=True),
         origin=origin,
@@ -167,7 +167,7 @@ def resolve(args, is_demo: bool) -> Options:
 # --- texts ----------------------------------------------------------------------------------------
 
 
-def language_of(asked: Options, saved: Saved | None) -> str:
+def language_of(asked: MatchaOptions, saved: Saved | None) -> str:
     """The language of the texts: that of --language, else that of the voice that is `saved`. Raises
     `UsageError`."""
     if asked.language:
@@ -338,7 +338,7 @@ def describe(info: ModelInfo, model: Matcha) -> None:
     print(f"model: {size:.1f} M parameters, {len(info.symbols)} tokens, {speakers}")
 
 
-def export(asked: Options, voice: Voice, info: ModelInfo, about) -> None:
+def export(asked: MatchaOptions, voice: Voice, info: ModelInfo, about) -> None:
     """--export."""
     if asked.export:
         onnx.export(asked.export, asked.consent, voice, not info.pretrained, about)

@@ -93,7 +93,7 @@ def collate(items: list[dict]) -> dict:
     }
 
 
-class Trained(nn.Module):
+class VocoderInTraining(nn.Module):
     """A vocoder in training, with the mel spectra that it is compared by."""
 
     def __init__(self, config: dict):
@@ -116,7 +116,7 @@ class Trained(nn.Module):
         return found
 
 
-def compute_loss(model: Trained, batch: dict) -> dict[str, torch.Tensor]:
+def compute_loss(model: VocoderInTraining, batch: dict) -> dict[str, torch.Tensor]:
     """The sum over the batch of each crop's mean error in all resolutions."""
     audio = batch["audio"]
     made = model.vocoder(model.log_mel(audio))
@@ -127,7 +127,9 @@ def compute_loss(model: Trained, batch: dict) -> dict[str, torch.Tensor]:
     return {"mel": sum(errors).sum() / len(RESOLUTIONS)}
 
 
-def evaluate(model: Trained, eval_batches: Iterable[dict]) -> dict[str, tuple[float, float]]:
+def evaluate(
+    model: VocoderInTraining, eval_batches: Iterable[dict]
+) -> dict[str, tuple[float, float]]:
     total = 0.0
     count = 0
     losses_of = functools.partial(compute_loss, model)
@@ -156,7 +158,7 @@ def read_vocoder(folder: Path, recipe: str) -> Vocos | None:
         return None
     saved = checkpoint.read_weights(path, recipe)
     info, _ = checkpoint.read_infos(saved, ModelInfo, RunInfo)
-    checkpoint.check_network(saved, lambda: Trained(info.vocoder))
-    model = Trained(info.vocoder)
+    checkpoint.check_network(saved, lambda: VocoderInTraining(info.vocoder))
+    model = VocoderInTraining(info.vocoder)
     checkpoint.load_weights(model, saved.model)
     return model.vocoder.eval()

@@ -359,7 +359,7 @@ class Pace:
 
 
 def transcribe(
-    how: recogniser.Options,
+    how: recogniser.DecodingOptions,
     milliseconds: int,
     model: Parakeet,
     tokenizer: ParakeetTokenizer,

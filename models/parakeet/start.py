@@ -126,7 +126,7 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
-class Start:
+class StartFlags:
     """Flags of the model that is made, read and written."""
 
     # fmt: off
@@ -144,7 +144,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Loss:
+class LossFlags:
     """Flags of the loss and of dropout."""
 
     # fmt: off
@@ -159,7 +159,7 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Nemotron:
+class NemotronFlags:
     """Flags of models that are told a language and of those that hear a stream. `language`: what a
     model is told where the data do not say it."""
 
@@ -180,7 +180,7 @@ class Nemotron:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Start, Nemotron, Loss, recogniser.Request):
+class ParakeetOptions(StartFlags, NemotronFlags, LossFlags, recogniser.Request):
     """The request of the flags. `origin`: where the model starts."""
 
     origin: Origin
@@ -191,21 +191,21 @@ class Options(Start, Nemotron, Loss, recogniser.Request):
 
 def add_arguments(parser) -> None:
     group = released.add_arguments(parser, FORMS, settings.SIZES, "110m")
-    options.add_record(parser, group, Start)
+    options.add_record(parser, group, StartFlags)
     adapters.add_arguments(parser, has_peft=True)
-    options.add_record(parser, "Nemotron: language and streaming", Nemotron)
-    options.add_record(parser, "loss", Loss)
+    options.add_record(parser, "Nemotron: language and streaming", NemotronFlags)
+    options.add_record(parser, "loss", LossFlags)
     parser.refuse(EXCLUDES, NEEDS)
     prepared = f"{vocabulary.COMMAND} makes a model with it, which --model_dir then names"
     parser.hints |= dict.fromkeys(PREPARED, prepared)
 
 
-def resolve(args, is_demo: bool) -> Options:
+def resolve(args, is_demo: bool) -> ParakeetOptions:
     """Fills in the defaults of these flags and returns what they ask for. Raises `UsageError`."""
     origin = released.resolve(args, FORMS, settings.SIZES, "110m", is_demo)
     live.check_source(args.transcribe or [], args.stream)
     return options.read_record(
-        Options,
+        ParakeetOptions,
         args,
         export_format=args.export_format or "hf",
         origin=origin,
@@ -357,7 +357,7 @@ def tokenizer_of(info: ModelInfo) -> ParakeetTokenizer:
     return make_tokenizer(info.tokenizer, info.config["vocabulary"])
 
 
-def given_tokenizer(asked: Options, recipe: str) -> tuple[ParakeetTokenizer | None, bool]:
+def given_tokenizer(asked: ParakeetOptions, recipe: str) -> tuple[ParakeetTokenizer | None, bool]:
     """The tokenizer that a training begins with, read without the weights of a released model, and
     `ModelInfo.own_vocabulary`. The tokenizer is None if the training texts will make it. Raises
     `UsageError`."""
@@ -381,7 +381,7 @@ def usual_prompt(info: ModelInfo) -> int:
     return info.languages.get(AUTO, first)
 
 
-def tell(asked: Options, info: ModelInfo, model: Parakeet) -> None:
+def tell(asked: ParakeetOptions, info: ModelInfo, model: Parakeet) -> None:
     """Tells a model which part writes the text, and the language and the look-ahead of batches that
     name none. Raises `UsageError` if it has none."""
     if asked.decoding:
@@ -421,7 +421,7 @@ def exported(info: ModelInfo) -> dict:
     }
 
 
-def with_loss(info: ModelInfo, asked: Options) -> ModelInfo:
+def with_loss(info: ModelInfo, asked: ParakeetOptions) -> ModelInfo:
     """`info` with the loss that it is trained with: the model's own, with --ctc_weight. Raises
     `UsageError`."""
     kind = settings.kind_of(info.config)

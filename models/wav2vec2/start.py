@@ -96,7 +96,7 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
-class Start:
+class StartFlags:
     """Flags of the model that is read and written."""
 
     # fmt: off
@@ -113,7 +113,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Text:
+class TextFlags:
     """Flags of texts and of the vocabulary."""
 
     # fmt: off
@@ -129,7 +129,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Regularisation:
+class RegularisationFlags:
     """Flags of masks and dropout. `train_extractor`: None for a new model only."""
 
     # fmt: off
@@ -153,7 +153,7 @@ class Regularisation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Start, Text, Regularisation, recogniser.Request):
+class Wav2Vec2Options(StartFlags, TextFlags, RegularisationFlags, recogniser.Request):
     """The request of the flags. `origin`: where the model starts."""
 
     origin: Origin
@@ -164,17 +164,17 @@ class Options(Start, Text, Regularisation, recogniser.Request):
 
 def add_arguments(parser) -> None:
     group = released.add_arguments(parser, FORMS, settings.SIZES, "300m")
-    options.add_record(parser, group, Start)
-    options.add_record(parser, "text and vocabulary", Text)
+    options.add_record(parser, group, StartFlags)
+    options.add_record(parser, "text and vocabulary", TextFlags)
     adapters.add_arguments(parser, has_peft=True)
-    options.add_record(parser, "regularisation", Regularisation)
+    options.add_record(parser, "regularisation", RegularisationFlags)
     parser.refuse(EXCLUDES, NEEDS)
 
 
-def resolve(args, is_demo: bool) -> Options:
+def resolve(args, is_demo: bool) -> Wav2Vec2Options:
     """Fills in the defaults of these flags and returns what they ask for. Raises `UsageError`."""
     return options.read_record(
-        Options,
+        Wav2Vec2Options,
         args,
         export_format=args.export_format or "hf",
         origin=released.resolve(args, FORMS, settings.SIZES, "300m", is_demo),
@@ -289,7 +289,7 @@ class Family(released.Family):
         return write(self.origin.export, weights, info.config, info.tokenizer, text)
 
 
-def read(asked: Options, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+def read(asked: Wav2Vec2Options, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
     """A released model: a Hugging Face folder or a file of omniASR's. Raises `UsageError`."""
     weights, config, extras = formats.read_model(path, asked.language, asked.tokenizer)
     state = extras.pop("tokenizer")
@@ -316,7 +316,7 @@ def tokenizer_of(info: ModelInfo) -> Wav2Vec2Tokenizer:
     return make_tokenizer(info.tokenizer, info.config["vocabulary"])
 
 
-def given_info(asked: Options, recipe: str) -> ModelInfo | None:
+def given_info(asked: Wav2Vec2Options, recipe: str) -> ModelInfo | None:
     """The info of the model that a training begins with; None if it is a new one. Raises
     `UsageError`."""
     origin = asked.origin
@@ -330,7 +330,7 @@ def given_info(asked: Options, recipe: str) -> ModelInfo | None:
 
 
 def with_vocabulary(
-    asked: Options,
+    asked: Wav2Vec2Options,
     info: ModelInfo,
     weights: dict[str, torch.Tensor],
     training_texts: Callable[[ModelInfo], Iterable[str]],
@@ -361,7 +361,7 @@ def learning_rate(info: ModelInfo) -> float:
     return NEW_HEAD_RATE if info.has_new_head else KEPT_HEAD_RATE
 
 
-def mask_shares(asked: Options, info: ModelInfo) -> tuple[float, float]:
+def mask_shares(asked: Wav2Vec2Options, info: ModelInfo) -> tuple[float, float]:
     """--mask_time and --mask_channels, or what the model's start asks for."""
     usual = NEW_HEAD_MASKS if info.has_new_head else KEPT_HEAD_MASKS
     return tuple(
@@ -370,7 +370,7 @@ def mask_shares(asked: Options, info: ModelInfo) -> tuple[float, float]:
     )
 
 
-def layer_drop(asked: Options, info: ModelInfo) -> float:
+def layer_drop(asked: Wav2Vec2Options, info: ModelInfo) -> float:
     """--layer_drop, or what the model's start asks for."""
     if asked.layer_drop is not None:
         return asked.layer_drop

@@ -16,7 +16,7 @@ from models.whisper.start import (
     FORMS,
     Family,
     ModelInfo,
-    Options,
+    WhisperOptions,
     make_model,
     make_search,
     read_released,
@@ -34,7 +34,7 @@ NEEDS = (("timestamps", ("transcribe",), ""), ("long", ("evaluate",), ""))
 
 
 @dataclass(frozen=True)
-class Flags:
+class ComparingFlags:
     """Flags of a baseline, and of whole recordings."""
 
     # fmt: off
@@ -53,11 +53,11 @@ class Flags:
 
 
 def add_arguments(parser, group) -> None:
-    options.add_record(parser, group, Flags)
+    options.add_record(parser, group, ComparingFlags)
     parser.refuse(EXCLUDES, NEEDS)
 
 
-def check(asked: Options, recipe: str, path: str, with_times: bool) -> None:
+def check(asked: WhisperOptions, recipe: str, path: str, with_times: bool) -> None:
     """Raises `UsageError` if the model at `path` cannot be read, or has no times where they are
     needed: before the training, not after it."""
     with torch.device("meta"):
@@ -67,7 +67,7 @@ def check(asked: Options, recipe: str, path: str, with_times: bool) -> None:
 
 
 def read(
-    asked: Options, recipe: str, path: str, told: str
+    asked: WhisperOptions, recipe: str, path: str, told: str
 ) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
     """A model, released or of a run of `recipe`, and its weights. A released one is in the language
     of --language, else in the one that is `told`. Raises `UsageError`."""
@@ -86,7 +86,7 @@ def read(
 
 
 def baseline(
-    asked: Options, recipe: str, path: str, model: Whisper, own: ModelInfo
+    asked: WhisperOptions, recipe: str, path: str, model: Whisper, own: ModelInfo
 ) -> tuple[Whisper, tuple[WhisperTokenizer, Search]]:
     """The model at `path` on the device of `model`, which is moved to the host, and its search.
     `own`: the record of `model`. Raises `UsageError` and `RunError`."""

@@ -367,7 +367,7 @@ class Packs:
 
 
 @dataclass(frozen=True)
-class Flags:
+class PackFlags:
     """Flags of windows of several utterances."""
 
     # fmt: off
@@ -380,7 +380,7 @@ class Flags:
 
 
 def add_arguments(parser, group) -> None:
-    options.add_record(parser, group, Flags)
+    options.add_record(parser, group, PackFlags)
     parser.refuse((), NEEDS)
 
 

@@ -104,7 +104,7 @@ def _size(what: str, key: str):
 
 
 @dataclass(frozen=True)
-class Start:
+class StartFlags:
     """Flags of the model, its vocabulary and its language."""
 
     # fmt: off
@@ -130,7 +130,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingFlags:
     """How the model is trained."""
 
     # fmt: off
@@ -155,7 +155,7 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Start, Training, recogniser.Request):
+class WhisperOptions(StartFlags, TrainingFlags, recogniser.Request):
     """The request of a Whisper recipe's flags.
 
     `origin`: where the model starts. `vocabulary`: the tokens that a planned run without data has,
@@ -177,9 +177,9 @@ def add_arguments(parser, sizes: dict[str, dict], language: str | None, usual: s
     `usual`."""
     model = released.add_arguments(parser, FORMS, sizes, "base")
     parser.hints["--align"] = "recipes/wav2vec2_ctc.py aligns a recording with its text"
-    options.add_record(parser, model, Start, language=(language, usual))
+    options.add_record(parser, model, StartFlags, language=(language, usual))
     adapters.add_arguments(parser, has_peft=True)
-    options.add_record(parser, "losses and padding", Training)
+    options.add_record(parser, "losses and padding", TrainingFlags)
     parser.refuse(EXCLUDES, NEEDS)
 
 
@@ -187,12 +187,12 @@ def resolve(
     args,
     sizes: dict[str, dict],
     is_demo: bool,
-    how: recogniser.Options,
+    how: recogniser.DecodingOptions,
     auxiliary: tuple[str, ...] = ("ctc_weight",),
     suppress: bool = True,
     demo_language: str | None = None,
-    record: type = Options,
-) -> Options:
+    record: type = WhisperOptions,
+) -> WhisperOptions:
     """Fills in the defaults of these flags and returns what they ask for. `sizes`: as in
     `add_arguments`. `auxiliary`: the flags that give shares to losses of the encoder. `record`:
     the class of what is returned. Raises `UsageError`."""
@@ -376,7 +376,7 @@ class Family(released.Family):
         return formats.export(folder, weights, info.config, tokenizer, generation, text)
 
 
-def read_released(asked: Options, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+def read_released(asked: WhisperOptions, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
     """A Hugging Face folder or OpenAI's .pt. Raises `UsageError`."""
     weights, config, extras = formats.read_model(path)
     tokenizer = read_tokenizer(
@@ -406,7 +406,7 @@ def input_seconds(config: dict) -> float:
     return config["max_source_positions"] * FRAME / SAMPLE_RATE
 
 
-def check_limits(asked: Options, config: dict) -> None:
+def check_limits(asked: WhisperOptions, config: dict) -> None:
     """Raises `UsageError` if --max_target_tokens or --max_duration is more than the model has room
     for."""
     positions = config["max_target_positions"]
@@ -437,7 +437,7 @@ def make_model(
     return model
 
 
-def make_search(asked: Options, info: ModelInfo) -> tuple[WhisperTokenizer, decoding.Search]:
+def make_search(asked: WhisperOptions, info: ModelInfo) -> tuple[WhisperTokenizer, decoding.Search]:
     """The tokenizer of a model, and how --decoding searches."""
     tokenizer = make_tokenizer(info.tokenizer)
     how = asked.how

@@ -79,7 +79,7 @@ class Voice:
 
 
 @dataclass(frozen=True)
-class Flags:
+class SpeakingFlags:
     """Flags of speaking."""
 
     # fmt: off
@@ -107,7 +107,7 @@ class Flags:
 
 
 def add_arguments(parser) -> None:
-    options.add_record(parser, "speaking", Flags)
+    options.add_record(parser, "speaking", SpeakingFlags)
     parser.refuse((), NEEDS)
 
 

@@ -86,9 +86,7 @@ EXCLUDES = (
     ("evaluate", "export", "give one of them"),
     ("show_text", "export", "give one of them"),
 )
-NEEDS = (
-    ("custom_model", ("model_dir",), "it holds the GPT only"),
-)
+NEEDS = (("custom_model", ("model_dir",), "it holds the GPT only"),)
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
-class Start:
+class StartFlags:
     """Flags of the model that is trained, and of what it hears."""
 
     # fmt: off
@@ -141,7 +139,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingFlags:
     """Flags of how the GPT is trained, and which parts of it."""
 
     # fmt: off
@@ -163,7 +161,7 @@ def _other_name(dest: str, kind=None, unit: str | None = None, **settings):
 
 
 @dataclass(frozen=True)
-class OtherNames:
+class OtherNameFlags:
     """Flags under the names that they have in the project that this recipe replaces."""
 
     # fmt: off
@@ -179,7 +177,7 @@ class OtherNames:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Start, Training, splits.Request):
+class XttsOptions(StartFlags, TrainingFlags, splits.Request):
     """The request of the flags. `recipe`: its name in checkpoints; `voices`: the clips of
     --speaker_wav."""
 
@@ -195,12 +193,12 @@ class Options(Start, Training, splits.Request):
 
 def add_arguments(parser) -> None:
     group = released.add_arguments(parser, FORMS, (), "")
-    options.add_record(parser, group, Start)
+    options.add_record(parser, group, StartFlags)
     adapters.add_arguments(parser, has_peft=False)
     texts.add_arguments(parser)
-    options.add_record(parser, "the GPT in training", Training)
+    options.add_record(parser, "the GPT in training", TrainingFlags)
     judge.add_arguments(parser, str(speaking.HELD_OUT))
-    options.add_record(parser, parser, OtherNames)
+    options.add_record(parser, parser, OtherNameFlags)
     parser.refuse(EXCLUDES, NEEDS)
 
 
@@ -219,7 +217,7 @@ def resolve_language(args, origin: Origin) -> str | None:
     return code
 
 
-def resolve(args, recipe: str) -> Options:
+def resolve(args, recipe: str) -> XttsOptions:
     """Checks these flags and returns what they ask for. Raises `UsageError`."""
     is_command = any(options.is_on(vars(args), name) for name in args.rules.commands)
     if not (is_command or args.train_manifest or args.export):
@@ -235,7 +233,7 @@ def resolve(args, recipe: str) -> Options:
     if args.export and args.speaker_wav:
         speaking.named_clips(args.speaker_wav)  # what is wrong with them is reported now
     return options.read_record(
-        Options,
+        XttsOptions,
         args,
         **splits.Request.resolve(args, for_synthesis=True),
         origin=origin,
@@ -309,7 +307,7 @@ class Family(released.Family):
 
 
 def choose(
-    asked: Options, resumed: Saved | None, initial: Saved | None
+    asked: XttsOptions, resumed: Saved | None, initial: Saved | None
 ) -> tuple[ModelInfo, dict[str, torch.Tensor] | None, Frozen]:
     """The model to be trained: its info, the GPT's weights (None if the loop loads them), and the
     frozen parts. `resumed` and `initial` are the checkpoints of --resume and --init_from. Raises
@@ -322,7 +320,7 @@ def choose(
 
 
 def first_model(
-    asked: Options, run, corpora: dict[str, Corpus]
+    asked: XttsOptions, run, corpora: dict[str, Corpus]
 ) -> tuple[Synthesiser, ModelInfo, int]:
     """The model that the training `run` (`common.loop.begin`) starts with, with all that it takes
     to use it, its info, and how many tokens were added to its vocabulary for the training texts. It
@@ -357,7 +355,9 @@ def freeze(model: GPT, layers: int) -> None:
         block.requires_grad_(False)
 
 
-def trained(asked: Options, setup: device.Setup) -> tuple[Synthesiser, ModelInfo, RunInfo | None]:
+def trained(
+    asked: XttsOptions, setup: device.Setup
+) -> tuple[Synthesiser, ModelInfo, RunInfo | None]:
     """The model of --model_dir, of --resume, or of the best evaluation, ready to be used, and what
     the run that trained it has saved, which is None for a released one. Raises `UsageError`."""
     model, info, before = Family(asked).trained(asked.recipe, RunInfo, setup)
@@ -372,7 +372,7 @@ def synthesiser_of(
     return Synthesiser(model, parts, vocabulary, texts.most_text(info.config), lengths)
 
 
-def known_info(asked: Options) -> tuple[ModelInfo | None, RunInfo | None]:
+def known_info(asked: XttsOptions) -> tuple[ModelInfo | None, RunInfo | None]:
     """The info of the model that the flags name, if they name one, and what the run that trained it
     has saved, which is None for a released one. Raises `UsageError`."""
     if asked.origin.resume == "auto" or not (asked.origin.resume or asked.origin.path):
@@ -382,7 +382,7 @@ def known_info(asked: Options) -> tuple[ModelInfo | None, RunInfo | None]:
 
 
 def reader_of(
-    asked: Options, info: ModelInfo | None, is_new: bool, corpora: dict[str, Corpus]
+    asked: XttsOptions, info: ModelInfo | None, is_new: bool, corpora: dict[str, Corpus]
 ) -> tuple[texts.Texts, dict]:
     """What reads texts as the model `info` does, or will do if it `is_new`, or as any model if it
     is not known; and the model's configuration. It reads the texts of the `corpora`."""
@@ -398,14 +398,14 @@ def reader_of(
     return texts.Texts(info, is_new), info.config
 
 
-def told(asked: Options) -> str:
+def told(asked: XttsOptions) -> str:
     """The language of the texts of a released model. Raises `UsageError` if it is not given."""
     if asked.language is None:
         raise UsageError(languages.ASK)
     return asked.language
 
 
-def read(asked: Options, folder: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+def read(asked: XttsOptions, folder: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
     """The info and the GPT's weights of a released model, with a token for the language."""
     groups, config, extras = formats.read_model(folder)
     if asked.version and VERSIONS[asked.version] != config["text_tokens"]:
@@ -432,7 +432,7 @@ def read(asked: Options, folder: str) -> tuple[ModelInfo, dict[str, torch.Tensor
     return new_tokens.add_language(info, weights)
 
 
-def planned_info(asked: Options) -> ModelInfo:
+def planned_info(asked: XttsOptions) -> ModelInfo:
     """The info of a plan without a released model: one with the shape of XTTS-v2. All codes have a
     loss, as with --condition other, so no batch takes more."""
     language = told(asked)
@@ -453,7 +453,7 @@ def planned_info(asked: Options) -> ModelInfo:
     )
 
 
-def new_text(asked: Options) -> texts.TextOptions:
+def new_text(asked: XttsOptions) -> texts.TextOptions:
     """How a new model reads, whose vocabulary is not extended yet."""
     return replace(asked.text, extend_vocab=None, vocab_size=texts.VOCAB_SIZE)
 
@@ -478,7 +478,7 @@ def new_rows(family: Family, info: ModelInfo, initial: Saved | None) -> NewRows 
 # --- frozen parts and exports ---------------------------------------------------------------------
 
 
-def frozen_parts(asked: Options, info: ModelInfo) -> Frozen:
+def frozen_parts(asked: XttsOptions, info: ModelInfo) -> Frozen:
     """The parts that the GPT was trained with. Prints the licence of released ones. Raises
     `UsageError`."""
     folder = asked.origin.path or info.model_dir
@@ -503,7 +503,7 @@ def frozen_parts(asked: Options, info: ModelInfo) -> Frozen:
 
 
 def export(
-    asked: Options,
+    asked: XttsOptions,
     setup: device.Setup,
     info: ModelInfo,
     synthesiser: Synthesiser,

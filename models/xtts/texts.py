@@ -69,7 +69,7 @@ class TextOptions:
 
 
 @dataclass(frozen=True)
-class Flags:
+class TextFlags:
     """Flags of how a new model reads texts."""
 
     # fmt: off
@@ -100,7 +100,7 @@ class Flags:
 
 def add_arguments(parser) -> None:
     title = "text (of a new model; a checkpoint keeps how it reads)"
-    options.add_record(parser, title, Flags)
+    options.add_record(parser, title, TextFlags)
     parser.refuse(EXCLUDES, NEEDS)
 
 

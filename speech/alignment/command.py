@@ -83,7 +83,7 @@ class Recogniser:
 
 
 @dataclass(frozen=True)
-class Flags:
+class AlignmentFlags:
     """Flags of alignment."""
 
     # fmt: off
@@ -100,7 +100,7 @@ class Flags:
 
 
 def add_arguments(parser) -> None:
-    options.add_record(parser, "aligning", Flags)
+    options.add_record(parser, "aligning", AlignmentFlags)
     parser.refuse(EXCLUDES, NEEDS)
 
 

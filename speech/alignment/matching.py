@@ -81,7 +81,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Block:
+class TextBlock:
     """A part of the recording and the part of the text that is read in it: `start` and `end` are
     (frame, token); `anchors` (N, 2) such pairs between them."""
 
@@ -153,7 +153,7 @@ def _are_pins(chain: np.ndarray) -> np.ndarray:
 # --- blocks ---------------------------------------------------------------------------------------
 
 
-def blocks(pairs: list[np.ndarray], text: Text, emissions: Emissions) -> list[Block]:
+def blocks(pairs: list[np.ndarray], text: Text, emissions: Emissions) -> list[TextBlock]:
     """Blocks of neighbouring chains (N, 3), in order of time, that leave out no anchor of the text
     between them; they reach BEYOND their anchors in time and text."""
     groups: list[list[np.ndarray]] = []
@@ -187,7 +187,7 @@ def _pace(pairs: list[np.ndarray]) -> float:
 
 def _extended(
     chain: np.ndarray, limits: tuple[int, int], text: Text, pace: float, slack: float
-) -> Block:
+) -> TextBlock:
     """The block of a chain of anchors, with some pieces of the text before and after it, between
     two frames."""
     first = max(0, text.piece_of(int(chain[0, 1])) - BEYOND)
@@ -197,7 +197,7 @@ def _extended(
     after = int((end - chain[-1, 1]) * pace * SLOWEST + slack)
     start_frame = max(limits[0], int(chain[0, 0]) - before)
     end_frame = min(limits[1], int(chain[-1, 0]) + after)
-    return Block((start_frame, begin), (end_frame, end), chain)
+    return TextBlock((start_frame, begin), (end_frame, end), chain)
 
 
 # --- the path -------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class _Aligner:
         self.margins = np.zeros(len(emissions.best), np.float32)
         self.in_hole = np.zeros(len(emissions.best), bool)
 
-    def of(self, block: Block) -> list[tuple[int, Placed]]:
+    def of(self, block: TextBlock) -> list[tuple[int, Placed]]:
         """The pieces of the text that are placed in a block, by number."""
         self.first[block.start[1] : block.end[1]] = -1
         for start, end in itertools.pairwise(self._pins(block)):
@@ -231,7 +231,7 @@ class _Aligner:
         placed = [(number, self._placed(number)) for number in range(first, last + 1)]
         return [(number, each) for number, each in placed if each]
 
-    def _pins(self, block: Block) -> list[tuple[int, int]]:
+    def _pins(self, block: TextBlock) -> list[tuple[int, int]]:
         """The ends of a block and anchors between them, PIN_EVERY or more apart."""
         pins = [block.start]
         least = PIN_EVERY / self.emissions.frame

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from speech.data.columns import Corpus, Rejections
-from speech.data.splits import TRAINED, drop
+from speech.data.splits import LEARNED_FROM, drop
 
 TOO_LONG = "text is too long for its audio (CTC needs a frame a token)"
 NOT_IN_LOSS = f"{TOO_LONG}: in no CTC loss"
@@ -29,7 +29,7 @@ def without_infeasible(
     strict: bool,
     encode: Callable[[str], Sequence] = list,
     unknown: Sequence = (),
-    trained: Sequence[str] = TRAINED,
+    trained: Sequence[str] = LEARNED_FROM,
 ) -> dict[str, Corpus]:
     """The corpora. Those that are `trained` on are without utterances that no CTC alignment fits,
     and without texts of `unknown` tokens alone, by `splits.drop`. Elsewhere such utterances are

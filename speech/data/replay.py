@@ -17,7 +17,7 @@ NEEDS = (
 
 
 @dataclass(frozen=True)
-class Options:
+class ReplayFlags:
     """Flags of old material."""
 
     # fmt: off
@@ -33,7 +33,7 @@ class Options:
 
 
 def add_arguments(parser) -> None:
-    options.add_record(parser, "against forgetting: old material", Options)
+    options.add_record(parser, "against forgetting: old material", ReplayFlags)
     parser.refuse((), NEEDS)
 
 

@@ -36,7 +36,7 @@ LONGEST_RECORDING = 24 * 3600.0  # seconds, of a recording of --long
 LONGEST_STAND_IN = 600.0  # seconds: who gives more as --max_duration means any length
 
 SPLITS = ("train", "val", "test", replay.REPLAY)
-TRAINED = ("train", replay.REPLAY)  # the sets that a model learns from
+LEARNED_FROM = ("train", replay.REPLAY)  # the sets that a model learns from
 SET = {"utterances": int, "hours": (int, float), "languages": [str]}  # of `RunInfo.sets`
 
 # Rows for `Parser.refuse`.
@@ -119,7 +119,7 @@ def sample_count(text: str) -> int | None:
 
 
 @dataclass(frozen=True)
-class Flags:
+class DataFlags:
     """Flags of data."""
 
     # fmt: off
@@ -174,7 +174,7 @@ def add_arguments(parser, allow_unknown: bool = False, **defaults) -> None:
     `speech.writing.unknown.check_unknown`, for a recipe whose vocabulary can lack characters."""
     if not allow_unknown:
         defaults["allow_unknown"] = options.LEAVE_OUT
-    options.add_record(parser, "data", Flags, **defaults)
+    options.add_record(parser, "data", DataFlags, **defaults)
     parser.refuse((), NEEDS)
 
 
@@ -287,7 +287,7 @@ def read_manifests(
     normalise = Changes(normalise)
     for split, path in manifests.items():
         name = path if isinstance(path, str) else ", ".join(path)
-        own = checks if split in TRAINED else replace(checks, join_segments=True)
+        own = checks if split in LEARNED_FROM else replace(checks, join_segments=True)
         corpora[split], rejected = load_corpus(path, normalise, own)
         seconds = corpora[split].seconds
         report_rejections(f"{split} set ({name})", seconds, rejected, checks.strict)
@@ -310,9 +310,9 @@ def note_overlaps(corpora: dict[str, Corpus]) -> None:
     set. (--check_data tells what others share with it.)"""
     for name, corpus in corpora.items():
         shared = Rejections()
-        for learned in TRAINED:
+        for learned in LEARNED_FROM:
             is_told = learned == replay.REPLAY or name.startswith(watching.WATCHED)
-            if learned in corpora and name not in TRAINED and is_told:
+            if learned in corpora and name not in LEARNED_FROM and is_told:
                 from speech.data.checks import overlap
 
                 title = "training" if learned == "train" else learned
@@ -364,7 +364,7 @@ def run_info(
     run that is resumed, or of a released model's training, if recordings may later be cut into
     pieces as long as its utterances."""
     held_out = "train" in data.manifests and "val" not in data.manifests
-    longest = [float(corpora[name].seconds.max()) for name in TRAINED if name in corpora]
+    longest = [float(corpora[name].seconds.max()) for name in LEARNED_FROM if name in corpora]
     if before:
         longest.append(before.longest)
     return RunInfo(

@@ -18,7 +18,7 @@ NEEDS = (
 
 
 @dataclass(frozen=True)
-class Options:
+class WatchingFlags:
     """Flags of watched sets."""
 
     # fmt: off
@@ -35,7 +35,7 @@ class Options:
 
 
 def add_arguments(parser) -> None:
-    options.add_record(parser, "against forgetting: watched sets", Options)
+    options.add_record(parser, "against forgetting: watched sets", WatchingFlags)
     parser.refuse((), NEEDS)
 
 

@@ -54,7 +54,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedTexts:
     """A recording's text, its pieces' shares of it, and its timed parts in seconds: {"words":
     [{"start", "end", "text"}]}."""
 
@@ -315,12 +315,12 @@ def moved(records: list[dict], pieces: list[Piece]) -> dict[str, list[dict]]:
 
 def by_text(
     join: Callable[[list[str], list[Piece]], tuple[str, list[TimedText]]],
-) -> Callable[[list[dict], list[Piece]], Joined]:
+) -> Callable[[list[dict], list[Piece]], JoinedTexts]:
     """Joins records by their texts; their timed parts follow each other."""
 
-    def joined(records: list[dict], pieces: list[Piece]) -> Joined:
+    def joined(records: list[dict], pieces: list[Piece]) -> JoinedTexts:
         text, timed = join([record["text"] for record in records], pieces)
-        return Joined(text, timed, moved(records, pieces))
+        return JoinedTexts(text, timed, moved(records, pieces))
 
     return joined
 
@@ -331,7 +331,7 @@ class Cutting:
     and `join(records, pieces)` what the records of the pieces say together."""
 
     cut: Callable[[torch.Tensor, int, float], list[Piece]]
-    join: Callable[[list[dict], list[Piece]], Joined]
+    join: Callable[[list[dict], list[Piece]], JoinedTexts]
 
 
 BY_SILENCES = Cutting(cut_at_silences, by_text(put_together))

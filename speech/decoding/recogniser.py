@@ -33,7 +33,7 @@ NEEDS = (
 
 
 @dataclass(frozen=True)
-class Augmentation:
+class AugmentationFlags:
     """Flags of augmentation."""
 
     # fmt: off
@@ -52,7 +52,7 @@ class Augmentation:
 
 
 @dataclass(frozen=True)
-class Options:
+class DecodingOptions:
     """The flags' settings of decoding and transcribing, None for flags that a recipe lacks, and
     where results are written, the seed that chooses examples, and `Task.augmented_share` of a model
     that cannot write yet, None in a demo and in a recipe that does not augment by default.
@@ -86,13 +86,13 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(Augmentation, splits.Request):
+class Request(AugmentationFlags, splits.Request):
     """The request of a recogniser's flags. `how`: decoding and transcribing."""
 
-    how: Options
+    how: DecodingOptions
 
     @staticmethod
-    def resolve(args, how: Options) -> dict:
+    def resolve(args, how: DecodingOptions) -> dict:
         """The values of these fields, for `options.read_record`. Raises `UsageError`."""
         return {**splits.Request.resolve(args), "how": how}
 
@@ -102,7 +102,7 @@ class Request(Augmentation, splits.Request):
 
 def add_augmentation(parser) -> None:
     """The flags of augmentation alone, for a recipe that does not decode."""
-    options.add_record(parser, "augmentation", Augmentation)
+    options.add_record(parser, "augmentation", AugmentationFlags)
 
 
 def add_arguments(
@@ -135,13 +135,13 @@ def add_decoding(
         }
     if not normalisers:
         changes["normaliser"] = options.LEAVE_OUT
-    options.add_record(parser, "decoding and transcribing", Options, **changes)
+    options.add_record(parser, "decoding and transcribing", DecodingOptions, **changes)
     parser.refuse(EXCLUDES, NEEDS)
 
 
 def resolve(
     args, is_demo: bool, beam_size: int = 0, augments: bool = True, has_times: bool = False
-) -> Options:
+) -> DecodingOptions:
     """Fills in the defaults of these flags and returns what they ask for, also after
     `add_augmentation` or `add_decoding` alone. Augmentation is on, unless the recipe does not
     augment by default (`augments`), and except in a demo, whose voices hardly vary. A plan
@@ -174,7 +174,7 @@ def resolve(
             raise UsageError(f"--output {output}: subtitles need times; {needed}")
         transcripts.check_output(output, options.paths_in(args, "output"))
     return options.read_record(
-        Options,
+        DecodingOptions,
         args,
         timestamps=getattr(args, "timestamps", False),
         batch_size=args.eval_batch_size,

@@ -12,7 +12,7 @@ from common import files
 from common.batches import EvalBatches
 from common.errors import cannot_write
 from speech.data.columns import Codes
-from speech.decoding.recogniser import NORMALISERS, Options, decode_texts
+from speech.decoding.recogniser import NORMALISERS, DecodingOptions, decode_texts
 from speech.writing import metrics
 from speech.writing.text import NAMES, for_scoring, in_lower_case, mark_share, style
 
@@ -30,7 +30,7 @@ STYLES = {  # what a warning says, and the difference between shares of texts th
 
 
 def report(
-    how: Options,
+    how: DecodingOptions,
     model: torch.nn.Module,
     decode: Callable[[dict], list],
     evaluation: dict[str, EvalBatches],
@@ -54,7 +54,7 @@ def report(
 def print_results(
     rows: list[dict],
     title: str,
-    how: Options,
+    how: DecodingOptions,
     normalise: Callable[[str], str] = for_scoring,
     languages: Codes | None = None,
 ) -> None:
@@ -86,7 +86,7 @@ def print_results(
     write_results(how, results)
 
 
-def write_rows(rows: list[dict], how: Options, name: str) -> None:
+def write_rows(rows: list[dict], how: DecodingOptions, name: str) -> None:
     """Writes decoded utterances to one of REPORTS. Raises `RunError`."""
     lines = []
     for row in rows:
@@ -95,7 +95,7 @@ def write_rows(rows: list[dict], how: Options, name: str) -> None:
     write_report(how, name, "".join(lines))
 
 
-def write_report(how: Options, name: str, text: str) -> None:
+def write_report(how: DecodingOptions, name: str, text: str) -> None:
     """Writes one of REPORTS. Raises `RunError`."""
     try:
         files.write_text(how.log_dir / name, text)
@@ -103,7 +103,7 @@ def write_report(how: Options, name: str, text: str) -> None:
         raise cannot_write(how.log_dir, error, "--output_dir") from None
 
 
-def write_results(how: Options, results: dict) -> None:
+def write_results(how: DecodingOptions, results: dict) -> None:
     """Writes results.json: the "title" of the results, the "rates" of `metrics.rates`, those of
     several "languages" (`metrics.rates_by`), and, if a model was "compared_to", its rates as
     "before"; "watched" sets (`Watched.by_step`); a "warning". Raises `RunError`."""
@@ -133,7 +133,7 @@ def results_of(log_dir: Path, weights: Path | None, are_new: bool) -> dict | Non
     return results if results.get("weights") == file else None
 
 
-def add_watched(how: Options, watched, progress) -> None:
+def add_watched(how: DecodingOptions, watched, progress) -> None:
     """Adds to results.json the evaluations of `watched` sets (`parts.watching.Watched`, or None)
     that the progress of a training has. Raises `RunError`."""
     if watched:
@@ -141,7 +141,7 @@ def add_watched(how: Options, watched, progress) -> None:
         write_results(how, {**read_results(how.log_dir), "watched": found})
 
 
-def add_warning(how: Options, warning: str) -> None:
+def add_warning(how: DecodingOptions, warning: str) -> None:
     """Adds a warning to results.json, which the card of an export repeats. Raises `RunError`."""
     write_results(how, {**read_results(how.log_dir), "warning": warning})
 
@@ -150,7 +150,7 @@ def print_improvement(
     before: list[dict],
     rows: list[dict],
     path: str,
-    how: Options,
+    how: DecodingOptions,
     normalise: Callable[[str], str] = for_scoring,
 ) -> None:
     """Prints how much lower the error rates of `rows` are than those of the rows `before` of the
@@ -165,7 +165,7 @@ def print_improvement(
 
 
 def readings_of(
-    rows: list[dict], how: Options, normalise: Callable[[str], str], warns: bool = True
+    rows: list[dict], how: DecodingOptions, normalise: Callable[[str], str], warns: bool = True
 ) -> dict[str, Callable[[str], str]]:
     """The ways in which texts are compared, by name: after a recipe's own `normalise`, in lower
     case without punctuation, and by --normaliser. Symbols that are no writing, whose `normalise` is
@@ -207,7 +207,7 @@ def print_recordings(
     rows: list[dict],
     before: list[dict] | None,
     path: str | None,
-    how: Options,
+    how: DecodingOptions,
     normalise: Callable[[str], str],
 ) -> None:
     """Prints the error rates of whole recordings and what they lose in a row, from their `rows`,

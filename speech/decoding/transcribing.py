@@ -12,7 +12,7 @@ from common.errors import DataError, UsageError
 from common.layers import finite_layers
 from speech.decoding import transcripts
 from speech.decoding.long import BY_SILENCES, Cutting, Piece, by_length, unless_silent
-from speech.decoding.recogniser import Options
+from speech.decoding.recogniser import DecodingOptions
 from speech.signal.audio import SAMPLE_RATE, audio_files, read_audio
 
 
@@ -28,7 +28,7 @@ def join_records(records: list[dict], pieces: list[Piece], cutting: Cutting) -> 
 
 @torch.no_grad()
 def transcribe_files(
-    how: Options,
+    how: DecodingOptions,
     decode: Callable[[dict], list[str | dict]],
     setup: Setup,
     longest: float | None,

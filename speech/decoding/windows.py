@@ -4,7 +4,15 @@ import functools
 import itertools
 from dataclasses import replace
 
-from speech.decoding.long import Cutting, Joined, Piece, TimedText, Unit, overlapping_pieces, seams
+from speech.decoding.long import (
+    Cutting,
+    JoinedTexts,
+    Piece,
+    TimedText,
+    Unit,
+    overlapping_pieces,
+    seams,
+)
 from speech.decoding.timed import Token, begins_word, segments, text_of, transcript
 from speech.signal.audio import SAMPLE_RATE
 
@@ -18,7 +26,7 @@ def by_time(tokenizer, step: int) -> Cutting:
     return Cutting(cut, functools.partial(join, tokenizer, step))
 
 
-def join(tokenizer, step: int, records: list[dict], pieces: list[Piece]) -> Joined:
+def join(tokenizer, step: int, records: list[dict], pieces: list[Piece]) -> JoinedTexts:
     """The joined records for windows, each a `timed.transcript` with its "tokens" and number of
     "frames". `step`: samples of a frame, at multiples of which the windows begin."""
     heard = []
@@ -43,7 +51,7 @@ def join(tokenizer, step: int, records: list[dict], pieces: list[Piece]) -> Join
     if len(pieces) > 1:
         whole["segments"] = segments(whole["words"], whole["text"], PAUSE)
     texts = [text_of(tokens, tokenizer) for tokens in kept]
-    return Joined(whole.pop("text"), shares(texts, kept, step, pieces), whole)
+    return JoinedTexts(whole.pop("text"), shares(texts, kept, step, pieces), whole)
 
 
 def in_order(windows: list[list[Token]]) -> list[Token]:

@@ -7,7 +7,7 @@ from common import options
 from common.errors import DataError, UsageError
 from common.options import TRAINS, USUAL, flag
 from speech.data import splits
-from speech.data.splits import TRAINED
+from speech.data.splits import LEARNED_FROM
 from speech.morse.alphabet import normalise
 from speech.morse.recordings import Recordings, from_corpus, read_splits
 from speech.morse.synthesis import CONDITIONS, LIMITS, LONGEST, Choice, Synthetic
@@ -60,7 +60,7 @@ Clips = Synthetic | Recordings
 
 
 @dataclass(frozen=True)
-class Options:
+class ClipOptions:
     """The request of the flags. `named`: whether they name clips, synthetic ones or recordings.
     `counts`: synthetic clips in an epoch by split."""
 
@@ -78,7 +78,7 @@ def _range(what: str, name: str):
 
 
 @dataclass(frozen=True)
-class Flags:
+class ClipFlags:
     """Flags of Morse clips."""
 
     # fmt: off
@@ -109,11 +109,11 @@ class Flags:
 
 
 def add_arguments(parser) -> None:
-    options.add_record(parser, "Morse clips", Flags)
+    options.add_record(parser, "Morse clips", ClipFlags)
     parser.refuse(EXCLUDES, NEEDS)
 
 
-def resolve(args, is_demo: bool, alignment_weight: float) -> Options:
+def resolve(args, is_demo: bool, alignment_weight: float) -> ClipOptions:
     """Fills in the defaults of these flags and returns what they ask for. `alignment_weight`: the
     default for synthetic clips from scratch. Raises `UsageError`."""
     is_known = not any(getattr(args, name) for name in (*RECORDED, *RELEASED))
@@ -140,7 +140,7 @@ def resolve(args, is_demo: bool, alignment_weight: float) -> Options:
         args.eval_clips = EVAL_CLIPS
     choice = Choice(*(getattr(args, name) for name in DRAWN))
     choice.mix()  # what is wrong with it is reported now
-    return Options(
+    return ClipOptions(
         choice=choice,
         named=bool(args.given & {*DRAWN, *RECORDED}),
         counts={"train": args.clips_per_epoch, "val": args.eval_clips, "test": args.eval_clips},
@@ -149,7 +149,7 @@ def resolve(args, is_demo: bool, alignment_weight: float) -> Options:
     )
 
 
-def read(source: Options, data: splits.DataOptions, trains: bool = True) -> dict[str, Clips]:
+def read(source: ClipOptions, data: splits.DataOptions, trains: bool = True) -> dict[str, Clips]:
     """The clips "train", "val" and "test" that exist: of --data_dir, of manifests, or synthetic
     ones. Without `trains`, a training set may be missing. Raises `DataError` and `UsageError`."""
     if source.data_dir:
@@ -175,7 +175,7 @@ def read(source: Options, data: splits.DataOptions, trains: bool = True) -> dict
     return sets
 
 
-def as_trained(source: Options, choice: Choice | None) -> Options:
+def as_trained(source: ClipOptions, choice: Choice | None) -> ClipOptions:
     """The clips of --evaluate: those that flags name, or drawn as those that the weights were
     trained on, from `choice` (None: from recordings). Raises `UsageError`."""
     if source.named:
@@ -195,7 +195,7 @@ def run_info(data: splits.DataOptions, sets: dict[str, Clips]) -> splits.RunInfo
         held_out = splits.held_out_keys(sets["val"].corpus)
     return splits.RunInfo(
         held_out=held_out,
-        longest=max(float(sets[name].seconds(0).max()) for name in TRAINED if name in sets),
+        longest=max(float(sets[name].seconds(0).max()) for name in LEARNED_FROM if name in sets),
         demo=isinstance(sets["train"], Synthetic),
         sets={
             name: {

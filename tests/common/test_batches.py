@@ -49,12 +49,12 @@ seeds = st.integers(0, 10**6)
 )
 def test_every_utterance_once_an_epoch(count, size, seed, epoch, shortest_first):
     seconds = lengths(count, seed)
-    plan = batches.plan_epoch(seconds, size, seed, epoch, shortest_first)
+    plan = batches.order_epoch(seconds, size, seed, epoch, shortest_first)
     assert sorted(np.concatenate(plan).tolist()) == list(range(count))
     assert len(plan) == math.ceil(count / size)
     smallest, *others = sorted(map(len, plan))
     assert 0 < smallest <= size and others == [size] * (len(plan) - 1)
-    again = batches.plan_epoch(seconds.copy(), size, seed, epoch, shortest_first)
+    again = batches.order_epoch(seconds.copy(), size, seed, epoch, shortest_first)
     assert all(np.array_equal(a, b) for a, b in zip(plan, again, strict=True))
     if epoch == 0:
         assert seconds.argmax() in plan[0]
@@ -67,20 +67,20 @@ def test_seeds_and_epochs_have_their_own_order():
     seconds = lengths(500, 0)
     plans = set()
     for seed, epoch in itertools.product((1, 2), (0, 1, 2)):
-        plans.add(tuple(np.concatenate(batches.plan_epoch(seconds, 8, seed, epoch))))
+        plans.add(tuple(np.concatenate(batches.order_epoch(seconds, 8, seed, epoch))))
     assert len(plans) == 6
 
 
 def test_global_batches_hold_similar_lengths_and_come_in_random_order():
     seconds = lengths(5000, 0)
-    plan = batches.plan_epoch(seconds, 8, 1, 1)
+    plan = batches.order_epoch(seconds, 8, 1, 1)
     padded = sum(seconds[global_batch].max() * len(global_batch) for global_batch in plan)
     random = np.random.default_rng(0).permutation(5000).reshape(-1, 8)
     padded_at_random = 8 * seconds[random].max(axis=1).sum()
     assert padded < 1.05 * seconds.sum() and padded_at_random > 1.6 * seconds.sum()
     means = [seconds[global_batch].mean() for global_batch in plan]
     assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.1
-    other = batches.plan_epoch(seconds, 8, 1, 2)  # another epoch has other global batches
+    other = batches.order_epoch(seconds, 8, 1, 2)  # another epoch has other global batches
     assert len({frozenset(each.tolist()) for each in [*plan, *other]}) > 0.99 * 2 * len(plan)
 
 

@@ -110,7 +110,7 @@ def adapted(kind: str, dtype: torch.dtype, low: torch.dtype | None) -> list:
     steps = chain(kind, dtype)
     model = torch.nn.ModuleList([step for step in steps if isinstance(step, torch.nn.Module)])
     names = [name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)]
-    settings = lora.Settings(4, 8.0, "linear")
+    settings = lora.LoraSettings(4, 8.0, "linear")
     lora.attach(model, lora.Adapters(settings, lora.Layers(names), "", ""), seed=0)
     for name in names:
         layer = model.get_submodule(name)

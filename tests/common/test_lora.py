@@ -10,7 +10,7 @@ from common import checkpoint
 from common.parts import lora
 from models.xtts.model import Conv1D
 
-SETTINGS = lora.Settings(3, 6.0, "linear")
+SETTINGS = lora.LoraSettings(3, 6.0, "linear")
 LAYERS = lora.Layers(["first", "second"], kept=("embed_positions", "embed"), transposed=("second",))
 ADAPTERS = lora.Adapters(SETTINGS, LAYERS, base="", name="")
 WHOLE = replace(ADAPTERS, layers=replace(LAYERS, whole=("head.",)))

@@ -133,7 +133,7 @@ def test_embeddings_may_have_no_weight_decay(kind, decays):
     model.tied = nn.Linear(32, 150, bias=False)
     model.tied.weight = model.embedding.weight
     names = {p: name for name, p in model.named_parameters()}
-    settings = optim.Settings(decay_embeddings=decays)
+    settings = optim.AdamWSettings(decay_embeddings=decays)
     optimizer = small.optimizer_of(model, 1e-3, 0.5, **KINDS[kind], settings=settings)
     decay = {names[p]: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     expected = dict.fromkeys(names.values(), 0.0)
@@ -781,7 +781,7 @@ def test_some_parameters_learn_alone_during_the_warm_up(kind):
     named = dict(model.named_parameters())
 
     def begin() -> tuple[torch.optim.Optimizer, optim.Schedule]:
-        settings = optim.Settings(first=first)
+        settings = optim.AdamWSettings(first=first)
         optimizer = small.optimizer_of(model, 1e-2, 0.1, **KINDS[kind], settings=settings)
         return optimizer, optim.Schedule(optimizer, "cosine", 40, 4)
 
@@ -806,7 +806,7 @@ def test_some_parameters_learn_alone_during_the_warm_up(kind):
 
 
 def test_a_longer_run_does_not_make_them_wait_once_more():
-    settings = optim.Settings(first=("weight",))
+    settings = optim.AdamWSettings(first=("weight",))
 
     def schedule(total: int) -> optim.Schedule:
         model = nn.Linear(3, 2)

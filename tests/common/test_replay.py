@@ -23,7 +23,7 @@ seeds = st.integers(0, 10**6)
 def plans(new: int, old: int, size: int, share: float, seed: int, epochs: int) -> list[list]:
     """The global batches of each epoch; lengths from 1 to 30 s."""
     seconds = np.random.default_rng(seed).uniform(1, 30, new + old)
-    return [replay.plan_epoch(seconds, old, share, size, (seed, epoch)) for epoch in range(epochs)]
+    return [replay.order_epoch(seconds, old, share, size, (seed, epoch)) for epoch in range(epochs)]
 
 
 @given(
@@ -91,13 +91,13 @@ def test_another_draw_in_every_epoch_and_for_every_seed():
 def test_old_utterances_are_about_as_long_as_those_that_they_join():
     random = np.random.default_rng(0)
     seconds = np.concatenate([random.uniform(1, 20, 6400), random.uniform(3, 12, 3000)])
-    plan = replay.plan_epoch(seconds, 3000, 0.2, 10, (1, 1))
+    plan = replay.order_epoch(seconds, 3000, 0.2, 10, (1, 1))
     padding = 1 - seconds[np.concatenate(plan)].sum() / sum(
         seconds[each].max() * len(each) for each in plan
     )
     assert padding < 0.2
     alike = np.concatenate([seconds[:6400], random.uniform(1, 20, 3000)])
-    plan = replay.plan_epoch(alike, 3000, 0.2, 10, (1, 1))
+    plan = replay.order_epoch(alike, 3000, 0.2, 10, (1, 1))
     padding = 1 - alike[np.concatenate(plan)].sum() / sum(
         alike[each].max() * len(each) for each in plan
     )
@@ -107,7 +107,7 @@ def test_old_utterances_are_about_as_long_as_those_that_they_join():
 @given(new=st.integers(20, 300), old=st.integers(1, 90), seed=seeds, share=st.floats(0.01, 0.5))
 def test_the_longest_comes_early(new, old, seed, share):
     seconds = np.random.default_rng(seed).uniform(1, 30, new + old)
-    plan = replay.plan_epoch(seconds, old, share, 8, (seed, 0))
+    plan = replay.order_epoch(seconds, old, share, 8, (seed, 0))
     longest = max(float(seconds[each].max()) for each in plan)
     first = next(i for i, each in enumerate(plan) if seconds[each].max() == longest)
     kinds = [int((each >= new).sum()) for each in plan]
@@ -234,5 +234,5 @@ def test_without_old_utterances_the_order_is_as_it_was():
         return cuts
 
     for epoch in (0, 1):
-        now = batches.plan_epoch(seconds, 2, 7, epoch)
+        now = batches.order_epoch(seconds, 2, 7, epoch)
         assert [each.tolist() for each in now] == [each.tolist() for each in as_it_was(epoch)]

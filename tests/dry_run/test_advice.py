@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from dry_run.advice import SLOWER, Measures, Settings, advise, cost
+from dry_run.advice import SLOWER, Measures, PlannedSettings, advise, cost
 from dry_run.cards import CONTEXT, MIB, Card, workspace
 from dry_run.peak import PARTS, Peak
 from dry_run.report import needed, size, verdict
@@ -38,7 +38,7 @@ class Step:
             states_off  # by this factor the 8-bit states are larger than the rule says
         )
 
-    def measure(self, settings: Settings) -> Peak:
+    def measure(self, settings: PlannedSettings) -> Peak:
         shape = settings.batch_size, settings.checkpointing, settings.frozen, settings.level
         self.plans.add((*shape, settings.sharded, settings.accumulation > 1))
         trained = self.weights * (self.trained if settings.frozen else 1)
@@ -59,7 +59,7 @@ class Step:
                 parts[name] //= SHARDS
         return Peak(parts, 2 * MIB * settings.batch_size, "", "backward", 0)
 
-    def measure_evaluation(self, settings: Settings) -> Peak:
+    def measure_evaluation(self, settings: PlannedSettings) -> Peak:
         shape = settings.eval_batch_size, settings.frozen, settings.level, settings.sharded
         self.plans.add(shape)
         activations = self.evaluated * settings.eval_batch_size
@@ -67,17 +67,17 @@ class Step:
         parts |= {"gradients": 0, "activations": activations, "batch": 0}
         return Peak(parts, 0, "", "forward", stage="evaluation")
 
-    def largest(self, settings: Settings) -> Peak:
+    def largest(self, settings: PlannedSettings) -> Peak:
         return Measures(self.measure, self.measure_evaluation).largest(settings)
 
-    def advice(self, given: Settings, can: set[str], card: Card) -> str:
+    def advice(self, given: PlannedSettings, can: set[str], card: Card) -> str:
         self.plans.clear()
         text = advise(Measures(self.measure, self.measure_evaluation), given, can, card)
         assert len(self.plans) <= MOST_PLANS * (2 if "sharded" in can else 1)
         return text
 
 
-def price(settings: Settings, given: Settings) -> tuple[bool, bool, float]:
+def price(settings: PlannedSettings, given: PlannedSettings) -> tuple[bool, bool, float]:
     halvings = math.log2(given.batch_size / settings.batch_size)
     time = SLOWER[settings.optimizer] / SLOWER[given.optimizer] * 1.04**halvings
     utterances = {"gradients": 2, "weights": 1}
@@ -87,7 +87,7 @@ def price(settings: Settings, given: Settings) -> tuple[bool, bool, float]:
     return settings.frozen > given.frozen, settings.sharded, time
 
 
-def every(given: Settings, can: set[str]) -> list[Settings]:
+def every(given: PlannedSettings, can: set[str]) -> list[PlannedSettings]:
     """All settings that the flags can reach."""
     update = given.batch_size * given.accumulation
     optimizers = [given.optimizer]
@@ -105,14 +105,14 @@ def every(given: Settings, can: set[str]) -> list[Settings]:
         sorted(switches["frozen"]),
         (8, 4, 2, 1),
     )
-    settings = [Settings(choice[0], update // choice[0], *choice[1:]) for choice in choices]
+    settings = [PlannedSettings(choice[0], update // choice[0], *choice[1:]) for choice in choices]
     if "sharded" in can:
         shards = [replace(each, optimizer="adamw", sharded=True) for each in settings]
         settings += dict.fromkeys(shards)
     return settings
 
 
-def advised(text: str, given: Settings) -> Settings:
+def advised(text: str, given: PlannedSettings) -> PlannedSettings:
     """The settings that the flags of the text lead to."""
     flags = re.findall(r"^  (--.*): ", text, re.MULTILINE)
     values = {name: value for name, value in re.findall(r"--(\w+) ?(\w*)", " ".join(flags))}
@@ -121,7 +121,7 @@ def advised(text: str, given: Settings) -> Settings:
         optimizer = "adamw"
     elif "use_cpu_offload" in values:
         optimizer = values["use_cpu_offload"] or "states"
-    return Settings(
+    return PlannedSettings(
         int(values.get("batch_size", given.batch_size)),
         int(values.get("gradient_accumulation_steps", given.accumulation)),
         "gradient_checkpointing" in values or given.checkpointing,
@@ -139,11 +139,11 @@ def saved(text: str) -> float:
     return sum(float(value) * unit[name] for value, name in savings)
 
 
-def random_case(seed: int, **step) -> tuple[Step, Settings, set[str], Card]:
+def random_case(seed: int, **step) -> tuple[Step, PlannedSettings, set[str], Card]:
     """A step, settings and a card that is between too small for everything and large enough for the
     settings."""
     draw = random.Random(seed)
-    given = Settings(
+    given = PlannedSettings(
         draw.choice([1, 2, 3, 6, 8, 12, 24, 32]),
         draw.choice([1, 1, 2, 3, 4]),
         draw.random() < 0.2,
@@ -195,7 +195,7 @@ def test_the_size_of_8_bit_states_is_measured():
         assert f"{size(needed(peak, card))} of " in text, seed
 
 
-def plain_step(settings: Settings) -> Peak:
+def plain_step(settings: PlannedSettings) -> Peak:
     """100 MiB of weights, of which half are the encoder's, and 400 MiB an utterance."""
     trained = 50 if settings.frozen else 100
     activations = settings.batch_size * (100 if settings.checkpointing else 400)
@@ -214,7 +214,7 @@ def card_with_room(mebibytes: int) -> Card:
 
 
 def test_the_flags_and_their_order():
-    given = Settings(4, 2, False, "adamw", False)
+    given = PlannedSettings(4, 2, False, "adamw", False)
     everything = advise(PLAIN, given, EVERYTHING, card_with_room(260)).splitlines()
     assert everything[:4] == [
         "  --use_cpu_offload: 0.20 GiB less",
@@ -239,39 +239,39 @@ def test_the_flags_and_their_order():
 )
 def test_what_excludes_a_flag_is_taken_back(optimizer, can, flags):
     step = Step(random.Random(1))
-    given = Settings(1, 8, True, optimizer, False)
+    given = PlannedSettings(1, 8, True, optimizer, False)
     card = card_with_room(step.largest(given).total // MIB - 1)
     assert step.advice(given, {can}, card).startswith(f"  {flags}: ")
 
 
 def test_a_run_in_fp32_is_not_told_to_offload_its_weights():
     """It has no 16-bit copies of them."""
-    given = Settings(1, 8, True, "adamw", False)
+    given = PlannedSettings(1, 8, True, "adamw", False)
     for can, level in ((EVERYTHING, "weights"), (EVERYTHING - {"weights"}, "gradients")):
         text = advise(PLAIN, given, can, card_with_room(1))
         assert text.startswith(f"  --use_cpu_offload {level}: ")
 
 
 def test_what_fits_nowhere_gets_the_smallest_card():
-    given = Settings(4, 2, False, "adamw", False)
+    given = PlannedSettings(4, 2, False, "adamw", False)
     text = advise(PLAIN, given, set(), card_with_room(690))
     assert text.splitlines()[0].startswith("  --batch_size 1 ")
     *_, last = text.splitlines()
     assert last.startswith("These flags are not enough: take a smaller model, or --max_duration.")
     assert last.endswith(" The smallest card: 4gb")
 
-    def huge(settings: Settings) -> Peak:
+    def huge(settings: PlannedSettings) -> Peak:
         return Peak({"weights": 1 << 40, "optimizer states": 0}, 0, "", "update", 0)
 
     assert advise(Measures(huge), given, set(), card_with_room(1)).endswith("none that is known")
 
 
 def test_smaller_batches_of_evaluations_are_enough():
-    def evaluation(settings: Settings) -> Peak:
+    def evaluation(settings: PlannedSettings) -> Peak:
         parts = {"weights": 100 * MIB, "activations": settings.eval_batch_size * 300 * MIB}
         return Peak(parts, 0, "", "forward", stage="evaluation")
 
-    given = Settings(4, 2, False, "adamw", False)
+    given = PlannedSettings(4, 2, False, "adamw", False)
     text = advise(Measures(plain_step, evaluation), given, EVERYTHING, card_with_room(2000))
     assert text.splitlines()[:-1] == ["  --eval_batch_size 4: 0.49 GiB less"]
 
@@ -280,13 +280,13 @@ def test_levels_of_offloading_prefer_large_micro_batches():
     """Gradients leave once for each micro-batch: a level with the whole batch and recomputation is
     faster than with one utterance at a time and without."""
     settings = [
-        Settings(8, 2, False, "states", False),
-        Settings(8, 2, False, "gradients", False),
-        Settings(8, 2, True, "gradients", False),
-        Settings(2, 8, False, "gradients", False),
-        Settings(1, 16, False, "gradients", False),
+        PlannedSettings(8, 2, False, "states", False),
+        PlannedSettings(8, 2, False, "gradients", False),
+        PlannedSettings(8, 2, True, "gradients", False),
+        PlannedSettings(2, 8, False, "gradients", False),
+        PlannedSettings(1, 16, False, "gradients", False),
     ]
-    given = Settings(8, 2, False, "adamw", False)
+    given = PlannedSettings(8, 2, False, "adamw", False)
     times = [cost(each, given)[-1] for each in settings]
     assert times == sorted(times)
     assert times[1] / times[0] == pytest.approx(1.25)

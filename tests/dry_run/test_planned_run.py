@@ -15,7 +15,7 @@ from common import loop, memory, optim, options
 from common.batches import GlobalBatches
 from common.errors import DataError, Planned, RunError, UsageError
 from common.parts import preflight
-from dry_run.advice import Settings
+from dry_run.advice import PlannedSettings
 from dry_run.cards import Card
 from dry_run.fake_tensors import CannotPlan
 from dry_run.planned_run import FIRST, Evaluation, PlannedRun, longest_items, repeated
@@ -203,9 +203,9 @@ def flags(*words: str):
 def test_settings_by_the_flags():
     few = ("--gradient_accumulation_steps", "1")  # the data have nine utterances
     planned = run_of(Network())
-    assert planned.settings(flags(*few)) == Settings(8, 1, False, "adamw", False)
+    assert planned.settings(flags(*few)) == PlannedSettings(8, 1, False, "adamw", False)
     changed = planned.settings(flags(*few, "--use_cpu_offload", "--gradient_checkpointing"))
-    assert changed == Settings(8, 1, True, "states", False)
+    assert changed == PlannedSettings(8, 1, True, "states", False)
     assert planned.settings(flags("--optimizer", "adamw_8bit")).optimizer == "adamw_8bit"
     model = Network()
     freeze(model)
@@ -237,7 +237,7 @@ def test_each_setting_needs_less_and_leaves_the_model_as_it_was():
     model = Network()
     model.eval()
     peak = run_of(model).planned(flags(), CARD).training
-    given = Settings(8, 2, False, "adamw", False)
+    given = PlannedSettings(8, 2, False, "adamw", False)
     whole = peak(given)
     for change in (
         {"checkpointing": True},
@@ -247,7 +247,7 @@ def test_each_setting_needs_less_and_leaves_the_model_as_it_was():
         {"frozen": True},
         {"batch_size": 4, "accumulation": 4},
     ):
-        assert peak(Settings(**{**vars(given), **change})).total < whole.total, change
+        assert peak(PlannedSettings(**{**vars(given), **change})).total < whole.total, change
         assert peak(given) == whole
     assert not model.encoder_frozen
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
@@ -257,7 +257,9 @@ def test_each_setting_needs_less_and_leaves_the_model_as_it_was():
 def test_accumulation_keeps_the_gradients_and_a_second_batch():
     model = Network()
     peak = run_of(model).planned(flags(), CARD).training
-    once, twice, often = (peak(Settings(2, steps, False, "adamw", False)) for steps in (1, 2, 50))
+    once, twice, often = (
+        peak(PlannedSettings(2, steps, False, "adamw", False)) for steps in (1, 2, 50)
+    )
     batch = 4 * 2 * 2000 * 64
     assert twice == often and twice.parts["batch"] - once.parts["batch"] >= batch
     rounded = [-(-4 * p.numel() // 512) * 512 for p in model.parameters()]
@@ -288,8 +290,8 @@ def evaluated(planned: PlannedRun, compares: bool = False) -> PlannedRun:
 def test_gradients_that_leave_at_once():
     model = Network(512)
     measures = run_of(model, SHORT).planned(flags(), CARD)
-    states = measures.training(Settings(2, 2, False, "states", False))
-    peak = measures.training(Settings(2, 2, False, "gradients", False))
+    states = measures.training(PlannedSettings(2, 2, False, "states", False))
+    peak = measures.training(PlannedSettings(2, 2, False, "gradients", False))
     weights = sum(p.nbytes for p in model.parameters())
     largest = max(p.nbytes for p in model.parameters())
     assert states.parts["gradients"] == pytest.approx(weights, rel=1e-2)
@@ -311,12 +313,12 @@ def test_16_bit_weights():
                 planned.model(each["x"]).sum().backward()
 
     measures = dataclasses.replace(planned, step=step).planned(flags(), CARD)
-    gradients = measures.training(Settings(2, 2, False, "gradients", False))
-    peak = measures.training(Settings(2, 2, False, "weights", False))
+    gradients = measures.training(PlannedSettings(2, 2, False, "gradients", False))
+    peak = measures.training(PlannedSettings(2, 2, False, "weights", False))
     encoder = sum(p.nbytes for p in planned.model.encoder.parameters())
     assert gradients.parts["weights"] - peak.parts["weights"] == encoder // 2
     assert peak.total < 0.65 * gradients.total
-    assert measures.training(Settings(2, 2, False, "gradients", False)) == gradients
+    assert measures.training(PlannedSettings(2, 2, False, "gradients", False)) == gradients
     assert [(p.dtype, p.shape) for p in planned.model.parameters()] == before
 
 
@@ -324,14 +326,14 @@ def test_evaluation_has_states_and_no_gradients():
     planned = evaluated(run_of(Network()))
     assert planned.settings(flags()).eval_batch_size == 4
     measures = planned.planned(flags(), CARD)
-    settings = Settings(1, 2, False, "adamw", False, 4)
+    settings = PlannedSettings(1, 2, False, "adamw", False, 4)
     training, evaluation = measures.stages(settings)
     weights = sum(p.nbytes for p in planned.model.parameters())
     assert (training.stage, evaluation.stage) == ("training", "evaluation")
     assert evaluation.parts["gradients"] == 0 and evaluation.utterances == 4
     assert evaluation.parts["optimizer states"] == pytest.approx(2 * weights, abs=64 * 512)
     assert evaluation.parts["activations"] == 6 * 4 * 2000 * 64 * 4
-    half = measures.evaluation(Settings(1, 2, False, "adamw", False, 2))
+    half = measures.evaluation(PlannedSettings(1, 2, False, "adamw", False, 2))
     assert half.parts["activations"] == evaluation.parts["activations"] // 2
     assert measures.largest(settings) == max(training, evaluation, key=lambda peak: peak.total)
 
@@ -352,7 +354,7 @@ def test_shards_in_training_and_evaluation():
     """A rank has its part of weights, gradients and states. In evaluation it has the whole model,
     too, the encoder in 16 bits."""
     planned = evaluated(run_of(Network(512), SHORT))
-    given = Settings(2, 2, True, "adamw", False, 2)
+    given = PlannedSettings(2, 2, True, "adamw", False, 2)
     whole = planned.planned(flags(), CARD).training(given)
     full = sum(p.nbytes for p in planned.model.parameters())
     encoder = sum(p.nbytes for p in planned.model.encoder.parameters())
@@ -384,7 +386,7 @@ def test_shards_in_training_and_evaluation():
 )
 def test_a_comparison_at_the_end_has_a_model_in_fp32(compares, ranks, optimizer, stage):
     planned = sharded(evaluated(run_of(Network(1024)), compares), ranks)
-    settings = Settings(1, 2, False, optimizer, False, 1, sharded=ranks > 1)
+    settings = PlannedSettings(1, 2, False, optimizer, False, 1, sharded=ranks > 1)
     assert planned.planned(flags(), CARD).evaluation(settings).stage == stage
 
 
@@ -394,7 +396,7 @@ def test_shards_are_offered_if_nothing_else_fits(capsys):
     planned = run_of(model, [{"index": 0, "seconds": 0.001, "targets": 1}], False)
     planned = sharded(planned, 8)
     measures = planned.planned(flags(), CARD)
-    settings = Settings(1, 2, True, "gradients", False)
+    settings = PlannedSettings(1, 2, True, "gradients", False)
     offloaded = measures.training(settings).total
     settings = dataclasses.replace(settings, optimizer="adamw", sharded=True)
     divided = measures.training(settings).total

@@ -109,7 +109,7 @@ def layers_of(start, info) -> lora.Layers:
 def beside(model: torch.nn.Module, layers: lora.Layers) -> torch.nn.Module:
     """The model with adapters that are not zero, in its type."""
     dtype = next(model.parameters()).dtype
-    settings = lora.Settings(2, 4.0, "linear")
+    settings = lora.LoraSettings(2, 4.0, "linear")
     lora.attach(model, lora.Adapters(settings, layers, "", ""), seed=0)
     generator = torch.Generator().manual_seed(0)
     for name in layers.adapted:

@@ -398,7 +398,7 @@ def test_training_changes_neither_the_blank_row_nor_the_statistics(noise):
     before = embedding.detach().clone()
     assert not before[model.blank].any()
     optimizer = small.optimizer_of(
-        model, 1e-2, weight_decay=0.1, settings=optim.Settings(decay_embeddings=False)
+        model, 1e-2, weight_decay=0.1, settings=optim.AdamWSettings(decay_embeddings=False)
     )
     for _ in range(3):
         global_batch_gradient(model, items, [4, 4], {"tdt": 0.7, "ctc": 0.3})

@@ -116,7 +116,7 @@ def make_utterances(
     return recipe.Utterances(args, corpus, texts.Texts(info), info, training)
 
 
-def chosen(asked: start.Options) -> tuple[ModelInfo, dict | None, Frozen]:
+def chosen(asked: start.XttsOptions) -> tuple[ModelInfo, dict | None, Frozen]:
     """A new model."""
     return start.choose(asked, None, None)
 
@@ -495,7 +495,7 @@ def test_frozen_layers_have_no_gradient_and_do_not_change(noise, layers):
     assert frozen_names == expected and len(expected) == 12 * layers
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = small.optimizer_of(
-        model, 1e-2, weight_decay=0.1, settings=optim.Settings(decay_embeddings=False)
+        model, 1e-2, weight_decay=0.1, settings=optim.AdamWSettings(decay_embeddings=False)
     )
     memory.checkpoint_layers(model, xtts.CHECKPOINTED)
     terms = recipe.compute_loss(

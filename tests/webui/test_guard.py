@@ -29,7 +29,7 @@ ROOM = 1_000_000  # bytes
 SESSION = "session"
 
 
-def settings_of(folder: Path, **changes) -> guard.Settings:
+def settings_of(folder: Path, **changes) -> guard.GuardSettings:
     values = {
         "host": "127.0.0.1",
         "port": 7860,
@@ -38,7 +38,7 @@ def settings_of(folder: Path, **changes) -> guard.Settings:
         "kept": (folder,),
         "bytes_kept": ROOM,
     }
-    return guard.Settings(**{**values, **changes})
+    return guard.GuardSettings(**{**values, **changes})
 
 
 def echo_page() -> gr.Blocks:

@@ -7,7 +7,7 @@ from torch import nn
 
 from common.errors import RunError
 from models.matcha import decoding
-from models.matcha.decoding import Settings, Voice
+from models.matcha.decoding import SpeakingSettings, Voice
 from models.matcha.model import SIZES, Matcha
 from models.matcha.tokenizer import Tokens, symbols_of
 
@@ -50,26 +50,26 @@ def test_euler_follows_the_flow():
 
 def test_sentences_do_not_depend_on_what_they_are_spoken_with(voice):
     rows = [(voice.tokens.encode(text), row % 2) for row, text in enumerate(SENTENCES)]
-    together = decoding.mels_of(voice.model, rows, Settings())
+    together = decoding.mels_of(voice.model, rows, SpeakingSettings())
     for row, mel in zip(rows, together, strict=True):
-        (alone,) = decoding.mels_of(voice.model, [row], Settings())
+        (alone,) = decoding.mels_of(voice.model, [row], SpeakingSettings())
         torch.testing.assert_close(alone, mel, rtol=0, atol=1e-6)
-    (other,) = decoding.mels_of(voice.model, rows[:1], Settings(seed=1))
+    (other,) = decoding.mels_of(voice.model, rows[:1], SpeakingSettings(seed=1))
     assert other.shape == together[0].shape and not torch.allclose(other, together[0])
-    (calm,) = decoding.mels_of(voice.model, rows[:1], Settings(seed=1, temperature=0.0))
+    (calm,) = decoding.mels_of(voice.model, rows[:1], SpeakingSettings(seed=1, temperature=0.0))
     torch.testing.assert_close(
-        calm, decoding.mels_of(voice.model, rows[:1], Settings(seed=2, temperature=0.0))[0]
+        calm, decoding.mels_of(voice.model, rows[:1], SpeakingSettings(seed=2, temperature=0.0))[0]
     )
 
 
 def test_texts_are_cut_into_sentences_and_joined(voice):
     texts = ["ab ba. c", "c", "abc abc abc cab? ab ba. c"]
-    spoken = list(decoding.speak(voice, texts, Settings(), [0, 1, 0]))
+    spoken = list(decoding.speak(voice, texts, SpeakingSettings(), [0, 1, 0]))
     pause = round(decoding.PAUSE_SECONDS * 22_050)
 
     def length(sentence: str, speaker: int) -> int:
         row = (voice.tokens.encode(sentence), speaker)
-        return 256 * len(decoding.mels_of(voice.model, [row], Settings())[0])
+        return 256 * len(decoding.mels_of(voice.model, [row], SpeakingSettings())[0])
 
     sizes = [length(SENTENCES[0], 0), length("c", 0), length(SENTENCES[2], 0)]
     assert [len(waveform) for waveform in spoken] == [
@@ -100,15 +100,17 @@ def short_of_memory(monkeypatch, most: int) -> None:
 
 def test_sentences_that_do_not_fit_together_are_spoken_apart(voice, monkeypatch):
     texts = ["ab ba. c", "abc abc abc cab?", "c"]
-    whole = [*decoding.speak(voice, texts, Settings())]
+    whole = [*decoding.speak(voice, texts, SpeakingSettings())]
     short_of_memory(monkeypatch, 1)
-    for apart, together in zip(decoding.speak(voice, texts, Settings()), whole, strict=True):
+    for apart, together in zip(
+        decoding.speak(voice, texts, SpeakingSettings()), whole, strict=True
+    ):
         torch.testing.assert_close(apart, together, rtol=0, atol=1e-6)
     short_of_memory(monkeypatch, 0)
     with pytest.raises(
         RunError, match=r"the sentence 'ab ba\.' does not fit into memory even alone"
     ):
-        next(decoding.speak(voice, texts, Settings()))
+        next(decoding.speak(voice, texts, SpeakingSettings()))
 
 
 def test_untrained_durations_have_a_limit(voice):
@@ -116,6 +118,6 @@ def test_untrained_durations_have_a_limit(voice):
     bias = voice.model.encoder.proj_w.proj.bias
     before = bias.detach().clone()
     nn.init.constant_(bias, 9.0)
-    (mel,) = decoding.mels_of(voice.model, [(tokens, 0)], Settings(steps=1))
+    (mel,) = decoding.mels_of(voice.model, [(tokens, 0)], SpeakingSettings(steps=1))
     bias.data.copy_(before)
     assert len(mel) == 50 * len(tokens)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from models.matcha import decoding, onnx
-from models.matcha.decoding import Settings, Voice
+from models.matcha.decoding import SpeakingSettings, Voice
 from models.matcha.model import SIZES, Matcha
 from models.matcha.tokenizer import Composer, Tokens, read, symbols_of
 from models.matcha.vocoder import SIZES as VOCODERS
@@ -120,7 +120,7 @@ def test_programs_speak_as_long_as_the_model(language, voice, exported):
     text = TEXTS[language]
     tokens = voice.tokens.encode(read(text, language))
     for speed in (1.0, 0.5):
-        (mel,) = decoding.mels_of(voice.model, [(tokens, 0)], Settings(speed=speed))
+        (mel,) = decoding.mels_of(voice.model, [(tokens, 0)], SpeakingSettings(speed=speed))
         samples = 256 * len(mel)
         assert len(in_piper(exported, text, length_scale=1 / speed)) == samples
         assert len(in_sherpa(exported, text, speed)) == samples
@@ -149,7 +149,7 @@ def test_the_graph_is_the_model(speakers, rows, tmp_path):
         tokens = voice.tokens.encode(read(text, language))
         speaker = number % speakers
         others = {"sid": np.array([speaker])} if speakers > 1 else {}
-        settings = Settings(temperature=0.0, steps=onnx.FLOW_STEPS)
+        settings = SpeakingSettings(temperature=0.0, steps=onnx.FLOW_STEPS)
         (mel,) = decoding.mels_of(voice.model, [(tokens, speaker)], settings)
         samples = run(tmp_path, tokens, **others)
         np.testing.assert_allclose(samples * 20, mel.flatten().numpy(), rtol=0, atol=1e-4)
@@ -158,7 +158,7 @@ def test_the_graph_is_the_model(speakers, rows, tmp_path):
 @torch.no_grad()
 def test_the_graph_has_the_vocoder_and_noise(voice, exported):
     tokens = voice.tokens.encode(read(TEXTS["am"], "am"))
-    settings = Settings(temperature=0.0, steps=onnx.FLOW_STEPS)
+    settings = SpeakingSettings(temperature=0.0, steps=onnx.FLOW_STEPS)
     (mel,) = decoding.mels_of(voice.model, [(tokens, 0)], settings)
     samples = run(exported, tokens)
     np.testing.assert_allclose(samples, voice.vocode(mel).numpy(), rtol=0, atol=1e-4)

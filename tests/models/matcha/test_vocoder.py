@@ -83,7 +83,7 @@ def crops(count: int, dtype: torch.dtype) -> list[dict]:
 
 
 def test_however_an_update_is_cut_its_gradient_is_the_same():
-    model = vocoder_training.Trained({"width": 8, "layers": 2}).double()
+    model = vocoder_training.VocoderInTraining({"width": 8, "layers": 2}).double()
     items = crops(5, torch.float64)
     counts = vocoder_training.collate(items)["counts"]
     gradients = []
@@ -106,7 +106,7 @@ def test_however_an_update_is_cut_its_gradient_is_the_same():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_loss_in_16_bits_is_near_that_in_32(dtype):
-    model = vocoder_training.Trained({"width": 8, "layers": 2})
+    model = vocoder_training.VocoderInTraining({"width": 8, "layers": 2})
     batch = vocoder_training.collate(crops(2, torch.float32))
     exact = vocoder_training.compute_loss(model, batch)["mel"]
     with torch.autocast("cpu", dtype=dtype):

@@ -102,11 +102,11 @@ def batch_of(clips: list[np.ndarray], texts: list[str], info: start.ModelInfo) -
     return next(to_device([recipe.collate(items)], torch.device("cpu")))
 
 
-def asked(**changes) -> start.Options:
+def asked(**changes) -> start.ParakeetOptions:
     """What a run without flags but these asks for, as far as it matters here."""
-    names = [field.name for field in dataclasses.fields(start.Options)]
+    names = [field.name for field in dataclasses.fields(start.ParakeetOptions)]
     usual = {**dict.fromkeys(names), "origin": SimpleNamespace(given=frozenset())}
-    return start.Options(**{**usual, **changes})
+    return start.ParakeetOptions(**{**usual, **changes})
 
 
 def peer_of(kind: str, folder):

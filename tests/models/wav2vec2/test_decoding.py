@@ -160,7 +160,7 @@ def test_a_model_reads_the_same_in_windows_as_in_one_pass(tmp_path):
 
         output = tmp_path / f"{longest}{name}"
         paths = [str(tmp_path / "a.wav")]
-        how = recogniser.Options(transcribe=paths, output=str(output), batch_size=3)
+        how = recogniser.DecodingOptions(transcribe=paths, output=str(output), batch_size=3)
         by_time = windows.by_time(TOKENIZER, frame_samples(model.config))
         transcribing.transcribe_files(how, decode, Setup(), longest, by_time, long.PARTS)
         return output.read_text(encoding="utf-8")

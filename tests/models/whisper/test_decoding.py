@@ -739,6 +739,6 @@ def test_files_in_overlapping_pieces(tmp_path, wav, capsys):
         assert set(batch["names"]) == {file} and len(batch["audio"]) <= 2
         return ["one two three four five six" for _ in batch["names"]]
 
-    how = recogniser.Options(transcribe=[file], batch_size=2)
+    how = recogniser.DecodingOptions(transcribe=[file], batch_size=2)
     transcribing.transcribe_files(how, decode, Setup(), 14.0, long.BY_OVERLAP)
     assert set(capsys.readouterr().out.split()) == {"one", "two", "three", "four", "five", "six"}

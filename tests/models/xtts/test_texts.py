@@ -36,7 +36,7 @@ def parse(*flags) -> object:
     return parser.parse_args([str(flag) for flag in flags])
 
 
-def resolved(*flags) -> start.Options:
+def resolved(*flags) -> start.XttsOptions:
     args = parse(*flags)
     options.resolve(args, False, 0)
     return start.resolve(args, recipe="xtts_amharic")

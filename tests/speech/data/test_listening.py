@@ -364,7 +364,7 @@ def test_recordings_become_data_in_two_steps(tmp_path, monkeypatch, place):
         lengths.extend(batch["audio_lengths"].tolist())
         return [f"piece of {length}" for length in batch["audio_lengths"].tolist()]
 
-    how = recogniser.Options(transcribe=["rec"], output=rows, piece_seconds=2.5)
+    how = recogniser.DecodingOptions(transcribe=["rec"], output=rows, piece_seconds=2.5)
     transcribing.transcribe_files(how, decode, Setup(), 30.0, BY_OVERLAP)
     assert max(lengths) <= 2.5 * SAMPLE_RATE and '"text": ""' in (tmp_path / rows).read_text()
     settings = Checks(listen=True, use_chunking=True, max_duration=2.5, skip_bad_audio=True)

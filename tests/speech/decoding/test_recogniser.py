@@ -79,7 +79,9 @@ def rows_of(path) -> list[dict]:
 
 
 def transcribe(paths: list[str], decode: Decoder, output=None) -> None:
-    how = recogniser.Options(transcribe=paths, output=str(output) if output else None, batch_size=2)
+    how = recogniser.DecodingOptions(
+        transcribe=paths, output=str(output) if output else None, batch_size=2
+    )
     transcribing.transcribe_files(how, decode, Setup(), LONGEST)
 
 
@@ -172,7 +174,7 @@ def printed(language, tmp_path, capsys, normalise=for_scoring, **how):
         {"file": f"{i}.wav", "seconds": 1.0, "reference": said, "hypothesis": heard, "index": i}
         for i, (said, heard) in enumerate(TEXTS[language])
     ]
-    how = recogniser.Options(log_dir=tmp_path, **how)
+    how = recogniser.DecodingOptions(log_dir=tmp_path, **how)
     results.print_results(rows, "test set", how, normalise)
     lines = capsys.readouterr().out.strip().split("\n  reference:")[0].splitlines()
     return lines, rows_of(tmp_path / "transcripts.jsonl")
@@ -205,7 +207,7 @@ def test_a_set_of_several_languages_has_the_error_rates_of_each(tmp_path, capsys
         {"file": f"{i}", "seconds": 1.0, "reference": said, "hypothesis": heard, "index": 3 - i}
         for i, (said, heard) in enumerate(pairs)
     ]
-    how = recogniser.Options(log_dir=tmp_path)
+    how = recogniser.DecodingOptions(log_dir=tmp_path)
     results.print_results(rows, "test set", how, languages=Codes(["", "vi", "kok", "kok"]))
     out = capsys.readouterr().out
     lines = out[out.index("by language:") :].splitlines()[2:5]
@@ -245,7 +247,7 @@ def test_an_improvement_has_the_readings_of_the_results(tmp_path, capsys):
     rows = [{"reference": said, "hypothesis": heard} for said, heard in TEXTS["vi"]]
     before = [{**row, "hypothesis": ""} for row in rows]
     printed("vi", tmp_path, capsys)
-    results.print_improvement(before, rows, "other", recogniser.Options(log_dir=tmp_path))
+    results.print_improvement(before, rows, "other", recogniser.DecodingOptions(log_dir=tmp_path))
     lines = capsys.readouterr().out.splitlines()
     noted = results.read_results(tmp_path)
     assert noted["title"] == "test set"
@@ -264,7 +266,7 @@ def test_an_export_finds_the_results_of_its_own_weights(tmp_path):
     weights, others = tmp_path / "best.safetensors", tmp_path / "others.safetensors"
     assert results.results_of(tmp_path, weights, are_new=False) is None
     rows = [{"file": "a", "seconds": 1.0, "reference": "a", "hypothesis": "a", "index": 0}]
-    results.print_results(rows, "test set", recogniser.Options(log_dir=tmp_path))
+    results.print_results(rows, "test set", recogniser.DecodingOptions(log_dir=tmp_path))
     weights.write_bytes(b"1")
     others.write_bytes(b"1")
     assert results.results_of(tmp_path, weights, are_new=False) is None

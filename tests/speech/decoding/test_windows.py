@@ -124,7 +124,7 @@ def test_a_model_reads_the_same_in_windows_as_in_one_pass(tmp_path):
 
         output = tmp_path / f"{longest}.jsonl"
         paths = [str(tmp_path / "a.wav")]
-        how = recogniser.Options(transcribe=paths, output=str(output), batch_size=3)
+        how = recogniser.DecodingOptions(transcribe=paths, output=str(output), batch_size=3)
         by_time = windows.by_time(TOKENIZER, STEP)
         transcribing.transcribe_files(how, decode, Setup(), longest, by_time, long.PARTS)
         return json.loads(output.read_text(encoding="utf-8"))

@@ -168,7 +168,7 @@ def test_words_of_a_recogniser_are_written_and_corrections_kept(wav, tmp_path, c
         return [{"text": "hello. bye", "words": words, "segments": []} for _ in batch["names"]]
 
     output = tmp_path / "a.srt"
-    how = recogniser.Options(transcribe=[path], output=str(output))
+    how = recogniser.DecodingOptions(transcribe=[path], output=str(output))
 
     def write() -> str:
         transcripts.check_output(how.output, [path])
@@ -190,7 +190,7 @@ def test_if_nothing_can_be_transcribed_earlier_transcripts_stay(tmp_path):
     (tmp_path / "bad.wav").write_text("no sound")
     output = tmp_path / "good.srt"
     output.write_text("1\nearlier")
-    how = recogniser.Options(transcribe=[str(tmp_path / "bad.wav")], output=str(output))
+    how = recogniser.DecodingOptions(transcribe=[str(tmp_path / "bad.wav")], output=str(output))
     with pytest.raises(DataError, match="1 of 1 files"):
         transcribing.transcribe_files(how, None, Setup(), 30.0)
     assert output.read_text() == "1\nearlier"
