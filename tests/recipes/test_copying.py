@@ -540,8 +540,8 @@ def test_a_released_encoder_as_a_start(tmp_path, konkani):
         source,
         *SMALL,
         (
-            "from speech.data import demo",
-            "from models import model_files\nfrom speech.data import demo",
+            "from speech.data import feasible, splits",
+            "from models import model_files\nfrom speech.data import feasible, splits",
         ),
         ("N_MELS = 80", f'N_MELS = 80\nRELEASED = "{tmp_path}/released"'),
     )

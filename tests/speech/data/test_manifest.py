@@ -313,7 +313,7 @@ def test_a_third_cell_that_is_not_normalised_is_asked_for(tmp_path, wav, row):
 words = st.text(st.sampled_from("ab\"', ए\r\u2028"), max_size=8)
 SPOILT = {  # by the family of a row: what spoils it, and rows that are nothing
     "json": ["{line}{line}", "[{line}]", '{{"text": "b", "text": "c"}}', "{{}}", " "],
-    "comma": ["{line},x", "any.wav", 'any.wav,"x', 'any.wav,x"y,s"', ",,,,", " "],
+    "comma": ["{line},x", "any.wav", 'any.wav,"x', 'any.wav,x"y,s', ",,,,", " "],
     "tab": ["{line}\tx", "any.wav", "\t\t\t\t", " "],
     "bar": ["{line}|x", "any.wav", "||||", " "],
 }
