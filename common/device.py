@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from common.cuda import cuda_problem
 from common.errors import UsageError
 from common.ranks import Ranks, torchrun
 
@@ -40,11 +39,13 @@ def pick_device(wanted: str, quiet: bool = False) -> torch.device:
             " them one"
         )
     index = int(numbered[1]) if numbered else torchrun("LOCAL_RANK", 0)
-    problem = cuda_problem(index)
+    from common import cuda
+
+    problem = cuda.cuda_problem(index)
     if problem is None:
         return torch.device("cuda", index)
     # One rank on the CPU and the others on GPUs would wait for each other forever.
-    if wanted != "auto" or (index and cuda_problem(0) is None):
+    if wanted != "auto" or (index and cuda.cuda_problem(0) is None):
         raise UsageError(f"--device {wanted}: {problem}; --device cpu works everywhere")
     print(f"device: cpu (auto: {problem})", file=sys.stderr if quiet else sys.stdout)
     return torch.device("cpu")

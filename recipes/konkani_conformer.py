@@ -66,7 +66,8 @@ from speech.decoding import (
 )
 from speech.decoding.language_model import tokens_of
 from speech.decoding.long import PARTS, by_length
-from speech.decoding.search import Fusion, joint_beam, rescored_beam
+from speech.decoding.ngram import Fusion
+from speech.decoding.search import joint_beam, rescored_beam
 from speech.signal import augment, nemo_features
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.signal.features import random_masks, spec_augment, valid_mask

@@ -44,7 +44,7 @@ from common.report import check_folder
 from speech.data import feasible, splits
 from speech.data.columns import Corpus
 from speech.decoding import language_model, recogniser, results
-from speech.decoding.search import LM_BEAM, Fusion, ctc_prefix_beam
+from speech.decoding.ngram import Fusion
 from speech.signal.audio import SAMPLE_RATE, read_utterance
 from speech.signal.features import FeatureNorm, LogMel, frames, valid_mask
 from speech.writing import metrics, text, unknown
@@ -243,6 +243,8 @@ def texts_of(model: Network, batch: dict, fusion: Fusion | None = None) -> list[
     for row, length in zip(log_probs.cpu(), lengths.tolist(), strict=True):
         path = row[:length].argmax(-1).unique_consecutive().tolist()
         if fusion:
+            from speech.decoding.search import LM_BEAM, ctc_prefix_beam
+
             path, _ = ctc_prefix_beam(row[:length].numpy(), LM_BEAM, model.blank, fusion)[0]
         texts.append("".join(model.characters[token] for token in path if token != model.blank))
     return texts

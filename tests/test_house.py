@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import weight
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("common", "speech", "models", "dry_run", "recipes", "webui", "benchmarks", "tests")
 SPEECH_MAY_USE = (
@@ -77,6 +79,16 @@ def test_the_core_imports_no_part():
         for node in tree_of(path).body:
             if not isinstance(node, ast.FunctionDef | ast.ClassDef):
                 assert not any(name.startswith("common.parts") for name in imported(node)), path
+
+
+def test_no_circle():
+    """Of modules that name each other, inside of functions, too."""
+    assert weight.circles(weight.imports(ROOT)) == []
+
+
+def test_the_smallest_recipe_loads_little():
+    lines, _, _ = weight.loads(ROOT, "template")
+    assert lines <= 11_000
 
 
 def test_a_run_of_the_template_loads_no_part(tmp_path):

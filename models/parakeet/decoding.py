@@ -9,7 +9,7 @@ from common.device import upcast
 from models.parakeet.model import Parakeet
 from models.parakeet.tokenizer import ParakeetTokenizer
 from speech.decoding import timed
-from speech.decoding.search import Fusion
+from speech.decoding.ngram import Fusion
 from speech.decoding.timed import Token, beam_ctc, greedy_ctc
 from speech.signal.audio import SAMPLE_RATE
 from speech.signal.nemo_features import HOP

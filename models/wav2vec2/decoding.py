@@ -11,7 +11,7 @@ import torch
 from models.wav2vec2.model import Wav2Vec2, frame_samples
 from models.wav2vec2.tokenizer import Wav2Vec2Tokenizer
 from speech.decoding import timed
-from speech.decoding.search import Fusion
+from speech.decoding.ngram import Fusion
 from speech.decoding.timed import Token, beam_ctc, greedy_ctc
 from speech.signal.audio import SAMPLE_RATE
 

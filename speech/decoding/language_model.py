@@ -9,7 +9,7 @@ from pathlib import Path
 from common import files, options
 from common.errors import DataError, UsageError
 from common.options import flag
-from speech.decoding.search import Fusion
+from speech.decoding.ngram import Fusion, NGram
 from speech.writing import metrics
 from speech.writing.text import normalise
 
@@ -138,8 +138,6 @@ def make(
     helps = True if flags.lm == "on" else None
     if helps is None and folder and not more:
         helps = kept(folder)
-    from speech.decoding.ngram import NGram
-
     model = NGram(map(tokens.encode, every), tokens.size, tokens.mark)
     return LanguageModel(Fusion(model), helps, None if more else folder)
 

@@ -8,9 +8,14 @@ meaning everywhere, and a piece of a long recording can begin anywhere."""
 import functools
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
+# Of a language model beside CTC: measured on four acoustic models with 34 to 64 % CER, each of them
+# within 3 % of WER of its own best weights.
+LM_WEIGHT = 0.6
+LM_BONUS = 1.0
 ORDER = 6
 FALLBACK = (0.5, 1.0, 1.5)  # discounts of a text that is too short to tell them, as lmplz has them
 
@@ -132,6 +137,26 @@ class NGram:
             yield f"\n\\{n}-grams:"
             yield from rows
         yield "\n\\end\\"
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """A language model in a beam search: its `model`, the `weight` of its log-probabilities beside
+    CTC's, and the `bonus` of every token, without which it would prefer short texts. `state`: of
+    the model where the search begins."""
+
+    model: NGram
+    weight: float = LM_WEIGHT
+    bonus: float = LM_BONUS
+    state: int | None = None
+
+    def start(self) -> int:
+        return self.model.start if self.state is None else self.state
+
+    def step(self, state: int, token: int) -> tuple[float, int]:
+        """What a token adds to the score of a hypothesis, and the state after it."""
+        log_prob, following = self.model.step(state, token)
+        return self.weight * log_prob + self.bonus, following
 
 
 def discounts_of(counts: np.ndarray) -> np.ndarray:

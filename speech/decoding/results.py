@@ -14,8 +14,8 @@ from common.batches import EvalBatches
 from common.errors import cannot_write
 from speech.data.columns import Codes
 from speech.decoding.language_model import LanguageModel
+from speech.decoding.ngram import Fusion
 from speech.decoding.recogniser import NORMALISERS, DecodingOptions, decode_texts
-from speech.decoding.search import Fusion
 from speech.writing import metrics
 from speech.writing.text import NAMES, for_scoring, in_lower_case, mark_share, style
 

@@ -4,7 +4,6 @@ beam, and both of them for a model with CTC and a decoder."""
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,35 +11,12 @@ from torch.nn import functional as F
 
 from common.batches import pad
 from common.device import upcast
-from speech.decoding.ngram import NGram
+from speech.decoding.ngram import Fusion
 
-# Of a language model beside CTC: measured on four acoustic models with 34 to 64 % CER, each of them
-# within 3 % of WER of its own best weights.
-LM_WEIGHT = 0.6
-LM_BONUS = 1.0
+# Of a search with a language model.
 LM_BEAM = 32  # hypotheses
 LM_LABELS = 8  # by which a frame extends a prefix
 LEAST_LABEL = -12.0  # log-probability of a label that is tried
-
-
-@dataclass(frozen=True)
-class Fusion:
-    """A language model in a beam search: its `model`, the `weight` of its log-probabilities beside
-    CTC's, and the `bonus` of every token, without which it would prefer short texts. `state`: of
-    the model where the search begins."""
-
-    model: NGram
-    weight: float = LM_WEIGHT
-    bonus: float = LM_BONUS
-    state: int | None = None
-
-    def start(self) -> int:
-        return self.model.start if self.state is None else self.state
-
-    def step(self, state: int, token: int) -> tuple[float, int]:
-        """What a token adds to the score of a hypothesis, and the state after it."""
-        log_prob, following = self.model.step(state, token)
-        return self.weight * log_prob + self.bonus, following
 
 
 def ctc_prefix_beam(

@@ -15,7 +15,8 @@ import torch
 
 from common.device import upcast
 from speech.alignment import viterbi
-from speech.decoding.search import LM_BEAM, Fusion, ctc_prefix_beam
+from speech.decoding.ngram import Fusion
+from speech.decoding.search import LM_BEAM, ctc_prefix_beam
 from speech.writing.text import SENTENCE_ENDS, in_unspaced, spaces_before
 
 SPACE = "\u2581"  # in a piece

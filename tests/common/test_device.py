@@ -369,7 +369,7 @@ def set_up_as_second(rank: int, folder: str) -> None:
         os.dup2(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY), number)
     os.environ.update(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     processes.join = lambda chosen: Ranks(1, 2)
-    device.cuda_problem = lambda index=0: "no GPU"
+    cuda.cuda_problem = lambda index=0: "no GPU"
     print(device.setup(arguments("--dataloader_num_workers", "auto")), flush=True)
     print("kept", file=sys.stderr, flush=True)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common import checkpoint, device, saving
+from common import checkpoint, cuda, saving
 from common.device import Setup
 from common.errors import RunError
 from common.parts import compiling, offload, preflight, utilisation
@@ -55,7 +55,7 @@ def as_it_was():
 @pytest.mark.parametrize("wanted", ["auto", "cuda"])
 def test_without_a_gpu_it_says_so(tmp_path, capsys, monkeypatch, wanted):
     problem = "there is no NVIDIA driver on this machine"
-    monkeypatch.setattr(device, "cuda_problem", lambda index=0: problem)
+    monkeypatch.setattr(cuda, "cuda_problem", lambda index=0: problem)
     status, table = verified(capsys, arguments(tmp_path, "--device", wanted))
     assert status == 1
     assert table["GPU"][0] == "FAIL" and problem in table["GPU"][1]
@@ -116,7 +116,7 @@ def gpu(monkeypatch):
         properties = types.SimpleNamespace(total_memory=in_bytes[1])
         problem = None if compiles else "torch.compile does not work on cuda:0 (no triton)"
         for module, name, replacement in (
-            (device, "cuda_problem", lambda index=0: None),
+            (cuda, "cuda_problem", lambda index=0: None),
             (torch.cuda, "get_device_name", lambda index: "NVIDIA GeForce RTX 5060"),
             (torch.cuda, "get_device_capability", lambda index: capability),
             (torch.cuda, "get_device_properties", lambda index: properties),

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from speech.decoding.ngram import NGram
-from speech.decoding.search import CTCPrefixScores, Fusion, autoregressive_beam, ctc_prefix_beam
+from speech.decoding.ngram import Fusion, NGram
+from speech.decoding.search import CTCPrefixScores, autoregressive_beam, ctc_prefix_beam
 
 
 def all_ctc(log_probs, blank):
