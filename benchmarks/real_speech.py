@@ -18,18 +18,25 @@ import random
 import re
 import resource
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import soundfile
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import common
+
+common.spin_briefly()
+
 HELD_OUT = 250  # clips that evaluate, at most a tenth
 DIGITS = "zero one two three four five six seven eight nine".split()
 
 
 def row(path: Path, text: str, speaker: str) -> dict:
+    import soundfile
+
     seconds = soundfile.info(path).duration
     names = {"audio_filepath": str(path.resolve()), "text": text, "speaker": speaker}
     return {**names, "duration": round(seconds, 3)}

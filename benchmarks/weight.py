@@ -12,6 +12,12 @@ import sys
 import tokenize
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common
+
+common.spin_briefly()
+
 FOLDERS = (
     "recipes",
     "common",

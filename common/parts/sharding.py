@@ -84,7 +84,7 @@ class Sharded(Engine):
         model.to(setup.device)
 
     @property
-    def trained(self) -> torch.nn.Module:
+    def network(self) -> torch.nn.Module:
         return self.inner
 
     def compute(

@@ -130,7 +130,7 @@ def test_a_share_without_room_is_refused(share, size, message):
 
 def test_several_data_sets_as_one():
     parts = [small.Waveforms(3), small.Waveforms(2, seed=1)]
-    joined = replay.Joined(parts)
+    joined = replay.JoinedSets(parts)
     assert len(joined) == 5 and not hasattr(joined, "text_length")
     items = [joined.item(index, 0) for index in range(5)]
     assert [item["text"] for item in items] == [item["text"] for part in parts for item in part]

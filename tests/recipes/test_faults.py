@@ -131,13 +131,13 @@ def signal_at(recording: str, number: int) -> str:
     """A prelude that sends the command a signal when it reads a recording."""
     return f"""
 import os
-from speech.decoding import recogniser
-read = recogniser.read_audio
+from speech.decoding import transcribing
+read = transcribing.read_audio
 def read_audio(path, *rest):
     if path == {recording!r}:
         os.kill(os.getpid(), {number:d})
     return read(path, *rest)
-recogniser.read_audio = read_audio
+transcribing.read_audio = read_audio
 """
 
 

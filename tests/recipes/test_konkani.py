@@ -14,6 +14,7 @@ from models import onnx_files
 from recipes import konkani_conformer as recipe
 from speech.data import feasible
 from speech.data.splits import Checks, load_corpus
+from speech.decoding import recogniser
 from speech.decoding.search import ctc_prefix_beam
 from speech.signal import nemo_features
 from speech.signal.audio import SAMPLE_RATE
@@ -293,6 +294,10 @@ def test_ctc_greedy_merges_repeats_and_drops_blanks():
     assert recipe.ctc_greedy(model, F.one_hot(paths, 8), torch.tensor([8, 5])) == [[1, 1, 2], [3]]
 
 
+def how(method: str, beam_size: int) -> recogniser.DecodingOptions:
+    return recogniser.DecodingOptions(decoding=method, beam_size=beam_size)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("seed", range(3))
 def test_rescoring_picks_what_the_weighted_terms_like_best(seed):
@@ -310,7 +315,7 @@ def test_rescoring_picks_what_the_weighted_terms_like_best(seed):
         return sum(recipe.SEARCH_WEIGHTS[name] * float(value) for name, value in terms.items())
 
     expected, _ = min(hypotheses, key=loss)
-    assert recipe.decode(model, encoded, lengths, "rescore", 6) == [list(expected)]
+    assert recipe.decode(model, encoded, lengths, how("rescore", 6)) == [list(expected)]
 
 
 @torch.no_grad()
@@ -319,10 +324,10 @@ def test_decoding_does_not_depend_on_the_batch(method):
     model = awake(make_model().eval())
     items = make_items(3, seed=2)
     encoded, _, lengths = model.encode(moved(items))
-    together = recipe.decode(model, encoded, lengths, method, 3)
+    together = recipe.decode(model, encoded, lengths, how(method, 3))
     for item, tokens in zip(items, together, strict=True):
         encoded, _, length = model.encode(moved([item]))
-        assert recipe.decode(model, encoded, length, method, 3) == [tokens]
+        assert recipe.decode(model, encoded, length, how(method, 3)) == [tokens]
         assert all(0 <= token < model.eos for token in tokens)
 
 

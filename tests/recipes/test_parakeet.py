@@ -8,6 +8,7 @@ import functools
 import json
 import math
 import multiprocessing
+import re
 import shlex
 import shutil
 import signal
@@ -681,15 +682,13 @@ def test_a_run_from_scratch_leaves_what_it_promises(scratch):
     block = yaml.safe_load(card.split("---\n")[1])
     assert block["library_name"] == "transformers" and "license" not in block
     [results] = [each["results"] for each in block["model-index"]]
-    assert [each["metrics"][0]["type"] for each in results] == ["wer", "cer"]
+    assert [each["type"] for result in results for each in result["metrics"]] == ["wer", "cer"]
     noted = json.loads((folder / "logs" / "results.json").read_text(encoding="utf-8"))
     rates = [*noted["rates"].values()][-1]
     assert results[0]["metrics"][0]["value"] == round(100 * rates["wer"]["rate"], 2)
     assert "trained from random weights" in card and "Trained by `recipes/parakeet" in card
     assert "no CTC head in the export" in out
-    assert (
-        "compared to " not in out and "warning" not in out and "outside the vocabulary" not in out
-    )
+    assert not re.search("compared to (?!decoding)|warning|outside the vocabulary", out)
     paths = checkpoint.list_checkpoints(folder / "checkpoints")
     after, before = (checkpoint.read(path, recipe.RECIPE).model for path in paths)
     for name, value in statistics_of(after).items():
