@@ -132,7 +132,10 @@ def keep_best(training: Training, values: dict[str, float]) -> None:
         if ranks.first:
             checkpoint.save_weights(path, state, task, summary, record_of(training))
             for name, text in task.beside.items():
-                files.save(path.with_name(name), lambda place, text=text: place.write_text(text))
+                files.save(
+                    path.with_name(name),
+                    lambda place, text=text: place.write_text(text, encoding="utf-8"),
+                )
         ranks.gather(None)  # the others wait for the first
 
 

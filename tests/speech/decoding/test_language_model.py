@@ -109,3 +109,11 @@ def test_a_missing_text_and_a_contradiction_are_refused(tmp_path):
         options.resolve(args, False, 1)
     with pytest.raises(UsageError, match="--lm_text"):
         language_model.resolve(parser.parse_args(["--lm_text", str(tmp_path / "none.txt")]))
+
+
+def test_of_very_many_texts_a_part_is_kept(monkeypatch):
+    texts = [f"{number:04}" for number in range(1000)]
+    assert language_model.as_file(texts)["texts.txt"].split() == texts
+    monkeypatch.setattr(language_model, "MOST_CHARACTERS", 1000)
+    assert language_model.as_file(texts)["texts.txt"].split() == texts[::4]
+    assert language_model.as_file([]) == {"texts.txt": ""}
