@@ -151,7 +151,7 @@ def run(words: list, folder: Path, status: int = 0) -> str:
     }
     try:
         ran = subprocess.run(
-            [sys.executable, *map(str, words)],
+            [sys.executable, "-u", *map(str, words)],  # in the order of its lines
             cwd=folder,
             env=environment,
             stdout=subprocess.PIPE,

@@ -86,6 +86,7 @@ N_MELS = 80
 # could after 300.
 LOSS_WEIGHTS = {"ctc": 0.7, "attention": 0.3}
 SEARCH_WEIGHTS = {"ctc": 0.3, "attention": 0.7}
+FUSED_WEIGHTS = {"ctc": 0.7, "attention": 0.3}  # with a language model, which is a part of CTC's
 BEAM_SIZE = 10
 FREQUENCY_MASKS = 2
 FREQUENCY_MASK_WIDTH = 27 / 80  # share of the bands, at most
@@ -646,12 +647,13 @@ def decode(
     search = joint_beam
     if how.decoding == "rescore":
         search = functools.partial(rescored_beam, fusion=fusion)
+    weights = FUSED_WEIGHTS if fusion else SEARCH_WEIGHTS
     hypotheses = []
     for row, length in enumerate(lengths.tolist()):
         utterance = encoded[row : row + 1, :length]
         log_probs = upcast(model.ctc_head(utterance[0])).log_softmax(-1)
         decoder = functools.partial(decode_prefixes, model, utterance)
-        hypotheses.append(search(log_probs, decoder, model.eos, how.beam_size, SEARCH_WEIGHTS))
+        hypotheses.append(search(log_probs, decoder, model.eos, how.beam_size, weights))
     return hypotheses
 
 

@@ -442,6 +442,7 @@ def test_ctrl_c_or_a_kill_ends_the_installation_which_is_repeated(project, tmp_p
     extra = environment(project, path, PYTHONPATH=str(tmp_path / "pip"), PIP_WAITS_FOR=waits)
     process = start(project, extra)
     wait_for(tmp_path / "pip.log", process)
+    time.sleep(0.5)  # pip is two processes here, and the second has just begun
     os.killpg(process.pid, number)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == (130 if number == signal.SIGINT else -number) and not output
