@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests, in nine minutes on two cores: ./run_tests.sh [pytest arguments]
+# The tests, in eight minutes on two cores: ./run_tests.sh [pytest arguments]
 # The slow ones: ./run_tests.sh -m slow
 # Those of the page in a browser: ./run_tests.sh -m browser
 set -eo pipefail
