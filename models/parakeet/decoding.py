@@ -14,6 +14,8 @@ from speech.decoding.timed import Token, beam_ctc, greedy_ctc
 from speech.signal.audio import SAMPLE_RATE
 from speech.signal.nemo_features import HOP
 
+LABEL_WEIGHT = 0.3  # of a language model beside a transducer's own choice of a label
+
 
 @dataclass
 class Memory:
@@ -97,11 +99,11 @@ def fused(
     (B,) are no blanks. Brings the language model's `states` up to date."""
     tokens = best.tolist()
     values = upcast(logits).log_softmax(1).cpu().numpy()
+    size = logits.shape[1]
     for row, token in enumerate(tokens):
-        if token == logits.shape[1]:
+        if token == size:
             continue
-        size = logits.shape[1]
-        scores = values[row] + fusion.weight * fusion.model.log_probs(states[row])[:size]
+        scores = values[row] + LABEL_WEIGHT * fusion.model.log_probs(states[row])[:size]
         tokens[row] = int(scores.argmax())
         _, states[row] = fusion.model.step(states[row], tokens[row])
     return torch.tensor(tokens, device=best.device)

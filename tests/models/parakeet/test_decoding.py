@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
 from transformers import ParakeetForTDT, ParakeetTDTConfig
 
+from models.parakeet import decoding
 from models.parakeet.decoding import greedy
 from models.parakeet.tokenizer import BYTE, NORMAL, UNIGRAM, UNKNOWN, make_tokenizer
+from speech.decoding.ngram import Fusion, NGram
 from speech.decoding.timed import Token, segments, transcript
 
 ENOUGH = 1000  # symbols a frame, never reached
@@ -46,9 +48,9 @@ class Script:
         return self.logits.flatten(0, 1)[encoded[:, 0], predicted[:, 0]]
 
     def decode(
-        self, lengths: list[int], durations: tuple[int, ...], max_symbols: int = ENOUGH
+        self, lengths: list[int], durations: tuple[int, ...], max_symbols: int = ENOUGH, **more
     ) -> list[list[Token]]:
-        return greedy(self.step, self.joint, self.encoded, lengths, durations, max_symbols)
+        return greedy(self.step, self.joint, self.encoded, lengths, durations, max_symbols, **more)
 
 
 def script(
@@ -104,6 +106,29 @@ def test_greedy_is_a_plain_loop(durations, max_symbols):
     )  # labels only
     for row, (tokens, length) in enumerate(zip(hypotheses, lengths, strict=True)):
         assert Script(logits[row : row + 1]).decode([length], durations, max_symbols) == [tokens]
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3, 100.0])
+def test_a_language_model_helps_to_choose_among_labels_only(weight, monkeypatch):
+    """Blanks and durations are the model's, as in NeMo's greedy fusion."""
+    monkeypatch.setattr(decoding, "LABEL_WEIGHT", weight)
+    torch.manual_seed(2)
+    lm = NGram([[0, 1, 2, 0, 1, 2, 0, 1, 2]], 4, mark=3)
+    durations = (0, 1, 2)
+    # A prediction network without memory: what follows does not depend on the labels.
+    logits = torch.randn(2, 9, 1, 4 + 3).expand(-1, -1, 30, -1).contiguous()
+    plain = Script(logits).decode([9, 7], durations, 3)
+    fused = Script(logits).decode([9, 7], durations, 3, fusion=Fusion(lm))
+    for before, after in zip(plain, fused, strict=True):
+        assert [(t.frame, t.duration) for t in before] == [(t.frame, t.duration) for t in after]
+    if not weight:
+        assert fused == plain
+    if weight == 100:
+        for tokens in fused:
+            state = lm.start
+            for token in tokens:
+                assert token.piece == lm.log_probs(state)[:3].argmax()
+                _, state = lm.step(state, token.piece)
 
 
 def test_a_blank_without_duration_takes_one_frame_and_does_not_move_the_lstm():

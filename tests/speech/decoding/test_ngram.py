@@ -65,7 +65,9 @@ def test_probabilities_are_those_of_the_definition(order):
 def test_what_follows_any_state_has_probability_one(texts):
     model = NGram(texts, 7, MARK)
     for state in range(len(model.back_off)):
-        assert sum(math.exp(model.step(state, token)[0]) for token in range(7)) == pytest.approx(1)
+        steps = [model.step(state, token)[0] for token in range(7)]
+        assert sum(map(math.exp, steps)) == pytest.approx(1)
+        assert model.log_probs(state).tolist() == pytest.approx(steps)
 
 
 def test_a_sentence_ends_once():
