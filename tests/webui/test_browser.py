@@ -296,7 +296,6 @@ def test_speech_and_an_export(page, whisper):
     choose(page, "Recipe", "matcha_voice")
     shown(page.get_by_role("button", name=re.compile("^Speaking", re.IGNORECASE))).wait_for()
     press(page, MORE)  # its own form
-    shown(page.get_by_role("combobox", name="--model_size")).wait_for()
     fill(page, "--max_steps", "2")
     press(page, re.compile("^Data"))
     fill(page, "--max_samples", "60")
