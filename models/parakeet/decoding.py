@@ -61,7 +61,7 @@ def greedy(
     else:
         predicted, state = step(None, None)
     history = []
-    states = [fusion.start() if fusion else 0] * len(lengths)
+    states = [fusion.model.start if fusion else 0] * len(lengths)
     active = frame < ends
     while bool(active.any()):
         logits = joint(encoded[rows, frame.clamp_max(encoded.shape[1] - 1)], predicted)

@@ -28,49 +28,48 @@ def ctc_prefix_beam(
     The probability of a sequence is summed over its alignments (Graves 2012; Hannun et al. 2014):
     every prefix has one score for alignments that end in a blank, and one for those that end in its
     last label. A frame extends prefixes by its `beam_size` best labels; with a language model by
-    LM_LABELS of them that are not impossible, which is as good and takes half the time."""
-    beam: dict[tuple[int, ...], tuple[float, float]] = {(): (0.0, -math.inf)}
-    # Of each prefix: what the language model adds, and its state.
-    fused = {(): (0.0, fusion.start() if fusion else 0)}
+    LM_LABELS of them that are not impossible."""
+    # Of each prefix: its score with alignments that end in a blank, and with those that end in a
+    # label; what the language model adds, and its state.
+    beam: dict[tuple[int, ...], list] = {
+        (): [0.0, -math.inf, 0.0, fusion.model.start if fusion else None]
+    }
     most = min(beam_size, LM_LABELS) if fusion else beam_size
     order = np.argpartition(-log_probs, min(most, log_probs.shape[1] - 1), axis=1)
     candidates = order[:, :most]
     for frame, labels in zip(log_probs, candidates, strict=True):
         if fusion:
             labels = labels[frame[labels] > LEAST_LABEL]
-        # Of each prefix: [alignments that end in a blank, alignments that end in a label]
-        scores: dict[tuple[int, ...], list[float]] = defaultdict(lambda: [-math.inf, -math.inf])
-        for prefix, (in_blank, in_label) in beam.items():
+        scores: dict[tuple[int, ...], list] = defaultdict(lambda: [-math.inf, -math.inf, 0.0, None])
+        for prefix, (in_blank, in_label, added, state) in beam.items():
             either = _log_add(in_blank, in_label)
             same = scores[prefix]
             same[0] = _log_add(same[0], either + float(frame[blank]))
             if prefix:
                 same[1] = _log_add(same[1], in_label + float(frame[prefix[-1]]))
+            same[2:] = added, state
             for label in labels.tolist():
                 if label == blank:
                     continue
                 # A label right after itself is the same one, unless there is a blank in between.
                 before = in_blank if prefix and label == prefix[-1] else either
-                longer = (*prefix, label)
-                extended = scores[longer]
+                extended = scores[(*prefix, label)]
                 extended[1] = _log_add(extended[1], before + float(frame[label]))
-                if longer not in fused:
-                    added, state = fused[prefix]
-                    if fusion:
-                        more, state = fusion.step(state, label)
-                        added += more
-                    fused[longer] = added, state
-        totals = {prefix: _log_add(*pair) + fused[prefix][0] for prefix, pair in scores.items()}
-        best = sorted(totals, key=lambda prefix: -totals[prefix])[:beam_size]
-        beam = {prefix: tuple(scores[prefix]) for prefix in best}
-        fused = {prefix: fused[prefix] for prefix in best}
-    finished = {}
-    for prefix, pair in beam.items():
-        added, state = fused[prefix]
-        if fusion:
-            added += fusion.weight * fusion.model.end(state)
-        finished[prefix] = _log_add(*pair) + added
-    return sorted(finished.items(), key=lambda pair: -pair[1])
+                if fusion and extended[3] is None:
+                    more, following = fusion.step(state, label)
+                    extended[2:] = added + more, following
+        best = sorted(scores.items(), key=lambda pair: -_total(*pair[1]))
+        beam = dict(best[:beam_size])
+    if fusion:
+        for hypothesis in beam.values():
+            hypothesis[2] += fusion.weight * fusion.model.end(hypothesis[3])
+    finished = [(prefix, _total(*hypothesis)) for prefix, hypothesis in beam.items()]
+    return sorted(finished, key=lambda pair: -pair[1])
+
+
+def _total(in_blank: float, in_label: float, added: float, _state: int | None) -> float:
+    """The score of a hypothesis."""
+    return _log_add(in_blank, in_label) + added
 
 
 def _log_add(a: float, b: float) -> float:

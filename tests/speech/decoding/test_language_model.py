@@ -31,7 +31,7 @@ def folder(tmp_path):
 
 
 def likelihood(lm, text: str) -> float:
-    state, total = lm.fusion.start(), 0.0
+    state, total = lm.fusion.model.start, 0.0
     for token in TOKENIZER.encode(text):
         log_prob, state = lm.fusion.model.step(state, token)
         total += log_prob

@@ -110,7 +110,7 @@ def test_the_beam_is_exact_with_a_language_model(seed):
     fusion = Fusion(NGram(texts, blank, mark=0), weight=0.8, bonus=0.5)
     expected = {}
     for labels, score in all_ctc(log_probs, blank).items():
-        state = fusion.start()
+        state = fusion.model.start
         for label in labels:
             added, state = fusion.step(state, label)
             score += added
