@@ -268,6 +268,12 @@ def weights_file(origin: Origin) -> Path | None:
     return checkpoint.path_to_use(named, origin.checkpoint_dir)
 
 
+def weights_folder(origin: Origin) -> Path | None:
+    """The folder of `weights_file`."""
+    file = weights_file(origin)
+    return file and file.parent
+
+
 def read_run_info(kind: type, saved: Saved | None):
     """The `RunInfo`, a dataclass `kind`, of the run that saved a checkpoint; None without one.
     Raises `UsageError`."""

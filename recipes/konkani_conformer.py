@@ -64,7 +64,6 @@ from speech.decoding import (
     transcribing,
     windows,
 )
-from speech.decoding.language_model import tokens_of
 from speech.decoding.long import PARTS, by_length
 from speech.decoding.ngram import Fusion
 from speech.decoding.search import joint_beam, rescored_beam
@@ -720,17 +719,15 @@ def report_results(
     --decoding, with and without the language model. `weights`: which weights of the `folder` the
     model has, for the title."""
     decode = functools.partial(final_texts, how, tokenizer, model)
-    lm = make_language_model(how, tokenizer, folder, results.held_out_texts(evaluation))
-    results.report(how, model, decode, evaluation, weights, lm=lm)
+    tokens = language_model_tokens(how, tokenizer)
+    results.report(how, model, decode, evaluation, weights, tokens=tokens, folder=folder)
 
 
-def make_language_model(
-    how: recogniser.DecodingOptions, tokenizer, folder: Path, held_out: Iterable[str] = ()
-) -> language_model.LanguageModel | None:
-    """The language model, which is a part of one search only."""
-    if how.decoding != "rescore":
-        return None
-    return language_model.make(how.lm, tokens_of(tokenizer), folder, held_out)
+def language_model_tokens(
+    how: recogniser.DecodingOptions, tokenizer
+) -> language_model.Tokens | None:
+    """The tokens of the language model, which is a part of one search only."""
+    return language_model.tokens_of(tokenizer) if how.decoding == "rescore" else None
 
 
 # --- set-up ---------------------------------------------------------------------------------------
@@ -842,8 +839,8 @@ def transcribe(args, how: recogniser.DecodingOptions) -> None:
     setup = device.setup(args, quiet=True)
     model, tokenizer, before = trained(args, setup)
     folder = checkpoint.path_to_use(args.resume, args.checkpoint_dir).parent
-    lm = make_language_model(how, tokenizer, folder)
-    texts_of = functools.partial(timed_texts, how, tokenizer, model, lm and lm.used())
+    fusion = language_model.in_search(how.lm, language_model_tokens(how, tokenizer), folder)
+    texts_of = functools.partial(timed_texts, how, tokenizer, model, fusion)
     cutting = by_length(before.longest, windows.by_time(tokenizer, model.frame_samples))
     transcribing.transcribe_files(how, texts_of, setup, before.longest, cutting, PARTS)
 

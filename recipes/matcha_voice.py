@@ -355,7 +355,7 @@ def voice_of(info: ModelInfo, model: Matcha, folder: Path) -> Voice:
 def trained(asked: MatchaOptions, setup: device.Setup) -> tuple[Voice, ModelInfo, RunInfo]:
     """The voice that is used without training, and what the run that trained it has saved."""
     model, info, before = start.Family(asked).trained(RECIPE, RunInfo, setup)
-    folder = released.weights_file(asked.origin).parent
+    folder = released.weights_folder(asked.origin)
     return voice_of(info, model, folder), info, before
 
 

@@ -72,7 +72,6 @@ from speech.decoding import (
     transcribing,
     windows,
 )
-from speech.decoding.language_model import tokens_of
 from speech.decoding.long import PARTS, by_length
 from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
@@ -434,13 +433,14 @@ def report_results(
 ) -> None:
     """Prints the error rates of the test set, or of "val" without one, and examples with the times
     of their words. If it `compares`, also the error rates of the released model that a flag names;
-    `model` is then moved to the host. `weights`: which weights
-    of the `folder` the model has, for the title."""
+    `model` is then moved to the host. `weights`: which weights of the `folder` the model has, for
+    the title."""
     tokenizer = tokenizer_of(info)
     decode = functools.partial(decoding.transcripts, model, tokenizer)
-    held_out = results.held_out_texts(evaluation)
-    lm = language_model.make(asked.how.lm, tokens_of(tokenizer), folder, held_out)
-    rows, eval_batches = results.report(asked.how, model, decode, evaluation, weights, lm=lm)
+    tokens = language_model.tokens_of(tokenizer)
+    rows, eval_batches = results.report(
+        asked.how, model, decode, evaluation, weights, tokens=tokens, folder=folder
+    )
     if compares and asked.origin.path:
         info, untrained = start.Family(asked).released_model()
         memory.replace_on_device(model, untrained)
@@ -464,9 +464,9 @@ def transcribe(asked: ParakeetOptions, setup: device.Setup) -> None:
     tokenizer = tokenizer_of(info)
     if asked.stream:
         return live.transcribe(asked.how, asked.stream, model, tokenizer, setup)
-    weights = released.weights_file(asked.origin)
-    lm = language_model.make(asked.how.lm, tokens_of(tokenizer), weights and weights.parent)
-    fusion = lm and lm.used()
+    folder = released.weights_folder(asked.origin)
+    tokens = language_model.tokens_of(tokenizer)
+    fusion = language_model.in_search(asked.how.lm, tokens, folder)
     decode = functools.partial(decoding.transcripts, model, tokenizer, fusion=fusion)
     longest = (before or RELEASED).longest
     cutting = by_length(longest, windows.by_time(tokenizer, decoding.frame_samples(model.config)))
@@ -512,7 +512,7 @@ def evaluate_only(asked: ParakeetOptions, setup: device.Setup, batches_of: Calla
         sets = make_sets(asked, info, corpora)
         evaluation = {name: batches_of(sets[name], collate, setup) for name in sets}
         with setup.autocast():
-            folder = weights and weights.parent
+            folder = released.weights_folder(asked.origin)
             compares = before is not None
             report_results(asked, info, model, evaluation, folder, compares, "the given weights")
     found = results.results_of(asked.log_dir, weights, bool(asked.evaluate))

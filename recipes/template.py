@@ -18,7 +18,6 @@ Sources: CTC (Graves et al. 2006); gated convolutions (Dauphin et al. 2017).
 
 import functools
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -270,22 +269,20 @@ def report_results(
 ) -> None:
     """Prints error rates and examples of the test set, or of "val" without one, with and without
     the language model. `weights`: which weights of the `folder` the model has, for the title."""
-    lm = make_language_model(how, model, folder, results.held_out_texts(evaluation))
-    results.report(how, model, functools.partial(texts_of, model), evaluation, weights, lm=lm)
+    decode = functools.partial(texts_of, model)
+    tokens = language_model_tokens(model)
+    results.report(how, model, decode, evaluation, weights, tokens=tokens, folder=folder)
 
 
-def make_language_model(
-    how: recogniser.DecodingOptions, model: Network, folder: Path, held_out: Iterable[str] = ()
-) -> language_model.LanguageModel | None:
-    """That of the training texts. The character between its sentences is a space."""
+def language_model_tokens(model: Network) -> language_model.Tokens:
+    """The tokens of the language model. The character between its sentences is a space."""
     tokens = {character: token for token, character in enumerate(model.characters)}
 
     def encode(transcript: str) -> list[int]:
         return [tokens[character] for character in transcript if character in tokens]
 
     size = len(tokens)
-    known = language_model.Tokens(encode, size + 1, tokens.get(" ", size))
-    return language_model.make(how.lm, known, folder, held_out)
+    return language_model.Tokens(encode, size + 1, tokens.get(" ", size))
 
 
 def trained(args, setup: device.Setup) -> tuple[Network, splits.RunInfo]:
@@ -304,8 +301,8 @@ def transcribe(args, how: recogniser.DecodingOptions) -> None:
     setup = device.setup(args, quiet=True)
     model, before = trained(args, setup)
     folder = checkpoint.path_to_use(args.resume, args.checkpoint_dir).parent
-    lm = make_language_model(how, model, folder)
-    decode = functools.partial(texts_of, model, fusion=lm and lm.used())
+    fusion = language_model.in_search(how.lm, language_model_tokens(model), folder)
+    decode = functools.partial(texts_of, model, fusion=fusion)
     transcribing.transcribe_files(how, decode, setup, before.longest)
 
 

@@ -74,7 +74,6 @@ from speech.decoding import (
     transcribing,
     windows,
 )
-from speech.decoding.language_model import tokens_of
 from speech.decoding.long import PARTS, by_length
 from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
@@ -398,13 +397,14 @@ def report_results(
 ) -> None:
     """Prints the error rates of the test set, or of "val" without one, and examples with the times
     of their words. If it `compares`, also the error rates of the released model that a flag names;
-    `model` is then moved to the host. `weights`: which weights
-    of the `folder` the model has, for the title."""
+    `model` is then moved to the host. `weights`: which weights of the `folder` the model has, for
+    the title."""
     tokenizer = tokenizer_of(info)
     decode = functools.partial(decoding.transcripts, model, tokenizer)
-    held_out = results.held_out_texts(evaluation)
-    lm = language_model.make(asked.how.lm, tokens_of(tokenizer), folder, held_out)
-    rows, eval_batches = results.report(asked.how, model, decode, evaluation, weights, lm=lm)
+    tokens = language_model.tokens_of(tokenizer)
+    rows, eval_batches = results.report(
+        asked.how, model, decode, evaluation, weights, tokens=tokens, folder=folder
+    )
     if compares and asked.origin.path and info.had_head:
         info, untrained = start.Family(asked).released_model()
         memory.replace_on_device(model, untrained)
@@ -426,9 +426,9 @@ def trained(
 def transcribe(asked: Wav2Vec2Options, setup: device.Setup) -> None:
     model, info, before = trained(asked, setup)
     tokenizer = tokenizer_of(info)
-    weights = released.weights_file(asked.origin)
-    lm = language_model.make(asked.how.lm, tokens_of(tokenizer), weights and weights.parent)
-    fusion = lm and lm.used()
+    folder = released.weights_folder(asked.origin)
+    tokens = language_model.tokens_of(tokenizer)
+    fusion = language_model.in_search(asked.how.lm, tokens, folder)
     decode = functools.partial(decoding.transcripts, model, tokenizer, fusion=fusion)
     longest = (before or RELEASED).longest
     cutting = by_length(longest, windows.by_time(tokenizer, frame_samples(info.config)))
@@ -467,7 +467,7 @@ def evaluate_only(asked: Wav2Vec2Options, setup: device.Setup, batches_of: Calla
         sets = make_sets(asked, info, corpora)
         evaluation = {name: batches_of(sets[name], collate, setup) for name in sets}
         with setup.autocast():
-            folder = weights and weights.parent
+            folder = released.weights_folder(asked.origin)
             compares = before is not None
             report_results(asked, info, model, evaluation, folder, compares, "the given weights")
     found = results.results_of(asked.log_dir, weights, bool(asked.evaluate))

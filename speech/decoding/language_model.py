@@ -112,12 +112,15 @@ def tokens_of(tokenizer) -> Tokens:
 
 
 def make(
-    flags: LanguageModelFlags, tokens: Tokens, folder: Path | None, held_out: Iterable[str] = ()
+    flags: LanguageModelFlags,
+    tokens: Tokens | None,
+    folder: Path | None,
+    held_out: Iterable[str] = (),
 ) -> LanguageModel | None:
-    """The language model that the flags ask for; None if it is off, or without any text. `folder`:
-    that of the weights, with the texts of their training. Sentences of the `held_out` sets are left
-    out. Raises `UsageError` and `DataError`."""
-    if flags.lm == "off":
+    """The language model that the flags ask for; None if it is off, without any text, or without
+    `tokens`, in a search that takes none. `folder`: that of the weights, with the texts of their
+    training. Sentences of the `held_out` sets are left out. Raises `UsageError` and `DataError`."""
+    if tokens is None or flags.lm == "off":
         return None
     texts = read_lines(folder / TEXTS) if folder else []
     more = [line for path in flags.lm_text or [] for line in read_lines(Path(path))]
@@ -141,6 +144,15 @@ def make(
         helps = kept(folder)
     model = NGram(map(tokens.encode, every), tokens.size, tokens.mark)
     return LanguageModel(Fusion(model), helps, None if more else folder)
+
+
+def in_search(
+    flags: LanguageModelFlags, tokens: Tokens | None, folder: Path | None
+) -> Fusion | None:
+    """The language model of a search without references; parameters and errors as in `make`. None
+    if it is known not to help."""
+    lm = make(flags, tokens, folder)
+    return lm and lm.used()
 
 
 def read_lines(path: Path) -> list[str]:

@@ -2,8 +2,9 @@
 keep them."""
 
 import functools
+import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from common import files
 from common.batches import EvalBatches
 from common.errors import cannot_write
 from speech.data.columns import Codes
-from speech.decoding.language_model import LanguageModel
+from speech.decoding import language_model
 from speech.decoding.ngram import Fusion
 from speech.decoding.recogniser import NORMALISERS, DecodingOptions, decode_texts
 from speech.writing import metrics
@@ -39,13 +40,15 @@ def report(
     evaluation: dict[str, EvalBatches],
     weights: str,
     normalise: Callable[[str], str] = for_scoring,
-    lm: LanguageModel | None = None,
+    tokens: language_model.Tokens | None = None,
+    folder: Path | None = None,
 ) -> tuple[list[dict], EvalBatches]:
     """Prints and keeps the results of the test set, or of "val" without one (`print_results`), as
-    `decode(batch)` decodes it (`decode_texts`). With a language model `lm` it is
-    `decode(batch, fusion=...)`, if that is better on "val", and what it has changed is printed, too.
-    Returns the rows and the batches of the set. `weights`: which weights the model has, for the
-    title."""
+    `decode(batch)` decodes it (`decode_texts`). Returns the rows and the batches of the set.
+
+    With the `tokens` of a language model it is `decode(batch, fusion=...)`, if that is better on
+    "val", and what it has changed is printed, too. `weights`: which weights of the `folder` the
+    model has, for the title."""
 
     @functools.cache
     def rows_of(name: str, fusion: Fusion | None = None) -> list[dict]:
@@ -54,7 +57,9 @@ def report(
 
     name = "test" if "test" in evaluation else "val"
     fusion = None
-    if lm:
+    corpora = [batches.dataset.data.corpus for batches in evaluation.values()]
+    held_out = itertools.chain.from_iterable(corpus.texts for corpus in corpora)
+    if lm := language_model.make(how.lm, tokens, folder, held_out):
         judge = "val" if "val" in evaluation else name
         fusion = lm.judged(functools.partial(rows_of, judge), judge)
     rows = rows_of(name, fusion)
@@ -71,12 +76,6 @@ def report(
             rows_of(name), rows, "decoding without the language model", how, normalise
         )
     return rows, eval_batches
-
-
-def held_out_texts(evaluation: dict[str, EvalBatches]) -> Iterator[str]:
-    """The texts of the sets that a model is evaluated on."""
-    for batches in evaluation.values():
-        yield from batches.dataset.data.corpus.texts
 
 
 def print_results(

@@ -379,7 +379,7 @@ def keyword_recipe(source: str) -> str:
     source = redefine(
         source,
         WITHOUT_TEXT + KEYWORDS,
-        removed=("check_texts", "transcribe", "make_language_model"),
+        removed=("check_texts", "transcribe", "language_model_tokens"),
     )
     return replace(
         source,
