@@ -27,7 +27,7 @@ CUTS = ([4, 3], [1] * COUNT, [5, 2])
 STEPS = "--batch_size 2 --gradient_accumulation_steps 2 --max_steps 6 --warmup_steps 2".split()
 STEPS += "--save_every 1 --keep_last 9 --eval_every 3 --log_every 1 --learning_rate 1e-3".split()
 LAST = 6
-# In a process of its own: what makes the models small there, and a kill in the middle of a save.
+# In a separate process: what makes the models small there, and a kill in the middle of a save.
 PRELUDE = "from tests.recipes import cases; cases.make_small()\n"
 KILLED_WHILE_SAVING = """
 import os, signal
@@ -97,13 +97,9 @@ def begun(case: Case, *flags) -> SimpleNamespace:
     return given[0]
 
 
-def copied(model: torch.nn.Module) -> torch.nn.Module:
-    return copy.deepcopy(model)
-
-
-def awake(model: torch.nn.Module) -> torch.nn.Module:
+def awake(model: torch.nn.Module, seed: int = 3) -> torch.nn.Module:
     """The model with values of which none is zero or one, so that a test sees every part."""
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
             p += 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file
@@ -99,11 +98,6 @@ def check_merged(trained: dict, base: dict, merged: dict, transposed: tuple) -> 
         else:
             expected = trained[name] if name in trained else base[name]
             assert torch.equal(weight, expected.to(weight.dtype)), name
-
-
-def layers_of(start, info) -> lora.Layers:
-    """The layers of a model of the family in `start` that --lora adapts."""
-    return start.Family(SimpleNamespace(origin=None)).layers(info, "linear")
 
 
 def beside(model: torch.nn.Module, layers: lora.Layers) -> torch.nn.Module:

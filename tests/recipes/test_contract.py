@@ -1,6 +1,8 @@
-"""What every recipe promises, proved for each by one list. A new recipe is a `Case` in cases.py. What
-the core guarantees is run for the template and Konkani here, and for the others with -m slow."""
+"""What every recipe promises, proved for each by one list. A new recipe is a `Case` in cases.py.
+What the core guarantees is run for the template and Konkani here, and for the others with -m
+slow."""
 
+import copy
 import pickle
 import shutil
 import signal
@@ -80,7 +82,7 @@ def test_adapters_are_as_exact(exact, monkeypatch):
         pytest.skip("it has none")
     layers = exact.task.plans.adapters(2).layers
     adapters.check_exact(
-        lambda: adapters.beside(contract.copied(exact.model), layers),
+        lambda: adapters.beside(copy.deepcopy(exact.model), layers),
         lambda model, sizes: contract.update(exact, model, sizes),
         contract.CUTS,
         exact.task.checkpointed,

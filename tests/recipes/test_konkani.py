@@ -19,6 +19,7 @@ from speech.decoding.search import ctc_prefix_beam
 from speech.signal import nemo_features
 from speech.signal.audio import SAMPLE_RATE
 from speech.signal.features import valid_mask
+from tests.contract import awake
 from tests.peers import assert_rounded
 from tests.recipes import runs
 
@@ -60,16 +61,6 @@ def make_model(
 ) -> recipe.Conformer:
     torch.manual_seed(seed)
     return recipe.Conformer({**CONFIG, **changes}, dropout).to(dtype)
-
-
-def awake(model, seed=3):
-    """A model whose residual branches and biases are not near zero, so that a test sees every
-    part."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
-    return model
 
 
 def moved(items):

@@ -45,6 +45,7 @@ from speech.signal.audio import SAMPLE_RATE, read_audio
 from speech.signal.features import valid_mask
 from speech.writing.text import train_tokenizer
 from tests import small
+from tests.contract import awake
 from tests.models.parakeet.test_prepare import prepared
 from tests.recipes import adapters, runs
 from tests.recipes.runs import SHORT, newest, planned, ran, refused, run
@@ -87,7 +88,7 @@ def noise(tmp_path_factory) -> tuple[str, Corpus]:
 def make_utterances(
     noise: tuple[str, Corpus], *flags, training: bool = True, loss: dict | None = None, **config
 ) -> tuple:
-    """The corpus as main reads it, and the info of a small model. `loss`: settings of its own."""
+    """The corpus as main reads it, and the info of a small model. `loss`: its settings."""
     path, corpus = noise
     args = runs.parse(
         recipe, "--train_manifest", path, "--from_scratch", "--model_size", "demo", *flags
@@ -108,21 +109,6 @@ def make_items(noise, loss: dict | None = None, **config) -> tuple[start.ModelIn
         item["audio"] = item["audio"].double()
     assert {item["plain"] for item in items} == {True, False} and "time_masks" in items[0]
     return info, items
-
-
-def awake(model, seed: int = 3):
-    """A model whose biases, BatchNorm statistics and relative positions are not zero, so that a
-    test sees every part."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
-        for name, buffer in model.named_buffers():
-            if name.endswith("running_mean"):
-                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
-            elif name.endswith("running_var"):
-                buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
-    return model
 
 
 def make_model(config: dict, *dropouts: float, dtype=torch.float64) -> Parakeet:

@@ -43,7 +43,7 @@ OF_EVERY = [  # words and a part of the message, for each recogniser; {here} is 
     ("--resume {long}.pt", "xxx.pt"),
     ("--transcribe a.wav --resume {long}.pt", "xxx.pt"),
 ]
-OF_A_RELEASED = [  # for each that starts from released weights; {hf} is a folder of its own
+OF_A_RELEASED = [  # for each that starts from released weights; {hf} is another folder
     ("{train} --model_dir {here}/empty", "config.json"),
     ("{train} --model_dir {here}/gone", f"--model_dir {{here}}/gone: {NOT_DOWNLOADED}"),
     ("{train} --model_file {here}/gone.pt", f"--model_file {{here}}/gone.pt: {NOT_DOWNLOADED}"),

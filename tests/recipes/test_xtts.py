@@ -34,12 +34,12 @@ from speech.data.columns import Corpus, Strings
 from speech.data.splits import Checks, load_corpus
 from speech.decoding import judge
 from tests import small
+from tests.contract import awake
 from tests.models.xtts.small import (
     CONFIG,
     FIXTURES,
     ROWS,
     WITHOUT_AM,
-    awake,
     coquis,
     dvae_weights,
     make_info,

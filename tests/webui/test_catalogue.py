@@ -71,7 +71,7 @@ def test_defaults_are_those_of_the_help():
 
 
 def copied(tmp_path: Path, script: bool) -> catalogue.Recipe:
-    """A recipe that a user has made of the template, in a project of its own."""
+    """A recipe that a user has made of the template, in another project."""
     (tmp_path / "recipes").mkdir()
     shutil.copy(catalogue.ROOT / "recipes" / "template.py", tmp_path / "recipes" / "mine.py")
     if script:

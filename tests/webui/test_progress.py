@@ -115,7 +115,7 @@ def test_progress_is_read_as_the_report_writes_it(tmp_path, capfd):
 
 
 def test_the_stage_that_is_trained_is_shown(tmp_path):
-    """A vocoder of Matcha has folders of its own."""
+    """A vocoder of Matcha has separate folders."""
     run = make(tmp_path)
     write_metrics(run.folder, ['{"step": 8, "train/loss": 1.0}'], "earlier-1")
     os.utime(write_metrics(run.folder, ['{"step": 9, "train/loss": 1.0}'], "first"), (1, 1))

@@ -1,4 +1,5 @@
-"""A small XTTS for tests: the record of a model, and a folder in Coqui's form with random weights."""
+"""A small XTTS for tests: the record of a model, and a folder in Coqui's form with random
+weights."""
 
 import functools
 import json
@@ -12,6 +13,7 @@ from models.xtts import formats, frozen, start, texts
 from models.xtts.model import GPT
 from models.xtts.tokenizer import Vocabulary
 from models.xtts.vocoder import HifiDecoder
+from tests.contract import awake
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "xtts"
 VOCAB = (FIXTURES / "vocab.json").read_text(encoding="utf-8")
@@ -28,11 +30,12 @@ RELEASED = formats.make_config(
     16, 2, 2, ROWS, 32, mel_positions=80, text_positions=60, **PARTS,
     start_text=WITHOUT_AM["model"]["vocab"]["[START]"],
 )  # fmt: skip
-# For a process of its own: what `use_small_vocoder` does.
+# For a separate process: what `use_small_vocoder` does.
 PRELUDE = """
 from models.xtts import formats, frozen, vocoder
 def small(d_model):
-    return vocoder.HifiDecoder(d_model, channels=16, speaker=8, filters=(8, 8, 8, 8), blocks=(1, 1, 1, 1))
+    sizes = {"filters": (8, 8, 8, 8), "blocks": (1, 1, 1, 1)}
+    return vocoder.HifiDecoder(d_model, channels=16, speaker=8, **sizes)
 formats.HifiDecoder = frozen.HifiDecoder = small
 """
 
@@ -77,17 +80,9 @@ def dvae_weights() -> dict[str, torch.Tensor]:
     return {name: w for name, w in weights if not name.startswith("discrete_loss.")}
 
 
-def awake(model, seed: int = 3):
-    """A model of which no parameter is zero or one, so that a test sees every part."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
-    return model
-
-
 def write_released(folder: Path, seed: int = 0, vocab: dict = WITHOUT_AM) -> Path:
-    """A folder in Coqui's form with the licence of released weights. It needs `use_small_vocoder`."""
+    """A folder in Coqui's form with the licence of released weights. It needs
+    `use_small_vocoder`."""
     torch.manual_seed(seed)
     config = {**RELEASED, "text_tokens": len(vocab["model"]["vocab"])}
     groups = {

@@ -1,4 +1,5 @@
-"""The n-gram against its definition, by dictionaries, and its ARPA file as other programs read it."""
+"""The n-gram against its definition, by dictionaries, and its ARPA file as other programs read
+it."""
 
 import itertools
 import math
