@@ -6,9 +6,9 @@ forms of their exports and programs.
     python benchmarks/handover.py --run parakeet_tdt=runs/parakeet_tdt    # a run that is there
     python benchmarks/handover.py --python nemo-toolkit=nemo/bin/python   # a program elsewhere
 
-A recogniser is trained on its demo's corpus and exported, then held-out clips of the demo go through
-ours and through each program, as the files are. XTTS, which begins with random weights, speaks
-sentences by --synthesize and by each program, and the waveforms are compared; both take the
+A recogniser is trained on its demo's corpus and exported, then held-out clips of the demo go
+through ours and through each program, as the files are. XTTS, which begins with random weights,
+speaks sentences by --synthesize and by each program, and the waveforms are compared; both take the
 likeliest code. A program that is not installed has a row that says so. Each reads in a process of
 its own, because some end the process if a file displeases them.
 
@@ -213,14 +213,16 @@ class Row:
 
 GREEDILY = partial(pipeline, generate_kwargs={"num_beams": 1})  # its own way is a beam of five
 OMNILINGUAL = partial(sherpa, kind="omnilingual_asr_ctc")
+TRANSDUCER = partial(sherpa, kind="transducer")
+WITH_ZEROS = partial(windows, zeros=True)
 PARAKEET, WAV2VEC2, KONKANI = "parakeet_tdt", "wav2vec2_ctc", "konkani_conformer"
 WHISPER, XTTS = "whisper_vietnamese", "xtts_amharic"
 HF, NEMO, ONNX = (f"--export_format {name}" for name in ("hf", "nemo", "onnx"))
 ROWS = (
     Row(PARAKEET, HF, "transformers", "transformers", pipeline),
     Row(PARAKEET, NEMO, "NeMo", "nemo-toolkit", nemo),
-    Row(PARAKEET, ONNX, "sherpa-onnx", "sherpa-onnx", partial(sherpa, kind="transducer")),
-    Row(PARAKEET, ONNX, "sherpa-onnx, int8", "sherpa-onnx", partial(sherpa, kind="transducer", bits=".int8")),
+    Row(PARAKEET, ONNX, "sherpa-onnx", "sherpa-onnx", TRANSDUCER),
+    Row(PARAKEET, ONNX, "sherpa-onnx, int8", "sherpa-onnx", partial(TRANSDUCER, bits=".int8")),
     Row(PARAKEET, ONNX, "onnx-asr", "onnx-asr", onnx_asr),
     Row(PARAKEET, ONNX, "onnx-asr, int8", "onnx-asr", partial(onnx_asr, bits="int8")),
     Row(WAV2VEC2, HF, "transformers", "transformers", pipeline),
@@ -229,7 +231,7 @@ ROWS = (
     Row(KONKANI, "", "sherpa-onnx", "sherpa-onnx", partial(sherpa, kind="nemo_ctc")),
     Row(KONKANI, "", "onnx-asr", "onnx-asr", onnx_asr),
     Row(WHISPER, "", "transformers", "transformers", GREEDILY, windows),
-    Row(WHISPER, "", "faster-whisper", "faster-whisper", faster_whisper, partial(windows, zeros=True)),
+    Row(WHISPER, "", "faster-whisper", "faster-whisper", faster_whisper, WITH_ZEROS),
     Row(XTTS, "", "Coqui, speakers_xtts.pth", "coqui-tts", coqui),
     Row(XTTS, "", "Coqui, reference.wav", "coqui-tts", partial(coqui, from_clip=True)),
 )  # fmt: skip

@@ -1,5 +1,5 @@
-"""Measures what a GPU is needed for, and prints it as tables for RESULTS.md, a line as soon as it is
-known.
+"""Measures what a GPU is needed for, and prints it as tables for RESULTS.md, a line as soon as it
+is known.
 
     python benchmarks/on_gpu.py [correctness] [rows] [speed] | tee gpu.md
     python benchmarks/on_gpu.py rows --only run_xtts         # only lines with this in their name
@@ -18,7 +18,7 @@ takes of its memory. Without words it measures all three:
 - speed: utterances a second of each recipe's row for the card, with and without each option that
   saves memory or time, and whether losses stay finite and memory flat.
 
-Every run is a process of its own, which is killed if it takes too long."""
+Every run is a separate process, which is killed if it takes too long."""
 
 import argparse
 import json

@@ -3,8 +3,8 @@
     python benchmarks/tier_tables.py [--check]
 
 The rows are what each script prints with --rows; common/preset.py describes their form. Their
-memory is in tiers.json, which benchmarks/tiers.py writes. --check writes nothing and fails if a page
-is not up to date."""
+memory is in tiers.json, which benchmarks/tiers.py writes. --check writes nothing and fails if a
+page is not up to date."""
 
 import argparse
 import itertools

@@ -32,7 +32,7 @@ WRITTEN = (".py", ".sh", ".js", ".css", ".html")
 SILENT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT}
 # Run in the checkout: the project's files that `--help all` has loaded, and the number of flags.
 LOADS = """
-import contextlib, importlib, io, json, sys
+import importlib, json, sys
 from pathlib import Path
 sys.path.insert(0, ".")
 recipe = importlib.import_module("recipes." + sys.argv[1])
@@ -124,7 +124,6 @@ def main() -> None:
     root = Path(sys.argv[1] if len(sys.argv) > 1 else ".").resolve()
     print("| folder | files | lines | tokens |\n| --- | --- | --- | --- |")
     groups = {folder: files(root, folder) for folder in FOLDERS}
-    groups["speech"] += []
     groups["preset scripts"] = sorted(root.glob("*.sh"))
     source = [path for paths in groups.values() for path in paths]
     starts = sorted(root.glob("models/*/start.py"))

@@ -270,7 +270,7 @@ class GlobalBatches:
         return {"training": self.data}
 
     def plan(self, epoch: int, seconds: np.ndarray) -> list[np.ndarray]:
-        """The global batches of an epoch: see `plan_epoch`."""
+        """The global batches of an epoch: see `order_epoch`."""
         size = self.global_batch_size
         return order_epoch(seconds, size, self.seed, epoch, self.shortest_first)
 

@@ -147,8 +147,9 @@ def write_text(path: Path, text: str, durable: bool = False) -> None:
 
 
 def move_aside(paths: Iterable[Path], folders: Iterable[Path]) -> str:
-    """Moves files, folders, and links as they are, into the first subfolder earlier-N of theirs that
-    none of `folders` and of the paths' own folders has yet. Returns its name. Raises `OSError`."""
+    """Moves files, folders, and links as they are, into the first subfolder earlier-N of theirs
+    that none of `folders` and of the paths' own folders has yet. Returns its name. Raises
+    `OSError`."""
     paths = list(paths)
     folders = {*folders, *(path.parent for path in paths)}
     number = 1

@@ -66,9 +66,10 @@ def train(
     eval_batches: EvalBatches,
 ) -> Progress:
     """Trains as long as the flags or `run_length` say, and returns the progress.
-    Raises `Planned` if the run is only planned, `Stopped` after a signal, `DataError` for a bad file, and `RunError` if the run cannot
-    continue; what was reached until then is saved. Raises `UsageError` before the first update if
-    the batches, the records of the task, its loss or its results are not what the loop needs."""
+    Raises `Planned` if the run is only planned, `Stopped` after a signal, `DataError` for a bad
+    file, and `RunError` if the run cannot continue; what was reached until then is saved. Raises
+    `UsageError` before the first update if the batches, the records of the task, its loss or its
+    results are not what the loop needs."""
     records.check(task.model_info)
     records.check(task.run_info)
     items = checks.check_collate(global_batches.dataset, task.loss_weights)

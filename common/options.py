@@ -147,8 +147,8 @@ class Parser(argparse.ArgumentParser):
             self.rules.commands[action.dest] = BESIDE in marks
 
     def refuse(self, excludes: Iterable[tuple], needs: Iterable[tuple] = ()) -> None:
-        """Adds rows for `resolve`: (flag, other flag, reason) for flags that exclude each other, and
-        (flag, flags of which one must be given, reason)."""
+        """Adds rows for `resolve`: (flag, other flag, reason) for flags that exclude each other,
+        and (flag, flags of which one must be given, reason)."""
         self.rules.excludes += excludes
         self.rules.needs += needs
 
@@ -350,7 +350,8 @@ class TrainingFlags:
         ["inverse_sqrt", "cosine", "constant"], "cosine", None,
         "schedule after the warm-up (cosine)", TRAINS)
     max_grad_norm: float = flag(
-        number(float, 0.0), 1.0, "X", "clip the gradient norm to this; 0 = do not clip (1.0)", TRAINS)
+        number(float, 0.0), 1.0, "X",
+        "clip the gradient norm to this; 0 = do not clip (1.0)", TRAINS)
     early_stopping_patience: int | None = flag(
         COUNT, None, "N",
         "stop after N evaluations without a better result or a lower loss; 0 = never (0;"
@@ -377,7 +378,8 @@ class MemoryFlags:
         dest="mixed_precision", action="store_const", const="bf16")
     gradient_checkpointing: bool = flag(
         OnOff, False, None,
-        "recompute activations in backward: less memory, about a third more time (off)", USUAL, TRAINS)
+        "recompute activations in backward: less memory, about a third more time (off)",
+        USUAL, TRAINS)
     torch_compile: bool = flag(
         OnOff, False, None,
         "compile the layers: faster updates after a slow start; needs a C compiler, on a GPU also"
@@ -483,7 +485,7 @@ def resolve(
     """Refuses flags that contradict, by the rows of `Parser.refuse`, and fills in what depends on
     other flags. The demo lasts `demo_steps` updates, another run `usual_steps`; if they are None,
     its length is chosen by `run_length` when it begins, and so are its evaluations."""
-    refuse(args, all_excludes(args), args.rules.needs)
+    refuse_conflicts(args, all_excludes(args), args.rules.needs)
     args.checkpoint_dir = Path(args.output_dir) / "checkpoints"
     args.log_dir = Path(args.output_dir) / "logs"
     if not (args.num_epochs or args.max_steps):
@@ -493,8 +495,8 @@ def resolve(
 
 
 def all_excludes(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """The rows of `Parser.refuse`, with the parser's commands in place of `COMMAND`, a row for every
-    two commands, and for every flag that only trains and every command that does not."""
+    """The rows of `Parser.refuse`, with the parser's commands in place of `COMMAND`, a row for
+    every two commands, and for every flag that only trains and every command that does not."""
     rows = [(a, b, "give one of them") for a, b in itertools.combinations(args.rules.commands, 2)]
     training = [
         (flag, COMMAND, "the first is for training; leave it out") for flag in args.rules.trains
@@ -507,7 +509,7 @@ def all_excludes(args: argparse.Namespace) -> list[tuple[str, str, str]]:
     return rows
 
 
-def refuse(args: argparse.Namespace, excludes, needs) -> None:
+def refuse_conflicts(args: argparse.Namespace, excludes, needs) -> None:
     """Raises `UsageError` for flags that exclude each other and for flags that need another one, of
     those that the recipe has."""
     given = {name: getattr(args, name) for name in args.given}
@@ -564,6 +566,6 @@ def freeze(args: argparse.Namespace) -> None:
 
 
 def for_stage(args: argparse.Namespace, name: str, **changes) -> argparse.Namespace:
-    """The flags of a further run in a process, with folders of its own."""
+    """The flags of a further run in a process, with other folders."""
     folders = {key: getattr(args, key) / name for key in ("checkpoint_dir", "log_dir")}
     return argparse.Namespace(**{**vars(args), **folders, **changes})

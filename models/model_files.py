@@ -238,8 +238,8 @@ def require_export(folder: str | Path) -> None:
 
 
 def on_host(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights for an export: on the host, floats in fp32. Raises `UsageError` for those that are not
-    finite."""
+    """Weights for an export: on the host, floats in fp32. Raises `UsageError` for those that are
+    not finite."""
     tensors = {}
     for name, tensor in weights.items():
         kind = torch.float32 if tensor.is_floating_point() else tensor.dtype

@@ -2,7 +2,7 @@
 are new. A family says which tokens there are, by a command or a flag, and where a new row begins.
 
 `info` stands for a `ModelInfo` with `new_pieces`, the ids of tokens whose rows are not trained
-yet. These have a learning rate of their own."""
+yet. These have a separate learning rate."""
 
 import dataclasses
 

@@ -286,10 +286,10 @@ def read_run_info(kind: type, saved: Saved | None):
 
 
 class Family:
-    """A family of released models. Each has a class of its own, which says what differs: the
-    attributes, the methods of the first part, and those of the second part that it overrides.
+    """A family of released models. Each has a subclass, which says what differs: the attributes,
+    the methods of the first part, and those of the second part that it overrides.
 
-    `asked`: the `Options` of the family's flags, which have an `origin`. `info` stands for its
+    `asked`: the record of the family's flags, which has an `origin`. `info` stands for its
     `ModelInfo`. `weights` are {name: tensor}, None if they are random or the loop loads them."""
 
     model_info: type  # the record of a model beside its weights
@@ -425,8 +425,8 @@ class Family:
         self, resumed: Saved | None, initial: Saved | None, create: Callable[[], Any]
     ) -> tuple[Any, dict[str, torch.Tensor] | None]:
         """The info of the model to be trained, and the weights that it starts with. `resumed` is
-        the checkpoint that the run resumes, `initial` that of --init_from, whose model is taken if no
-        flag names another. `create()` makes the info of a new model. Raises `UsageError`."""
+        the checkpoint that the run resumes, `initial` that of --init_from, whose model is taken if
+        no flag names another. `create()` makes the info of a new model. Raises `UsageError`."""
         origin = self.origin
         if resumed:
             info = self.read_info(resumed)

@@ -88,7 +88,8 @@ class Flags:
         "speak texts, or a file with a text in each line, with the weights of --resume",
         USUAL, ALONE, nargs="+")
     output: str = flag(
-        options.file, "speech.wav", "FILE", "the wav; several texts get numbers (speech.wav)", USUAL)
+        options.file, "speech.wav", "FILE",
+        "the wav; several texts get numbers (speech.wav)", USUAL)
     speed: float = flag(
         options.number(float, 0.25, 4.0), 1.0, "X", "2 is twice as fast (1)", USUAL)
     temperature: float = flag(

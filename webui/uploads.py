@@ -1,5 +1,5 @@
-"""Dropped files: audio and a table of its texts or files of annotations are copied into a new folder
-under names of our own."""
+"""Dropped files: audio and a table of its texts or files of annotations are copied into a new
+folder under names of our own."""
 
 import json
 import shutil

@@ -21,8 +21,8 @@ def make_optimizer(
     learning_rate: float,
     betas: tuple[float, float],
 ) -> torch.optim.Optimizer:
-    """bitsandbytes' AdamW of the parameter `groups`, with its states. Tensors below 4096 values stay
-    in 32 bits, which is bitsandbytes' rule, and so do the `embeddings`:
+    """bitsandbytes' AdamW of the parameter `groups`, with its states. Tensors below 4096 values
+    stay in 32 bits, which is bitsandbytes' rule, and so do the `embeddings`:
     github.com/huggingface/transformers/issues/14819, by its author. Raises `RunError` if
     bitsandbytes does not work."""
     library = load_bitsandbytes(groups[0]["params"][0].device)

@@ -130,9 +130,9 @@ def order_epoch(
 def cut_epoch(
     seconds: np.ndarray, new: int, sizes: np.ndarray, key: tuple[int, int]
 ) -> list[np.ndarray]:
-    """The global batches of utterances with these lengths, of which the first `new` are new. `sizes`
-    (K, 2): how many new ones and how many of the others, which come in this order, are in each
-    global batch; `key`: seed and epoch."""
+    """The global batches of utterances with these lengths, of which the first `new` are new.
+    `sizes` (K, 2): how many new ones and how many of the others, which come in this order, are in
+    each global batch; `key`: seed and epoch."""
     seed, epoch = key
     random = np.random.default_rng((seed, epoch, 0))
     streams = random.permutation(new), np.arange(new, len(seconds))

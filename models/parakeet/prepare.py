@@ -40,7 +40,7 @@ SHARE_TEXTS = 1000  # in which new pieces are counted
 NEW_PIECES = 1024  # of --train_tokenizer bpe
 
 
-# Rows of `options.refuse`: flags that exclude each other, and flags that need another one.
+# Rows of `options.refuse_conflicts`: flags that exclude each other, and those that need another.
 EXCLUDES = (
     ("model_dir", "model_file", "both name the released model; give one of them"),
     ("train_tokenizer", "tokenizer", "both name the vocabulary; give one of them"),
@@ -121,7 +121,7 @@ def add_arguments(parser) -> None:
 
 def resolve(args) -> Asked:
     """The flags, which are checked. Raises `UsageError`."""
-    options.refuse(args, EXCLUDES, NEEDS)
+    options.refuse_conflicts(args, EXCLUDES, NEEDS)
     asked = options.read_record(Asked, args)
     if not asked.path:
         raise UsageError("nothing names the released model: add --model_dir or --model_file")

@@ -416,8 +416,8 @@ def export(
     tokenizer: dict,
     card: str = "",
 ) -> list[str]:
-    """Writes a folder that `transformers` can load, in fp32, as `model_files.write_export` does, and
-    returns the file names. Raises `UsageError` and `RunError`.
+    """Writes a folder that `transformers` can load, in fp32, as `model_files.write_export` does,
+    and returns the file names. Raises `UsageError` and `RunError`.
 
     `weights`: by the names of the network here. `tokenizer`: its state. `card`: the text of
     README.md."""

@@ -92,7 +92,8 @@ class SpeakingFlags:
         "reference clips of the voice; with --export, clips of one voice each, which get the names"
         " of the files", USUAL, nargs="+")
     output: str = flag(
-        options.file, "speech.wav", "FILE", "the wav; several texts get numbers (speech.wav)", USUAL)
+        options.file, "speech.wav", "FILE",
+        "the wav; several texts get numbers (speech.wav)", USUAL)
     temperature: float = flag(
         options.number(float, 0.0, 10.0, open_low=True), 0.75, "X", "(0.75)")
     top_k: int = flag(

@@ -62,8 +62,8 @@ NO_NOISE = 0.5  # share of the recordings without noise
 @dataclass(frozen=True)
 class Manner:
     """How a corpus is spoken: the range of the rate in words a minute, of the pitch (0 to 99) and
-    of the words in a sentence; and whether the silence at the ends is cut, as synthesis needs it, or
-    silence and low noise are added, as in recordings of people."""
+    of the words in a sentence; and whether the silence at the ends is cut, as synthesis needs it,
+    or silence and low noise are added, as in recordings of people."""
 
     rate: tuple[int, int] = (140, 220)
     pitch: tuple[int, int] = (30, 70)

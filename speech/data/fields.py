@@ -1,5 +1,5 @@
-"""What the columns of a manifest's rows hold: audio, texts, labels, speakers, times and their units,
-segments. Where a table can be read in two ways, the command asks."""
+"""What the columns of a manifest's rows hold: audio, texts, labels, speakers, times and their
+units, segments. Where a table can be read in two ways, the command asks."""
 
 import json
 import math

@@ -360,8 +360,8 @@ def stand_in(
 def run_info(
     data: DataOptions, corpora: dict[str, Corpus], before: RunInfo | None = None
 ) -> RunInfo:
-    """The record in a checkpoint of the `corpora` of `load_splits(data, ...)`. `before`: that of the
-    run that is resumed, or of a released model's training, if recordings may later be cut into
+    """The record in a checkpoint of the `corpora` of `load_splits(data, ...)`. `before`: that of
+    the run that is resumed, or of a released model's training, if recordings may later be cut into
     pieces as long as its utterances."""
     held_out = "train" in data.manifests and "val" not in data.manifests
     longest = [float(corpora[name].seconds.max()) for name in LEARNED_FROM if name in corpora]

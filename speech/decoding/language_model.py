@@ -53,8 +53,8 @@ def resolve(args) -> LanguageModelFlags:
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A language model that is ready to use. `helps`: what is known of it (None: nothing yet), which
-    the `folder` of the weights keeps, if there is one."""
+    """A language model that is ready to use. `helps`: what is known of it (None: nothing yet),
+    which the `folder` of the weights keeps, if there is one."""
 
     fusion: Fusion
     helps: bool | None

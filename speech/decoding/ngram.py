@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Of a language model beside CTC. They were measured on four acoustic models with 34 to 64 % CER: for
-# each, the WER is within 3 % of what the best weights for it reach.
+# Of a language model beside CTC. They were measured on four acoustic models with 34 to 64 % CER:
+# for each, the WER is within 3 % of what the best weights for it reach.
 LM_WEIGHT = 0.6
 LM_BONUS = 1.0
 ORDER = 6

@@ -54,8 +54,8 @@ def measure(rows: list[dict]) -> dict:
 
 def evaluation_tables(rows: list[dict]) -> dict[str, dict[str, dict]]:
     """{table: {group: metrics}} of evaluated clips, rows {"file", "reference", "hypothesis", and
-    TAGS}: all clips, and by condition, contest, sample type, speed and SNR (in 2,500 Hz). Clips without a
-    station are in no speed or SNR group."""
+    TAGS}: all clips, and by condition, contest, sample type, speed and SNR (in 2,500 Hz). Clips
+    without a station are in no speed or SNR group."""
 
     def band(name: str, width: int, unit: str) -> Callable[[dict], tuple]:
         def key(row: dict) -> tuple:

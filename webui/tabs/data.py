@@ -190,7 +190,8 @@ def _connect_uploads(places: Places, controls: Controls) -> None:
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice:  # the browser does not say in which of its folders each file is
             return refused(
-                f"several files in this folder are called {twice}: put it into the folder of the data"
+                f"several files in this folder are called {twice}: put it into the folder of the"
+                " data"
             )
         return upload(pairs)
 

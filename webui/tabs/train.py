@@ -24,7 +24,8 @@ LISTED = (*STARTS, *MANIFESTS, *WEIGHTS)  # options with a list of paths
 OPEN = {
     "train_manifest": (
         "Recordings to learn from",
-        "a table of files and their texts, as on the Data tab; none: a small demo, if the recipe has one",
+        "a table of files and their texts, as on the Data tab; none: a small demo, if the recipe"
+        " has one",
     ),
     "val_manifest": (
         "Recordings to evaluate on",
