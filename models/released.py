@@ -367,7 +367,7 @@ class Family:
         with torch.device("meta"):
             modules = [name for name, _ in self.network(info).named_modules()]
         ends = self.ends(targets)
-        adapted = [n for n in modules if n.endswith(ends) and not n.startswith(self.whole or " ")]
+        adapted = [n for n in modules if n.endswith(ends) and not n.startswith(self.whole)]
         return lora.Layers(adapted, self.whole, self.kept)
 
     def ends(self, targets: str) -> tuple[str, ...]:

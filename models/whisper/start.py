@@ -123,11 +123,6 @@ class StartFlags:
         OnOff, False, None, "train the decoder only, with inputs of 30 s (off)", USUAL, TRAINS)
     # fmt: on
 
-    @property
-    def shape(self) -> dict[str, int]:
-        """The flags that change the size of a model from scratch."""
-        return {name: getattr(self, name) for name in SHAPE if getattr(self, name)}
-
 
 @dataclass(frozen=True)
 class TrainingFlags:
@@ -211,8 +206,7 @@ def resolve(
     if args.pad_share is None:
         args.pad_share = PAD_SHARE
     if origin.size:
-        shape = {name: getattr(args, name) for name in SHAPE if getattr(args, name)}
-        origin = replace(origin, size=formats.reshape(origin.size, shape))
+        origin = replace(origin, size=formats.reshape(origin.size, shape_of(args)))
     vocab_size = args.vocab_size if "vocab_size" in args.given else None
     vocabulary = None
     has_data = args.train_manifest or getattr(args, "data_dir", None)
@@ -232,6 +226,11 @@ def resolve(
         auxiliary={name: getattr(args, name) for name in auxiliary},
         suppress=suppress,
     )
+
+
+def shape_of(flags) -> dict[str, int]:
+    """Those of `flags` that change the size of a model from scratch."""
+    return {name: getattr(flags, name) for name in SHAPE if getattr(flags, name)}
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -278,7 +277,7 @@ class Family(released.Family):
         asked, origin = self.asked, self.origin
         found = super().conflicts(info, saved)
         has = {**info.config, "attention_heads": info.config["encoder_attention_heads"]}
-        for name, value in asked.shape.items():
+        for name, value in shape_of(asked).items():
             if value != has[name]:
                 found.append(f"--{name} {value} (the checkpoint has {has[name]})")
         if origin.path and info.pretrained and os.path.isdir(origin.path):
