@@ -1,9 +1,11 @@
 """Device and precision of a run: allocator, device, 16-bit type, backend switches, seeds."""
 
+import contextlib
 import os
 import random
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -219,3 +221,18 @@ def upcast(x: torch.Tensor) -> torch.Tensor:
     """A 16-bit tensor in fp32. fp32 and float64 are returned unchanged, so that tests can run in
     float64."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+@contextlib.contextmanager
+def full_fp32(device: torch.device) -> Iterator[None]:
+    """Turns off TF32, whose 10-bit products are not exact enough for a power spectrum that goes
+    through a logarithm, and for the nearest code of a codebook."""
+    switches = (torch.backends.cuda.matmul, torch.backends.cudnn) if device.type == "cuda" else ()
+    before = [switch.allow_tf32 for switch in switches]
+    for switch in switches:
+        switch.allow_tf32 = False
+    try:
+        yield
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.allow_tf32 = value

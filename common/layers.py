@@ -48,21 +48,6 @@ def finite_layers() -> Iterator[None]:
         hook.remove()
 
 
-@contextlib.contextmanager
-def full_fp32(device: torch.device):
-    """Turns off TF32, whose 10-bit products are not exact enough for a power spectrum that goes
-    through a logarithm, and for the nearest code of a codebook."""
-    switches = (torch.backends.cuda.matmul, torch.backends.cudnn) if device.type == "cuda" else ()
-    before = [switch.allow_tf32 for switch in switches]
-    for switch in switches:
-        switch.allow_tf32 = False
-    try:
-        yield
-    finally:
-        for switch, value in zip(switches, before, strict=True):
-            switch.allow_tf32 = value
-
-
 @torch.no_grad()
 def quieten_branches(layers: torch.nn.Module, names: tuple[str, ...]) -> None:
     """Divides the last layer of every residual branch in `layers` by the root of the number of

@@ -5,8 +5,7 @@ import itertools
 
 import torch
 
-from common.device import upcast
-from common.layers import full_fp32
+from common.device import full_fp32, upcast
 from speech.signal.features import valid_mask
 
 

@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common.device import upcast
-from common.layers import full_fp32
+from common.device import full_fp32, upcast
 from speech.signal.spectra import mel_filters
 
 SAMPLE_RATE = 22_050

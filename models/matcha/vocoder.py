@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common.device import upcast
-from common.layers import full_fp32
+from common.device import full_fp32, upcast
 from models.matcha.mels import BANDS, EDGE, HOP, N_FFT, LogMel
 from speech.signal import spectra
 

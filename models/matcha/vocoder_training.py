@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from common import checkpoint, memory
-from common.device import upcast
-from common.layers import full_fp32
+from common.device import full_fp32, upcast
 from models.matcha.mels import EDGE, HOP, SAMPLE_RATE, LogMel, with_edges
 from models.matcha.vocoder import CONFIG, SIZES, Vocos
 from speech.data.columns import Corpus

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from common.device import upcast
-from common.layers import downcast, full_fp32, lean_chain
+from common.device import full_fp32, upcast
+from common.layers import downcast, lean_chain
 from speech.signal.audio import SAMPLE_RATE
 from speech.signal.features import spec_augment, valid_mask
 from speech.signal.spectra import mel_filters

@@ -6,8 +6,7 @@ The tensors of the DVAE have the names of Coqui's dvae.pth. Its design is that o
 import torch
 from torch import nn
 
-from common.device import upcast
-from common.layers import full_fp32
+from common.device import full_fp32, upcast
 from speech.signal import spectra
 from speech.signal.spectra import MelSpectrogram, mel_filters
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from common.layers import full_fp32
+from common.device import full_fp32
 from models.xtts import codec
 from models.xtts.codec import DVAE, SAMPLE_RATE, SAMPLES_PER_CODE, Mel
 from models.xtts.vocoder import SPEAKER_RATE, HifiDecoder

@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn.functional import interpolate, leaky_relu
 from torch.nn.utils.parametrizations import weight_norm
 
-from common.device import upcast
-from common.layers import full_fp32
+from common.device import full_fp32, upcast
 from models.xtts.codec import SAMPLE_RATE, SAMPLES_PER_CODE
 from speech.signal.spectra import MelSpectrogram, mel_filters
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from common.layers import full_fp32
+from common.device import full_fp32
 from speech.signal.spectra import mel_filters
 
 WINDOW = 0.025  # seconds: length of a frame

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common.layers import full_fp32
+from common.device import full_fp32
 from speech.signal.audio import SAMPLE_RATE
 from speech.signal.features import valid_mask
 from speech.signal.spectra import mel_filters
