@@ -15,7 +15,7 @@ import numpy as np
 import soundfile
 
 from common.files import write_file
-from speech.signal.streams import CONTINUES, FLAC, BadStream, Stream, has_behind
+from speech.signal.marks import CONTINUES, FLAC, BadStream, has_behind
 
 END_TOLERANCE = 0.1  # seconds by which rounded times may miss a file's end
 UNKNOWN_LENGTH = 1 << 60  # frames: what libsndfile reports for a FLAC stream that was never closed
@@ -93,8 +93,9 @@ class Unusable(Exception):
     """Why an audio file cannot be used."""
 
 
-def open_sound(path: str) -> soundfile.SoundFile | Stream:
-    """An open file, of which everything that it holds will be read. Raises `Unusable`."""
+def open_sound(path: str):
+    """An open file of soundfile's, or a `Stream`, of which everything that it holds will be read.
+    Raises `Unusable`."""
     fault = file_fault(path)
     if fault:
         raise Unusable(fault)
@@ -118,7 +119,9 @@ def open_sound(path: str) -> soundfile.SoundFile | Stream:
     raise Unusable(fault or CONTINUES)
 
 
-def _open_stream(path: str) -> Stream:
+def _open_stream(path: str):
+    from speech.signal.streams import Stream  # most data sets need none
+
     try:
         file = Stream(path)
     except BadStream as error:
@@ -180,7 +183,10 @@ def probe(path: str) -> tuple[float, str]:
     """A file's length in seconds, and why it cannot be used ("" if it can)."""
     try:
         with open_sound(path) as file:
-            seconds = file.seconds() if isinstance(file, Stream) else file.frames / file.samplerate
+            if isinstance(file, soundfile.SoundFile):
+                seconds = file.frames / file.samplerate
+            else:
+                seconds = file.seconds()
     except Unusable as fault:
         return np.nan, str(fault)
     except BadStream as fault:

@@ -22,7 +22,7 @@ from common.files import write_file
 from speech.data.columns import printable
 from speech.data.headers import AUDIO_SUFFIXES, END_TOLERANCE, Unusable, open_sound
 from speech.signal import spectra
-from speech.signal.streams import BadStream, Stream
+from speech.signal.marks import BadStream
 
 SAMPLE_RATE = 16_000  # Hz, of every recogniser
 # Of the ratio of two sample rates: the size of the resampling filter is the product of its terms.
@@ -114,7 +114,7 @@ def read_in_pieces(path: str, sample_rate: int) -> Iterator[torch.Tensor]:
         raise BadAudio(path, "is empty")
 
 
-def _open(path: str) -> soundfile.SoundFile | Stream:
+def _open(path: str):
     try:
         return open_sound(path)
     except Unusable as fault:
@@ -136,21 +136,22 @@ def _checked(path: str, pieces: Iterator[torch.Tensor]) -> Iterator[torch.Tensor
 
 
 def _pieces(
-    file: soundfile.SoundFile | Stream,
+    file,
     path: str,
     offset: float = 0.0,
     duration: float | None = None,
     channel: int | None = None,
     seconds: float = 1.0,
 ) -> Iterator[torch.Tensor]:
-    """The samples of a part of an open file, about so many seconds at a time."""
+    """The samples of a part of a file that `open_sound` has opened, about so many seconds at a
+    time."""
     first = round(offset * file.samplerate)
     left = math.inf if duration is None else round(duration * file.samplerate)
-    if isinstance(file, Stream):
-        pieces = file.pieces(first, channel)
-    else:
+    if isinstance(file, soundfile.SoundFile):
         size = int(max(1, min(left, seconds * file.samplerate)))
         pieces = _sound_pieces(file, path, first, channel, size)
+    else:
+        pieces = file.pieces(first, channel)
     try:
         for samples in pieces:
             yield torch.from_numpy(samples[: min(left, len(samples))])

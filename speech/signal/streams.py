@@ -1,14 +1,13 @@
 """Sound that libsndfile does not read, or not to its end, by the libraries of FFmpeg (PyAV): MP3,
 which often states no length or a wrong one, phones' and videos' formats, chained Ogg."""
 
-import functools
 import io
-import mmap
-import os
 import re
 from collections.abc import Iterator
 
 import numpy as np
+
+from speech.signal.marks import CONTINUES, FLAC, BadStream, has_behind
 
 # Playlists (m3u8, ffconcat, sdp) would read other files. What libsndfile knows is not here: where
 # it refuses a file, several were joined, and FFmpeg would read the first alone.
@@ -17,11 +16,6 @@ FORMATS = (
     "gsm,sln,g722,tak,mpc,mpc8,dsf,spx,oma"
 )
 RESTARTING = ("ogg", "flac")  # read here if chained or of unstated length: times may be wrong
-FLAC = b"fLaC\0\0\0\x22"  # how one begins
-CONTINUES = (
-    "audio continues behind the end that its header states (joined, never closed, or over 4 GiB):"
-    " make one new file of it (of a WAV: ffmpeg -ignore_length 1 -i OLD.wav NEW.flac)"
-)
 GENERIC_INDEX = 0x100  # a flag of formats that hold no times: FFmpeg estimates their length
 PREROLL = 2.0  # seconds that are decoded before a part: frames build on earlier ones
 TOLERANCE = 0.1  # seconds by which a stated length may be wrong
@@ -36,10 +30,6 @@ LENGTH_FRAME = 250  # bytes: its mark ends before
 JOINED = (b"ID3\3\0", b"ID3\4\0", b"ID3\2\0", b"APETAGEX", b"Xing\0\0\0", b"Info\0\0\0")
 # How what is not sound begins where MP3s were joined.
 TAGS = (b"TAG", b"ID3", b"APETAGEX", b"LYRICSBEGIN")
-
-
-class BadStream(Exception):
-    """Why a file cannot be used."""
 
 
 class Stream:
@@ -182,18 +172,6 @@ class Stream:
         if self.format != "mp3":
             return self.format not in RESTARTING
         return not has_behind(self.path, self._first_frame() + LENGTH_FRAME, *JOINED)
-
-
-def has_behind(path: str, place: int, *marks: bytes) -> bool:
-    """Whether one of these marks is in a file from a place on."""
-    status = os.stat(path)
-    return _has_behind(path, place, marks, status.st_size, status.st_mtime_ns)
-
-
-@functools.lru_cache(1024)
-def _has_behind(path: str, place: int, marks: tuple, *_) -> bool:
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return any(content.find(mark, place) >= 0 for mark in marks)
 
 
 def _mono(frame, channel: int | None) -> np.ndarray:
