@@ -153,43 +153,6 @@ class _GlobalBatchDataset(torch.utils.data.Dataset):
         return global_batch
 
 
-class JoinedSets:
-    """Several data sets as one: the utterances of the first, then those of the second, ..."""
-
-    def __init__(self, parts: list):
-        self.parts = parts
-        self.ends = np.cumsum([len(part) for part in parts])
-        if all(hasattr(part, "text_length") for part in parts):
-            self.text_length = self._text_length
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
-
-    def seconds(self, epoch: int) -> np.ndarray:
-        """(N,) lengths in an epoch."""
-        return np.concatenate([part.seconds(epoch) for part in self.parts])
-
-    def item(self, index: int, epoch: int) -> dict:
-        part, row = self._place(index)
-        return part.item(row, epoch)
-
-    def _text_length(self, index: int) -> int:
-        part, row = self._place(index)
-        return part.text_length(row)
-
-    def _place(self, index: int) -> tuple[object, int]:
-        number = int(np.searchsorted(self.ends, index, side="right"))
-        part = self.parts[number]
-        return part, index - int(self.ends[number]) + len(part)
-
-
-def join_sets(datasets: list[_GlobalBatchDataset]) -> _GlobalBatchDataset:
-    """One dataset with the utterances of several, which have the same `collate`."""
-    first = datasets[0]
-    whole = JoinedSets([each.data for each in datasets])
-    return _GlobalBatchDataset(whole, first.collate, first.skip_bad)
-
-
 def _start_worker(worker: int) -> None:
     # Signals reach the whole process group. Only the main process acts on them; it still needs its
     # workers then.

@@ -2,6 +2,7 @@
 and of its evaluation, on tensors without values."""
 
 import contextlib
+import copy
 import functools
 import io
 import math
@@ -13,12 +14,13 @@ import torch
 
 import dry_run
 from common import checkpoint, device, memory, optim, options, run_length
-from common.batches import EvalBatches, GlobalBatches, join_sets
+from common.batches import EvalBatches, GlobalBatches
 from common.device import Setup
 from common.engine import run_global_batch
 from common.errors import DataError, RunError, UsageError
 from common.evaluation import evaluate
 from common.parts import offload
+from common.parts.replay import JoinedSets
 from common.ranks import Ranks, torchrun
 from common.task import Run, Task
 
@@ -73,8 +75,9 @@ def planned_evaluation(
     are made."""
     datasets = [eval_batches.dataset]
     if task.further:
-        datasets += [each.dataset for each in task.further.sets.values()]
-    evaluated = join_sets(datasets)
+        datasets += [batches.dataset for batches in task.further.sets.values()]
+    evaluated = copy.copy(datasets[0])
+    evaluated.data = JoinedSets([dataset.data for dataset in datasets])
     short_task = replace(task, evaluate=task.plans.last_steps or task.evaluate)
 
     def evaluate_planned(batches: list[dict], level: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from common.batches import POOL_BATCHES, GlobalBatches, JoinedSets
+from common.batches import POOL_BATCHES, GlobalBatches
 from common.errors import UsageError
 
 DRAW = 3  # joins the seed of the order in which old utterances come
@@ -68,6 +68,36 @@ def check_share(share: float, size: int) -> None:
             f"--replay_share {share:g} leaves no new utterance in an update of {size}: it can be at"
             f" most {math.floor(1000 * (size - 1) / size) / 1000:g} there"
         )
+
+
+class JoinedSets:
+    """Several data sets as one: the utterances of the first, then those of the second, ..."""
+
+    def __init__(self, parts: list):
+        self.parts = parts
+        self.ends = np.cumsum([len(part) for part in parts])
+        if all(hasattr(part, "text_length") for part in parts):
+            self.text_length = self._text_length
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def seconds(self, epoch: int) -> np.ndarray:
+        """(N,) lengths in an epoch."""
+        return np.concatenate([part.seconds(epoch) for part in self.parts])
+
+    def item(self, index: int, epoch: int) -> dict:
+        part, row = self._place(index)
+        return part.item(row, epoch)
+
+    def _text_length(self, index: int) -> int:
+        part, row = self._place(index)
+        return part.text_length(row)
+
+    def _place(self, index: int) -> tuple[object, int]:
+        number = int(np.searchsorted(self.ends, index, side="right"))
+        part = self.parts[number]
+        return part, index - int(self.ends[number]) + len(part)
 
 
 class ReplayedBatches(GlobalBatches):
