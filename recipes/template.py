@@ -279,10 +279,11 @@ def language_model_tokens(model: Network) -> language_model.Tokens:
     tokens = {character: token for token, character in enumerate(model.characters)}
 
     def encode(transcript: str) -> list[int]:
-        return [tokens[character] for character in transcript if character in tokens]
+        return [tokens.get(character, unknown) for character in transcript]
 
-    size = len(tokens)
-    return language_model.Tokens(encode, size + 1, tokens.get(" ", size))
+    unknown = size = len(tokens)
+    space = tokens.get(" ", size + 1)
+    return language_model.Tokens(encode, size + 2, space, " " in tokens, unknown)
 
 
 def trained(args, setup: device.Setup) -> tuple[Network, splits.RunInfo]:

@@ -61,7 +61,7 @@ def greedy(
     else:
         predicted, state = step(None, None)
     history = []
-    states = [fusion.model.start if fusion else 0] * len(lengths)
+    states = [fusion.start if fusion else None] * len(lengths)
     active = frame < ends
     while bool(active.any()):
         logits = joint(encoded[rows, frame.clamp_max(encoded.shape[1] - 1)], predicted)
@@ -92,9 +92,7 @@ def greedy(
     return _by_utterance(history, len(lengths))
 
 
-def fused(
-    best: torch.Tensor, logits: torch.Tensor, states: list[int], fusion: Fusion
-) -> torch.Tensor:
+def fused(best: torch.Tensor, logits: torch.Tensor, states: list, fusion: Fusion) -> torch.Tensor:
     """The labels (B,) by the logits (B, V) of labels together with a language model, where `best`
     (B,) are no blanks. Brings the language model's `states` up to date."""
     tokens = best.tolist()
@@ -103,9 +101,9 @@ def fused(
     for row, token in enumerate(tokens):
         if token == size:
             continue
-        scores = values[row] + LABEL_WEIGHT * fusion.model.log_probs(states[row])[:size]
+        scores = values[row] + fusion.labels(states[row], LABEL_WEIGHT, size)
         tokens[row] = int(scores.argmax())
-        _, states[row] = fusion.model.step(states[row], tokens[row])
+        _, states[row] = fusion.step(states[row], tokens[row])
     return torch.tensor(tokens, device=best.device)
 
 

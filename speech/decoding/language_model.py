@@ -3,6 +3,7 @@ weights, and other texts of the language. It is used where it helps on held-out 
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,17 @@ from speech.decoding.ngram import Fusion, NGram
 from speech.writing import metrics
 from speech.writing.text import normalise
 
+OWN = "the training texts"
+MORE = "all texts"  # those of --lm_text, too
 TEXTS = "texts.txt"  # beside the weights, a text a line; anybody can add lines
 BEST = "best.json"  # beside the weights; it also says whether the language model helps them
 HELPS = "language_model_helps"  # a key of it
 MOST_CHARACTERS = 10_000_000  # of all texts: an n-gram of them takes 1.6 GB while it is counted
+# A file of so many lines at most, all of them this short, is a list of names: nothing can be learned
+# from it about the language.
+MOST_NAMES = 2_000
+NAME_WORDS = 4
+NAME_CHARACTERS = 40
 
 
 @dataclass(frozen=True)
@@ -52,50 +60,34 @@ def resolve(args) -> LanguageModelFlags:
 
 
 @dataclass(frozen=True)
-class LanguageModel:
-    """A language model that is ready to use. `helps`: what is known of it (None: nothing yet),
-    which the `folder` of the weights keeps, if there is one."""
-
-    fusion: Fusion
-    helps: bool | None
-    folder: Path | None
-
-    def used(self) -> Fusion | None:
-        """The model in the search, None where it is known not to help."""
-        return None if self.helps is False else self.fusion
-
-    def judged(self, rows_of: Callable[[Fusion | None], list[dict]], name: str) -> Fusion | None:
-        """The model in the search if it lowers the error rates of the set `name`, whose rows
-        `rows_of` decodes with it and without it. Prints both, and keeps the answer beside the
-        weights."""
-        if self.helps is not None:
-            return self.used()
-        without, with_it = (shares(rows_of(fusion)) for fusion in (None, self.fusion))
-        helps = sum(with_it) < sum(without)
-        print(
-            f"language model on the {name} set: CER {100 * with_it[0]:.1f} %, WER"
-            f" {100 * with_it[1]:.1f} %; without it {100 * without[0]:.1f} and"
-            f" {100 * without[1]:.1f} %: it is {'on' if helps else 'off'}"
-        )
-        if self.folder:
-            keep(self.folder, helps)
-        return self.fusion if helps else None
-
-
-def shares(rows: list[dict]) -> tuple[float, float]:
-    """CER and WER of decoded rows."""
-    scores = metrics.score(rows)
-    return tuple(scores[name][0] / max(1, scores[name][1]) for name in ("cer", "wer"))
-
-
-@dataclass(frozen=True)
 class Tokens:
     """The tokens that a language model counts: those of a model, below `size`, and a `mark` between
-    sentences. `encode`: a text to tokens, without those that the model lacks."""
+    sentences, which may be the space between words, too (`is_space`). `encode`: a text to tokens,
+    with the id `unknown` for what the model lacks, or without it if this is None."""
 
     encode: Callable[[str], list[int]]
     size: int
     mark: int
+    is_space: bool
+    unknown: int | None
+
+    def of(self, text: str) -> list[int]:
+        """The tokens of a text of any origin, without what the model lacks: in lower case, if it
+        lacks capitals."""
+        tokens = self.encode(text)
+        lower = self.encode(text.lower())
+        if self.unknown is None:
+            lacks_capitals = len(tokens) < len(lower)
+        else:
+            lacks_capitals = lower.count(self.unknown) < tokens.count(self.unknown)
+        if lacks_capitals:
+            tokens = lower
+        known = []
+        for token in tokens:
+            is_second_space = token == self.mark and known[-1:] == [self.mark]
+            if token != self.unknown and not is_second_space:
+                known.append(token)
+        return known
 
 
 def tokens_of(tokenizer) -> Tokens:
@@ -103,12 +95,69 @@ def tokens_of(tokenizer) -> Tokens:
     has none that stands alone, a token beyond its own."""
     spaces = [i for i in tokenizer.spaces if len(tokenizer.pieces[i]) == 1]
     mark = min(spaces, default=tokenizer.size)
-    unknown = tokenizer.unknown
+    size = max(tokenizer.size, mark + 1)
+    return Tokens(tokenizer.encode, size, mark, bool(spaces), tokenizer.unknown)
 
-    def encode(text: str) -> list[int]:
-        return [token for token in tokenizer.encode(text) if token != unknown]
 
-    return Tokens(encode, max(tokenizer.size, mark + 1), mark)
+@dataclass(frozen=True)
+class LanguageModel:
+    """A language model that is ready to use: `choices` are those that a held-out set chooses from,
+    by the name of their texts, the one with the most texts last. `helps`: what is known of a single
+    one (None: nothing yet), which the `folder` of the weights keeps, if there is one. `names`:
+    token ids of names, which are used in any case, because somebody has asked for them."""
+
+    choices: dict[str, Fusion]
+    names: list[list[int]]
+    helps: bool | None
+    folder: Path | None
+    tokens: Tokens
+
+    def used(self) -> Fusion | None:
+        """The model in the search, where there is no held-out set; None if it is known not to help,
+        or if there is none."""
+        if self.helps is False or not self.choices:
+            return self.with_names(None)
+        return self.with_names([*self.choices.values()][-1])
+
+    def judged(self, rows_of: Callable[[Fusion | None], list[dict]], name: str) -> Fusion | None:
+        """The model in the search that has the lowest error rates in the set `name`, whose rows
+        `rows_of` decodes with a model; None if that is none of them. Prints the rates, and keeps
+        the answer beside the weights."""
+        if self.helps is not None or not self.choices:
+            return self.used()
+        best = None
+        cer, wer = shares(rows_of(None))
+        lowest = cer + wer
+        print(f"language model on the {name} set: without it {percent(cer, wer)}")
+        for texts, fusion in self.choices.items():
+            cer, wer = shares(rows_of(fusion))
+            print(f"  of {texts}: {percent(cer, wer)}")
+            if cer + wer < lowest:
+                lowest = cer + wer
+                best = texts
+        print(f"  it is {'off' if best is None else f'that of {best}'}")
+        if self.folder:
+            keep(self.folder, best is not None)
+        return self.with_names(self.choices.get(best))
+
+    def with_names(self, fusion: Fusion | None) -> Fusion | None:
+        """The model together with the names, which have the methods of a `Fusion`."""
+        if not self.names:
+            return fusion
+        from speech.decoding.names import Names, WithNames
+
+        mark = self.tokens.mark if self.tokens.is_space else None
+        return WithNames(Names(self.names, mark), fusion)
+
+
+def percent(cer: float, wer: float) -> str:
+    return f"CER {100 * cer:.1f} %, WER {100 * wer:.1f} %"
+
+
+def shares(rows: list[dict]) -> tuple[float, float]:
+    """CER and WER of decoded rows."""
+    scores = metrics.score(rows)
+    return tuple(scores[name][0] / max(1, scores[name][1]) for name in ("cer", "wer"))
 
 
 def make(
@@ -122,28 +171,54 @@ def make(
     training. Sentences of the `held_out` sets are left out. Raises `UsageError` and `DataError`."""
     if tokens is None or flags.lm == "off":
         return None
-    texts = read_lines(folder / TEXTS) if folder else []
-    more = [line for path in flags.lm_text or [] for line in read_lines(Path(path))]
-    if not texts and not more:
-        if flags.lm == "on":
-            raise UsageError(
-                f"--lm on: there is no {TEXTS} beside the weights; give texts with --lm_text"
-            )
+    own = read_lines(folder / TEXTS) if folder else []
+    more, names = further(flags.lm_text or [])
+    if flags.lm == "on" and not (own or more or names):
+        raise UsageError(
+            f"--lm on: there is no {TEXTS} beside the weights; give texts with --lm_text"
+        )
+    if not (own or more or names):
         return None
     known = {normalise(text) for text in held_out}
-    every = [text for text in (*texts, *more) if text not in known]
-    if left_out := len(texts) + len(more) - len(every):
-        print(f"language model: {left_out} sentences of held-out sets are left out of its texts")
-    if sum(map(len, every)) > MOST_CHARACTERS:
-        raise DataError(
-            f"--lm_text: the texts have more than {MOST_CHARACTERS:,} characters; give a part of"
-            " them"
-        )
+    texts = {OWN: own, MORE: own + more if more else []}
+    choices = {}
+    for name, lines in texts.items():
+        every = [text for text in lines if text not in known]
+        if sum(map(len, every)) > MOST_CHARACTERS:
+            raise DataError(
+                f"--lm_text: the texts have more than {MOST_CHARACTERS:,} characters; give a part"
+                " of them"
+            )
+        if left_out := len(lines) - len(every):
+            print(f"language model of {name}: {left_out} held-out sentences are left out")
+        if every:
+            choices[name] = Fusion(NGram(map(tokens.of, every), tokens.size, tokens.mark))
     helps = True if flags.lm == "on" else None
     if helps is None and folder and not more:
         helps = kept(folder)
-    model = NGram(map(tokens.encode, every), tokens.size, tokens.mark)
-    return LanguageModel(Fusion(model), helps, None if more else folder)
+    listed = [tokens.of(name) for name in names]
+    return LanguageModel(choices, listed, helps, None if more else folder, tokens)
+
+
+def further(paths: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The texts of --lm_text, and the names of those files that are lists of names. Raises
+    `UsageError`."""
+    texts, names = [], []
+    for path in paths:
+        lines = read_lines(Path(path))
+        if are_names(lines):
+            print(f"language model: {path} is a list of {len(lines)} names", file=sys.stderr)
+            names += lines
+        else:
+            texts += lines
+    return texts, names
+
+
+def are_names(lines: list[str]) -> bool:
+    """Whether the lines of a file are a list of names, and no text of a language."""
+    return len(lines) <= MOST_NAMES and all(
+        len(line.split()) <= NAME_WORDS and len(line) <= NAME_CHARACTERS for line in lines
+    )
 
 
 def in_search(

@@ -148,6 +148,20 @@ class Fusion:
         log_prob, following = self.model.step(state, token)
         return self.weight * log_prob + self.bonus, following
 
+    @property
+    def start(self) -> int:
+        """The state in which a sentence begins."""
+        return self.model.start
+
+    def end(self, state: int) -> float:
+        """What the end of a sentence adds to the score of a hypothesis."""
+        return self.weight * self.model.end(state)
+
+    def labels(self, state: int, weight: float, size: int) -> np.ndarray:
+        """(size,) what each token adds where a search chooses one at a time, and the number of
+        tokens is not the language model's to decide: its log-probabilities with this `weight`."""
+        return weight * self.model.log_probs(state)[:size]
+
 
 def discounts_of(counts: np.ndarray) -> np.ndarray:
     """(4,) what is taken from n-grams that were counted 0, once, twice, and three times or more."""

@@ -32,7 +32,7 @@ def ctc_prefix_beam(
     # Of each prefix: its score with alignments that end in a blank, and with those that end in a
     # label; what the language model adds, and its state.
     beam: dict[tuple[int, ...], list] = {
-        (): [0.0, -math.inf, 0.0, fusion.model.start if fusion else None]
+        (): [0.0, -math.inf, 0.0, fusion.start if fusion else None]
     }
     most = min(beam_size, LM_LABELS) if fusion else beam_size
     order = np.argpartition(-log_probs, min(most, log_probs.shape[1] - 1), axis=1)
@@ -62,7 +62,7 @@ def ctc_prefix_beam(
         beam = dict(best[:beam_size])
     if fusion:
         for hypothesis in beam.values():
-            hypothesis[2] += fusion.weight * fusion.model.end(hypothesis[3])
+            hypothesis[2] += fusion.end(hypothesis[3])
     finished = [(prefix, _total(*hypothesis)) for prefix, hypothesis in beam.items()]
     return sorted(finished, key=lambda pair: -pair[1])
 

@@ -8,6 +8,7 @@ from common import options
 from common.errors import UsageError
 from speech.decoding import language_model
 from speech.decoding.language_model import LanguageModelFlags
+from speech.decoding.names import NAME_BONUS
 from speech.writing.text import CharTokenizer
 
 TOKENIZER = CharTokenizer([" ", *"abcdefgh"])
@@ -31,9 +32,10 @@ def folder(tmp_path):
 
 
 def likelihood(lm, text: str) -> float:
-    state, total = lm.fusion.model.start, 0.0
+    model = lm.used().model
+    state, total = model.start, 0.0
     for token in TOKENIZER.encode(text):
-        log_prob, state = lm.fusion.model.step(state, token)
+        log_prob, state = model.step(state, token)
         total += log_prob
     return total
 
@@ -48,12 +50,14 @@ def test_the_texts_beside_the_weights_are_its_texts(folder):
 
 def test_other_texts_are_added_and_held_out_sentences_left_out(folder, tmp_path, capsys):
     book = tmp_path / "book.txt"
-    book.write_text("gh fe\nxyz gh\nab ef\n")
+    book.write_text("gh fe\nxyz gh\nab ef\nab ab ab ab ab\n")
     lm = language_model.make(
         LanguageModelFlags(lm_text=[str(book)]), TOKENS, folder, held_out=["ab ef"]
     )
     assert likelihood(lm, "gh fe") > likelihood(lm, "ab ef")
-    assert "2 sentences of held-out sets are left out" in capsys.readouterr().out
+    assert "language model of all texts: 2 held-out sentences are left out" in (
+        capsys.readouterr().out
+    )
     assert lm.folder is None  # what is found of these texts is not kept for the weights
 
 
@@ -77,9 +81,11 @@ def test_the_held_out_set_decides_and_the_answer_is_kept(folder, helps, capsys):
         decoded.append(fusion)
         return rows("ab cd", "ef gh" if bool(fusion) == helps else "ef hh")
 
-    assert (lm.judged(rows_of, "val") is lm.fusion) == helps
-    assert decoded == [None, lm.fusion]
-    assert f": it is {'on' if helps else 'off'}\n" in capsys.readouterr().out
+    fusion = lm.used()
+    assert (lm.judged(rows_of, "val") is fusion) == helps
+    assert decoded == [None, fusion]
+    answer = "that of the training texts" if helps else "off"
+    assert f"it is {answer}\n" in capsys.readouterr().out
     assert json.loads((folder / "best.json").read_text()) == {
         "step": 3,
         "language_model_helps": helps,
@@ -88,6 +94,47 @@ def test_the_held_out_set_decides_and_the_answer_is_kept(folder, helps, capsys):
     assert (again.used() is not None) == helps
     assert (again.judged(pytest.fail, "val") is not None) == helps
     assert language_model.make(LanguageModelFlags(lm="on"), TOKENS, folder).used() is not None
+
+
+def test_the_held_out_set_decides_about_further_texts_alone(folder, tmp_path, capsys):
+    foreign = tmp_path / "foreign.txt"
+    foreign.write_text("hh gg hh gg hh gg\n")
+    lm = language_model.make(LanguageModelFlags(lm_text=[str(foreign)]), TOKENS, folder)
+    own, every = lm.choices.values()
+
+    def rows_of(fusion):
+        return rows("ab cd", {None: "eh hh", own: "ef gh", every: "ef hh"}[fusion])
+
+    assert lm.judged(rows_of, "val") is own
+    assert "  it is that of the training texts\n" in capsys.readouterr().out
+    assert lm.used() is every  # where nothing is held out
+
+
+def test_a_list_of_names_is_in_every_search(folder, tmp_path, capsys):
+    names = tmp_path / "names.txt"
+    names.write_text("Fee\ngab  ed\n")  # the model knows no capitals
+    flags = LanguageModelFlags(lm_text=[str(names)])
+    lm = language_model.make(flags, TOKENS, folder)
+    assert "names.txt is a list of 2 names" in capsys.readouterr().err
+    chosen = lm.judged(lambda fusion: rows("ab cd", "ef hh" if fusion else "ef gh"), "val")
+    assert chosen.fusion is None and language_model.kept(folder) is False
+    for name in ("fee", "gab ed"):
+        state, total = chosen.start, 0.0
+        for token in TOKENIZER.encode(name):
+            added, state = chosen.step(state, token)
+            total += added
+        assert total + chosen.end(state) == len(name) * NAME_BONUS
+    alone = language_model.make(flags, TOKENS, None)  # a released model
+    assert alone.used().fusion is None
+    assert alone.judged(pytest.fail, "val").fusion is None
+
+
+@pytest.mark.parametrize(
+    "lines", [["a b c d e"], ["x" * 41], ["a"] * 2001], ids=["words", "letters", "lines"]
+)
+def test_longer_lines_and_more_of_them_are_a_text(lines):
+    assert not language_model.are_names(lines)
+    assert language_model.are_names([line[:3] for line in lines[:2000]])
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"language_model_helps": 3}', None])
