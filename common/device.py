@@ -170,13 +170,18 @@ def pick_workers(wanted: int | str, device: torch.device, quiet: bool = False) -
     four."""
     if wanted != "auto":
         return wanted
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        cores = len(os.sched_getaffinity(0))
+    cores = processors()
     workers = 1 if device.type == "cpu" else min(4, cores)
     if not quiet:
         print(f"data workers: {workers} (auto: {cores} cores, training on {device.type})")
     return workers
+
+
+def processors() -> int:
+    """The processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def seed_everything(seed: int) -> None:

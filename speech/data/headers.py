@@ -61,12 +61,14 @@ AUDIO_SUFFIXES = tuple(
 )
 
 
-def in_threads(look: Callable[[list], list | np.ndarray], items: list) -> Iterator:
+def in_threads(
+    look: Callable[[list], list | np.ndarray], items: list, threads: int = THREADS
+) -> Iterator:
     """`look(part)` for consecutive parts of `items`, in order. One task per file would cost more
     than reading it."""
-    size = max(1, min(256, len(items) // (4 * THREADS)))
+    size = max(1, min(256, len(items) // (4 * threads)))
     parts = (items[i : i + size] for i in range(0, len(items), size))
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         yield from pool.map(look, parts)
 
 

@@ -2,23 +2,18 @@
 decoded, and measures the silence at the ends."""
 
 import contextlib
-import ctypes
 import fcntl
 import hashlib
-import multiprocessing
 import os
-import signal
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from common.errors import DataError, RunError
+from common.device import processors
+from common.errors import DataError
 from speech.data.columns import Codes, Corpus, Rejections
-from speech.data.headers import file_stamps, recall, remember
+from speech.data.headers import file_stamps, in_threads, recall, remember
 from speech.signal.audio import part_of, read_at_its_rate
 
 FRAME = 0.01  # seconds
@@ -34,9 +29,8 @@ CLIPPED_PEAK = 0.1  # amplitude: noise and silence have quieter extremes
 NEAR_PEAK = 0.9  # of the peak
 LONG_PAUSE = 0.3  # seconds: longer silence at an end is cut
 KEPT_PAUSE = 0.15  # seconds of it that stay
-MOST_PROCESSES = 8
-MOST_IN_PART = 256  # utterances that a process is given at once
-FEW = 32  # utterances that no processes are started for
+MOST_THREADS = 8  # each holds an utterance, which may be long
+FEW = 32  # utterances that no threads are started for: they may be recordings of hours
 LONG_PASS = 3600.0  # seconds of audio that are announced
 
 
@@ -85,9 +79,9 @@ def listen(
     corpus: Corpus, cache: Path | None, skip_bad_audio: bool
 ) -> tuple[np.ndarray, dict[int, str]]:
     """The measures (N, 4) of every utterance, as `measure` returns them (NaN if it cannot be
-    decoded), and by index why utterances cannot be decoded. In processes; results of an earlier run
-    in the file `cache` are used for the same parts of unchanged files. Raises `DataError` for what
-    cannot be decoded unless `skip_bad_audio`, and `RunError` if a process dies."""
+    decoded), and by index why utterances cannot be decoded. In threads: decoding and numpy let each
+    other run. Results of an earlier run in the file `cache` are used for the same parts of
+    unchanged files. Raises `DataError` for what cannot be decoded unless `skip_bad_audio`."""
     faults: dict[int, str] = {}
     with _locked(cache):
         stamps = _stamps(corpus)
@@ -117,61 +111,18 @@ def listen(
     return measures, faults
 
 
-def processor_count() -> int:
-    """The processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _results(corpus: Corpus, rows: np.ndarray) -> Iterator[tuple[int, tuple | str]]:
     """(row, `measure_utterance`) of the rows, in order."""
-    workers = min(MOST_PROCESSES, processor_count())
-    if len(rows) < FEW or workers < 2:
-        for row in rows.tolist():
-            yield row, measure_utterance(corpus, row)
+
+    def look(part: list[int]) -> list[tuple[int, tuple | str]]:
+        return [(row, measure_utterance(corpus, row)) for row in part]
+
+    threads = min(MOST_THREADS, processors())
+    if len(rows) < FEW or threads < 2:
+        yield from (look([row])[0] for row in rows.tolist())
         return
-    size = min(MOST_IN_PART, max(1, len(rows) // (8 * workers)))
-    parts = [rows[i : i + size].tolist() for i in range(0, len(rows), size)]
-    with _processes(workers, corpus) as pool:
-        for part, results in zip(parts, pool.map(_measure_part, parts), strict=True):
-            yield from zip(part, results, strict=True)
-
-
-@contextlib.contextmanager
-def _processes(count: int, corpus: Corpus) -> Iterator[ProcessPoolExecutor]:
-    """Processes that have the corpus. None is left when the block is left, however that happens."""
-    others = set(multiprocessing.active_children())
-    fork = multiprocessing.get_context("fork")  # the corpus is not copied
-    pool = ProcessPoolExecutor(count, fork, _start_process, (corpus,))
-    try:
-        yield pool
-    except BrokenProcessPool:
-        raise RunError(
-            "a process that listens to the audio died (often: too little main memory): try again,"
-            " or --no_check_audio"
-        ) from None
-    except BaseException:
-        for process in set(multiprocessing.active_children()) - others:
-            process.kill()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _start_process(corpus: Corpus) -> None:
-    global _corpus
-    _corpus = corpus
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the main process acts on them
-        signal.signal(number, signal.SIG_IGN)
-    # Linux alone: PR_SET_PDEATHSIG, so that a killed command leaves nothing.
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    torch.set_num_threads(1)
-
-
-def _measure_part(rows: list[int]) -> list[tuple | str]:
-    return [measure_utterance(_corpus, row) for row in rows]
+    for part in in_threads(look, rows.tolist(), threads):
+        yield from part
 
 
 @contextlib.contextmanager
