@@ -2,17 +2,13 @@
 recipes' pages.
 
     python benchmarks/tiers.py [SCRIPT ...] [--changed] [--jobs N]
-    python benchmarks/tiers.py --largest SCRIPT SIZE CARD [LETTERS ...]
 
 A row is planned on its tier's card by the command that the script prints, with --dry_run and the
 settings of a released model. The exit status is 1 if a row does not fit, is tight or cannot be
-planned. --changed leaves out the rows that tiers.json has. --largest prints the row with the
-largest micro-batch that fits on a card (12gb, 11.5) or on each of several that share the update
-(2x16gb), for letters such as R R8 RF8, S for --sharded, or -: none; without LETTERS for the usual
-ones."""
+planned; of a row that does not fit, the flags that make it fit are printed. --changed leaves out
+the rows that tiers.json has."""
 
 import argparse
-import bisect
 import json
 import os
 import re
@@ -28,12 +24,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import tier_tables
-from common.preset import LETTERS
-from dry_run.cards import split_count
 
-FLAGS = {**LETTERS, "S": ["--sharded"], "L": ["--lora", "32"]}
-USUAL = ("-", "R", "8", "R8", "H", "RH", "G", "RG", "W", "RW")
-FROZEN = ("F", "RF", "F8", "RF8", "FH", "RFH")
+ADAPTERS = ["--lora", "32"]  # of a row with an L behind its size
 GIB = {"MiB": 1 / 1024, "GiB": 1.0}
 
 
@@ -44,9 +36,10 @@ class NoPlan(Exception):
 def command_of(script: str, tier: str, size: str, card: str, *more: str) -> list[str]:
     """The words of the recipe's command that a script prints for a plan, without the interpreter.
     `size`: perhaps with an L behind it. Raises `NoPlan`."""
-    size, *letters = size.split()
+    size, *is_adapted = size.split()
     flags = tier_tables.SCRIPTS[script].flags.split()
-    flags += [flag for letter in letters for flag in FLAGS[letter]]
+    if is_adapted:
+        flags += ADAPTERS
     words = [str(tier_tables.ROOT / script), tier, size, *flags, *more]
     words += ["--dry_run", card, "--print"]
     printed = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "GPUS": "1"})
@@ -145,33 +138,6 @@ def write_predictions(versions: dict[str, str], entries: dict) -> None:
     tier_tables.predictions_file().write_text(text, encoding="utf-8")
 
 
-def largest(script: str, size: str, card: str, letters: str) -> list[str]:
-    """Cells: letters, the row with the largest micro-batch that fits, "-" if none does, and its
-    GiB. Raises `NoPlan`."""
-    batch, accumulation = tier_tables.row_of(tier_tables.read_rows(script), "cpu", size)[2:4]
-    update = int(batch) * int(accumulation) // split_count(card)[0]
-    batches = [number for number in range(1, update + 1) if update % number == 0]
-    letters = letters.strip("-")
-    flags = [flag for letter in letters for flag in FLAGS[letter]]
-    if "R" not in letters:
-        flags.append("--no_gradient_checkpointing")  # the row of the CPU may have it
-    gib = {}
-
-    def is_too_large(batch: int) -> bool:
-        cut = ["--batch_size", str(batch), "--gradient_accumulation_steps", str(update // batch)]
-        planned, _ = plan(command_of(script, "cpu", size, card, *flags, *cut))
-        gib[batch] = planned["gib"]
-        result = f"{batch} x {update // batch} {letters}: {planned['gib']:.2f} GiB"
-        print(f"{script} {size} {card}: {result}, {planned['verdict']}", file=sys.stderr)
-        return planned["verdict"] != "fits"
-
-    fitting = batches[: bisect.bisect_left(batches, True, key=is_too_large)]
-    if not fitting:
-        return [letters or "-", "-", ""]
-    row = " ".join([str(fitting[-1]), "x", str(update // fitting[-1]), *letters])
-    return [letters or "-", row, f"{gib[fitting[-1]]:.2f}"]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -180,35 +146,17 @@ def main() -> None:
     parser.add_argument("scripts", nargs="*", metavar="SCRIPT", help=f"of {', '.join(known)} (all)")
     parser.add_argument("--changed", action="store_true", help="only rows unlike tiers.json")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="plans at a time (1)")
-    parser.add_argument(
-        "--largest", nargs="+", metavar="WORD", help="SCRIPT SIZE CARD [LETTERS ...]"
-    )
     args = parser.parse_args()
-    words = args.scripts if not args.largest else args.largest[:1]
-    scripts = [Path(name).name for name in words] or known
+    scripts = [Path(name).name for name in args.scripts] or known
     for script in scripts:
         if script not in known:
             parser.error(f"{script} is not one of {', '.join(known)}")
-    if args.largest:
-        print_largest(scripts[0], *args.largest[1:])
-        return
     bad = plan_scripts(scripts, args.jobs, args.changed)
     problems = tier_tables.write(scripts)
     if bad:
         sys.exit("\n".join(["these rows do not pass:", *bad]))
     if problems:
         sys.exit("\n".join(problems))
-
-
-def print_largest(script: str, size: str, card: str, *choices: str) -> None:
-    """Prints the table of --largest."""
-    if not choices:
-        choices = USUAL + FROZEN if "whisper" in script else USUAL
-    try:
-        cells = [largest(script, size, card, letters) for letters in choices]
-    except NoPlan as error:
-        sys.exit(f"error: {error}")
-    print(tier_tables.markdown(["letters", f"`{size}` on {card}", "GiB"], cells))
 
 
 if __name__ == "__main__":

@@ -164,23 +164,6 @@ def test_only_rows_that_changed_are_planned_again(project, monkeypatch, capsys):
     assert not capsys.readouterr().out
 
 
-def test_the_largest_micro_batch_divides_the_update(project, monkeypatch, capsys):
-    change(project, ("cpu   full       4 60 R", "cpu   full       4 10000 R"))
-    assert run(monkeypatch, "--largest", SCRIPT, "full", "9gb", "-", "R8") is None
-    captured = capsys.readouterr()
-    assert captured.out.splitlines()[2:] == [
-        "| - | 8 x 5000 | 8.00 |",
-        "| R8 | 32 x 1250 R 8 | 8.00 |",
-    ]
-    assert "does not fit" in captured.err and captured.err.count("\n") < 16
-    assert tiers.largest(SCRIPT, "full", "0.1gb", "-") == ["-", "-", ""]
-
-
-def test_several_cards_share_an_update(project):
-    """240 utterances: each card has 120."""
-    assert tiers.largest(SCRIPT, "full", "2x9gb", "RS") == ["RS", "30 x 4 R S", "7.50"]
-
-
 def test_a_wrong_name_is_an_error(monkeypatch, capsys):
     assert run(monkeypatch, "run_nothing.sh") == 2
     assert "run_nothing.sh is not one of run_" in capsys.readouterr().err
@@ -189,7 +172,7 @@ def test_a_wrong_name_is_an_error(monkeypatch, capsys):
 def test_every_script_and_every_letter_is_known():
     scripts = {path.name for path in ROOT.glob("run_*.sh")} - {"run_tests.sh", "run_webui.sh"}
     assert set(tier_tables.SCRIPTS) == scripts
-    assert set(tiers.FLAGS) == {*tier_tables.LETTERS, "S", "L"}
+    assert set(preset.LETTERS) == set(tier_tables.LETTERS)
 
 
 def test_every_row_is_planned_to_fit():
