@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from common import options
 from common.options import TRAINS, flag
 from speech.data.columns import Corpus, Strings
+from speech.data.splits import REPLAY
 
-REPLAY = "replay"
 # Rows for `Parser.refuse`.
 NEEDS = (
     ("replay_manifest", ("train_manifest",), ""),
@@ -35,12 +35,6 @@ class ReplayFlags:
 def add_arguments(parser) -> None:
     options.add_record(parser, "against forgetting: old material", ReplayFlags)
     parser.refuse((), NEEDS)
-
-
-def resolve(args) -> dict[str, list[str]]:
-    """{name of the set: paths} of the flags, also of a recipe without them."""
-    path = getattr(args, "replay_manifest", None)
-    return {REPLAY: [path]} if path else {}
 
 
 def texts(corpora: dict[str, Corpus]) -> Strings:

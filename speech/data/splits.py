@@ -15,7 +15,6 @@ import numpy as np
 from common import options
 from common.errors import DataError, UsageError
 from common.options import BESIDE, USUAL, OnOff, flag
-from speech.data import replay, watching
 from speech.data.columns import (
     Codes,
     Corpus,
@@ -35,8 +34,9 @@ STAND_INS = 4096  # utterances of `stand_in`: no global batch is larger
 LONGEST_RECORDING = 24 * 3600.0  # seconds, of a recording of --long
 LONGEST_STAND_IN = 600.0  # seconds: who gives more as --max_duration means any length
 
-SPLITS = ("train", "val", "test", replay.REPLAY)
-LEARNED_FROM = ("train", replay.REPLAY)  # the sets that a model learns from
+REPLAY = "replay"  # the set of --replay_manifest
+SPLITS = ("train", "val", "test", REPLAY)  # and watched sets, whose names are the user's
+LEARNED_FROM = ("train", REPLAY)  # the sets that a model learns from
 SET = {"utterances": int, "hours": (int, float), "languages": [str]}  # of `RunInfo.sets`
 
 # Rows for `Parser.refuse`.
@@ -187,7 +187,12 @@ def resolve(
     `UsageError`."""
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
     manifests = {split: path for split, path in paths.items() if path}
-    manifests |= {**replay.resolve(args), **watching.resolve(args)}
+    if getattr(args, "replay_manifest", None):
+        manifests[REPLAY] = [args.replay_manifest]
+    if getattr(args, "watch_manifest", None):
+        from speech.data import watching
+
+        manifests |= watching.resolve(args)
     max_duration = args.max_duration
     if args.evaluate and args.test_manifest:
         manifests = {"test": args.test_manifest}
@@ -311,7 +316,7 @@ def note_overlaps(corpora: dict[str, Corpus]) -> None:
     for name, corpus in corpora.items():
         shared = Rejections()
         for learned in LEARNED_FROM:
-            is_told = learned == replay.REPLAY or name.startswith(watching.WATCHED)
+            is_told = learned == REPLAY or name not in SPLITS
             if learned in corpora and name not in LEARNED_FROM and is_told:
                 from speech.data.checks import overlap
 

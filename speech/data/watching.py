@@ -40,31 +40,32 @@ def add_arguments(parser) -> None:
 
 
 def resolve(args) -> dict[str, list[str]]:
-    """{name of the set: paths} of the flags, also of a recipe without them. Raises `UsageError`."""
-    found = {}
-    paths = getattr(args, "watch_manifest", None) or []
-    for number, path in enumerate(paths):
+    """{name of the set: paths} of the flags. Raises `UsageError`."""
+    manifests = {}
+    for number, path in enumerate(args.watch_manifest):
         place = Path(path)
         name = WATCHED + printable(place.stem)
-        if name in found:
+        if name in manifests:
             name = WATCHED + printable(f"{place.absolute().parent.name}/{place.stem}")
-        if name in found or path in paths[:number]:
+        if name in manifests or path in args.watch_manifest[:number]:
             raise UsageError(
                 f"--watch_manifest {path}: it, or one of the same name, is given before; rename the"
                 " file or its folder"
             )
-        found[name] = [path]
-    return found
+        manifests[name] = [path]
+    return manifests
 
 
 def watched(sets: dict, most_rise: float | None):
     """The watched ones of a run's `sets`, for `Task.further`; None if there are none. `most_rise`:
     --stop_when_watched_rises."""
-    found = {
-        name.removeprefix(WATCHED): each for name, each in sets.items() if name.startswith(WATCHED)
+    chosen = {
+        name.removeprefix(WATCHED): batches
+        for name, batches in sets.items()
+        if name.startswith(WATCHED)
     }
-    if not found:
+    if not chosen:
         return None
     from common.parts.watching import Watched
 
-    return Watched(found, most_rise)
+    return Watched(chosen, most_rise)
