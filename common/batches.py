@@ -225,14 +225,14 @@ class GlobalBatches:
         return self.count(0, 1)
 
     def whole(self):
-        """All utterances that the indices of `plan` are of."""
+        """All utterances that the indices of `epoch_batches` are of."""
         return self.data
 
     def sets(self) -> dict[str, object]:
         """The data sets of which `whole` consists, by name."""
         return {"training": self.data}
 
-    def plan(self, epoch: int, seconds: np.ndarray) -> list[np.ndarray]:
+    def epoch_batches(self, epoch: int, seconds: np.ndarray) -> list[np.ndarray]:
         """The global batches of an epoch: see `order_epoch`."""
         size = self.global_batch_size
         return order_epoch(seconds, size, self.seed, epoch, self.shortest_first)
@@ -247,17 +247,17 @@ class GlobalBatches:
         ranks = self.setup.ranks
         while True:
             seconds = self.dataset.data.seconds(epoch)
-            plan = self.plan(epoch, seconds)
-            for number in range(start, len(plan)):
+            global_batches = self.epoch_batches(epoch, seconds)
+            for number in range(start, len(global_batches)):
                 batches = cut_global_batch(
-                    plan[number],
+                    global_batches[number],
                     seconds,
                     self.batch_size,
                     self.max_seconds,
                     ranks.rank,
                     ranks.size,
                 )
-                yield epoch, number, number == len(plan) - 1, batches
+                yield epoch, number, number == len(global_batches) - 1, batches
             epoch += 1
             start = 0
 

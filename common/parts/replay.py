@@ -119,7 +119,7 @@ class ReplayedBatches(GlobalBatches):
     def count(self, first: int, last: int) -> int:
         return count_global_batches(len(self.data), self.global_batch_size, self.share, first, last)
 
-    def plan(self, epoch: int, seconds: np.ndarray) -> list[np.ndarray]:
+    def epoch_batches(self, epoch: int, seconds: np.ndarray) -> list[np.ndarray]:
         size = self.global_batch_size
         return order_epoch(seconds, len(self.old), self.share, size, (self.seed, epoch))
 
@@ -149,12 +149,12 @@ def order_epoch(
     seed, epoch = key
     new = len(seconds) - old
     begin = whole(epoch * new, share)  # utterances before
-    # An old one can come twice: the places of this epoch's utterances are planned.
+    # An old one can come twice: the places of this epoch's utterances are ordered.
     ends = old_among([begin, whole((epoch + 1) * new, share)], share).tolist()
     places = np.concatenate([np.arange(new), new + drawn(old, seed, *ends)])
     sizes = batch_sizes(new, global_batch_size, share, begin)
-    plan = cut_epoch(seconds[places], new, sizes, key)
-    return [places[global_batch] for global_batch in plan]
+    global_batches = cut_epoch(seconds[places], new, sizes, key)
+    return [places[global_batch] for global_batch in global_batches]
 
 
 def cut_epoch(

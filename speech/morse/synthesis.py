@@ -190,8 +190,8 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The plan of a clip: everything that decides its length, and what is drawn before that."""
+class Transmission:
+    """What is sent in a clip: everything that decides its length, and what is drawn before that."""
 
     text: str
     callsigns: list[str]
@@ -346,7 +346,7 @@ def control_gain(audio: np.ndarray, decay: float, strength: float) -> np.ndarray
     return audio * interpolate(np.exp(-strength * np.append(level[0], level)))
 
 
-def plan_clip(random: np.random.Generator, conditions: Conditions) -> Plan:
+def draw_transmission(random: np.random.Generator, conditions: Conditions) -> Transmission:
     """Draws text, speed, keying and length, before any sound is made."""
     sample_type = pick(random, conditions.sample_types)
     contest_type = NO_CONTEST
@@ -371,7 +371,7 @@ def plan_clip(random: np.random.Generator, conditions: Conditions) -> Plan:
     runs = varied * (unit * runs.sum() / varied.sum())
     wanted = int((before + runs.sum() + after) * SAMPLE_RATE / CLIP_UNIT)
     needed = int(np.ceil(((before + runs.sum()) * SAMPLE_RATE + EDGE) / CLIP_UNIT))
-    return Plan(
+    return Transmission(
         text=text,
         callsigns=callsigns,
         exchange=exchange,
@@ -388,7 +388,7 @@ def plan_clip(random: np.random.Generator, conditions: Conditions) -> Plan:
 
 def symbol_spans(text: str, start: float, runs: np.ndarray) -> np.ndarray:
     """(N, 2) start and end in seconds of each symbol of `text` other than spaces; `start` and
-    `runs` as in `Plan`."""
+    `runs` as in `Transmission`."""
     edges = start + np.concatenate([[0], np.cumsum(runs)])
     marks = np.array([len(_ELEMENTS[label]) // 2 for label in symbols(text) if label != " "])
     first = 2 * (np.cumsum(marks) - marks)
@@ -397,32 +397,34 @@ def symbol_spans(text: str, start: float, runs: np.ndarray) -> np.ndarray:
 
 def clip_seconds(seed: int, index: int, conditions: Conditions) -> float:
     """The length of clip number `index`, a hundred times faster than synthesising it."""
-    return plan_clip(np.random.default_rng([seed, index]), conditions).samples / SAMPLE_RATE
+    return draw_transmission(np.random.default_rng([seed, index]), conditions).samples / SAMPLE_RATE
 
 
-def stations(random: np.random.Generator, plan: Plan, conditions: Conditions) -> np.ndarray:
-    """(T,) float32: the planned station as it arrives, scaled to its SNR over noise of power 1,
+def stations(
+    random: np.random.Generator, transmission: Transmission, conditions: Conditions
+) -> np.ndarray:
+    """(T,) float32: the station as it arrives, scaled to its SNR over noise of power 1,
     with interferers."""
     sign = pick(random, (-1, 1))
     drift = sign * random.uniform(*conditions.drift)
     chirp = sign * random.uniform(*conditions.chirp)
-    amplitude = envelope(plan.runs, plan.start, plan.samples)
-    audio = transmit(random, amplitude, plan.tone, drift, chirp)
+    amplitude = envelope(transmission.runs, transmission.start, transmission.samples)
+    audio = transmit(random, amplitude, transmission.tone, drift, chirp)
     depth = random.uniform(*conditions.qsb_depth)
     if depth > 0:
-        times = np.arange(plan.samples // BLOCK + 1) * (BLOCK / SAMPLE_RATE)
+        times = np.arange(transmission.samples // BLOCK + 1) * (BLOCK / SAMPLE_RATE)
         turns = random.uniform(*conditions.qsb_hz) * times + random.random()
         audio *= interpolate(1 - depth * (0.5 + 0.5 * np.cos(2 * np.pi * turns)))
     delay = int(random.uniform(*conditions.multipath) * SAMPLE_RATE)
     if delay > 0:
         audio[delay:] += np.float32(random.uniform(0.1, 0.6)) * audio[:-delay]
     power = np.vdot(audio, audio) / np.vdot(amplitude, amplitude)
-    wanted = 10 ** (plan.snr_db / 10) * SNR_BANDWIDTH / (SAMPLE_RATE / 2)
+    wanted = 10 ** (transmission.snr_db / 10) * SNR_BANDWIDTH / (SAMPLE_RATE / 2)
     audio *= np.float32(np.sqrt(wanted / power))
     low, high = conditions.interferers
     for _ in range(random.integers(low, high + 1)):
         level = np.sqrt(2 * wanted) * 10 ** (random.uniform(*conditions.interferer_db) / 20)
-        audio += np.float32(level) * interferer(random, plan.samples, plan.tone)
+        audio += np.float32(level) * interferer(random, transmission.samples, transmission.tone)
     return audio
 
 
@@ -433,40 +435,40 @@ def synthesise(seed: int, index: int, conditions: Conditions) -> Sample:
     path), over the power of the white noise in 2,500 Hz; before the receiver's filter and gain
     control, without interferers and crashes."""
     random = np.random.default_rng([seed, index])
-    plan = plan_clip(random, conditions)
-    text = plan.text
-    snr_db = plan.snr_db
-    spans = symbol_spans(text, plan.start, plan.runs)
+    transmission = draw_transmission(random, conditions)
+    text = transmission.text
+    snr_db = transmission.snr_db
+    spans = symbol_spans(text, transmission.start, transmission.runs)
     is_noise_only = bool(random.random() < conditions.noise_only)
     if is_noise_only:
         text = ""
         snr_db = np.nan
         spans = spans[:0]
-        audio = np.zeros(plan.samples, dtype=np.float32)
+        audio = np.zeros(transmission.samples, dtype=np.float32)
     else:
-        audio = stations(random, plan, conditions)
+        audio = stations(random, transmission, conditions)
     add_noise(random, audio, random.uniform(*conditions.crashes))
     width = pick(random, conditions.filters)
     if width:
-        audio = receiver_filter(audio, plan.tone + random.uniform(-0.1, 0.1) * width, width)
+        audio = receiver_filter(audio, transmission.tone + random.uniform(-0.1, 0.1) * width, width)
     if random.random() < conditions.agc:
         audio = control_gain(audio, random.uniform(1, 10), random.uniform(0.3, 1.0))
     audio *= np.float32(random.uniform(0.1, 0.95) / max(audio.max(), -audio.min()))
     # `fit` may have removed callsigns or the exchange.
     sent = f" {text} "
-    callsigns = [call for call in plan.callsigns if f" {call} " in sent]
-    has_exchange = plan.exchange and f" {plan.exchange} " in sent
+    callsigns = [call for call in transmission.callsigns if f" {call} " in sent]
+    has_exchange = transmission.exchange and f" {transmission.exchange} " in sent
     return Sample(
         audio=audio,
         text=text,
         spans=spans,
         callsigns=tuple(dict.fromkeys(callsigns)),
-        exchange=plan.exchange if has_exchange else "",
-        contest_type=plan.contest_type,
-        sample_type=plan.sample_type,
+        exchange=transmission.exchange if has_exchange else "",
+        contest_type=transmission.contest_type,
+        sample_type=transmission.sample_type,
         condition=conditions.name,
-        wpm=float(plan.wpm),
-        tone=float(plan.tone),
+        wpm=float(transmission.wpm),
+        tone=float(transmission.tone),
         snr_db=float(snr_db),
         is_noise_only=is_noise_only,
     )
