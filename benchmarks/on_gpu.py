@@ -166,17 +166,17 @@ def run(words: list, folder: Path, status: int = 0) -> str:
     return ran.stdout
 
 
-def child(asked: dict, words: list, folder: Path, status: int = 0) -> str:
+def child(request: dict, words: list, folder: Path, status: int = 0) -> str:
     """The last line of this program in another process, where `child_main` does what is asked."""
-    words = [Path(__file__), "--child", json.dumps(asked), "--", *words]
+    words = [Path(__file__), "--child", json.dumps(request), "--", *words]
     return tiers.last_line(run(words, folder, status).splitlines())
 
 
-def child_main(asked: dict, words: list[str]) -> None:
-    if "recipe" in asked:
-        found = trial.run(asked["recipe"], words, trial.Wanted(**asked["wanted"]))
+def child_main(request: dict, words: list[str]) -> None:
+    if "recipe" in request:
+        found = trial.run(request["recipe"], words, trial.Wanted(**request["wanted"]))
         print(json.dumps(found))
-    elif "kill" in asked:
+    elif "kill" in request:
         killed_run(words)
     else:
         print(json.dumps(card_found()))
@@ -230,9 +230,9 @@ def card_found() -> dict:
 # --- correctness ----------------------------------------------------------------------------------
 
 
-def difference(found: list[float], reference: list[float]) -> float:
+def difference(losses: list[float], reference: list[float]) -> float:
     """The largest relative difference of two runs' losses."""
-    pairs = zip(found, reference, strict=True)
+    pairs = zip(losses, reference, strict=True)
     return max(abs(value - wanted) / max(abs(wanted), 1e-12) for value, wanted in pairs)
 
 
@@ -400,14 +400,14 @@ class Row:
 def rows_for(total: float) -> list[Row]:
     """The rows that a card of so many bytes can hold, the tightest first."""
     predicted = tier_tables.predictions()
-    found = []
+    rows = []
     for script in tier_tables.SCRIPTS:
         for tier, size, cell in tier_tables.planned_rows(tier_tables.read_rows(script)):
             entry = predicted.get(f"{script} {tier} {size}", {})
             gib = entry["gib"] if entry.get("row") == cell else 0.0
             if find_card(tier).total <= TOTAL * total:
-                found.append(Row(script, tier, size, cell, gib))
-    return sorted(found, key=lambda row: -row.gib / row.cap)
+                rows.append(Row(script, tier, size, cell, gib))
+    return sorted(rows, key=lambda row: -row.gib / row.cap)
 
 
 def row_cells(row: Row, where: str) -> list[str]:
@@ -416,9 +416,9 @@ def row_cells(row: Row, where: str) -> list[str]:
     is_small = where == "cpu"
     cap = 0 if is_small else row.cap
     recipe, words = row.command(*(SMALL if is_small else ()))
-    found = tried(recipe, words, where, updates=2 if is_small else 3, cap=cap)
-    remark = "out of memory: smaller micro-batches" if found["smaller"] else ""
-    gib = [row.gib * GIB, found["peak"], found["reserved"], cap]
+    measured = tried(recipe, words, where, updates=2 if is_small else 3, cap=cap)
+    remark = "out of memory: smaller micro-batches" if measured["smaller"] else ""
+    gib = [row.gib * GIB, measured["peak"], measured["reserved"], cap]
     return [row.cell, *(f"{count / GIB:.2f}" for count in gib), remark]
 
 
@@ -446,16 +446,16 @@ def speed_cells(recipe: str, variant: str, total: float, where: str) -> list[str
         words = row.command(*flags)[1]
     updates = 3 if where == "cpu" else 1000
     wanted = {"updates": updates, "most_seconds": SPEED_SECONDS, "longest": False}
-    found = tried(recipe, words, where, **wanted)
-    counted = found["seconds"][WARM_UP:] or found["seconds"][-1:]
-    waited = found["waited"][-len(counted) :]
-    settled = found["allocated"][len(found["allocated"]) // 4 :]
-    remark = "" if all(map(math.isfinite, found["losses"])) else "losses are not finite"
+    measured = tried(recipe, words, where, **wanted)
+    counted = measured["seconds"][WARM_UP:] or measured["seconds"][-1:]
+    waited = measured["waited"][-len(counted) :]
+    settled = measured["allocated"][len(measured["allocated"]) // 4 :]
+    remark = "" if all(map(math.isfinite, measured["losses"])) else "losses are not finite"
     return [
         cell,
-        f"{found['utterances'] * len(counted) / sum(counted):.2f}",
+        f"{measured['utterances'] * len(counted) / sum(counted):.2f}",
         f"{sum(waited) / sum(counted):.1%}",
-        f"{found['peak'] / GIB:.2f}",
+        f"{measured['peak'] / GIB:.2f}",
         f"{(max(settled) - settled[0]) / 2**20:.0f}",
         remark,
     ]

@@ -123,12 +123,12 @@ def cell(row: list[str]) -> str:
 
 def planned_rows(rows: list[list[str]]) -> list[tuple[str, str, str]]:
     """Tier, size and cell of each row that needs a GPU."""
-    found = []
+    planned = []
     for tier, size in itertools.product(preset.names(rows, 0), sizes_of(rows)):
         text = cell(row_of(rows, tier, size))
         if tier != "cpu" and text != "-":
-            found.append((tier, size, text))
-    return found
+            planned.append((tier, size, text))
+    return planned
 
 
 def adapter_rows(rows: list[list[str]]) -> list[tuple[str, str, str]]:

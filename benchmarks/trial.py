@@ -72,9 +72,9 @@ def make_updates(wanted: Wanted, args, model, task: loop.Task, source: GlobalBat
     run = loop.Run(source.setup)
     engine = setting_up.prepare_model(args, run, model, task, source.data)
     training = setting_up.begin_training(args, run, task, engine, source, None)
-    before = copy_of_weights(training) if wanted.weights else None
-    found = {"losses": [], "seconds": [], "waited": [], "allocated": []}
-    training.report.progress = lambda step, loss, *others: found["losses"].append(loss)
+    start_weights = copy_of_weights(training) if wanted.weights else None
+    measured = {"losses": [], "seconds": [], "waited": [], "allocated": []}
+    training.report.progress = lambda step, loss, *others: measured["losses"].append(loss)
     batches = longest_batches(source) if wanted.longest else batches_of_files(source)
     started = time.monotonic()
     for number in range(1, wanted.updates + SKIPS + 1):
@@ -83,7 +83,7 @@ def make_updates(wanted: Wanted, args, model, task: loop.Task, source: GlobalBat
         if is_late or training.progress.step == wanted.updates:
             break
         global_batch = next(batches)
-        found["waited"].append(time.monotonic() - since)
+        measured["waited"].append(time.monotonic() - since)
         is_short = number == wanted.short_of_memory_at
         if is_short and is_cuda:
             shorten_memory()
@@ -94,16 +94,16 @@ def make_updates(wanted: Wanted, args, model, task: loop.Task, source: GlobalBat
             torch.cuda.synchronize()
         if is_short and is_cuda:
             limit_memory(wanted.cap)
-        found["seconds"].append(time.monotonic() - since)
+        measured["seconds"].append(time.monotonic() - since)
         used = torch.cuda.memory_allocated() if is_cuda else memory.memory_used(source.setup.device)
-        found["allocated"].append(used)
-    found["peak"] = torch.cuda.max_memory_allocated() if is_cuda else max(found["allocated"])
-    found["reserved"] = torch.cuda.max_memory_reserved() if is_cuda else 0
-    found["utterances"] = sum(len(batch["names"]) for batch in global_batch.micro_batches)
-    found["smaller"] = len(training.progress.limits)
+        measured["allocated"].append(used)
+    measured["peak"] = torch.cuda.max_memory_allocated() if is_cuda else max(measured["allocated"])
+    measured["reserved"] = torch.cuda.max_memory_reserved() if is_cuda else 0
+    measured["utterances"] = sum(len(batch["names"]) for batch in global_batch.micro_batches)
+    measured["smaller"] = len(training.progress.limits)
     if wanted.weights:
-        torch.save({"before": before, "after": copy_of_weights(training)}, wanted.weights)
-    return found
+        torch.save({"before": start_weights, "after": copy_of_weights(training)}, wanted.weights)
+    return measured
 
 
 def longest_batches(source: GlobalBatches) -> Iterator[GlobalBatch]:
@@ -166,10 +166,10 @@ def run(name: str, words: list[str], wanted: Wanted) -> dict:
     recipe.add_arguments(parser)
     if wanted.cap:
         limit_memory(wanted.cap)
-    found = {}
+    results = {}
 
     def try_it(args, run, model, task, global_batches, eval_batches) -> int:
-        found.update(make_updates(wanted, args, model, task, global_batches))
+        results.update(make_updates(wanted, args, model, task, global_batches))
         return 0
 
     def begin(args, name: str) -> loop.Run:
@@ -187,6 +187,6 @@ def run(name: str, words: list[str], wanted: Wanted) -> dict:
         contextlib.suppress(SystemExit),
     ):
         exit_with_one_line(lambda: recipe.main(parser.parse_args(words)) and None)
-    if not found:
+    if not results:
         raise SystemExit(1)
-    return found
+    return results

@@ -49,10 +49,10 @@ print(json.dumps([own, len(parser._actions) - 1, len(parser.in_short_help)]))
 
 def files(root: Path, folder: str) -> list[Path]:
     """The written files of a folder; of common without its parts."""
-    found = [path for path in sorted((root / folder).rglob("*")) if path.suffix in WRITTEN]
+    written = [path for path in sorted((root / folder).rglob("*")) if path.suffix in WRITTEN]
     if folder == "common":
-        return [path for path in found if "parts" not in path.parts]
-    return found
+        return [path for path in written if "parts" not in path.parts]
+    return written
 
 
 def lines(paths: list[Path]) -> int:
@@ -140,9 +140,9 @@ def main() -> None:
     for path in sorted((root / "recipes").glob("*.py")):
         loaded, flags, usual = loads(root, path.stem)
         print(f"| {path.stem} | {lines([path]):,} | {loaded:,} | {flags} | {usual} |")
-    found = circles(imports(root))
-    print(f"\nimport circles: {len(found)}")
-    for group in found:
+    groups_in_circles = circles(imports(root))
+    print(f"\nimport circles: {len(groups_in_circles)}")
+    for group in groups_in_circles:
         print(f"- {', '.join(group)}")
 
 

@@ -303,10 +303,10 @@ def read(path: Path, recipe: str, flag: str = "--resume") -> Saved:
     )
 
 
-def _check_format(path: Path, found) -> None:
-    if found == FORMAT:
+def _check_format(path: Path, saved_format) -> None:
+    if saved_format == FORMAT:
         return
-    if str(found).startswith(FORMAT.removesuffix("3")):
+    if str(saved_format).startswith(FORMAT.removesuffix("3")):
         raise UsageError(
             f"{path} was saved by another version of this project: use that version, or start a"
             " new run with another --output_dir"
@@ -400,10 +400,10 @@ def best_step(folder: Path) -> int:
 
 
 def _existing(folder: Path, names: Iterable[str]) -> list[Path]:
-    found = []
+    paths = []
     for name in names:
-        found += [Path(name)] if os.path.isabs(name) else folder.glob(name)
-    return found
+        paths += [Path(name)] if os.path.isabs(name) else folder.glob(name)
+    return paths
 
 
 def save_weights(
@@ -456,15 +456,15 @@ def read_weights(path: str | Path, recipe: str, flag: str = "--resume") -> Saved
         raise UsageError(f"{path} cannot be read: {first_line(error)}") from None
     _check_format(path, header.get("format"))
     check_recipe(path, header.get("recipe", "unknown"), recipe)
-    found = {}
+    infos = {}
     for name in INFOS:
         try:
-            found[name] = json.loads(header.get(name, "null" if name == "adapters" else ""))
+            infos[name] = json.loads(header.get(name, "null" if name == "adapters" else ""))
         except (ValueError, RecursionError):
             raise Damaged(f"{path} is damaged: its {name} cannot be read") from None
-        if records.mismatch(found[name], INFOS[name], name):
+        if records.mismatch(infos[name], INFOS[name], name):
             raise Damaged(f"{path} is damaged: its {name} is not a record")
-    return Saved(path=path, recipe=recipe, model=check_tensors(tensors, path), **found)
+    return Saved(path=path, recipe=recipe, model=check_tensors(tensors, path), **infos)
 
 
 def read_initial(path: str | None, recipe: str, resumed: Saved | None) -> Saved | None:

@@ -43,9 +43,9 @@ def check_batch(batch: dict, loss_weights: dict[str, float]) -> None:
         if isinstance(value, list) or (isinstance(value, torch.Tensor) and value.dim()):
             size = len(value)
         if size != count:
-            found = type(value).__name__ if size is None else f"{size} rows"
+            rows = type(value).__name__ if size is None else f"{size} rows"
             raise UsageError(
-                f"collate: batch[{key!r}] has {found}: it must be a tensor or a list with a row for"
+                f"collate: batch[{key!r}] has {rows}: it must be a tensor or a list with a row for"
                 f" each of the {count} utterances, because a batch that does not fit into memory is"
                 " split"
             )
@@ -251,10 +251,10 @@ def check_terms(terms: dict, counts: dict[str, float], loss_weights: dict[str, f
     for name in loss_weights:
         value = terms.get(name) if isinstance(terms, dict) else None
         if not isinstance(value, torch.Tensor) or value.dim():
-            found = f"tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else value
+            returned = f"tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else value
             raise UsageError(
-                f"compute_loss: {name!r}, a term of loss_weights, is {str(found)[:40]}: it must be"
-                " a tensor without dimensions, the sum over the batch (no .item() or float())"
+                f"compute_loss: {name!r}, a term of loss_weights, is {str(returned)[:40]}: it must"
+                " be a tensor without dimensions, the sum over the batch (no .item() or float())"
             )
         if not counts[name] and float(value.detach()):
             raise UsageError(

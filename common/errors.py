@@ -90,8 +90,8 @@ def exit_with_one_line(main: Callable, *args) -> None:
     """Runs `main(*args)`. A `Failure` becomes one line on stderr and its exit status, as does a
     signal; other exceptions are bugs and keep their tracebacks."""
     parent = os.getppid()
-    before = sys.stdout, sys.stderr
-    for stream in before:
+    streams = sys.stdout, sys.stderr
+    for stream in streams:
         if hasattr(stream, "reconfigure"):  # a notebook's streams have no such method
             stream.reconfigure(errors="backslashreplace")  # for characters that the locale lacks
     if sys.stdout.isatty():  # a file or another program gets data, such as transcripts, as they are
@@ -104,7 +104,7 @@ def exit_with_one_line(main: Callable, *args) -> None:
     try:
         status = _run(main, *args)
     finally:
-        sys.stdout, sys.stderr = before
+        sys.stdout, sys.stderr = streams
     if os.environ.get("WORLD_SIZE") not in (None, "", "1"):
         sys.stdout.flush()
         end_job(status, parent)

@@ -75,8 +75,8 @@ class Repeated(argparse.Action):
     (argparse's "extend" adds to the default, which `Parser.parse_args` does not give it.)"""
 
     def __call__(self, parser, namespace, values, option_string=None):
-        before = getattr(namespace, self.dest)
-        setattr(namespace, self.dest, [*(before if isinstance(before, list) else []), *values])
+        earlier = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, [*(earlier if isinstance(earlier, list) else []), *values])
 
 
 class JoinedWords(argparse.Action):

@@ -35,13 +35,13 @@ def watch_signals(training: Training) -> Iterator[None]:
     numbers = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
-    before = {}
+    handlers = {}
     with contextlib.suppress(ValueError):  # in another thread, where Python delivers no signals
-        before = {number: signal.signal(number, catch) for number in numbers}
+        handlers = {number: signal.signal(number, catch) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 

@@ -40,22 +40,22 @@ def train_global_batch(training: Training, global_batch: GlobalBatch) -> None:
         note_skipped(training, global_batch, skipped)
     if utterances:
         totals = dict(zip(terms, counts, strict=True))
-        before = StateBefore(training)
+        snapshot = StateBefore(training)
         try:
-            device_sums = pass_until_it_fits(training, global_batch, totals, before)
+            device_sums = pass_until_it_fits(training, global_batch, totals, snapshot)
             sums, norm = reduce_gradients(training, device_sums)
         except LostRank:
-            before.restore(training)
+            snapshot.restore(training)
             raise
         except (RunError, Stopped):  # the run is, or will be, saved
             raise
         except Exception:  # of a file, or of a copy's own code
-            before.restore(training)
+            snapshot.restore(training)
             save_alone(training)
             raise
         if not is_finite(training, sums, norm):
             training.engine.optimizer.zero_grad()
-            before.restore_buffers()
+            snapshot.restore_buffers()
             note_bad_batch(training, names, sums, norm)
         else:
             made = apply_update(training, norm)
@@ -112,7 +112,7 @@ class StateBefore:
 
 
 def pass_until_it_fits(
-    training: Training, global_batch: GlobalBatch, totals: dict, before: StateBefore
+    training: Training, global_batch: GlobalBatch, totals: dict, snapshot: StateBefore
 ) -> torch.Tensor:
     """Forward and backward of the global batch, repeated in smaller micro-batches as long as a rank
     runs out of memory. Returns the sums of the loss terms. Every attempt starts from the same
@@ -139,7 +139,7 @@ def pass_until_it_fits(
         if worst == DONE:
             zero = torch.zeros(len(training.task.loss_weights), device=setup.device)
             return zero if outcome.sums is None else outcome.sums
-        before.restore(training)
+        snapshot.restore(training)
         memory.free_memory(setup.device)
         if worst == STOP:
             raise saved_and_stopped(training, caught)

@@ -148,13 +148,13 @@ def answer(plans: "Plans", chosen: PlannedSettings, card: Card) -> str:
         f"--eval_batch_size {chosen.eval_batch_size}": eval_batch_size,
     }
     peak = plans.peak(chosen)
-    before = plans.given
+    changed_from = plans.given
     lines = []
     for flag, change in flags.items():
-        after = replace(before, **change)
-        if after != before:
-            lines.append(f"  {flag}: {size(plans.total(before) - plans.total(after))} less")
-        before = after
+        after = replace(changed_from, **change)
+        if after != changed_from:
+            lines.append(f"  {flag}: {size(plans.total(changed_from) - plans.total(after))} less")
+        changed_from = after
     result = (
         f"{size(needed(peak, card))} of {size(card.total)} ({card.name}): {verdict(peak, card)[0]}"
     )
@@ -192,13 +192,13 @@ class Plans:
 
     def peak(self, settings: PlannedSettings) -> Peak:
         """The larger peak, of training and evaluation with these settings."""
-        found = self.training(settings)
+        training = self.training(settings)
         if self.measures.evaluation is None:
-            return found
+            return training
         key = settings.eval_batch_size, settings.optimizer, settings.frozen, settings.sharded
         if key not in self.evaluations:
             self.evaluations[key] = self.measures.evaluation(settings)
-        return max(found, self.evaluations[key], key=lambda peak: peak.total)
+        return max(training, self.evaluations[key], key=lambda peak: peak.total)
 
     def total(self, settings: PlannedSettings) -> int:
         return self.peak(settings).total

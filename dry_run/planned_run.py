@@ -81,11 +81,11 @@ def leave(parameter: torch.nn.Parameter) -> None:
     parameter.grad = None
 
 
-def completed(found: Peak, states: dict, optimizer: str, size: int, stage: str) -> Peak:
+def completed(peak: Peak, states: dict, optimizer: str, size: int, stage: str) -> Peak:
     """A peak with the `states` of an optimizer, (bytes on the GPU, on the host) by its name."""
     on_gpu, on_host = states[optimizer]
-    parts = {**found.parts, "optimizer states": on_gpu}
-    return replace(found, parts=parts, utterances=size, stage=stage, host=on_host)
+    parts = {**peak.parts, "optimizer states": on_gpu}
+    return replace(peak, parts=parts, utterances=size, stage=stage, host=on_host)
 
 
 def smallest(
@@ -93,11 +93,11 @@ def smallest(
 ) -> Peak:
     """The peak of the settings' micro-batches, or of fewer utterances that are too many already."""
     size = min(FIRST, settings.batch_size)
-    found = peak(settings, size)
-    while size < settings.batch_size and not verdict(found, card)[1]:
+    planned = peak(settings, size)
+    while size < settings.batch_size and not verdict(planned, card)[1]:
         size = min(MORE * size, settings.batch_size)
-        found = peak(settings, size)
-    return found
+        planned = peak(settings, size)
+    return planned
 
 
 @dataclass(frozen=True)
@@ -173,9 +173,9 @@ class PlannedRun:
                 level = "weights"
             with self.settled(False, frozen), self.offloaded(plan, level):
                 step = functools.partial(given.evaluate, level=level)
-                found = plan.measure(step, [batch])
-                parts = {**found.parts, "weights": found.parts["weights"] + shards}
-                return replace(found, parts=parts), self.all_states(sharded)
+                evaluated = plan.measure(step, [batch])
+                parts = {**evaluated.parts, "weights": evaluated.parts["weights"] + shards}
+                return replace(evaluated, parts=parts), self.all_states(sharded)
 
         def peak(settings: PlannedSettings, size: int) -> Peak:
             count = min(2, settings.accumulation)
@@ -185,14 +185,14 @@ class PlannedRun:
 
         def evaluation_peak(settings: PlannedSettings) -> Peak:
             size = settings.eval_batch_size
-            found = of_evaluation(size, settings.frozen, settings.level, settings.sharded)
-            found = completed(*found, settings.optimizer, size, "evaluation")
+            largest = of_evaluation(size, settings.frozen, settings.level, settings.sharded)
+            largest = completed(*largest, settings.optimizer, size, "evaluation")
             if not (self.compares and (settings.level == "weights" or settings.sharded)):
-                return found  # which includes states, and is not less than the comparison
+                return largest  # which includes states, and is not less than the comparison
             other = of_evaluation(size, settings.frozen, "gradients", False)
             other = completed(*other, "gradients", size, "the comparison at the end")
-            other = replace(other, host=found.host)
-            return max(found, other, key=lambda peak: peak.total)
+            other = replace(other, host=largest.host)
+            return max(largest, other, key=lambda peak: peak.total)
 
         has_evaluation = self.evaluation and self.evaluation.items
         return Measures(
@@ -259,10 +259,10 @@ class PlannedRun:
     @property
     def is_frozen(self) -> bool:
         """Whether `freeze` would freeze nothing more."""
-        before = [p.requires_grad for p in self.model.parameters()]
+        trained = [p.requires_grad for p in self.model.parameters()]
         with self.settled(checkpointing=False, frozen=True):
-            after = [p.requires_grad for p in self.model.parameters()]
-        return before == after
+            still_trained = [p.requires_grad for p in self.model.parameters()]
+        return trained == still_trained
 
     def settings(self, args) -> PlannedSettings:
         """The flags that memory depends on. A micro-batch is no larger than the data or

@@ -93,7 +93,7 @@ class Sharding:
         fakes = self.fakes
         every = [*self.groups.values(), self.root]
         parameters = [p for group in every for p in group.parameters]
-        before = [fakes.weigh(p, 0) if p.numel() else 0 for p in parameters]
+        sizes = [fakes.weigh(p, 0) if p.numel() else 0 for p in parameters]
         shards = fakes.hold(shard_bytes(parameters, self.ranks), "weights")
         self.root.whole = fakes.hold(self.root.full, "weights")
         hooks = []
@@ -110,7 +110,7 @@ class Sharding:
                 held += [group.buffer, group.whole, group.gradients]
             for key in held:
                 self.free(key)
-            for p, size in zip(parameters, before, strict=True):
+            for p, size in zip(parameters, sizes, strict=True):
                 if p.numel():
                     fakes.weigh(p, size)
 
@@ -198,13 +198,13 @@ class Sharding:
         group.in_backward = False
         if group is not self.root:
             self.reshard(group)
-        found = [p for p in group.parameters if p.grad is not None]
-        if not found:
+        reduced = [p for p in group.parameters if p.grad is not None]
+        if not reduced:
             return
         self.free(self.reduced)
-        shards = shard_bytes(found, self.ranks)
+        shards = shard_bytes(reduced, self.ranks)
         self.reduced = self.fakes.hold(self.ranks * shards, "temporary")
-        for p in found:
+        for p in reduced:
             if block := self.fakes.block_of(p.grad):
                 block.part = "gradients"
             p.grad = None

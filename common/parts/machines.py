@@ -91,10 +91,10 @@ def resume(
             print(f"--resume auto: no checkpoint in {folder}, starting a new run")
         return None
     source = steps.index(max(steps))
-    found = Path(every[source][1])
+    newest = Path(every[source][1])
     own = Path(every[ranks.rank - torchrun("LOCAL_RANK", 0)][1])
     if ranks.machines > 1:
-        own = distribute(found, own, folder, source, ranks)
+        own = distribute(newest, own, folder, source, ranks)
     print(f"resuming from {own} (step {steps[source]})")
     return checkpoint.read(own, recipe)
 
@@ -121,29 +121,29 @@ def _text(path: Path) -> str:
         return ""
 
 
-def distribute(found: Path, own: Path, folder: Path, source: int, ranks: Ranks) -> Path:
-    """Sends the checkpoint `found` of the rank `source` to the machines that have another one or
+def distribute(newest: Path, own: Path, folder: Path, source: int, ranks: Ranks) -> Path:
+    """Sends the checkpoint `newest` of the rank `source` to the machines that have another one or
     none (`own`), where it comes into `folder`, and the best weights to the first rank. Returns its
     path on this machine."""
     digests = ranks.gather(digest_of(own) if ranks.leader else None)
     receivers = [i for i, digest in enumerate(digests) if digest not in (None, digests[source])]
-    send(ranks, found, folder / found.name, source, receivers)
+    send(ranks, newest, folder / newest.name, source, receivers)
     if 0 in receivers:
         for name in BEST:
-            is_there = ranks.gather((found.parent / name).is_file())[source]
+            is_there = ranks.gather((newest.parent / name).is_file())[source]
             if is_there:
-                send(ranks, found.parent / name, folder / name, source, [0])
+                send(ranks, newest.parent / name, folder / name, source, [0])
     ranks.gather(None)  # all files are there
     leader = ranks.rank - torchrun("LOCAL_RANK", 0)
-    return folder / found.name if leader in receivers else own
+    return folder / newest.name if leader in receivers else own
 
 
-def send(ranks: Ranks, found: Path, path: Path, source: int, receivers: list[int]) -> None:
-    """Sends the file `found` of the rank `source` to other ranks, each of which saves it as `path`.
+def send(ranks: Ranks, sent: Path, path: Path, source: int, receivers: list[int]) -> None:
+    """Sends the file `sent` of the rank `source` to other ranks, each of which saves it as `path`.
     All ranks call it."""
-    size = ranks.gather(found.stat().st_size if ranks.rank == source else 0)[source]
+    size = ranks.gather(sent.stat().st_size if ranks.rank == source else 0)[source]
     if ranks.rank == source and receivers:
-        with open(found, "rb") as file:
+        with open(sent, "rb") as file:
             while piece := bytearray(file.read(PIECE)):
                 for rank in receivers:
                     ranks.send(torch.frombuffer(piece, dtype=torch.uint8), rank)

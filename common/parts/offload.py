@@ -47,13 +47,13 @@ def castable(model: torch.nn.Module, layers: tuple[type, ...]) -> list[torch.nn.
     for layer in model.modules():
         if isinstance(layer, layers) and kinds[type(layer)] > 1:
             inside |= dict.fromkeys(layer.modules())
-    found = []
+    parameters = []
     for module in inside:
         own = [module._parameters.get(name) for name in ("weight", "bias")]
         if isinstance(module, torch.nn.Embedding) or own[0] is None or own[0].dim() < 2:
             continue
-        found += [p for p in own if p is not None and uses[p] == 1]
-    return found
+        parameters += [p for p in own if p is not None and uses[p] == 1]
+    return parameters
 
 
 def host_bytes(model: torch.nn.Module, level: str | None, ranks: int = 1) -> int:

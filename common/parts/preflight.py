@@ -32,13 +32,13 @@ def verify(args, model: torch.nn.Module, plan: Callable[[], tuple[int, str]] | N
     on_gpu = argparse.Namespace(**{**vars(args), "device": wanted})
     try:
         setup = device.setup(on_gpu, quiet=True)
-        found = check_gpu(setup)
+        gpu_check = check_gpu(setup)
     except UsageError as error:
         setup = Setup()
-        found = FAIL, str(error)
-    needs_gpu = {"memory", "attention", "precision" if found[0] == FAIL else ""}
+        gpu_check = FAIL, str(error)
+    needs_gpu = {"memory", "attention", "precision" if gpu_check[0] == FAIL else ""}
     checks = {
-        "GPU": lambda: found,
+        "GPU": lambda: gpu_check,
         "memory": lambda: check_memory(setup, *plan()),
         "precision": lambda: check_precision(args, setup),
         "attention": lambda: check_attention(setup),

@@ -30,9 +30,9 @@ class Watched:
         was watched then."""
         lines = []
         noted = progress.parts.setdefault(KIND, {})
-        for name, each in values.items():
-            noted.setdefault(name, []).append([progress.step, each.get(task.metric, math.nan)])
-            texts = [f"{key} {shown(key, value)}" for key, value in each.items()]
+        for name, results in values.items():
+            noted.setdefault(name, []).append([progress.step, results.get(task.metric, math.nan)])
+            texts = [f"{key} {shown(key, value)}" for key, value in results.items()]
             lines.append(f"  watched {name}: {'  '.join(texts)}")
         above = self.above_limit(task, progress)
         progress.stop = bool(above)
@@ -61,13 +61,13 @@ class Watched:
 
     def table(self, task, progress: Progress) -> list[str]:
         """`by_step` as lines to print."""
-        found = self.by_step(progress)
+        values_of_sets = self.by_step(progress)
         metric = task.metric.upper() if task.metric in ERROR_RATES else task.metric
-        width = max(map(len, [metric, *found]))
+        width = max(map(len, [metric, *values_of_sets]))
         last = f"last (step {progress.last_evaluation})"
         heads = ["before training", f"best (step {progress.best_step})", last]
         lines = ["  ".join([metric.ljust(width), *(f"{head:>18}" for head in heads)])]
-        for name, values in found.items():
+        for name, values in values_of_sets.items():
             cells = [shown(task.metric, each[1]) if each else "-" for each in values.values()]
             lines.append("  ".join([name.ljust(width), *(f"{cell:>18}" for cell in cells)]))
         return lines
@@ -77,12 +77,12 @@ class Watched:
         each watched set before the first update, with the best weights, and at the end; None where
         a set was not evaluated."""
         steps = {"before": 0, "best": progress.best_step, "last": progress.last_evaluation}
-        found = {}
+        values_of_sets = {}
         watched = progress.parts.get(KIND, {})
         named = {f"watched {name}": values for name, values in watched.items()}
         for name, values in {EVALUATION: progress.evaluations, **named}.items():
             known = dict(map(tuple, values))
-            found[name] = {
+            values_of_sets[name] = {
                 what: [step, known[step]] if step in known else None for what, step in steps.items()
             }
-        return found
+        return values_of_sets

@@ -25,7 +25,7 @@ def chains(heard: np.ndarray, text: np.ndarray) -> list[np.ndarray]:
     pairs = pairs[_supported(pairs)]
     if not len(pairs):
         return []
-    found = []
+    chosen = []
     free = np.ones(len(heard), bool), np.ones(len(text), bool)
     for chain in _by_score(pairs, size):
         is_free = free[0][chain[:, 0]] & free[1][chain[:, 1]]
@@ -34,8 +34,8 @@ def chains(heard: np.ndarray, text: np.ndarray) -> list[np.ndarray]:
                 continue
             for axis in range(2):
                 free[axis][part[0, axis] : part[-1, axis] + size] = False
-            found.append(part)
-    return sorted(found, key=lambda chain: int(chain[0, 0]))
+            chosen.append(part)
+    return sorted(chosen, key=lambda chain: int(chain[0, 0]))
 
 
 def _pairs(heard: np.ndarray, text: np.ndarray) -> tuple[int, np.ndarray]:
@@ -97,7 +97,7 @@ def _by_score(pairs: np.ndarray, size: int) -> list[np.ndarray]:
             scores[i] = gains[best]
             previous[i] = first + best
     is_used = np.zeros(len(pairs), bool)
-    found = []
+    chains = []
     for end in np.argsort(-scores, kind="stable").tolist():
         chain = []
         place = end
@@ -106,8 +106,8 @@ def _by_score(pairs: np.ndarray, size: int) -> list[np.ndarray]:
             chain.append(place)
             place = int(previous[place])
         if chain:
-            found.append(pairs[chain[::-1]])
-    return sorted(found, key=lambda chain: -len(chain))
+            chains.append(pairs[chain[::-1]])
+    return sorted(chains, key=lambda chain: -len(chain))
 
 
 def _runs(chain: np.ndarray, is_kept: np.ndarray) -> list[np.ndarray]:

@@ -217,15 +217,15 @@ def align(audio: Path, text: Path, recogniser: Recogniser) -> Cuts:
     heard_windows = emissions.windows_of(
         str(audio), recogniser.hear, recogniser.frame, energy, (window, context)
     )
-    found = emissions.collect(
+    emitted = emissions.collect(
         _with_progress(audio, heard_windows, recogniser.frame),
         recogniser.frame,
         tokens.tokens,
         vocabulary.blank,
         energy,
     )
-    placed = matching.place(found, tokens, vocabulary)
-    return cutting.cut(pieces, placed, found, matching.heard_in(found, vocabulary))
+    placed = matching.place(emitted, tokens, vocabulary)
+    return cutting.cut(pieces, placed, emitted, matching.heard_in(emitted, vocabulary))
 
 
 def align_flat(audio: Path, text: Path) -> Cuts:

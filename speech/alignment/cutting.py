@@ -81,9 +81,9 @@ def cut(
 ) -> Cuts:
     """The utterances of a recording whose text's `pieces` are `placed` in it. Without `joins` each
     piece is one, however short."""
-    found = _in_order(placed)
-    spans = _spans(found, placed, emissions)
-    certain = _certain(found, placed, emissions.frame)
+    numbers = _in_order(placed)
+    spans = _spans(numbers, placed, emissions)
+    certain = _certain(numbers, placed, emissions.frame)
     reasons: dict[int, str] = {}
     for number, each in enumerate(placed):
         if each is None or number not in spans:
@@ -91,7 +91,7 @@ def cut(
         elif number not in certain:
             reasons[number] = UNCERTAIN
     utterances = []
-    used = [spans[number] for number in found if number not in reasons]
+    used = [spans[number] for number in numbers if number not in reasons]
     for run in _runs(used) if joins else [[span] for span in used]:
         for part in _best_cuts(run, pieces):
             seconds = part[-1].end - part[0].start
@@ -113,37 +113,37 @@ def cut(
 def _in_order(placed: list[Placed | None]) -> list[int]:
     """The numbers of the pieces in order of time; of two in the same place the more certain."""
     numbers = [number for number, each in enumerate(placed) if each]
-    found: list[int] = []
+    ordered: list[int] = []
     for number in sorted(numbers, key=lambda number: (placed[number].start, placed[number].end)):
         this = placed[number]
-        while found and placed[found[-1]].end > this.start:
-            if placed[found[-1]].confidence >= this.confidence:
+        while ordered and placed[ordered[-1]].end > this.start:
+            if placed[ordered[-1]].confidence >= this.confidence:
                 break
-            found.pop()
-        if not found or placed[found[-1]].end <= this.start:
-            found.append(number)
-    return found
+            ordered.pop()
+        if not ordered or placed[ordered[-1]].end <= this.start:
+            ordered.append(number)
+    return ordered
 
 
-def _certain(found: list[int], placed: list[Placed | None], frame: float) -> set[int]:
+def _certain(numbers: list[int], placed: list[Placed | None], frame: float) -> set[int]:
     """The numbers of those that are about as good as most: a recogniser that errs often errs
     everywhere. More errors, or hardly a letter that is known, are allowed between two certain
     neighbours."""
-    if not found:
+    if not numbers:
         return set()
-    errors = statistics.median(placed[number].error_rate for number in found)
-    confidence = statistics.median(placed[number].confidence for number in found)
+    errors = statistics.median(placed[number].error_rate for number in numbers)
+    confidence = statistics.median(placed[number].confidence for number in numbers)
     most = min(MOST_ERRORS, errors + ERRORS_ABOVE)
     least = max(
         confidence - CONFIDENCE_BELOW * frame, 2 * confidence - CONFIDENCE_BELOW_TWICE * frame
     )
 
     def passes(number: int, more: float = 0.0) -> bool:
-        each = placed[number]
-        return each.error_rate <= most + more and each.confidence >= least
+        piece = placed[number]
+        return piece.error_rate <= most + more and piece.confidence >= least
 
-    certain = {number for number in found if passes(number) and placed[number].letters >= FEWEST}
-    neighbours = zip(found, found[1:], found[2:], strict=False)
+    certain = {number for number in numbers if passes(number) and placed[number].letters >= FEWEST}
+    neighbours = zip(numbers, numbers[1:], numbers[2:], strict=False)
     between = {
         number
         for before, number, after in neighbours
@@ -155,17 +155,19 @@ def _certain(found: list[int], placed: list[Placed | None], frame: float) -> set
 # --- where sound begins and ends ------------------------------------------------------------------
 
 
-def _spans(found: list[int], placed: list[Placed | None], emissions: Emissions) -> dict[int, _Span]:
+def _spans(
+    numbers: list[int], placed: list[Placed | None], emissions: Emissions
+) -> dict[int, _Span]:
     """The span of each piece, by number: from the silence before its first letter to that after its
     last."""
     frame = emissions.frame
-    firsts = [*(placed[number].start * frame for number in found), emissions.seconds]
-    lasts = [0.0, *(placed[number].end * frame for number in found)]
+    firsts = [*(placed[number].start * frame for number in numbers), emissions.seconds]
+    lasts = [0.0, *(placed[number].end * frame for number in numbers)]
     edges = [
         _pauses(last, first, emissions.energy) for last, first in zip(lasts, firsts, strict=True)
     ]
     spans = {}
-    for number, (_, before), (after, _) in zip(found, edges, edges[1:], strict=False):
+    for number, (_, before), (after, _) in zip(numbers, edges, edges[1:], strict=False):
         start = before[1] - min(MARGIN, (before[1] - before[0]) / 2)
         end = after[0] + min(MARGIN, (after[1] - after[0]) / 2)
         after_pause = before[1] - before[0] >= PAUSE or before[0] <= 0

@@ -82,19 +82,19 @@ def windows_of(
     window, context = (round(size * SAMPLE_RATE) // step * step for size in sizes)
     pieces = read_in_pieces(path, SAMPLE_RATE)
     held = torch.zeros(0)
-    before = 0  # samples of `held` that are context
+    context_before = 0  # samples of `held` that are context
     is_last = False
     while not is_last:
-        held, is_last = _filled(held, pieces, before + window + context)
-        fresh = held[before : None if is_last else before + window]
+        held, is_last = _filled(held, pieces, context_before + window + context)
+        fresh = held[context_before : None if is_last else context_before + window]
         energy.append(_energy(fresh.numpy()))
-        first = before // step
+        first = context_before // step
         result = log_probs(held)
         count = -(-len(fresh) // step) if is_last else window // step
         yield _exactly(result[first : first + count], count)
-        dropped = max(0, before + window - context)
+        dropped = max(0, context_before + window - context)
         held = held[dropped:]
-        before = before + window - dropped
+        context_before = context_before + window - dropped
 
 
 def energy_in(path: str) -> np.ndarray:

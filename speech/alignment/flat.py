@@ -73,34 +73,34 @@ def align(pieces: list[Piece], energy: np.ndarray) -> Cuts:
     with the highest confidence, or less. It is minus the mean difference of their letters' seconds,
     and of those around them, from the usual: 0 is perfect, -0.1 is 10 %. Raises `DataError` if the
     text is far too short or too long."""
-    found = stretches(energy)
+    sounding = stretches(energy)
     letters = np.array([sum(map(is_letter, piece.text)) for piece in pieces])
-    matches, reading = match(found, letters)
+    matches, reading = match(sounding, letters)
     if reading.rate > SLOWEST:
         raise DataError(
             f"the text is too short: each of its letters would take {reading.rate:.1f} s; give the"
             " whole text, or cut the recording"
         )
-    if len(found) and reading.rate < FASTEST:
+    if len(sounding) and reading.rate < FASTEST:
         raise DataError(
             f"the text is too long: each of its letters would take {reading.rate:.4f} s; give the"
             " text of this recording alone, or the whole recording"
         )
-    confidences = judge(matches, found, letters, reading.rate)
-    read = [number for number, each in enumerate(matches) if each.is_read]
+    confidences = judge(matches, sounding, letters, reading.rate)
+    read = [number for number, matched in enumerate(matches) if matched.is_read]
     least = max(LEAST, np.median([confidences[number] for number in read] or [0.0]))
     texts, placed = [], []
-    for each, confidence in zip(matches, confidences, strict=True):
-        part = pieces[each.start : each.end]
+    for matched, confidence in zip(matches, confidences, strict=True):
+        part = pieces[matched.start : matched.end]
         if not part:
             continue
         texts.append(Piece(join([piece.text for piece in part]), part[-1].is_end))
-        if not each.is_read:
+        if not matched.is_read:
             placed.append(None)
             continue
-        start, end = found[each.first, 0], found[each.last - 1, 1]
+        start, end = sounding[matched.first, 0], sounding[matched.last - 1, 1]
         frames = [round(float(time) / ENERGY_FRAME) for time in (start, end)]
-        count = int(letters[each.start : each.end].sum())
+        count = int(letters[matched.start : matched.end].sum())
         # What is not certain is marked as an error from beginning to end.
         placed.append(Placed(*frames, confidence, float(confidence < least), count))
     nothing = np.zeros(0, np.int64)
@@ -143,11 +143,11 @@ def _is_sound(energy: np.ndarray, least: float) -> np.ndarray:
 # --- matching -------------------------------------------------------------------------------------
 
 
-def match(found: np.ndarray, letters: np.ndarray) -> tuple[list[Match], Reading]:
+def match(sounding: np.ndarray, letters: np.ndarray) -> tuple[list[Match], Reading]:
     """The best matches of stretches (N, 2) and pieces with so many `letters` (M,), in order, and
     the reading that they show."""
-    seconds = found[:, 1] - found[:, 0]
-    pauses = np.append(found[1:, 0] - found[:-1, 1], np.inf)[: len(found)]
+    seconds = sounding[:, 1] - sounding[:, 0]
+    pauses = np.append(sounding[1:, 0] - sounding[:-1, 1], np.inf)[: len(sounding)]
     longest = np.argsort(-pauses)[: len(letters)]
     is_end = np.isin(np.arange(len(pauses)), longest)
     rate = seconds.sum() / max(1, letters.sum())
@@ -162,21 +162,23 @@ def _reading(
     matches: list[Match], seconds: np.ndarray, pauses: np.ndarray, letters: np.ndarray
 ) -> Reading | None:
     """What the matches show, None if there are none."""
-    read = [each for each in matches if each.is_read]
+    read = [matched for matched in matches if matched.is_read]
     if not read:
         return None
     rates = _rates(read, seconds, letters)
     rate = float(np.median(rates))
     spread = 1.48 * float(np.median(np.abs(np.log(rates / rate))))  # a normal one's deviation
     is_end = np.zeros(len(pauses), bool)
-    is_end[[each.last - 1 for each in matches if each.last > each.first]] = True
+    is_end[[matched.last - 1 for matched in matches if matched.last > matched.first]] = True
     return Reading(rate, float(np.clip(spread, *SPREADS)), _price_of_ends(pauses, is_end))
 
 
 def _rates(matches: list[Match], seconds: np.ndarray, letters: np.ndarray) -> np.ndarray:
     """The seconds of a letter in each match."""
     sound, text = _sums(seconds), _sums(letters)
-    places = np.array([(each.first, each.last, each.start, each.end) for each in matches]).T
+    places = np.array(
+        [(matched.first, matched.last, matched.start, matched.end) for matched in matches]
+    ).T
     return (sound[places[1]] - sound[places[0]]) / (text[places[3]] - text[places[2]])
 
 
@@ -274,9 +276,11 @@ def _traced(steps: list[np.ndarray], lows: np.ndarray, row: int, column: int) ->
     return matches[::-1]
 
 
-def judge(matches: list[Match], found: np.ndarray, letters: np.ndarray, rate: float) -> list[float]:
+def judge(
+    matches: list[Match], sounding: np.ndarray, letters: np.ndarray, rate: float
+) -> list[float]:
     """The confidence of each match."""
-    seconds = found[:, 1] - found[:, 0]
+    seconds = sounding[:, 1] - sounding[:, 0]
     uneven = np.full(len(matches), UNMATCHED)
     read = [number for number, each in enumerate(matches) if each.is_read]
     if read:

@@ -116,13 +116,13 @@ def place(emissions: Emissions, text: Text, vocabulary: Vocabulary) -> list[Plac
     heard = heard_in(emissions, vocabulary)
     chains = anchors.chains(heard.letters, text.letters)
     pairs = [_as_frames(chain, heard, text) for chain in chains]
-    found: list[Placed | None] = [None] * (len(text.edges) - 1)
+    places: list[Placed | None] = [None] * (len(text.edges) - 1)
     aligner = _Aligner(emissions, text, vocabulary, heard)
     for block in blocks(pairs, text, emissions):
         for number, placed in aligner.of(block):
-            if found[number] is None or placed.confidence > found[number].confidence:
-                found[number] = placed
-    return found
+            if places[number] is None or placed.confidence > places[number].confidence:
+                places[number] = placed
+    return places
 
 
 def _as_frames(chain: np.ndarray, heard: Heard, text: Text) -> np.ndarray:
@@ -138,16 +138,16 @@ def _as_frames(chain: np.ndarray, heard: Heard, text: Text) -> np.ndarray:
 def _are_pins(chain: np.ndarray) -> np.ndarray:
     """(N,) whether a pair is inside a run of equal letters, and others before and after it, not of
     the same word, are as far from each other in the text as in what was heard."""
-    found = np.append(False, (np.diff(chain, axis=0) == 1).all(axis=1))
+    is_pin = np.append(False, (np.diff(chain, axis=0) == 1).all(axis=1))
     letters = chain[:, 0]
     drift = chain[:, 1] - letters
     near, far = PIN_SUPPORT
-    for i in np.flatnonzero(found).tolist():
+    for i in np.flatnonzero(is_pin).tolist():
         edges = letters[i] + [-far, -near, near, far]
         first, before, after, last = np.searchsorted(letters, edges).tolist()
         agree = np.abs(drift[first:last] - drift[i]) <= PIN_DRIFT
-        found[i] = agree[: before - first].sum() >= 2 and agree[after - first :].sum() >= 2
-    return found
+        is_pin[i] = agree[: before - first].sum() >= 2 and agree[after - first :].sum() >= 2
+    return is_pin
 
 
 # --- blocks ---------------------------------------------------------------------------------------

@@ -99,9 +99,9 @@ def take_census(texts: Strings | list[str]) -> Census:
         joined = " ".join([*part, ""]).encode("utf-32-le", "surrogatepass")
         codes = np.frombuffer(joined, dtype=np.uint32)
         ends = np.cumsum(np.fromiter((len(text) + 1 for text in part), np.int64, len(part)))
-        found = np.bincount(codes, minlength=CODE_POINTS)
-        kinds.add(np.flatnonzero(found))
-        counts += found
+        occurrences = np.bincount(codes, minlength=CODE_POINTS)
+        kinds.add(np.flatnonzero(occurrences))
+        counts += occurrences
         starts = np.concatenate([[0], ends[:-1]])
         kind = kinds.kinds[codes]
         sums = np.concatenate([[0], np.cumsum(kind > 0)])
@@ -152,13 +152,13 @@ def letters_line(counts: Counter[str]) -> str:
 
 def look_alikes(counts: Counter[str]) -> list[str]:
     """A part of a sentence for each row of LOOK_ALIKES of which several characters occur."""
-    found = []
+    parts = []
     for row in LOOK_ALIKES:
         present = [character for character in row if counts[character]]
         if len(present) > 1:
             named = [f"{each} (U+{ord(each):04X}) x {counts[each]:,}" for each in present]
-            found.append(" and ".join(named))
-    return found
+            parts.append(" and ".join(named))
+    return parts
 
 
 def mixed_line(sets: list[tuple[Strings, Census]]) -> str:
@@ -172,10 +172,10 @@ def mixed_line(sets: list[tuple[Strings, Census]]) -> str:
     for texts, census in sets:
         for row in census.mixed[:MIXED].tolist():
             for word in texts[row].split():
-                found = [each for each in word if script_of(each) in ALPHABETS]
-                if len({script_of(each) for each in found}) > 1:
+                letters_of_word = [each for each in word if script_of(each) in ALPHABETS]
+                if len({script_of(each) for each in letters_of_word}) > 1:
                     words[word] = None
-                    letters.update(found)
+                    letters.update(letters_of_word)
     scripts: Counter[str] = Counter()
     for letter, count in letters.items():
         scripts[script_of(letter)] += count
@@ -205,14 +205,14 @@ def no_words(texts: Strings, letters: np.ndarray) -> Counter[str]:
     most = max(SHARED, SHARE * len(texts))
     is_shared = counts >= most
     is_shared &= (counts >= OFTENER * np.median(counts)) | (counts > len(texts) / 2)
-    found: Counter[str] = Counter()
+    codes: Counter[str] = Counter()
     repeated = (counts > 1) | (letters[first] == 0)
     for place in np.flatnonzero(repeated).tolist():
         text = texts[int(first[place])]
         is_code = text.lower() in NO_WORDS or not any(map(str.isalnum, text))
         if text and (is_shared[place] or is_code):
-            found[text] = int(counts[place])
-    return found
+            codes[text] = int(counts[place])
+    return codes
 
 
 def named_texts(counts: Counter[str]) -> str:

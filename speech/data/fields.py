@@ -334,7 +334,7 @@ def _segments(rows) -> list[tuple[float, float, str]]:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError("segments are not a list of objects")
     segments = []
-    before = 0.0
+    end = 0.0
     for row in rows:
         columns = columns_of(tuple(row))
         if len(columns.texts) > 1:
@@ -343,10 +343,10 @@ def _segments(rows) -> list[tuple[float, float, str]]:
         text = _text(row, columns.text, "a segment has no text field", wrong)
         check_encoding(text)
         start, stop = _segment_times(row, columns)
-        if start < before - SEGMENT_OVERLAP or stop <= before:
+        if start < end - SEGMENT_OVERLAP or stop <= end:
             raise ValueError("segments overlap, or are not in the order of time")
-        segments.append((max(start, before), stop, text))
-        before = stop
+        segments.append((max(start, end), stop, text))
+        end = stop
     return segments
 
 

@@ -84,13 +84,13 @@ def find_all(names: Sequence[str], folder: str, audio_root: str | None = None) -
             ways = [((os.path.join(base, *outside),), parts[len(outside) :])]
             if not outside:
                 ways.append((tuple(listing((base,)).folders), parts))
-        found = next(filter(None, (within(*way) for way in ways)), [missing])
-        if len(found) > 1:
+        files = next(filter(None, (within(*way) for way in ways)), [missing])
+        if len(files) > 1:
             raise DataError(
-                f"which file is {printable(name)}: {printable(' or '.join(found[:3]))}? Write its"
+                f"which file is {printable(name)}: {printable(' or '.join(files[:3]))}? Write its"
                 " folder and ending into the manifest, or give the folder as --audio_root"
             )
-        return found[0]
+        return files[0]
 
     # An absolute name replaces `base`. (pathlib's `exists` raises for a name that is too long.)
     paths = [os.path.join(base, name) for name in names]

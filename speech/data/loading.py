@@ -369,10 +369,10 @@ def join_segments(
     pieces: list[tuple[float, float, str]] = []
     for start, stop, text in segments:
         if pieces and stop - pieces[-1][0] <= max_seconds + MICROSECOND:
-            first, _, before = pieces.pop()
-            if before and text:
-                text = f"{before} {text}"
-            pieces.append((first, stop, text or before))
+            first, _, earlier_text = pieces.pop()
+            if earlier_text and text:
+                text = f"{earlier_text} {text}"
+            pieces.append((first, stop, text or earlier_text))
         else:
             pieces.append((start, stop, text))
     return pieces
@@ -389,10 +389,10 @@ def join_short(
         if not text:
             continue
         if pieces:
-            first, last, before = pieces[-1]
+            first, last, earlier_text = pieces[-1]
             is_short = last - first < SHORT_SEGMENT and start - last < SHORT_GAP
             if is_short and stop - first <= max_seconds + MICROSECOND:
-                pieces[-1] = (first, stop, f"{before} {text}")
+                pieces[-1] = (first, stop, f"{earlier_text} {text}")
                 continue
         pieces.append((start, stop, text))
     return pieces

@@ -236,16 +236,16 @@ def _whole(
 ) -> Iterator[tuple[int, list[str]]]:
     """The rows without those whose text, their last cell, seems to continue in the next line: it
     has one cell, which is no file name."""
-    before = None
+    held = None
     for number, cells in rows:
         is_rest = len(cells) == 1 < len(header) and not AUDIO_SUFFIX.search(cells[0].strip())
-        if before and is_rest and header[-1] in TEXT_KEYS and len(before[1]) == len(header):
-            reject("the text may continue in the next line (such a text needs quotes)", before[0])
-        elif before:
-            yield before
-        before = (number, cells)
-    if before:
-        yield before
+        if held and is_rest and header[-1] in TEXT_KEYS and len(held[1]) == len(header):
+            reject("the text may continue in the next line (such a text needs quotes)", held[0])
+        elif held:
+            yield held
+        held = (number, cells)
+    if held:
+        yield held
 
 
 def _is_header(cells: list[str]) -> bool:
@@ -556,22 +556,22 @@ def _in_milliseconds(read: Gathered, files: list[str], path: str) -> bool:
     offsets, durations, units = map(np.array, (read.offsets, read.durations, read.units))
     unknown = np.isnan(units)
     rows = np.flatnonzero(unknown & (durations > 0))
-    found = False
+    in_milliseconds = False
     # Few are as long in seconds: the files are looked at only then.
     if len(rows) and np.median(durations[rows]) >= LEAST_MILLISECONDS:
         rows = rows[np.linspace(0, len(rows) - 1, min(PROBED, len(rows)), dtype=np.int64)]
         lengths, _ = probe_all([files[read.audio.codes[row]] for row in rows.tolist()], None)
         ends = (np.nan_to_num(offsets) + durations)[rows][lengths > 0]
         lengths = lengths[lengths > 0]
-        found = bool(2 * (ends <= lengths + LATER).sum() < len(ends))
-        if found and 2 * (ends / 1000 <= lengths + LATER).sum() < len(ends):
+        in_milliseconds = bool(2 * (ends <= lengths + LATER).sum() < len(ends))
+        if in_milliseconds and 2 * (ends / 1000 <= lengths + LATER).sum() < len(ends):
             worst = int(np.argmax(ends / lengths))
             raise DataError(
                 f"manifest {path}: its times are neither seconds nor milliseconds: {ends[worst]:g}"
                 f" in a file of {lengths[worst]:.2f} s; correct them, or rename their columns"
             )
-    read.units = np.where(unknown, 1e-3 if found else 1.0, units)
-    return found
+    read.units = np.where(unknown, 1e-3 if in_milliseconds else 1.0, units)
+    return in_milliseconds
 
 
 def _find_all(

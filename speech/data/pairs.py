@@ -21,15 +21,17 @@ def texts_of(name: str) -> list[Path]:
     for, sorted; [] for other names and patterns. Raises `UsageError` for a folder without pairs,
     and for one that also has a table."""
     if os.path.isdir(name):
-        found = [Path(place, each) for place, _, names in os.walk(name) for each in names]
-        texts = sorted(path for path in found if path.suffix.lower() in SUFFIXES and path.is_file())
+        inside = [Path(place, each) for place, _, names in os.walk(name) for each in names]
+        texts = sorted(
+            path for path in inside if path.suffix.lower() in SUFFIXES and path.is_file()
+        )
         if not any(audio for _, audio in paired(texts, None)):
             raise UsageError(
                 f"manifest {name}: it is a folder; name a table in it or, of files of annotations, a"
                 f" pattern in quotes such as '{name}/*.eaf'; or put each text as a.txt or a.lab"
                 f" beside a.wav, or name texts of another ending by a pattern"
             )
-        tables = sorted(path for path in found if path.suffix.lower() in TABLES)
+        tables = sorted(path for path in inside if path.suffix.lower() in TABLES)
         if tables:
             raise UsageError(
                 f"manifest {name}: it has pairs of audio and text, and {tables[0].name}: name the"

@@ -43,10 +43,10 @@ def shards(patterns: list[str]) -> list[str]:
     files = []
     for pattern in patterns:
         is_name = os.path.exists(pattern) or not glob.has_magic(pattern)
-        found = [pattern] if is_name else sorted(glob.glob(pattern, recursive=True))
-        if not found:
+        matches = [pattern] if is_name else sorted(glob.glob(pattern, recursive=True))
+        if not matches:
             raise UsageError(f"{pattern}: no file has such a name")
-        files += [str(require_file(path)) for path in found]
+        files += [str(require_file(path)) for path in matches]
     return files
 
 
@@ -80,23 +80,25 @@ def columns(path: str, schema) -> tuple[str, dict[str, str]]:
     """The column of the bytes of audio as pyarrow names it ("audio.bytes", or "wav"), and the
     others that are written, by their names in lower case. Raises `DataError`."""
     types = require("pyarrow", "reading Parquet").types
-    found = {}
+    audio_columns = {}
     for column in schema:
         name = column.name.lower()
         is_bytes = types.is_binary(column.type) or types.is_large_binary(column.type)
         if is_bytes and ("audio" in name or name in BINARY_NAMES):
-            found[name] = column.name
+            audio_columns[name] = column.name
         elif types.is_struct(column.type) and column.type.get_field_index("bytes") >= 0:
-            found[name] = f"{column.name}.bytes"
-    if len(found) > 1 and "audio" not in found:
-        raise DataError(f"{path}: which of {printable(', '.join(found))} is audio? Call it audio")
-    if not found:
+            audio_columns[name] = f"{column.name}.bytes"
+    if len(audio_columns) > 1 and "audio" not in audio_columns:
+        raise DataError(
+            f"{path}: which of {printable(', '.join(audio_columns))} is audio? Call it audio"
+        )
+    if not audio_columns:
         present = ", ".join(f"{column.name}: {column.type}" for column in schema)
         raise DataError(
             f"{path} has no column of audio, as audio: struct<bytes: binary, path: string> or"
             f" audio: binary; it has {printable(present)[:300] or 'no columns'}"
         )
-    chosen = found.get("audio") or next(iter(found.values()))
+    chosen = audio_columns.get("audio") or next(iter(audio_columns.values()))
     others = {}
     for column in schema:
         name = column.name.lower()

@@ -179,9 +179,9 @@ def add_arguments(parser, allow_unknown: bool = False, **defaults) -> None:
 
 
 def resolve(
-    args, before: RunInfo | None = None, for_synthesis: bool = False, needs: str = "text"
+    args, earlier_run: RunInfo | None = None, for_synthesis: bool = False, needs: str = "text"
 ) -> DataOptions:
-    """The request of the flags. `before`: the record of the run that is resumed or used, whose
+    """The request of the flags. `earlier_run`: the record of the run that is resumed or used, whose
     utterances for evaluation are held out again. `needs`: what every utterance has to have, "text"
     or "label". The whole recordings of --long are longer than --max_duration. Raises
     `UsageError`."""
@@ -226,16 +226,16 @@ def resolve(
         tiers=tuple(args.tier or ()),
         text_column=args.text_column,
     )
-    return again(DataOptions(manifests, checks, planned), before)
+    return again(DataOptions(manifests, checks, planned), earlier_run)
 
 
-def again(data: DataOptions, before: RunInfo | None) -> DataOptions:
-    """The request, if it is of the run `before` that is resumed or used: what that held out for
-    evaluation is held out again."""
-    if before is None:
+def again(data: DataOptions, earlier_run: RunInfo | None) -> DataOptions:
+    """The request, if it is of the run `earlier_run` that is resumed or used: what that held out
+    for evaluation is held out again."""
+    if earlier_run is None:
         return data
-    checks = replace(data.checks, held_out=tuple(before.held_out))
-    return replace(data, checks=checks, had_others=not before.demo)
+    checks = replace(data.checks, held_out=tuple(earlier_run.held_out))
+    return replace(data, checks=checks, had_others=not earlier_run.demo)
 
 
 def require_tiers(manifests: Iterable[str]) -> None:
@@ -304,8 +304,8 @@ def read_manifests(
             print(f"--max_samples: {len(rows)} of {len(whole)} training utterances are taken")
             corpora["train"] = whole.select(rows)
         if "val" not in corpora:
-            before = set(checks.held_out)
-            corpora["train"], corpora["val"] = hold_out(whole, rows, checks.seed, before)
+            earlier_keys = set(checks.held_out)
+            corpora["train"], corpora["val"] = hold_out(whole, rows, checks.seed, earlier_keys)
     note_overlaps(corpora)
     return corpora
 
@@ -363,15 +363,15 @@ def stand_in(
 
 
 def run_info(
-    data: DataOptions, corpora: dict[str, Corpus], before: RunInfo | None = None
+    data: DataOptions, corpora: dict[str, Corpus], earlier_run: RunInfo | None = None
 ) -> RunInfo:
-    """The record in a checkpoint of the `corpora` of `load_splits(data, ...)`. `before`: that of
-    the run that is resumed, or of a released model's training, if recordings may later be cut into
-    pieces as long as its utterances."""
+    """The record in a checkpoint of the `corpora` of `load_splits(data, ...)`. `earlier_run`: that
+    of the run that is resumed, or of a released model's training, if recordings may later be cut
+    into pieces as long as its utterances."""
     held_out = "train" in data.manifests and "val" not in data.manifests
     longest = [float(corpora[name].seconds.max()) for name in LEARNED_FROM if name in corpora]
-    if before:
-        longest.append(before.longest)
+    if earlier_run:
+        longest.append(earlier_run.longest)
     return RunInfo(
         held_out=held_out_keys(corpora["val"]) if held_out else [],
         longest=max(longest),
@@ -474,16 +474,18 @@ def drop_long_texts(
     return drop(corpus, name, fault, strict)
 
 
-def hold_out(whole: Corpus, rows: np.ndarray, seed: int, before: set[str]) -> tuple[Corpus, Corpus]:
+def hold_out(
+    whole: Corpus, rows: np.ndarray, seed: int, earlier_keys: set[str]
+) -> tuple[Corpus, Corpus]:
     """(training part, evaluation part) of the ascending `rows` of the training set: a random part
-    is held out, HELD_OUT of it, at least one utterance and at most MOST_HELD_OUT. If `before` has
-    the keys of other utterances, of any row, these are held out instead. Raises `DataError` if
+    is held out, HELD_OUT of it, at least one utterance and at most MOST_HELD_OUT. If `earlier_keys`
+    has the keys of other utterances, of any row, these are held out instead. Raises `DataError` if
     nothing would be left to train on."""
     count = min(MOST_HELD_OUT, max(1, round(HELD_OUT * len(rows))))
     order = np.random.default_rng(seed).permutation(len(rows))
     chosen = rows[np.sort(order[:count])]
-    if before and set(held_out_keys(whole.select(chosen))) != before:
-        kept = np.flatnonzero([key in before for key in held_out_keys(whole)])
+    if earlier_keys and set(held_out_keys(whole.select(chosen))) != earlier_keys:
+        kept = np.flatnonzero([key in earlier_keys for key in held_out_keys(whole)])
         if len(kept):
             chosen = kept
         else:

@@ -157,11 +157,11 @@ def griffin_lim(
     settings = {"n_fft": n_fft, "hop_length": hop, "win_length": len(window), "window": window}
     magnitude = power.sqrt()
     phases = torch.complex(torch.ones_like(magnitude), torch.zeros_like(magnitude))
-    before = torch.zeros_like(phases)
+    earlier_spectrum = torch.zeros_like(phases)
     for _ in range(steps):
         waveform = torch.istft(magnitude * phases, **settings)
         spectrum = torch.stft(waveform, **settings, return_complex=True)
-        phases = spectrum - before * (momentum / (1 + momentum))
+        phases = spectrum - earlier_spectrum * (momentum / (1 + momentum))
         phases = phases / (phases.abs() + TINY)
-        before = spectrum
+        earlier_spectrum = spectrum
     return torch.istft(magnitude * phases, **settings)

@@ -69,10 +69,10 @@ def forms(name: str) -> list[str]:
     """What a language that is written in any case and perhaps with a region may be called, the
     best first: nb-NO is nb-no, nb or no."""
     whole = _plain(name)
-    found = []
-    for each in (whole, whole.partition("-")[0]):
-        found += [each, _CODES.get(each, each)]
-    return list(dict.fromkeys(found))
+    names = []
+    for spelling in (whole, whole.partition("-")[0]):
+        names += [spelling, _CODES.get(spelling, spelling)]
+    return list(dict.fromkeys(names))
 
 
 def exact(name: str) -> str:
@@ -108,10 +108,10 @@ def resolve(args, demo: str | None, may_tell: bool = False) -> str | None:
     is_saved = args.resume and (args.resume != "auto" or list_checkpoints(args.checkpoint_dir))
     if used - {"check_data"} or args.init_from or is_saved:
         return None
-    found = of_rows(args.train_manifest, args.tier or (), args.audio_root)
-    if found is None and not may_tell:
+    named = of_rows(args.train_manifest, args.tier or (), args.audio_root)
+    if named is None and not may_tell:
         raise UsageError(ASK)
-    return found
+    return named
 
 
 def of_rows(paths: Sequence[str], tiers: Sequence[str], audio_root: str | None) -> str | None:

@@ -55,18 +55,18 @@ def errors_of_each(
     `normalise` on both sides."""
     jiwer = require("jiwer", "WER and CER")
     process = jiwer.process_words if unit == "words" else jiwer.process_characters
-    found = []
+    counted = []
     for reference, hypothesis in zip(references, hypotheses, strict=True):
         reference = normalise(reference).strip()
         hypothesis = normalise(hypothesis).strip()
         if not reference:  # jiwer refuses empty references
             inserted = hypothesis.split() if unit == "words" else hypothesis
-            found.append(Errors(insertions=len(inserted)))
+            counted.append(Errors(insertions=len(inserted)))
             continue
         counts = process(reference, hypothesis)
         length = counts.hits + counts.substitutions + counts.deletions
-        found.append(Errors(counts.substitutions, counts.deletions, counts.insertions, length))
-    return found
+        counted.append(Errors(counts.substitutions, counts.deletions, counts.insertions, length))
+    return counted
 
 
 def count_errors(
@@ -189,15 +189,15 @@ def rates(errors: dict[str, dict[str, list[Errors]]]) -> dict:
     "length"}, "cer": ...}}; low and high are the interval, None for fewer than two utterances."""
     every = [each for names in errors.values() for each in names.values()]
     ends = iter(intervals(every))
-    found: dict[str, dict] = {}
+    tables: dict[str, dict] = {}
     for reading, names in errors.items():
-        found[reading] = {}
+        tables[reading] = {}
         for name, each in names.items():
             whole = sum(each, Errors())
             low, high = next(ends) or (None, None)
             shares = {"rate": whole.rate, "low": low, "high": high}
-            found[reading][name] = {**shares, "errors": whole.total, "length": whole.length}
-    return found
+            tables[reading][name] = {**shares, "errors": whole.total, "length": whole.length}
+    return tables
 
 
 def rates_by(names: list[str], errors: dict[str, list[Errors]]) -> dict[str, dict]:
@@ -206,11 +206,11 @@ def rates_by(names: list[str], errors: dict[str, list[Errors]]) -> dict[str, dic
     rows: dict[str, list[int]] = {}
     for row, name in enumerate(names):
         rows.setdefault(name, []).append(row)
-    found = {}
+    tables = {}
     for name in sorted(rows):
         own = {unit: [each[row] for row in rows[name]] for unit, each in errors.items()}
-        found[name] = {"utterances": len(rows[name]), **rates({"": own})[""]}
-    return found
+        tables[name] = {"utterances": len(rows[name]), **rates({"": own})[""]}
+    return tables
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -245,14 +245,14 @@ def error_table(errors: dict[str, dict[str, list[Errors]]], rates: dict) -> str:
     return "\n".join(lines)
 
 
-def table_by(what: str, found: dict[str, dict]) -> str:
-    """WER and CER of parts of a set with their intervals, by `what`, as lines to print. `found`:
+def table_by(what: str, tables: dict[str, dict]) -> str:
+    """WER and CER of parts of a set with their intervals, by `what`, as lines to print. `tables`:
     what `rates_by` returns."""
-    names = {name: name or f"(no {what} given)" for name in found}
+    names = {name: name or f"(no {what} given)" for name in tables}
     width = max(map(len, [what, *names.values()]))
     head = " ".join(f"{name.upper():>7} {'95 % interval':>20}" for name in UNITS)
     lines = [f"by {what}:", f"{'':{width}} {'number':>7} {head}"]
-    for name, values in found.items():
+    for name, values in tables.items():
         columns = []
         for unit in UNITS:
             low, high = values[unit]["low"], values[unit]["high"]

@@ -86,9 +86,9 @@ def for_scoring(text: str) -> str:
     return " ".join(PUNCTUATION.sub(_scored, text).split())
 
 
-def _scored(found: re.Match) -> str:
+def _scored(match: re.Match) -> str:
     """What becomes of a character that may be punctuation."""
-    character, text, place = found[0], found.string, found.start()
+    character, text, place = match[0], match.string, match.start()
     if not unicodedata.category(character).startswith("P"):
         return character
     if character not in IN_WORDS or not 0 < place < len(text) - 1:
