@@ -52,7 +52,9 @@ def prepare_model(args, run: Run, model: torch.nn.Module, task: Task, data) -> E
         task.fit(model, data)
         model.cpu()  # a recipe may have fitted it on the GPU; an engine takes it from the host
     if run.initial:
-        checkpoint.initialise(model, run.initial.model, args.init_from, task.vocabulary)
+        from common.parts import init_from
+
+        init_from.initialise(model, run.initial.model, args.init_from, task.vocabulary)
     if run.setup.ranks.machines > 1:  # whose processors may have other random numbers
         values = [t for t in model.state_dict().values() if t.is_floating_point()]
         run.setup.ranks.share_tensors(values, [0] * len(values))

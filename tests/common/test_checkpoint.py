@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from common import checkpoint, records
 from common.device import rng_state
 from common.errors import RunError, UsageError
+from common.parts import init_from
 from common.progress import Progress
 from tests import small
 
@@ -248,7 +249,7 @@ def test_init_from_takes_what_fits(tmp_path, capsys):
     larger = small.Network(layers=3)
     larger.output = torch.nn.Linear(8, 7)
     tensors = checkpoint.read_weights(tmp_path / "a.safetensors", small.RECIPE).model
-    checkpoint.initialise(larger, tensors, "a.safetensors")
+    init_from.initialise(larger, tensors, "a.safetensors")
     first = larger.layers[0].convolution.weight
     assert torch.equal(first, model.layers[0].convolution.weight)
     new = "layers.2.convolution.bias, layers.2.convolution.weight, layers.2.norm.bias,"
@@ -256,7 +257,7 @@ def test_init_from_takes_what_fits(tmp_path, capsys):
     out = capsys.readouterr().out
     assert out == f"initialised 14 of 20 tensors from a.safetensors; new: {new}\n"
     with pytest.raises(UsageError, match="none of its"):
-        checkpoint.initialise(torch.nn.Linear(2, 3), tensors, "a.safetensors")
+        init_from.initialise(torch.nn.Linear(2, 3), tensors, "a.safetensors")
     message = r"do not fit this model \(Missing key.*--init_from"
     with pytest.raises(UsageError, match=message) as caught:
         checkpoint.load_weights(larger, tensors)
@@ -294,7 +295,7 @@ def test_init_from_copies_rows_by_what_tokens_mean(texts, width, count, capsys):
     before = {name: tensor.clone() for name, tensor in new.state_dict().items()}
     tokens = [[*texts, "blank", "0", "1"], ["b", "c", "blank", "0", "1"]]
     vocabulary = checkpoint.Vocabulary(ROWS, *tokens)
-    checkpoint.initialise(new, old.state_dict(), "a.safetensors", vocabulary)
+    init_from.initialise(new, old.state_dict(), "a.safetensors", vocabulary)
     for name, tensor in new.state_dict().items():
         theirs = old.state_dict()[name]
         for row, token in enumerate(tokens[0][: len(tensor)]):
@@ -428,7 +429,7 @@ def test_a_checkpoint_is_mapped_and_never_written_to(tmp_path):
     assert is_mapped(path)
     model = torch.nn.Module()
     model.w = torch.nn.Parameter(torch.zeros(5000))
-    for load in (checkpoint.load_weights, lambda *given: checkpoint.initialise(*given, "file")):
+    for load in (checkpoint.load_weights, lambda *given: init_from.initialise(*given, "file")):
         load(model, weights)
         model.w.data += 1
         assert torch.equal(weights["w"], WEIGHTS["w"]) and torch.equal(model.w, WEIGHTS["w"] + 1)
