@@ -12,23 +12,8 @@ from torch.optim.optimizer import (
 )
 
 from dry_run.cuda_like import cuda_like
-from dry_run.fake_tensors import SMALL, CannotPlan, FakeTensors
+from dry_run.fake_tensors import SMALL, FakeTensors
 from dry_run.peak import Peak
-
-INTERNALS = {
-    torch._C: (
-        "_current_autograd_node",
-        "_ExcludeDispatchKeyGuard",
-        "_dispatch_get_all_op_names",
-        "_dispatch_has_kernel_for_dispatch_key",
-        "_storage_Use_Count",
-    ),
-    torch.autograd: ("_get_sequence_nr",),
-    torch.autograd.Variable: ("_execution_engine",),
-    torch.library: ("_scoped_library", "fallthrough_kernel"),
-    torch.Tag: ("inplace_view",),
-    torch.Tensor: ("_use_count",),
-}
 
 
 def modules_in(value, depth: int = 4) -> Iterator[torch.nn.Module]:
@@ -76,7 +61,6 @@ class Plan:
         """The peak of `step(batches)`, which is forward, backward and perhaps the update. The
         batches are all counted, although the same one may be given twice. `states`: bytes of the
         optimizer's states that are there from the start. Raises `CannotPlan`."""
-        require_internals()
         fakes = self.fakes
         parameters = [p for module in self.modules for p in module.parameters()]
         with contextlib.ExitStack() as stack:
@@ -97,15 +81,6 @@ class Plan:
         for parameter in parameters:
             parameter.grad = None
         return peak
-
-
-def require_internals() -> None:
-    """Raises `CannotPlan` if this torch lacks an internal that a plan uses."""
-    for owner, names in INTERNALS.items():
-        if missing := [name for name in names if not hasattr(owner, name)]:
-            raise CannotPlan(
-                f"torch {torch.__version__} has no {owner.__name__}.{missing[0]}, which a plan uses"
-            )
 
 
 def empty(module: torch.nn.Module, fakes: FakeTensors, known: dict[int, tuple]) -> None:
