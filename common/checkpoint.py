@@ -553,10 +553,6 @@ def use_best(folder: Path, model: torch.nn.Module, recipe: str) -> Path:
     """Loads the weights of the best evaluation, and puts the model into evaluation mode. Returns
     their file."""
     path = folder / "best.safetensors"
-    checkpoints = list_checkpoints(folder)
-    if not path.exists() and checkpoints:
-        advice = f"the last weights can be evaluated with --evaluate --resume {checkpoints[0]}"
-        raise RunError(f"{path} is gone: {advice}")
     load_weights(model, read_weights(path, recipe).model)
     model.eval()
     return path

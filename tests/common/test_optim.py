@@ -805,24 +805,6 @@ def test_some_parameters_learn_alone_during_the_warm_up(kind):
     assert changed(4) == {*named} - {"frozen", "unused"}
 
 
-def test_a_longer_run_does_not_make_them_wait_once_more():
-    settings = optim.AdamWSettings(first=("weight",))
-
-    def schedule(total: int) -> optim.Schedule:
-        model = nn.Linear(3, 2)
-        return optim.Schedule(small.optimizer_of(model, 0.1, settings=settings), "constant", total)
-
-    def rate_of_others(schedule: optim.Schedule, step: int) -> float:
-        schedule.set(step)
-        return schedule.optimizer.param_groups[1]["lr"]
-
-    short, longer = schedule(100), schedule(10_000)
-    assert [rate_of_others(short, step) > 0 for step in (9, 10)] == [False, True]
-    short.set(100)
-    assert longer.resume(through_a_file(short.state()), 100)
-    assert longer.warmup == 1000 and rate_of_others(longer, 100) > 0
-
-
 # --- whole runs -----------------------------------------------------------------------------------
 
 RUN = (
@@ -885,18 +867,6 @@ def freezing_run(folder, epochs, frozen, *flags, seed=0, **changes):
         getattr(model, name).requires_grad_(False)
     small.run(args, model=model, **changes)
     return model, newest(args)
-
-
-def test_a_run_with_frozen_layers_resumes_to_the_same_bits(tmp_path, capsys):
-    start = network(width=8).double().state_dict()
-    _, whole = freezing_run(tmp_path / "a", "2", True)
-    freezing_run(tmp_path / "b", "1", True)
-    _, parts = freezing_run(tmp_path / "b", "2", True, "--resume", "auto", seed=4)
-    for name, value in whole["model"].items():
-        assert torch.equal(value, parts["model"][name]), name
-        assert torch.equal(value, start[name]) == name.startswith((*FROZEN, "feature_norm")), name
-    assert not any(name.startswith(FROZEN) for name in whole["optimizer"])
-    assert "optimizer:" not in capsys.readouterr().out
 
 
 def test_frozen_parameters_are_neither_clipped_nor_reduced(tmp_path):

@@ -3,7 +3,6 @@
 import csv
 import gzip
 import io
-import itertools
 import json
 import os
 import re
@@ -354,53 +353,6 @@ def test_every_line_is_used_as_written_or_counted(tmp_path_factory, texts, famil
     if family != "comma":  # of which a text of several lines may look like rows
         assert used == expected
         assert len(used) + rejected.total == sum(bool(line.strip()) for line in lines) - header
-
-
-def test_an_open_quote_reads_no_more_than_a_few_lines():
-    read = []
-
-    def endless():
-        for number in itertools.count(1):
-            read.append(number)
-            yield number, 'a.wav,"x\n' if number == 1 else "x\n"
-
-    rejected = []
-    header = ["path", "text"]
-    rows = manifest._split(endless(), ",", True, header, lambda *reason: rejected.append(reason))
-    assert next(rows) == (2, ["x"])
-    assert rejected == [("line is not valid CSV", 1, "unexpected end of data")]
-    assert len(read) <= manifest.CELL_LINES + 2
-
-
-@pytest.mark.parametrize("family", ["json", "comma", "bar"])
-def test_what_is_beyond_the_longest_line_is_skipped(tmp_path, wav, monkeypatch, family):
-    monkeypatch.setattr(manifest, "LINE_LENGTH", 100)
-    wav(tmp_path / "a.wav")
-    template = {
-        "json": '{{"path": "a.wav", "text": "{}"}}',
-        "comma": 'a.wav,"{}"',
-        "bar": "a.wav|{}",
-    }[family]
-    room = 100 - len(template.format("")) - 1  # and the line end, in a line of 100 characters
-    sizes = [5, room - 1, room, room + 1, 250, 1000, 7]
-    lines = {"json": [], "comma": ["path,text"], "bar": ["path|text"]}[family]
-    lines += [template.format("x" * size) for size in sizes]
-    for end, last in (("\n", ""), ("\r\n", "\r\n"), ("\n", "\n" + "y" * 999), ("\r", "\r")):
-        (tmp_path / "m.txt").write_bytes((end.join(lines) + last).encode())
-        corpus, rejected = load(tmp_path / "m.txt")
-        fits = [size for size in sizes if len(template.format("x" * size)) + len(end) < 100]
-        assert list(map(len, corpus.texts)) == [min(size, 10**9) for size in fits]
-        assert rejected.counts == {manifest.UNREADABLE: len(sizes) - len(fits) + ("y" in last)}
-    (tmp_path / "m.txt").write_bytes(b"x" * 1000)
-    corpus, rejected = load(tmp_path / "m.txt")
-    assert len(corpus) == 0 and rejected.counts == {manifest.UNREADABLE: 1}
-
-
-def test_a_json_list_is_read(tmp_path, wav):
-    wav(tmp_path / "a.wav")
-    entries = [{"audio_file": "a.wav", "text": "one"}, 5, ["a"], None, "a.wav"]
-    corpus, rejected = loaded(tmp_path, json.dumps(entries))
-    assert list(corpus.texts) == ["one"] and rejected.counts == {"line is not an object": 4}
 
 
 def test_an_example_is_one_line_of_limited_length(tmp_path, json_lines):
@@ -757,14 +709,6 @@ def test_nothing_usable_is_an_error(hostile_files, json_lines):
     message = r"set: no usable utterance: 2 x line is not valid JSON \(.*\); 1 x file is empty"
     with pytest.raises(DataError, match=message):
         report_rejections("set", corpus.seconds, rejected, strict=False)
-
-
-def test_a_header_of_unknown_size_does_not_mean_truncation(tmp_path, wav, json_lines):
-    """Encoders that write to a pipe leave 0xFFFFFFFF as the size."""
-    data = Path(wav(tmp_path / "good.wav")).read_bytes()
-    (tmp_path / "good.wav").write_bytes(data[:40] + b"\xff" * 4 + data[44:])
-    corpus, rejected = load(json_lines(tmp_path / "m.json", [GOOD]))
-    assert corpus.seconds.tolist() == [1.0] and not rejected.total
 
 
 # --- hostile manifests ----------------------------------------------------------------------------
