@@ -2,7 +2,6 @@
 padding, splitting."""
 
 import contextlib
-import functools
 import itertools
 import math
 import multiprocessing
@@ -61,14 +60,6 @@ def test_every_utterance_once_an_epoch(count, size, seed, epoch, shortest_first)
     if shortest_first:  # behind the longest ones, which come first in the first epoch
         ordered = seconds[np.concatenate(plan[1:] if epoch == 0 else plan)] if plan[1:] else []
         assert (np.diff(ordered) >= 0).all()
-
-
-def test_seeds_and_epochs_have_their_own_order():
-    seconds = lengths(500, 0)
-    plans = set()
-    for seed, epoch in itertools.product((1, 2), (0, 1, 2)):
-        plans.add(tuple(np.concatenate(batches.order_epoch(seconds, 8, seed, epoch))))
-    assert len(plans) == 6
 
 
 def test_global_batches_hold_similar_lengths_and_come_in_random_order():
@@ -342,46 +333,12 @@ def test_global_batches_come_in_order_and_continue_from_any_position(workers, no
     assert [*map(names, take(made.iterate(0, 3), 3))] == seen[3:6]
 
 
-def test_every_epoch_has_its_own_lengths():
-    class Stretched(Clips):
-        def seconds(self, epoch: int) -> np.ndarray:
-            return self.lengths if epoch == 0 else 100 - self.lengths
-
-    data = Stretched(lengths(12, 0))
-    for epoch, global_batch in ((0, 0), (1, 2)):
-        (made,) = take(global_batches(data).iterate(epoch, global_batch), 1)
-        order = [data.seconds(epoch)[int(name.split("/")[0])] for name in names(made)]
-        assert order == sorted(order, reverse=True)
-
-
 def test_ranks_share_a_global_batch():
     shares = [take(global_batches(clips(50), rank=rank, ranks=3).iterate(), 3) for rank in range(3)]
     alone = take(global_batches(clips(50), "--gradient_accumulation_steps", "9").iterate(), 3)
     for number in range(3):
         union = flat(names(share[number]) for share in shares)
         assert sorted(union) == sorted(names(alone[number]))
-
-
-def test_a_rank_reads_only_its_own_utterances():
-    """Two machines together read each utterance of an epoch once."""
-    read = []
-    for rank in range(2):
-        own: list[int] = []
-        trouble = {index: functools.partial(own.append, index) for index in range(50)}
-        made = global_batches(clips(50, trouble), rank=rank, ranks=2)
-        source = made.iterate()
-        for _ in range(made.per_epoch):
-            next(source)
-        source.close()
-        read.append(own)
-    assert sorted(read[0] + read[1]) == list(range(50))
-    assert len(read[0]) == len(read[1]) == 25
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_bad_file_stops_the_run_with_its_name(no_hang, workers):
-    with pytest.raises(DataError, match=exactly(f"a b.wav is truncated{ADVICE}")):
-        take(global_batches(clips(20, {7: bad("a b.wav")}), workers=workers).iterate(), 4)
 
 
 @pytest.mark.parametrize(

@@ -395,15 +395,6 @@ def test_damaged_records_of_weights_are_named(tmp_path, info):
     assert "\n" not in str(refused.value)
 
 
-def test_weights_that_are_not_finite_are_named(tmp_path):
-    model = small.Network()
-    model.output.bias.data[0] = float("inf")
-    checkpoint.save_weights(tmp_path / "a.safetensors", model.state_dict(), small.task(), {})
-    message = r"a\.safetensors: the tensor 'output\.bias' has values that are not finite"
-    with pytest.raises(UsageError, match=message):
-        checkpoint.read_weights(tmp_path / "a.safetensors", small.RECIPE)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_finite_values_are_told_from_others(dtype):
     """However large they are, and without a temporary tensor."""

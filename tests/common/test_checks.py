@@ -148,11 +148,6 @@ def test_a_missing_mask_and_a_mean_are_found(monkeypatch, fault):
     assert "of a batch of 6 utterances is" in str(found.value)
 
 
-def test_one_utterance_is_not_enough():
-    with pytest.raises(UsageError, match="two or more utterances"):
-        checks.check_loss(small.Network(), small.collate(small.Waveforms(1)), small.compute_loss)
-
-
 # --- what is silent is one line before the first update -------------------------------------------
 
 
@@ -162,11 +157,6 @@ def tried(tmp_path, reason: str, **changes) -> None:
         small.run(small.make_args(tmp_path), trial=True, **changes)
     assert reason in str(refused.value) and "\n" not in str(refused.value)
     assert not list(tmp_path.rglob("*.pt"))
-
-
-@pytest.mark.parametrize("fault", [unmasked, mean_of_utterances])
-def test_a_run_tries_its_loss(tmp_path, monkeypatch, fault):
-    tried(tmp_path, "of a batch of 2 utterances is", compute_loss=fault(monkeypatch))
 
 
 def test_a_loss_without_a_gradient(tmp_path):

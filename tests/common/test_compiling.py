@@ -132,21 +132,6 @@ def test_frozen_layers_in_evaluation_mode_are_compiled_too(graphs):
         assert a.grad is None or torch.allclose(a.grad, b.grad)
 
 
-def test_more_kinds_of_input_than_the_limit_run_uncompiled(graphs, monkeypatch):
-    from torch._dynamo import config
-
-    monkeypatch.setattr(compiling, "GRAPHS", 3)
-    config.recompile_limit = config.accumulated_recompile_limit = 1  # less than the layers need
-    model, plain = network(), network()
-    compiling.compile_layers(model, (small.Layer,))
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        x = torch.randn(2, 5, 8, dtype=dtype, requires_grad=True)
-        padding = torch.zeros(2, 5, 1, dtype=torch.bool)
-        both = [each.to(dtype).layers[0](x, padding) for each in (model, plain)]
-        assert torch.allclose(*both)
-    assert len(graphs) == 3
-
-
 def test_a_run_is_compiled_resumed_and_retried_after_out_of_memory(tmp_path, graphs):
     flags = ("--batch_size", "4", "--gradient_accumulation_steps", "1", "--num_epochs", "2")
     flags = (*flags, "--lr_schedule", "constant")  # for the same rates in a run of three updates

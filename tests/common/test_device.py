@@ -363,22 +363,6 @@ def test_setup_seeds_everything():
     assert first == again and not set(first) & set(other)
 
 
-def set_up_as_second(rank: int, folder: str) -> None:
-    """A second rank that falls back to the CPU."""
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY), number)
-    os.environ.update(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    processes.join = lambda chosen: Ranks(1, 2)
-    cuda.cuda_problem = lambda index=0: "no GPU"
-    print(device.setup(arguments("--dataloader_num_workers", "auto")), flush=True)
-    print("kept", file=sys.stderr, flush=True)
-
-
-def test_the_other_ranks_print_nothing(tmp_path, in_processes):
-    in_processes(set_up_as_second, (str(tmp_path),), 1)
-    assert (tmp_path / "stdout").read_text() == "" and (tmp_path / "stderr").read_text() == "kept\n"
-
-
 # --- data workers ---------------------------------------------------------------------------------
 
 
@@ -402,13 +386,6 @@ def test_pick_workers(monkeypatch, capsys, cores, wanted, kind, expected):
     assert out.startswith(said) if wanted == "auto" else not out
     assert device.pick_workers(wanted, torch.device(kind), quiet=True) == expected
     assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("flags, expected", [((), 1), (("--dataloader_num_workers", "3"), 3)])
-def test_the_setup_has_the_number_of_workers(flags, expected):
-    args = arguments("--device", "cpu", "--dataloader_num_workers", "auto", *flags)
-    assert device.setup(args, quiet=True).workers == expected
-    assert args.dataloader_num_workers == (3 if flags else "auto")  # as it was given
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -141,23 +141,6 @@ def test_a_defect_in_a_save_keeps_its_type(tmp_path):
 # --- pipes, names of others -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_only_files_are_replaced(tmp_path, make):
-    make(tmp_path / "a")
-    with pytest.raises(OSError, match="it exists and is not a file"):
-        files.write_text(tmp_path / "a", "x")
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
-
-
-def test_temporary_names_of_others_are_not_touched(tmp_path):
-    for name in ("a.tmp", "a.1234.tmp", ".a.tmp", f"a.{os.getpid()}.tmp"):
-        (tmp_path / name).write_text("mine")
-    files.write_text(tmp_path / "a", "x")
-    files.remove_stale(tmp_path, "a")
-    for name in ("a.tmp", "a.1234.tmp", ".a.tmp"):
-        assert (tmp_path / name).read_text() == "mine"
-
-
 def test_what_a_killed_run_left_is_removed(tmp_path):
     child = os.fork()
     if child == 0:
@@ -254,10 +237,3 @@ def test_an_output_is_no_input_folder_link_or_pipe(tmp_path, monkeypatch):
         with pytest.raises(UsageError, match=reason):
             files.require_output(name, "--output", [None, "nothing", "a"], lambda path: True)
     assert Path("a").read_text() == "mine" and not Path("nothing").exists()
-
-
-@pytest.mark.parametrize("name", ["ሰ" * 84, "a" * 255, "a\udcff" * 100])
-def test_a_name_as_long_as_it_can_be_is_written(tmp_path, name):
-    path = files.require_output(tmp_path / name, "--output")
-    files.write_text(path, "new")
-    assert path.read_text() == "new"

@@ -138,17 +138,6 @@ def test_utilisation_is_the_mean_of_the_last_readings_of_the_gpu_in_use(nvml):
     assert busy.mean() == pytest.approx(sum(range(11, 41)) / 30 / 100)
 
 
-def test_utilisation_is_read_at_most_once_a_second(nvml):
-    fake = nvml()
-    busy = utilisation.GpuUtilisation(CUDA, seconds=1000)
-    busy.sample()
-    assert fake.asked == 0
-    busy.due = 0
-    busy.sample()
-    busy.sample()
-    assert fake.asked == 1
-
-
 @pytest.mark.parametrize(
     "options, problem",
     [

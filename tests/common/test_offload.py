@@ -187,14 +187,6 @@ def test_16_bit_copies_keep_the_order_in_memory_that_a_convolution_chose():
     assert torch.equal(*weights) and weights[1].is_contiguous()
 
 
-def test_without_16_bit_types_the_user_is_told_what_the_level_is(capsys):
-    for level in LEVELS:
-        assert offload.begin(level, network(), (small.Layer,), None).masters == {}
-    said = capsys.readouterr().out
-    assert said.startswith("--use_cpu_offload weights: without mixed precision")
-    assert said.count("\n") == 1
-
-
 def test_the_best_weights_are_those_of_a_plain_run(tmp_path):
     """What `finish` loads and saves."""
     flags = "--save_every 1 --eval_every 1 --num_epochs 1 --keep_last 3"

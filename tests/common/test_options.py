@@ -11,7 +11,6 @@ import pytest
 from common import options
 from common.errors import UsageError
 from common.options import flag
-from tests import small
 
 
 @pytest.fixture
@@ -125,12 +124,6 @@ def test_the_short_help_has_the_usual_flags(parser, capsys):
         parser.usual("learning_rte")
 
 
-def test_a_parser_without_marks_has_one_help(capsys):
-    parser = options.Parser("a test")
-    parser.add_argument("--port", help="7860")
-    assert printed(parser, capsys, "--help") == printed(parser, capsys, "--help", "all")
-
-
 @pytest.mark.parametrize(
     ("declared", "words", "value"),
     [
@@ -186,15 +179,6 @@ def test_a_recipes_own_defaults_replace_the_shared_ones_in_the_help_too():
         options.add_arguments(options.Parser(""), learning_rte=1)
 
 
-def test_zero_is_allowed_if_it_means_something(parser):
-    names = (
-        "dataloader_num_workers empty_cache_every save_every eval_every max_grad_norm dropout seed"
-        " weight_decay warmup_steps early_stopping_patience"
-    ).split()
-    args = parser.parse_args([word for name in names for word in (f"--{name}", "0")])
-    assert all(getattr(args, name) == 0 for name in names)
-
-
 # --- which flags were given -----------------------------------------------------------------------
 
 
@@ -211,24 +195,6 @@ def test_zero_is_allowed_if_it_means_something(parser):
 )
 def test_given_are_the_flags_on_the_command_line(parser, command, given):
     assert parser.parse_args(command.split()).given == given
-
-
-@pytest.mark.parametrize(
-    "command", ["", "--bf16 --batch_size 3 --no_tf32", "--no_mixed_precision --resume a.pt"]
-)
-def test_values_are_those_of_argparse(parser, command):
-    args = vars(parser.parse_args(command.split()))
-    args.pop("given")
-    args.pop("rules")
-    assert args == vars(argparse.ArgumentParser.parse_args(parser, command.split()))
-
-
-def test_a_parser_may_parse_again(parser, capsys):
-    before = parser.format_help()
-    refused(parser, capsys, "--batchsize", "1")
-    parser.parse_args(["--batch_size", "7"])
-    args = parser.parse_args([])
-    assert args.batch_size == 2 and args.given == set() and parser.format_help() == before
 
 
 # --- mistakes -------------------------------------------------------------------------------------
@@ -430,20 +396,3 @@ def test_a_stage_has_folders_of_its_own_and_changes_win(parser):
     assert vars(stage) == {**before, **expected, "learning_rate": 0.1, "new": None}
     stage.batch_size = 4  # each run freezes its own flags
     assert options.for_stage(args, "second").log_dir == Path("out/logs/second")
-
-
-def test_frozen_flags_can_be_read_and_not_changed(tmp_path):
-    args = small.make_args(tmp_path, "--batch_size", "3")
-    before = dict(vars(args))
-    options.freeze(args)
-    options.freeze(args)  # a second run may begin with the same flags
-    for name in ("batch_size", "given", "new"):
-        with pytest.raises(AttributeError, match=rf"args\.{name}: the flags are read-only once"):
-            setattr(args, name, 1)
-    assert vars(args) == before and args.batch_size == 3 and isinstance(args, argparse.Namespace)
-
-
-def test_an_empty_optional_path_is_none():
-    assert options.optional_path("") is None and options.optional_path("a.pth") == "a.pth"
-    with pytest.raises(argparse.ArgumentTypeError):
-        options.optional_path(" ")

@@ -1,7 +1,6 @@
 """The pre-flight check, on this machine and on GPUs that are made up."""
 
 import contextlib
-import os
 import re
 import shutil
 import sys
@@ -72,13 +71,6 @@ def test_a_cpu_that_was_asked_for_is_no_failure(tmp_path, capsys):
         assert status == 0 and table["GPU"] == ("skip", "--device cpu")
         assert table["precision"] == ("pass", precision)
         assert table["memory"] == ("skip", "there is no GPU to check")
-
-
-def test_mixed_precision_that_is_not_on_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(Setup, "autocast", lambda self: contextlib.nullcontext())
-    args = arguments(tmp_path, "--mixed_precision", "fp16")
-    status, reason = preflight.check_precision(args, Setup(dtype=torch.float16))
-    assert status == "FAIL" and reason.endswith("; a product of matrices is float32")
 
 
 @pytest.fixture
@@ -294,9 +286,3 @@ def test_too_little_host_memory_is_one_line_before_the_run(monkeypatch):
                 offload.require_host_memory(model, level, ranks)
         model.requires_grad_(False)
         offload.require_host_memory(model, "weights", ranks)
-
-
-def test_free_host_memory_is_what_the_system_says():
-    free = offload.free_host_memory()
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert free > 0 and free < 10 * total

@@ -213,26 +213,3 @@ def test_another_replay_starts_the_epoch_anew(tmp_path, capsys, change):
     args = small.make_args(tmp_path, *cut(2, 2), "--resume", "auto", "--replay_share", share)
     small.run(args, old=Old(9 if change == "share" else 8))
     assert "training data have changed since the checkpoint" in capsys.readouterr().out
-
-
-def test_without_old_utterances_the_order_is_as_it_was():
-    """A run that an earlier version has begun goes on in the same order."""
-    seconds = np.random.default_rng(3).uniform(1, 30, 150)
-
-    def as_it_was(epoch: int) -> list[np.ndarray]:
-        random = np.random.default_rng([7, epoch, 0])
-        indices = random.permutation(np.arange(150))
-        cuts = []
-        for first in range(0, 150, 64 * 2):
-            pool = indices[first : first + 128]
-            pool = pool[np.argsort(seconds[pool], kind="stable")]
-            cuts += [pool[i : i + 2] for i in range(0, len(pool), 2)]
-        cuts = [cuts[i] for i in random.permutation(len(cuts))]
-        if epoch == 0:
-            longest = [seconds[each].max() for each in cuts]
-            cuts.insert(0, cuts.pop(longest.index(max(longest))))
-        return cuts
-
-    for epoch in (0, 1):
-        now = batches.order_epoch(seconds, 2, 7, epoch)
-        assert [each.tolist() for each in now] == [each.tolist() for each in as_it_was(epoch)]

@@ -1,7 +1,6 @@
 """metrics.jsonl, the progress bar and its plain lines, training.png."""
 
 import json
-import sys
 
 import matplotlib.pyplot  # noqa: F401  drawing would import it, which takes a second
 import pytest
@@ -19,18 +18,6 @@ def lines(folder) -> list[dict]:
     ]
 
 
-def test_the_bar_shows_utilisation_if_it_is_known(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    shown = []
-    for busy in (0.97, None):
-        made = report.Report(tmp_path, 0, 10)
-        made.progress(1, 2.0, 1e-3, 5.0, 2**30, 0.02, busy)
-        made.say("above the bar")
-        shown.append(made.bar.desc)
-        made.close()
-    assert shown[0].endswith("wait 2% GPU 97%") and shown[1].endswith("wait 2%")
-
-
 def test_without_a_terminal_there_are_plain_lines_seconds_apart_and_a_last_one(tmp_path, capsys):
     made = report.Report(tmp_path, 4, 10)
     for step in range(5, 11):
@@ -44,18 +31,6 @@ def test_without_a_terminal_there_are_plain_lines_seconds_apart_and_a_last_one(t
         ["step 7/10", "loss 2.000"],
     ]
     assert "5.0 utterances/s  1.0 GiB  waiting 2%" in err
-
-
-def test_a_pause_is_forgotten_in_the_time_that_is_left(tmp_path, capsys, monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(report.time, "monotonic", lambda: now)
-    made = report.Report(tmp_path, 0, 1000)
-    for step in range(1, 201):
-        now += 3600 if step == 50 else 60
-        made.progress(step, 2.0, 1e-3, 5.0, 2**30, 0.02)
-    made.close()
-    left = [int(line.split()[-3]) for line in capsys.readouterr().err.splitlines()]
-    assert left[48] == 951 and left[49] > 2 * 950 and left[199] == 800
 
 
 def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
@@ -115,16 +90,6 @@ def test_the_other_ranks_report_nothing(tmp_path, capsys):
     DRAW(made, "cer")
     made.close()
     assert capsys.readouterr() == ("", "") and not (tmp_path / "logs").exists()
-
-
-def test_a_reader_that_has_gone_does_not_end_a_run(tmp_path, monkeypatch):
-    made = report.Report(tmp_path, 0, 1)
-    for name in ("stdout", "stderr"):
-        monkeypatch.setattr(f"sys.{name}", open("/dev/full", "w"))  # noqa: SIM115
-    made.say("best so far")
-    made.progress(1, 0.5, 1e-3, 2.0, 0, 0.0)
-    monkeypatch.undo()
-    made.close()
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):

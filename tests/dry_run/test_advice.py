@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from dry_run.advice import SLOWER, Measures, PlannedSettings, advise, cost
+from dry_run.advice import SLOWER, Measures, PlannedSettings, advise
 from dry_run.cards import CONTEXT, MIB, Card, workspace
 from dry_run.peak import PARTS, Peak
 from dry_run.report import needed, size, verdict
@@ -274,19 +274,3 @@ def test_smaller_batches_of_evaluations_are_enough():
     given = PlannedSettings(4, 2, False, "adamw", False)
     text = advise(Measures(plain_step, evaluation), given, EVERYTHING, card_with_room(2000))
     assert text.splitlines()[:-1] == ["  --eval_batch_size 4: 0.49 GiB less"]
-
-
-def test_levels_of_offloading_prefer_large_micro_batches():
-    """Gradients leave once for each micro-batch: a level with the whole batch and recomputation is
-    faster than with one utterance at a time and without."""
-    settings = [
-        PlannedSettings(8, 2, False, "states", False),
-        PlannedSettings(8, 2, False, "gradients", False),
-        PlannedSettings(8, 2, True, "gradients", False),
-        PlannedSettings(2, 8, False, "gradients", False),
-        PlannedSettings(1, 16, False, "gradients", False),
-    ]
-    given = PlannedSettings(8, 2, False, "adamw", False)
-    times = [cost(each, given)[-1] for each in settings]
-    assert times == sorted(times)
-    assert times[1] / times[0] == pytest.approx(1.25)

@@ -19,7 +19,6 @@ from dry_run.advice import PlannedSettings
 from dry_run.cards import Card
 from dry_run.fake_tensors import CannotPlan
 from dry_run.planned_run import FIRST, Evaluation, PlannedRun, longest_items, repeated
-from dry_run.report import room
 from tests import small
 
 
@@ -65,11 +64,6 @@ def test_the_longest_utterances_of_all_epochs_come_first():
         assert [(item["index"], item["seconds"]) for item in items] == expected
 
 
-def test_the_last_epochs_are_looked_at_too():
-    table = [[1.0]] * 999 + [[9.0]]
-    assert found(Lengths(table, [1]), 1000)[0]["seconds"] == 9.0
-
-
 def test_the_utterance_with_the_most_targets_is_second():
     items = found(Lengths([[5, 4, 3, 2]], [7, 1, 90, 3]))
     assert [item["index"] for item in items] == [0, 2, 1, 3]
@@ -84,11 +78,6 @@ def test_the_longest_text_is_looked_at_and_decides_among_equal_lengths():
     data.text_length = lambda index: len(texts[index])
     items = found(data)
     assert (items[0]["index"], items[1]["index"], len(items)) == (30, 50, 21)
-
-
-def test_few_recordings_of_an_hour_are_read():
-    assert len(found(Lengths([[3600.0] * 30], [1] * 30))) == 2
-    assert len(found(Lengths([[100.0] * 30], [1] * 30))) == 12
 
 
 def test_items_that_cannot_be_read():
@@ -184,14 +173,6 @@ def test_a_batch_that_is_far_too_large_takes_no_longer(words, capsys):
     size = planned.settings(args).batch_size
     assert f"all {size} need more" in out and re.search(r"^  --batch_size \d+ ", out, re.MULTILINE)
     assert max(sizes) == FIRST and len(sizes) < 60
-
-
-def test_a_large_batch_of_short_utterances_is_planned_whole(capsys):
-    planned = run_of(Network(), SHORT)
-    planned = dataclasses.replace(planned, count=3000)
-    args = flags("--batch_size", "3000")
-    assert planned.answer(args, CARD, "torch.float32", RunError) == 0
-    assert "Dry run: 3000 x 0.0 s" in capsys.readouterr().out
 
 
 def flags(*words: str):
@@ -390,41 +371,6 @@ def test_a_comparison_at_the_end_has_a_model_in_fp32(compares, ranks, optimizer,
     assert planned.planned(flags(), CARD).evaluation(settings).stage == stage
 
 
-def test_shards_are_offered_if_nothing_else_fits(capsys):
-    model = Network(512)
-    model.encoder = nn.Sequential(*(Layer(512, 512) for _ in range(24)))
-    planned = run_of(model, [{"index": 0, "seconds": 0.001, "targets": 1}], False)
-    planned = sharded(planned, 8)
-    measures = planned.planned(flags(), CARD)
-    settings = PlannedSettings(1, 2, True, "gradients", False)
-    offloaded = measures.training(settings).total
-    settings = dataclasses.replace(settings, optimizer="adamw", sharded=True)
-    divided = measures.training(settings).total
-    assert divided < offloaded
-
-    def card_with_room(count: int) -> Card:
-        extra = 9 * CARD.total // 10 - room(dataclasses.replace(CARD, count=8))
-        return Card("small", (count + extra) * 10 // 9, (8, 6), 8)
-
-    between = card_with_room((divided + offloaded) // 2)
-    words = ("--gradient_checkpointing", "--batch_size", "1")
-    planned.answer(flags(*words), between, "torch.float32", RunError)
-    assert "Verdict: tight" in capsys.readouterr().out
-    planned.answer(flags(*words, "--sharded"), between, "torch.float32", RunError)
-    assert "Verdict: fits" in capsys.readouterr().out
-    for more, is_offered in ((), True), (("--sharded",), False):
-        tiny = dataclasses.replace(between, total=between.total // 2)
-        assert planned.answer(flags(*words, *more), tiny, "torch.float32", RunError) == 3
-        out = capsys.readouterr().out
-        assert bool(re.search("^  --sharded: .* less$", out, re.MULTILINE)) == is_offered
-        assert "--use_cpu_offload" not in out and "adamw_8bit" not in out
-
-
-def test_without_items_there_is_no_plan():
-    with pytest.raises(CannotPlan, match="none of the longest utterances can be read"):
-        run_of(Network(), items=[]).planned(flags(), CARD)
-
-
 def test_the_answer(capsys):
     def answer(*planned, card: Card) -> tuple[int, str]:
         status = run_of(*planned).answer(flags(), card, "torch.float32", RunError)
@@ -491,12 +437,6 @@ if not torch.cuda.is_available():
 def test_what_cannot_be_planned_is_refused_before_the_data_are_read(tmp_path, words, reason):
     with pytest.raises(UsageError, match=reason):
         loop.begin(small.make_args(tmp_path, *words.split()), small.RECIPE)
-
-
-def test_ranks_are_planned_alone(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="start them without torchrun"):
-        loop.begin(small.make_args(tmp_path, "--dry_run", "8GB"), small.RECIPE)
 
 
 def test_two_cards_share_an_update(tmp_path, capsys, monkeypatch):

@@ -185,11 +185,6 @@ def test_wrong_words_are_usage_errors(script):
         )
 
 
-def test_print_may_stand_before_the_tier():
-    words = ["8gb", "--max_steps", "3"]
-    assert answer(PARAKEET, "--print", *words) == answer(PARAKEET, *words, "--print")
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_using_a_model_brings_no_flags_of_training(script):
     uses = [["--evaluate"], ["--evaluate", "--test_manifest", "test.json"]]
@@ -680,14 +675,6 @@ def test_the_tier_follows_the_memory(gpus):
 def test_the_tier_is_that_of_the_first_visible_gpu(gpus, visible, tier):
     gpus.write_text("81559\n6144")
     assert answer(KONKANI, CUDA_VISIBLE_DEVICES=visible).said == f"tier: {tier} (auto)\n"
-
-
-def test_every_script_picks_from_the_tiers_of_its_table(gpus):
-    for memory, tier in {"81559": "a100", "16376": "16gb", "12282": "12gb", "11264": "8gb"}.items():
-        gpus.write_text(memory)
-        for script in WITH_DEMO:
-            largest = "32gb" if script == MORSE and tier == "a100" else tier
-            assert answer(script).said == f"tier: {largest} (auto)\n"
 
 
 def test_no_nvidia_smi_is_the_cpu(monkeypatch, tmp_path):

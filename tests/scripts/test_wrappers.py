@@ -232,11 +232,6 @@ def test_print_can_be_pasted_works_from_anywhere_and_installs_nothing(project, t
         assert other.stdout == result.stdout
 
 
-def test_wrong_words_are_told_before_an_installation(project, tmp_path):
-    result = run(project, "t5", path=[make_base(tmp_path / "base")])
-    assert "no tier 't5'" in error_line(result, 2) and not (project / ".venv").exists()
-
-
 def test_the_hours_of_speech_need_the_packages_first(project, tmp_path):
     """Which are installed once, or not at all by --print."""
     shutil.copy(ROOT / PARAKEET, project / PARAKEET)

@@ -194,18 +194,6 @@ def test_nothing_is_written_for_another_text(folder):
     assert sorted(path.name for path in folder.iterdir()) == ["book.txt", "tape.wav"]
 
 
-def test_an_output_folder_that_is_a_link(folder):
-    (folder / "disk/deep").mkdir(parents=True)
-    (folder / "out").symlink_to(folder / "disk/deep")
-    tape(folder / "tape.wav", LINES)
-    (folder / "book.txt").write_text("\n".join(LINES), encoding="utf-8")
-    words = ("--align", "tape.wav", "book.txt", "--output", "out/aligned.json")
-    command.align_files(request(*words), recogniser)
-    for manifest in ("out/aligned.json", "disk/deep/aligned.json"):
-        corpus, _ = load_corpus(manifest, normalise, Checks())
-        assert len(corpus) == len(LINES)
-
-
 def test_a_signal_ends_all_pairs_and_nothing_is_written(folder):
     for name in "ab":
         tape(folder / f"{name}.wav", LINES)

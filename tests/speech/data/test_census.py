@@ -5,7 +5,7 @@ import pytest
 
 from speech.data import checks, splits
 from speech.data.census import look_alikes, take_census
-from speech.data.columns import Codes, Corpus, Strings
+from speech.data.columns import Corpus, Strings
 from tests.speech.data.test_checks import make_corpus
 
 VOWELS = "aeiou"
@@ -44,15 +44,6 @@ def test_letters_and_marks_are_counted_with_tone_letters():
     assert census.counts["a"] == 4 and census.counts["ሰ"] == 1
 
 
-def test_parts_of_a_census_are_one(monkeypatch):
-    texts = Strings(text for text, *_ in spoken(25))
-    whole = take_census(texts)
-    monkeypatch.setattr("speech.data.census.PART", 7)
-    parts = take_census(texts)
-    assert whole.counts == parts.counts and (whole.letters == parts.letters).all()
-    assert (whole.scripts == parts.scripts).all()
-
-
 def test_of_clean_texts_one_line_is_said(capsys):
     rows = [(text, 40 * seconds, "") for text, seconds, _ in spoken(400)]
     out = said_of(rows, capsys)
@@ -80,27 +71,6 @@ def test_what_is_said_of_texts_that_are_not_clean(change, expected, capsys):
     rows = spoken(400)
     assert expected not in said_of(rows, capsys)
     assert expected in said_of(with_texts(rows, change([text for text, *_ in rows])), capsys)
-
-
-def test_sentences_that_all_speakers_read_are_no_codes(capsys):
-    rows = [row for row in spoken(8) for _ in range(50)]
-    assert "many rows share" not in said_of(rows, capsys)
-
-
-def test_lengths_that_hardly_differ_say_nothing(capsys):
-    random = np.random.default_rng(0)
-    rows = [("ab" * random.integers(2, 5), random.uniform(0.9, 1.1), "") for _ in range(300)]
-    out = said_of(rows, capsys)
-    assert "long audio" not in out and "shifted" not in out and "seconds" not in out
-
-
-def test_rates_are_compared_within_a_language_and_a_script(capsys):
-    rows = [*spoken(60), *[("ሰላም ሰላም", seconds, "") for _, seconds, _ in spoken(60, 1)]]
-    corpus = make_corpus(rows)
-    corpus.seconds[60:] = 3 * corpus.seconds[60:]
-    corpus.languages = Codes(["en"] * 60 + ["am"] * 60)
-    checks.report_texts({"train": corpus})
-    assert "too many or too few" not in capsys.readouterr().out
 
 
 def test_letters_that_one_set_writes_in_another_way_are_found():

@@ -12,7 +12,7 @@ import pytest
 import soundfile
 
 from common.errors import RunError
-from speech.data import demo, folders
+from speech.data import demo
 from tests import processes
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -103,22 +103,6 @@ def test_a_complete_corpus_is_kept_and_an_earlier_one_is_replaced(ask, tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def test_a_corpus_that_another_rank_writes_in_the_meantime_is_kept(tmp_path, capsys, monkeypatch):
-    folder = tmp_path / "c"
-    write = demo._write_corpus
-
-    def overtaken(aside, recipe, manner):
-        folders.write_folder(folder, lambda other: (other / "first").touch(), recipe)
-        return write(aside, recipe, manner)
-
-    monkeypatch.setattr(demo, "_write_corpus", overtaken)
-    assert demo.speech_corpus(folder, ["घर"], ["mr+f2"], {"train": 1}) == {
-        "train": str(folder / "train.json")
-    }
-    assert sorted(path.name for path in folder.iterdir()) == ["first", "made_from.json"]
-    assert capsys.readouterr().out == "" and list(tmp_path.iterdir()) == [folder]
-
-
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"^cannot write the demo corpus in .*/file/corpus: [\w ]+$"):
@@ -139,13 +123,6 @@ def test_every_voice_of_the_recipe_exists_and_differs():
     assert len(said) == len(demo.KONKANI_VOICES)
     slow, fast = (len(espeak.say("हांव घर उदक", "mr", rate)) for rate in (140, 220))
     assert fast < 0.8 * slow
-
-
-def test_sentences_are_distinct_and_too_many_are_refused():
-    made = demo.sentences(["a", "b", "c"], 39, np.random.default_rng(0), 1, 3)
-    assert len(set(made)) == 39 and {len(sentence.split()) for sentence in made} == {1, 2, 3}
-    with pytest.raises(ValueError, match="3 words do not make 40 distinct sentences of 1 to 3"):
-        demo.sentences(["a", "b", "c"], 40, np.random.default_rng(0), 1, 3)
 
 
 # --- manners --------------------------------------------------------------------------------------

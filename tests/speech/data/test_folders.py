@@ -2,7 +2,6 @@
 never replaced."""
 
 import errno
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,17 +50,6 @@ def test_a_folder_of_another_kind_is_not_replaced(kind, tmp_path):
     with pytest.raises(UsageError, match="it holds what another command wrote"):
         folders.write_folder(tmp_path / "set", fill("2"), kind)
     assert contents(tmp_path / "set")["a"] == "1"
-
-
-def test_a_folders_mode_follows_the_umask(tmp_path):
-    before = os.umask(0o077)
-    try:
-        folders.write_folder(tmp_path / "export", fill("1"), made_from={})
-    finally:
-        os.umask(before)
-    modes = {path: path.stat().st_mode & 0o777 for path in (tmp_path / "export").iterdir()}
-    assert (tmp_path / "export").stat().st_mode & 0o777 == 0o700
-    assert modes[tmp_path / "export" / folders.MADE_FROM] == 0o600
 
 
 def failing_fill(error: BaseException):
@@ -143,14 +131,6 @@ def test_a_folder_that_somebody_has_changed_is_not_replaced(tmp_path, name, text
     with pytest.raises(UsageError, match=r"files that are not replaced .*choose a new folder"):
         folders.write_folder(folder, fill("2"), MADE)
     assert contents(folder) == before and list(tmp_path.iterdir()) == [folder]
-
-
-def test_a_change_while_the_new_folder_is_filled_is_kept(tmp_path):
-    folder = tmp_path / "export"
-    folders.write_folder(folder, fill("1"), MADE)
-    with pytest.raises(UsageError, match=r"notes\.txt"):
-        folders.write_folder(folder, lambda aside: (folder / "notes.txt").write_text("mine"), MADE)
-    assert (folder / "notes.txt").read_text() == "mine" and list(tmp_path.iterdir()) == [folder]
 
 
 def test_a_file_is_not_replaced_and_a_link_stays(tmp_path):

@@ -79,21 +79,6 @@ def test_a_label_of_a_wrong_type_is_an_error(clips, label):
         load(clips([{"label": 1}, {"label": label}]))
 
 
-def test_a_recipe_that_needs_texts_ignores_labels(clips):
-    path = clips([{"label": {"a": 1}, "text": "a"}, {"label": 1}])
-    corpus, rejected = load(path, Checks())
-    assert list(corpus.texts) == ["a"] and corpus.label(0) is None
-    assert dict(rejected.counts) == {"no text field": 1}
-
-
-def test_changed_labels_change_the_fingerprint(clips):
-    def fingerprint(*values) -> str:
-        return load(clips([{"label": value} for value in values]))[0].fingerprint()
-
-    assert fingerprint(1, 2) == fingerprint(1, 2)
-    assert len({fingerprint(*values) for values in ((1, 2), (2, 1), (1, "2"), ([1], 2))}) == 4
-
-
 def test_silence_may_be_a_class(tmp_path, clips, capsys):
     path = clips([{"label": "noise"}, {"label": "silence"}])
     soundfile.write(tmp_path / "m.json-1.wav", np.zeros(RATE), RATE)

@@ -249,16 +249,6 @@ def test_an_unchanged_part_is_heard_once(data, tmp_path, heard):
     assert again(5) == (["a.wav", "a.wav at 0.50 s"], 2, {})
 
 
-def test_what_was_heard_before_an_error_is_kept(data, tmp_path, heard):
-    damaged(tmp_path)
-    path = data({"a": speech(), "bad": {"audio_filepath": "bad.wav"}, "b": speech()})
-    for expected in (["a.wav", "bad.wav"], ["bad.wav"]):
-        heard.clear()
-        with pytest.raises(DataError):
-            load(path, cache_dir=tmp_path / "cache")
-        assert heard == expected
-
-
 def test_other_ranks_wait_for_the_cache(data, tmp_path, heard):
     path = data({"a": speech()})
     (tmp_path / "cache").mkdir()
@@ -292,17 +282,6 @@ def test_good_audio_leaves_a_corpus_as_it_is(data, tmp_path):
         after, rejected = load(path, cache_dir=tmp_path / "cache")
         assert not rejected.total and not rejected.notes
         assert before.fingerprint() == after.fingerprint()
-
-
-def test_a_long_pass_is_announced_unless_it_is_in_the_cache(data, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(listening, "LONG_PASS", 1.5)
-    path = data({"a": speech(), "b": speech()})
-    load(path, cache_dir=tmp_path / "cache")
-    assert capsys.readouterr().out == (
-        "listening to 0.0 h of audio once (kept for the next run; --no_check_audio skips this)\n"
-    )
-    load(path, cache_dir=tmp_path / "cache")
-    assert capsys.readouterr().out == ""
 
 
 def test_a_signal_ends_the_threads(data, monkeypatch):

@@ -169,11 +169,6 @@ def test_the_data_of_a_planned_run_without_data_are_silence_of_the_longest_utter
     assert max(map(len, splits.stand_in(30.0, 100)["val"].texts)) <= 100
 
 
-def test_a_plan_without_data_needs_the_length_of_an_utterance():
-    with pytest.raises(UsageError, match="1000000 s is more than 600 s: give --train_manifest"):
-        splits.stand_in(1e6)
-
-
 def test_weights_of_a_planned_run_take_no_memory():
     with pytest.raises(UsageError, match="too large for this machine"):
         model_files.require_room(1 << 50)
@@ -183,12 +178,6 @@ def test_weights_of_a_planned_run_take_no_memory():
         assert copies["w"].is_meta and copies["w"].dtype == torch.float32
         with pytest.raises(UsageError, match="not finite"):
             model_files.floats({"w": torch.full((2,), math.nan, device="cpu")}, "file")
-
-
-def test_the_tables_of_contradictions_name_flags():
-    known = set(vars(parse()))
-    for flag, needed, extra in splits.NEEDS:
-        assert {flag, *needed} <= known and isinstance(extra, str)
 
 
 # --- splits ---------------------------------------------------------------------------------------
@@ -286,17 +275,6 @@ def test_max_samples_shortens_the_training_set_only(tmp_path, wav, json_lines, c
         assert drawn[-1] == sorted(drawn[-1]) and drawn[-1] != list(range(6))
     assert drawn[0] == drawn[2] != drawn[1]
     assert "--max_samples: 6 of 40 training utterances are taken" in capsys.readouterr().out
-
-
-def test_more_samples_contain_every_smaller_choice(tmp_path, wav, json_lines):
-    path = manifest(tmp_path, wav, json_lines, 60)
-    sets = []
-    for count in (1, 9, 10, 30, 59, 60, 1000, None):
-        checks = Checks(max_samples=count, seed=7)
-        corpora = read_manifests({"train": path, "val": path}, normalise, checks)
-        sets.append(set(corpora["train"].texts))
-    assert [len(texts) for texts in sets] == [1, 9, 10, 30, 59, 60, 60, 60]
-    assert all(a < b for a, b in itertools.pairwise(sets[:6]))
 
 
 def test_what_the_first_stage_holds_out_is_never_trained_on(tmp_path, wav, json_lines):
@@ -483,26 +461,6 @@ def test_rounding_of_times_is_tolerated(tmp_path, long_wav, json_lines):
     assert not rejected.total
     assert pieces(corpus) == [(0, 1.1, "t0"), (1.1, 10, "t1"), (11.1, 10, "x"), (30.05, 9.95, "t2")]
     assert corpus.seconds.max() <= 10.0
-
-
-def test_texts_of_whole_recordings_may_be_long_but_not_those_of_pieces(
-    tmp_path, long_wav, json_lines
-):
-    row = timed((0, 4), (12, 16), (30, 40))
-    row["text"] = "a" * 30_000
-    row["segments"][1]["text"] = "b" * 10_001
-    corpus, rejected = chunked(json_lines(tmp_path / "m.json", [row]))
-    assert rejected.counts == {"text is longer than 10000 characters": 1}
-    assert [text for *_, text in pieces(corpus)] == ["t0", "t2"]
-
-
-def test_pieces_without_text_or_too_short_are_rejected_like_rows(tmp_path, long_wav, json_lines):
-    row = timed((0, 4), (10, 19), (20, 20.05), (39, 40))
-    row["segments"][1]["text"] = " "
-    path = json_lines(tmp_path / "m.json", [row])
-    corpus, rejected = chunked(path)
-    assert rejected.counts == {"text is empty": 1, "shorter than 0.1 s (--min_duration)": 1}
-    assert pieces(corpus) == [(0, 4, "t0"), (39, 1, "t3")]
 
 
 @given(

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import DataError, UsageError
-from speech.data.fields import columns_of
 from speech.data.loading import WHOLE, Checks, load_corpus
 from speech.signal.audio import read_utterance
 
@@ -158,11 +157,6 @@ def test_whose_quotes_they_are_is_told_by_the_table(talk, cells, texts, delimite
     assert list(corpus.texts) == texts
 
 
-def test_half_of_a_text_is_not_used(talk):
-    corpus, rejected = load(talk("path,text", "talk.wav,one", "talk.wav,half of", "a text"))
-    assert list(corpus.texts) == ["one"] and rejected.total == 2
-
-
 word = st.text(st.sampled_from("ab é\"'"), min_size=1, max_size=9).map(str.strip).filter(bool)
 
 
@@ -266,9 +260,3 @@ def test_several_manifests_are_one_set(tmp_path, talk, wav):
         f"{second}:2: {tmp_path}/no.wav",
     ]
     assert f"{second}: columns used: path (audio), text" in rejected.source
-
-
-def test_columns_of_times():
-    columns = columns_of(("start", "start_ms", "end_ms", "end", "stop"))
-    assert (columns.start, columns.end, columns.unit) == ("start", "end", None)
-    assert columns_of(("end", "text")).end is None

@@ -104,11 +104,6 @@ def test_mp3_is_read_to_its_end(tmp_path, mode):
             assert torch.equal(part, waveform[first : first + RATE // 2]), (kind, offset)
 
 
-def test_an_mp3_that_states_its_length_is_exact(tmp_path):
-    encoded(tmp_path / "a.mp3", 3.21)
-    assert headers.probe(str(tmp_path / "a.mp3")) == (round(3.21 * RATE) / RATE, "")
-
-
 def test_damage_within_an_mp3_is_named(tmp_path):
     mp3 = encoded(tmp_path / "a.mp3", 5.0)
     place = frames_of(mp3)[50]

@@ -168,27 +168,6 @@ def test_the_interval_of_a_difference_is_paired():
     assert metrics.intervals_of_differences([before[:1]], [after[:1]]) == [None]
 
 
-def test_rates_are_drawn_once_and_have_the_interval_of_each(monkeypatch):
-    drawn = []
-    resampled_rates = metrics.resampled_rates
-    monkeypatch.setattr(
-        metrics, "resampled_rates", lambda counts: drawn.append(1) or resampled_rates(counts)
-    )
-    several = rows(("a b c d", "a x C"), ("e F g", "e f g"), ("h i", "h"))
-    errors = metrics.read_by(several, BOTH)
-    rates = metrics.rates(errors)
-    metrics.error_table(errors, rates)
-    assert len(drawn) == 1
-    for reading, names in errors.items():
-        for name, each in names.items():
-            values = rates[reading][name]
-            assert (values["low"], values["high"]) == metrics.interval(each)
-    counts = metrics.counts_of(errors["cased"]["wer"])
-    random = np.random.default_rng(metrics.SEED)
-    sums = np.stack([counts[random.integers(0, 3, 3)].sum(0) for _ in range(metrics.RESAMPLES)])
-    assert (metrics.resampled_rates(counts) == sums[:, 0] / sums[:, 1]).all()
-
-
 # --- whole recordings -----------------------------------------------------------------------------
 
 

@@ -116,13 +116,6 @@ def test_words_without_spaces_between_them_keep_those_that_are_there():
     assert [cue["text"] for cue in subtitles.cues(row)] == [row["text"]]
 
 
-def test_a_word_that_no_line_holds_is_divided():
-    row = row_of([("x" * 100, 0.0, 5.0), ("end.", 5.0, 5.5)])
-    cues = subtitles.cues(row)
-    assert "".join("".join(cue["text"].split()) for cue in cues) == "x" * 100 + "end."
-    assert all(len(line) <= 42 for cue in cues for line in cue["text"].split("\n"))
-
-
 def width(line: str) -> int:
     return len(line.replace("ั", ""))
 
