@@ -64,20 +64,6 @@ def test_the_share_is_exact_in_every_global_batch(new, old, size, room, seed, ep
         assert sorted(order[first : first + old]) == list(range(old))
 
 
-def test_a_whole_number_of_a_global_batch_is_always_the_same():
-    counts = {
-        int((each >= 400).sum()) for plan in plans(400, 90, 20, 0.1, 0, 3) for each in plan[:-1]
-    }
-    assert counts == {2}
-    small_share = [int((each >= 400).sum()) for each in plans(400, 90, 8, 0.05, 0, 1)[0]]
-    assert set(small_share) == {0, 1} and sum(small_share[:5]) == 2 and sum(small_share[:10]) == 4
-
-
-def test_epochs_of_a_few_utterances_have_old_ones_in_the_end():
-    olds = [sum(int((each >= 2).sum()) for each in plan) for plan in plans(2, 5, 8, 0.1, 0, 12)]
-    assert sum(olds) == 3 and olds[0] == 0
-
-
 def test_another_draw_in_every_epoch_and_for_every_seed():
     drawn = [
         tuple(sorted(i for each in plan for i in each if i >= 100))

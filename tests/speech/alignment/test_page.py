@@ -71,12 +71,6 @@ def test_texts_are_data_and_the_worst_comes_first():
     assert data["name"] == "a<b>.json"
 
 
-def test_the_page_fits_a_phone():
-    _, _, html = parsed()
-    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in html
-    assert "@media (max-width: 40rem)" in html
-
-
 def test_only_the_pages_own_script_may_run():
     elements, _, html = parsed()
     policy = re.search(r'Content-Security-Policy" content="([^"]+)"', html)[1]

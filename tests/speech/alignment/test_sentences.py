@@ -5,7 +5,6 @@ import textwrap
 import pytest
 
 from common.errors import DataError, UsageError
-from speech.alignment import sentences
 from speech.alignment.sentences import LONGEST, join, read_book
 
 
@@ -72,15 +71,6 @@ def test_a_text_without_any_mark_is_divided_between_words(read):
     text = " ".join(["word"] * 200)
     pieces = read(text)
     assert join(pieces) == text and max(map(len, pieces)) <= LONGEST
-
-
-def test_many_short_parts_are_joined_once(read, monkeypatch):
-    text = "我来，" * 500 + "one, two, " * 500 + "end"
-    joined = []
-    monkeypatch.setattr(sentences, "join", lambda texts: joined.append(texts) or join(texts))
-    pieces = read(text)
-    assert sum(len("".join(texts)) for texts in joined) <= len(text)
-    assert "".join(pieces).replace(" ", "") == text.replace(" ", "")
 
 
 def test_texts_are_joined_as_the_script_is_written():

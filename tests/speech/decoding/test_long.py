@@ -60,10 +60,6 @@ def test_early_cuts_lie_in_the_first_pauses(level):
         assert start < cut < start + 0.35 * rate
 
 
-def test_what_is_short_enough_stays_whole():
-    assert long.cut_at_silences(noise(16_000), 16_000, 1.0) == [(0, 16_000)]
-
-
 def test_pieces_are_put_together_with_their_times():
     waveform = noise(50_000)
     pieces = long.BY_SILENCES.cut(waveform, 16_000, 1.0)

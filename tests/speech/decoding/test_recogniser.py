@@ -10,7 +10,7 @@ import torch
 
 from common.device import Setup
 from speech.data.columns import Codes
-from speech.decoding import long, recogniser, results, transcribing, transcripts
+from speech.decoding import recogniser, results, transcribing, transcripts
 from speech.morse import scores
 from speech.signal.audio import SAMPLE_RATE
 from speech.writing import metrics
@@ -112,29 +112,6 @@ def test_words_and_segments_have_times_in_the_recording(spoken, tmp_path):
         ]
         times = {"start": words[0]["start"], "end": words[-1]["end"]}
         assert segment == {**times, "text": " ".join(word["text"] for word in words)}
-
-
-def test_times_are_rounded_to_milliseconds_and_other_keys_stay():
-    records = [
-        {"words": [{"start": 0.1, "end": 0.25, "text": "a", "share": 0.5}]},
-        {},
-        {"words": []},
-        {
-            "words": [
-                {"start": 0.2, "end": 0.3, "text": "b"},
-                {"start": 0.3, "end": 0.5, "text": "c"},
-            ]
-        },
-    ]
-    pieces = [(0, 16_001), (16_001, 20_000), (20_000, 40_000), (40_007, 50_000)]
-    assert long.moved(records, pieces) == {
-        "words": [
-            {"start": 0.1, "end": 0.25, "text": "a", "share": 0.5},
-            {"start": 2.7, "end": 2.8, "text": "b"},
-            {"start": 2.8, "end": 3.0, "text": "c"},
-        ]
-    }
-    assert long.moved([{}, {}], pieces[:2]) == {}
 
 
 def test_plain_texts_have_no_parts(spoken, tmp_path):

@@ -78,12 +78,6 @@ def test_a_long_sentence_is_cut_at_commas_then_at_spaces_then_by_force():
     assert split_sentences("ab cdefgh i", 4, len) == ["ab", "cdef", "gh i"]
 
 
-def test_one_very_long_word():
-    text = "ሀ" * 3000
-    pieces = split_sentences(text, 200, len)
-    assert [len(piece) for piece in pieces] == [200] * 15 and "".join(pieces) == text
-
-
 @pytest.mark.parametrize("unit", [".", "! « ", "?! ", ", ", "» ", "a.", "a b, ", "፡", "::"])
 def test_long_texts_take_linear_time(unit, no_hang):
     """Quadratic time would be minutes."""
