@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import string
 import subprocess
 import sys
@@ -55,7 +54,6 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SCRIPT = re.compile(
     r"((?:[A-Z]+=\S+ )*)(\./run_(?:training|whisper|parakeet|wav2vec2|matcha|xtts).*)"
 )
-SMALL = "--dataloader_num_workers 0"
 
 
 def name_of(path: Path) -> str:
@@ -241,16 +239,6 @@ def accept(line: str, folder: Path) -> None:
 def test_commands_are_accepted(page, tmp_path):
     for line in commands(page):
         accept(line, tmp_path)
-
-
-def test_the_first_commands_of_the_replaced_project_are_there():
-    lines = blocks(README, "bash")[0].splitlines()
-    assert lines[0].split("#")[0].strip() == "./run_training_memory_optimized.sh"
-    second = (
-        "./run_training_memory_optimized.sh auto original --train_manifest train.json"
-        " --val_manifest val.json"
-    )
-    assert second in lines
 
 
 # --- paths and links ------------------------------------------------------------------------------
@@ -444,46 +432,3 @@ def test_a_notebook_trains_resumes_and_exports(notebook, colab, tmp_path):
     run_notebook(notebook, shell, {"RUN": str(tmp_path), "RECORDING": str(recording)})
     assert "resuming from" in printed and "evaluation at step 3 " in printed
     assert (tmp_path / "phone/model.int8.onnx").is_file()
-
-
-# --- examples -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def copied_project(tmp_path):
-    for folder in ("recipes", "common", "speech"):
-        shutil.copytree(
-            ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__")
-        )
-    return tmp_path
-
-
-@pytest.mark.slow  # tests/recipes/test_copying.py does the same with fewer steps
-def test_a_copied_recipe_trains_and_resumes(copied_project):
-    """The steps in the README, with a smaller model and demo."""
-    section = read(README).split("## Copy a recipe")[1]
-    copy, first, second = FENCE.search(section)[2].splitlines()
-    subprocess.run(shlex.split(copy, comments=True), cwd=copied_project, check=True)
-    recipe = copied_project / "recipes/my_model.py"
-    lines = read(recipe).splitlines()
-    (demo,) = [i for i, line in enumerate(lines) if line.startswith("DEMO_SIZES = ")]
-    lines[demo] = 'DEMO_SIZES = {"train": 160, "val": 4, "test": 4}'
-    recipe.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-    for command, step in ((first, 20), (second, 40)):
-        words = shlex.split(f"{command.split('#')[0]} {SMALL}")
-        assert words[0] == "python" and words[1] == "recipes/my_model.py"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, *words[1:]]
-        result = subprocess.run(
-            command,
-            cwd=copied_project,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env=environment,
-        )
-        assert result.returncode == 0, result.stderr
-        assert f"evaluation at step {step} " in result.stdout
-        assert ("resuming from" in result.stdout) == (step == 40)
-        assert (copied_project / f"checkpoints/checkpoint_step_{step:08d}.pt").exists()

@@ -84,15 +84,6 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, write, error
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_that_cannot_be_renamed_leaves_nothing_behind(tmp_path):
-    (tmp_path / "a").mkdir()
-    with pytest.raises(OSError):
-        files.write_file(tmp_path / "a", Path.touch)
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
-    with pytest.raises(FileNotFoundError):
-        files.write_file(tmp_path / "missing" / "a", Path.touch)
-
-
 # --- save -----------------------------------------------------------------------------------------
 
 
@@ -128,14 +119,6 @@ def test_a_save_that_fails_is_one_line_with_the_free_space(tmp_path, error, reas
 def test_a_save_into_a_folder_that_is_gone_is_one_line(tmp_path):
     with pytest.raises(RunError, match=r"cannot save .*: No such file or directory; earlier"):
         files.save(tmp_path / "gone" / "a.pt", Path.touch)
-
-
-def test_a_defect_in_a_save_keeps_its_type(tmp_path):
-    def write(temporary: Path) -> None:
-        raise TypeError("a defect of ours")
-
-    with pytest.raises(TypeError):
-        files.save(tmp_path / "a.pt", write)
 
 
 # --- pipes, names of others -----------------------------------------------------------------------

@@ -187,27 +187,6 @@ def test_16_bit_copies_keep_the_order_in_memory_that_a_convolution_chose():
     assert torch.equal(*weights) and weights[1].is_contiguous()
 
 
-def test_the_best_weights_are_those_of_a_plain_run(tmp_path):
-    """What `finish` loads and saves."""
-    flags = "--save_every 1 --eval_every 1 --num_epochs 1 --keep_last 3"
-    said = []
-    for level in ("none", "weights"):
-        words = ["--use_cpu_offload", level] if level == "weights" else []
-        args = small.make_args(tmp_path / level, *CUT, *words, *flags.split())
-        setup = Setup(dtype=torch.bfloat16)
-        report = said.append
-        model, _ = small.run(args, network(), setup=setup, report_results=report, metric="first")
-        said.append({name: w.clone() for name, w in model.state_dict().items()})
-    assert said[0] == said[2]
-    assert all(torch.equal(weight, said[3][name]) for name, weight in said[1].items())
-    names = [path.name for path in (tmp_path / "none" / "checkpoints").glob("*.safetensors")]
-    assert "best.safetensors" in names
-    for name in names:
-        both = [tmp_path / level / "checkpoints" / name for level in ("none", "weights")]
-        weights, others = [checkpoint.read_weights(path, small.RECIPE).model for path in both]
-        assert all(torch.equal(weight, others[key]) for key, weight in weights.items())
-
-
 # --- two ranks ------------------------------------------------------------------------------------
 
 ONE = "--batch_size 4 --gradient_accumulation_steps 2 --num_epochs 2 --max_grad_norm 0.5".split()

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from common import checkpoint, optim
-from common.device import Setup
 from common.errors import RunError, UsageError
 from common.parts import offload
 from common.parts.new_rows import NewRows
@@ -855,50 +854,3 @@ def test_a_run_that_began_without_new_rows_has_none_when_it_is_resumed(tmp_path)
     parts = run(tmp_path / "b", "adamw", "--max_steps", "4", "--resume", "auto", new_rows=rows)
     for name, value in whole["model"].items():
         assert torch.equal(value, parts["model"][name]), name
-
-
-FROZEN = ("input", "layers")
-
-
-def freezing_run(folder, epochs, frozen, *flags, seed=0, **changes):
-    args = small.make_args(folder, *RUN, "--num_epochs", epochs, "--max_grad_norm", "0.01", *flags)
-    model = network(width=8, seed=seed).double()
-    for name in FROZEN if frozen else ():
-        getattr(model, name).requires_grad_(False)
-    small.run(args, model=model, **changes)
-    return model, newest(args)
-
-
-def test_frozen_parameters_are_neither_clipped_nor_reduced(tmp_path):
-    """The gradients that are clipped are the optimizer's. A stale gradient of a frozen weight
-    counts for nothing."""
-    reduced = []
-
-    class TwoRanks(Ranks):
-        def __init__(self):
-            super().__init__(0, 2)
-
-        def reduce(self, values, op="sum"):
-            return list(values)
-
-        def gather(self, value):
-            return [value]
-
-        def agree(self, values):
-            pass
-
-        def sum_tensors(self, tensors):
-            reduced.extend(tensors)
-
-    def compute_loss(model, batch):
-        for name in FROZEN:  # as if something had left one there
-            for p in getattr(model, name).parameters():
-                p.grad = torch.full_like(p, 1e6)
-        return small.compute_loss(model, batch)
-
-    plain, _ = freezing_run(tmp_path / "a", "1", True, setup=Setup(ranks=TwoRanks()))
-    assert len(reduced) == 2 * sum(p.requires_grad for p in plain.parameters())
-    stale, _ = freezing_run(
-        tmp_path / "b", "1", True, setup=Setup(ranks=TwoRanks()), compute_loss=compute_loss
-    )
-    assert torch.equal(small.weights(plain), small.weights(stale))

@@ -243,16 +243,6 @@ def test_a_run_may_require_the_disk_space(tmp_path, monkeypatch):
         saving.require_disk(args, with_parameters(MILLION))
 
 
-def test_a_check_that_fails_is_a_line(tmp_path, capsys, monkeypatch):
-    def fails(path):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(shutil, "disk_usage", fails)
-    status, table = verified(capsys, arguments(tmp_path, "--device", "cpu"))
-    reason = "it does not work here: [Errno 5] Input/output error"
-    assert status == 1 and table["disk"] == ("FAIL", reason)
-
-
 def test_the_trials_compute_here_too():
     """The checks of a GPU, called on the CPU."""
     status, reason = preflight.check_attention(Setup())

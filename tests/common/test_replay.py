@@ -64,16 +64,6 @@ def test_the_share_is_exact_in_every_global_batch(new, old, size, room, seed, ep
         assert sorted(order[first : first + old]) == list(range(old))
 
 
-def test_another_draw_in_every_epoch_and_for_every_seed():
-    drawn = [
-        tuple(sorted(i for each in plan for i in each if i >= 100))
-        for seed in (1, 2)
-        for plan in plans(100, 1000, 8, 0.25, seed, 3)
-    ]
-    assert len(set(drawn)) == 6
-    assert not set(drawn[0]) & set(drawn[1])
-
-
 def test_old_utterances_are_about_as_long_as_those_that_they_join():
     random = np.random.default_rng(0)
     seconds = np.concatenate([random.uniform(1, 20, 6400), random.uniform(3, 12, 3000)])

@@ -82,16 +82,6 @@ def test_a_report_that_cannot_be_written_is_remembered(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_the_other_ranks_report_nothing(tmp_path, capsys):
-    made = report.Report(tmp_path / "logs", 0, 10, enabled=False)
-    made.progress(10, 2.0, 1e-3, 5.0, 2**30, 0.02)
-    made.say("hello")
-    made.write(1, loss=2.0)
-    DRAW(made, "cer")
-    made.close()
-    assert capsys.readouterr() == ("", "") and not (tmp_path / "logs").exists()
-
-
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match=r"cannot write in .*file.*; choose another --output_dir"):

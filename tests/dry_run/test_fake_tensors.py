@@ -1,7 +1,6 @@
 """Steps on fake tensors: nothing is computed, values that code may read stay, and memory is
 counted from birth to death."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -235,18 +235,6 @@ def test_each_setting_needs_less_and_leaves_the_model_as_it_was():
     assert all("forward" not in vars(module) for module in model.modules())
 
 
-def test_accumulation_keeps_the_gradients_and_a_second_batch():
-    model = Network()
-    peak = run_of(model).planned(flags(), CARD).training
-    once, twice, often = (
-        peak(PlannedSettings(2, steps, False, "adamw", False)) for steps in (1, 2, 50)
-    )
-    batch = 4 * 2 * 2000 * 64
-    assert twice == often and twice.parts["batch"] - once.parts["batch"] >= batch
-    rounded = [-(-4 * p.numel() // 512) * 512 for p in model.parameters()]
-    assert twice.parts["gradients"] == sum(rounded)
-
-
 def evaluated(planned: PlannedRun, compares: bool = False) -> PlannedRun:
     """With evaluations of four utterances at most, in which all outputs of the encoder are kept.
     The encoder's weights can have 16 bits on the GPU."""

@@ -463,21 +463,6 @@ def test_gpus_starts_torchs_launcher(project, tmp_path):
     assert report["environment"] == ["1"] and not result.stderr
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, ["expandable_segments:True"] * 2),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, ["a:1", "a:1"]),
-        ({"PYTORCH_ALLOC_CONF": "b:1"}, ["b:1", "b:1"]),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1", "PYTORCH_ALLOC_CONF": "b:1"}, ["a:1", "b:1"]),
-        ({"PYTORCH_CUDA_ALLOC_CONF": ""}, ["", ""]),
-    ],
-)
-def test_a_users_allocator_settings_reach_the_recipe(project, tmp_path, given, expected):
-    result = run(project, "t4", path=[make_venv(tmp_path / "active", MET)], **given)
-    assert report_of(result)["environment"] == expected
-
-
 def test_the_page_has_an_environment_of_both_files(project, tmp_path):
     """In a fresh clone. Its --help needs no packages."""
     shutil.copy(ROOT / WEBUI, project / WEBUI)

@@ -78,21 +78,6 @@ def test_a_folder_that_cannot_be_filled_leaves_the_old_one(tmp_path, error, exis
     )
 
 
-def test_a_folder_that_cannot_be_renamed_leaves_the_old_one(tmp_path, monkeypatch):
-    folder, rename = tmp_path / "export", Path.rename
-    folders.write_folder(folder, fill("1"), MADE)
-
-    def refuse(path: Path, target: Path) -> Path:
-        if path.suffix == ".tmp":
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", refuse)
-    with pytest.raises(PermissionError):
-        folders.write_folder(folder, fill("2"), MADE)
-    assert contents(folder) == {"a": "1", "below/b": "1"} and list(tmp_path.iterdir()) == [folder]
-
-
 def test_a_folder_says_what_it_was_made_from(tmp_path):
     folder = tmp_path / "a"
     made_from = {"manifest": "हांव.json", "seed": 1, "sizes": [3, 4]}

@@ -140,25 +140,6 @@ def test_what_a_checkpoint_keeps_about_the_data(tmp_path, wav, json_lines):
     )
 
 
-class Numbers:
-    """A data set whose even items cannot be read."""
-
-    def __len__(self):
-        return 10
-
-    def item(self, index: int, epoch: int) -> dict:
-        if index % 2 == 0:
-            raise DataError("unreadable")
-        return {"index": index}
-
-
-def test_some_items_are_drawn_at_random_and_unreadable_ones_left_out():
-    order = [index for index in np.random.default_rng(3).permutation(10) if index % 2]
-    assert [item["index"] for item in splits.some_items(Numbers(), 3, 4)] == order[:4]
-    assert len(splits.some_items(Numbers(), 3, 100)) == 5
-    assert [item["index"] for item in splits.some_items(Numbers(), None, 3)] == [1, 3, 5]
-
-
 def test_the_data_of_a_planned_run_without_data_are_silence_of_the_longest_utterances(capsys):
     corpus = splits.stand_in(11.6)["train"]
     assert "the longest utterances that are taken, 11.6 s" in capsys.readouterr().out

@@ -164,14 +164,6 @@ def test_no_word_is_lost_or_doubled_at_a_seam(seed, vocabulary):
     assert [unit.key for unit in joined(windows, edges)] == [text for text, _, _ in words]
 
 
-def test_what_windows_hear_differently_comes_from_the_one_in_whose_middle_it_lies():
-    edges = [(0.0, 20.0), (15.0, 35.0)]
-    left = [long.Unit(f"l{i}", 0.5 * i) for i in range(40)]
-    right = [long.Unit(f"r{i}", 0.5 * i) for i in range(30, 70)]
-    expected = [f"l{i}" for i in range(35)] + [f"r{i}" for i in range(35, 70)]
-    assert [unit.key for unit in joined([left, right], edges)] == expected
-
-
 def test_a_word_at_the_seam_that_one_window_hears_otherwise_is_there_once():
     edges = [(0.0, 20.0), (15.0, 35.0)]
     for shift in (-0.2, 0.0, 0.2):

@@ -381,32 +381,6 @@ def test_the_transmitter_drifts_and_chirps():
     assert frequency(chirping[3200:]) == pytest.approx(1000, abs=0.1)
 
 
-def test_fading_and_second_paths():
-    fades = dataclasses.replace(
-        DRY, sample_types=("full_qso",), qsb_hz=(0.5, 0.5), qsb_depth=(0.6, 0.6)
-    )
-    for index in range(5):
-        sample = synthesis.synthesise(10, index, fades)
-        level = loudness(sample.audio)
-        runs = (
-            np.cumsum(np.concatenate([[0], synthesis.keying(sample.text)]))
-            * 1.2
-            / sample.wpm
-            * RATE
-        )
-        start = np.flatnonzero(level > 0.2)[0]
-        peaks = [level[start + int(a) : start + int(b)].max() for a, b in runs.reshape(-1, 2)]
-        assert min(peaks) / max(peaks) == pytest.approx(0.4, abs=0.08)
-    for milliseconds in (0.0, 5.0):
-        path = dataclasses.replace(
-            DRY, multipath=(milliseconds / 1000,) * 2, sample_types=("full_qso",), wpm=(20, 20)
-        )
-        sample = synthesis.synthesise(11, 0, path)
-        sounding = np.convolve(np.abs(sample.audio) > 0.005, np.ones(16), "same") > 0
-        runs = np.diff(np.flatnonzero(np.diff(sounding.astype(int))))[::2] / RATE - 0.006
-        assert runs.min() == pytest.approx(0.06 + milliseconds / 1000, abs=0.002)
-
-
 def test_interferers_are_near_the_tone_but_not_on_it():
     for seed in range(20):
         other = synthesis.interferer(np.random.default_rng(seed), 64_000, 700.0)
@@ -414,15 +388,6 @@ def test_interferers_are_near_the_tone_but_not_on_it():
         spectrum = np.abs(np.fft.rfft(other * np.hanning(64_000))) ** 2
         peak = np.fft.rfftfreq(64_000, 1 / RATE)[spectrum.argmax()]
         assert 50 < abs(peak - 700) < 410
-
-
-def test_static_crashes_add_to_the_noise():
-    quiet, loud = np.zeros(160_000, dtype=np.float32), np.zeros(160_000, dtype=np.float32)
-    synthesis.add_noise(np.random.default_rng(0), quiet, 0.0)
-    synthesis.add_noise(np.random.default_rng(0), loud, 0.5)
-    assert quiet.std() == pytest.approx(1, abs=0.02)
-    assert np.abs(quiet).max() < 6 < np.abs(loud).max()
-    assert 0.5 < (quiet == loud).mean() < 1
 
 
 # --- synthetic clips as a data set ----------------------------------------------------------------

@@ -96,24 +96,6 @@ def test_a_tokenizer_is_asked_for_each_character(kind):
     assert list(lacking("hxllo ሰሰ ?")) == ["x", "ሰ", "ሰ", "?"]
 
 
-def test_a_character_that_only_longer_pieces_have_can_be_written():
-    class Tokenizer:
-        unknown = 0
-
-        def encode(self, text):
-            pieces = {"qu": 1, "i": 2, "t": 3}
-            found = []
-            while text:
-                piece = next((piece for piece in pieces if text.startswith(piece)), text[0])
-                found.append(pieces.get(piece, 0))
-                text = text[len(piece) :]
-            return found
-
-    lacking = unknown.not_encoded(Tokenizer())
-    assert list(lacking("quit")) == []
-    assert list(lacking("qit")) == ["q"]
-
-
 def adds(counts) -> str:
     value = unknown.as_value(counts)
     return value and f"--add {value}"
