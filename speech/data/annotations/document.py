@@ -1,6 +1,7 @@
 """What a file of annotations holds, whatever its format: tiers of timed texts, and what is said
 about its audio."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -9,6 +10,10 @@ from common.errors import DataError, UsageError
 from common.files import require_file
 
 MOST_BYTES = 1 << 28  # of a file, whose annotations are in memory together: hundreds of hours
+UTTERANCES = "utterances"  # the tier with texts in files that this project writes
+DRAFT = "draft"  # the tier, and its type in ELAN, of what a model wrote
+# Its name if there are several, one for each speaker, and more where a speaker's overlap.
+OWN_TIER = re.compile(rf"{UTTERANCES}(?:@(?P<speaker>.+?))?(?: \(\d+\))?")
 BYTE_ORDERS = (b"\xff\xfe", b"\xfe\xff")  # begin a file in UTF-16
 
 

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 from common.errors import DataError, UsageError, first_line
 from speech.data.annotations import elan, lines, praat
-from speech.data.annotations.document import Annotation, Media, Tier
+from speech.data.annotations.document import DRAFT, OWN_TIER, UTTERANCES, Annotation, Media, Tier
 from speech.data.columns import Rejections, printable
 from speech.data.finding import comparable, find_audio, listed
 from speech.data.headers import AUDIO_SUFFIXES
@@ -50,13 +50,16 @@ class UnclearTier(UsageError):
 @dataclass
 class Taken:
     """What was read of files of annotations. `tiers`: how many annotations of each were taken;
-    `missing`: those that are wanted and that no file has."""
+    `missing`: those that are wanted and that no file has; `drafted`: how many texts a model drafted,
+    `changed`: how many of these differ from the draft."""
 
     missing: set[str]
     files: int = 0
     tiers: Counter[str] = field(default_factory=Counter)
     empty: int = 0
     points: int = 0
+    drafted: int = 0
+    changed: int = 0
 
     def described(self) -> str:
         words = ["1 file" if self.files == 1 else f"{self.files} files"]
@@ -70,6 +73,8 @@ class Taken:
             words.append(f"without text, left out: {self.empty}")
         if self.points:
             words.append(f"points without duration, left out: {self.points}")
+        if self.drafted:
+            words.append(f"changed since a model drafted them: {self.changed} of {self.drafted}")
         return "; ".join(words)
 
 
@@ -147,6 +152,7 @@ def annotated_rows(
             rejected.add(reason, place)
         for reason, place in document.notes:
             rejected.note(reason, place)
+        count_changed(chosen, document.tiers, taken)
         annotations = in_time(path, with_text(chosen, taken), origin, rejected)
         note_overlaps(audio, annotations, rejected)
         for each in annotations:
@@ -189,8 +195,8 @@ def _rank(path: str) -> int:
 
 
 def choose(path: Path, tiers: list[Tier], wanted: Sequence[str]) -> list[Tier]:
-    """The tiers to take: those that are `wanted`, or else the only one with texts, or the only one
-    with texts that depends on no other. Raises `UnclearTier` if that may be a wrong one, and
+    """The tiers to take: those that are `wanted`, or else those that `writing` calls utterances, or
+    the only one with texts, or the only one with texts that depends on no other. Raises `UnclearTier` if that may be a wrong one, and
     `DataError` if none of the wanted ones is there or has a text, with a table of all."""
     are_named = any(tier.name for tier in tiers)
     table = f"\n{table_of(tiers)}" if are_named else ""
@@ -205,6 +211,8 @@ def choose(path: Path, tiers: list[Tier], wanted: Sequence[str]) -> list[Tier]:
         raise DataError(f"{path}: there are no texts with a duration{table}")
     if wanted or not are_named:
         return possible
+    if own := [tier for tier in written if OWN_TIER.fullmatch(tier.name)]:
+        return own
     upper = [tier for tier in written if not tier.parent]
     if len(written) == 1:
         upper = written
@@ -267,20 +275,41 @@ def table_of(tiers: list[Tier]) -> str:
 
 def with_text(tiers: list[Tier], taken: Taken) -> list[Annotation]:
     """The annotations with a text, with their speakers: the participant of a tier, or its
-    name. All are counted in `taken`."""
+    name; of a tier that `writing` names, what stands after the @. All are counted in `taken`."""
     found = []
     taken.files += 1
     for tier in tiers:
         taken.missing = {name for name in taken.missing if not is_wanted(tier, [name])}
         taken.points += tier.points
+        own = OWN_TIER.fullmatch(tier.name)
+        named = own["speaker"] or "" if own else tier.name
         for each in tier.annotations:
             if each.text:
-                speaker = each.speaker or tier.participant or tier.name
+                speaker = each.speaker or tier.participant or named
                 found.append(each._replace(speaker=speaker))
                 taken.tiers[tier.name] += 1
             else:
                 taken.empty += 1
     return found
+
+
+def count_changed(chosen: list[Tier], tiers: list[Tier], taken: Taken) -> None:
+    """Counts the texts of the `chosen` tiers that have a draft, and those that differ from it. The
+    draft is in a tier of the type DRAFT below theirs; in a TextGrid, in one with such a name. In a
+    tier that `writing` names, every text was drafted, or is a person's change."""
+    for tier in chosen:
+        is_own = bool(OWN_TIER.fullmatch(tier.name))
+        name = tier.name.replace(UTTERANCES, DRAFT, 1) if is_own else None
+        below = [
+            other
+            for other in tiers
+            if other.name == name or (other.parent == tier.name and other.kind == DRAFT)
+        ]
+        drafts = {each[:2]: each.text for other in below for each in other.annotations}
+        for each in tier.annotations:
+            if each.text and drafts and (is_own or each[:2] in drafts):
+                taken.drafted += 1
+                taken.changed += drafts.get(each[:2]) != each.text
 
 
 def in_time(
