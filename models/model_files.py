@@ -16,6 +16,7 @@ from common.errors import UsageError, cannot_write, first_line
 from speech.data.folders import require_replaceable, write_folder
 
 MODELS = ("model_dir", "model_file")  # flags that name released weights
+CARD = "README.md"
 EXPORTED = "speech-recipes"  # in config.json of an export
 EXPORT = "the model to be exported"  # for messages
 MADE_BY = {"exported_by": EXPORTED}  # in its made_from.json
@@ -247,17 +248,21 @@ def on_host(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return checkpoint.check_tensors(tensors, EXPORT)
 
 
-def write_export(folder: str | Path, fill: Callable[[Path], object], card: str = "") -> list[str]:
-    """Calls `fill(temporary_folder)`, adds the text of a `card`, renames that folder to `folder`
-    and returns the file names. Replaces an empty folder or an earlier export that nobody has
+def write_export(
+    folder: str | Path, fill: Callable[[Path], object], card: str | dict[str, str] = ""
+) -> list[str]:
+    """Calls `fill(temporary_folder)`, adds the text of a `card`, or texts by the names of their
+    files, renames that folder to `folder` and returns the file names. Replaces an empty folder or an earlier export that nobody has
     changed, and refuses any other. Raises `UsageError` and `RunError`."""
     folder = Path(folder)
     require_export(folder)
 
     def fill_with_card(aside: Path) -> None:
         fill(aside)
-        if card:
-            files.write_text(aside / "README.md", card)
+        texts = {CARD: card} if isinstance(card, str) else card
+        for name, text in texts.items():
+            if text:
+                files.write_text(aside / name, text)
 
     try:
         write_folder(folder, fill_with_card, MADE_BY)

@@ -25,7 +25,7 @@ from common.checkpoint import Saved
 from common.errors import UsageError
 from common.options import TRAINS, USUAL, OnOff, flag
 from common.parts import lora
-from models import adapters, card, model_files, peft_files
+from models import adapters, card, lm_files, model_files, peft_files
 from models.model_files import MODELS
 
 GOALS = ("train_manifest", "from_scratch", "max_steps", "num_epochs", "dry_run", "verify_gpu")
@@ -340,8 +340,9 @@ class Family:
         """The card of --export."""
         raise NotImplementedError
 
-    def write(self, info, weights: dict[str, torch.Tensor], text: str) -> list[str]:
-        """Writes --export with the `text` of its card, and returns the names of the files."""
+    def write(self, info, weights: dict[str, torch.Tensor], texts: dict[str, str]) -> list[str]:
+        """Writes --export with `texts` by the names of their files, the card among them, and
+        returns the names of all files."""
         raise NotImplementedError
 
     # What some families say.
@@ -380,6 +381,11 @@ class Family:
         """What the names in transformers' model begin with in addition to these, but those that are
         trained whole beside adapters."""
         return ""
+
+    def lm_names(self, info) -> lm_files.Names | None:
+        """The names of tokens in a program that decodes --export with a language model; None if
+        none does."""
+        return None
 
     def about(self, info, about: card.About) -> card.About:
         """`about` with what the info knows."""
@@ -519,10 +525,14 @@ class Family:
         """--export and --export_adapter, with model cards. Raises `UsageError` and `RunError`."""
         if folder := self.origin.export:
             weights = self.trained_weights(model)
-            about_model = self.about(info, about)
-            text = card.readme(Path(folder).resolve().name, about_model, self.form(info))
-            names = self.write(info, weights, text)
-            print(f"exported to {folder}: {', '.join(names)}")
+            form = self.form(info)
+            texts = {}
+            if names := self.lm_names(info):
+                texts, form = lm_files.beside(about.weights, names, form)
+            name = Path(folder).resolve().name
+            texts[model_files.CARD] = card.readme(name, self.about(info, about), form)
+            written = self.write(info, weights, texts)
+            print(f"exported to {folder}: {', '.join(written)}")
         if self.origin.export_adapter:
             adapters.export(self, about)
 

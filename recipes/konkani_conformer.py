@@ -51,7 +51,7 @@ from common.layers import lean_chain, quieten_branches
 from common.loop import Run, Task, begin, finish, train
 from common.options import TRAINS, USUAL, flag
 from common.report import check_folder
-from models import card, model_files, onnx_files, released
+from models import card, lm_files, model_files, onnx_files, released
 from speech.alignment import command as alignment
 from speech.alignment.letters import of_characters
 from speech.data import demo, feasible, splits
@@ -902,8 +902,11 @@ def export(args, tokenizer, model: Conformer, about: card.About) -> None:
         num_mel_bins=N_MELS,
         subsampling=model.config["subsampling"],
     )
-    text_of_card = card.readme(Path(args.export).resolve().name, about, CARD)
-    names = model_files.write_export(Path(args.export), fill, text_of_card)
+    outputs = [*tokenizer.pieces, onnx_files.BLANK]
+    names = lm_files.for_torchaudio(tokenizer, outputs, tokenizer.size)
+    texts, form = lm_files.beside(about.weights, names, CARD)
+    texts[model_files.CARD] = card.readme(Path(args.export).resolve().name, about, form)
+    names = model_files.write_export(Path(args.export), fill, texts)
     print(f"exported to {args.export}: {', '.join(names)}")
 
 

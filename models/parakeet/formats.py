@@ -416,7 +416,7 @@ def export(
     weights: dict[str, torch.Tensor],
     config: dict,
     extras: dict,
-    card: str = "",
+    card: str | dict[str, str] = "",
     note: dict | None = None,
 ) -> list[str]:
     """Writes a folder that `transformers` can load (`form` "hf"), that holds NVIDIA's model.nemo
@@ -425,7 +425,7 @@ def export(
     and `RunError`; see `model_files.write_export`.
 
     `weights`: by Hugging Face's names. `extras`: as `read_model` returns them; `source` may be
-    empty. `card`: the text of README.md. `note`: see `read_note`."""
+    empty. `card`: see there. `note`: see `read_note`."""
     checked = model_files.EXPORT
     check_config(config, checked)
     family = family_of(config)

@@ -12,7 +12,7 @@ from common.checkpoint import Saved
 from common.errors import UsageError
 from common.layers import quieten_branches
 from common.options import TRAINS, USUAL, flag
-from models import adapters, card, onnx_files, released
+from models import adapters, card, lm_files, onnx_files, released
 from models.parakeet import formats, live, settings, vocabulary
 from models.parakeet.languages import AUTO, SLOTS, are_slots, slot_of
 from models.parakeet.model import Parakeet
@@ -305,6 +305,15 @@ class Family(released.Family):
     def form(self, info: ModelInfo) -> card.Form:
         return self._form(info, self.asked.export_format)
 
+    def lm_names(self, info: ModelInfo) -> lm_files.Names | None:
+        tokenizer = tokenizer_of(info)
+        if self.asked.export_format == "nemo":
+            return lm_files.for_nemo(tokenizer)
+        if settings.is_transducer(info.config):
+            return None
+        outputs = [*tokenizer.pieces, onnx_files.BLANK]
+        return lm_files.for_torchaudio(tokenizer, outputs, tokenizer.size)
+
     def adapter_form(self, info: ModelInfo) -> card.Form:
         kind = settings.family_of(info.config)
         use = card.PEFT.replace("CLASS", kind.architecture)
@@ -318,9 +327,11 @@ class Family(released.Family):
             uses |= PROMPTED
         return card.Form(LIBRARIES[form], card.RECOGNITION, family.name, uses[form])
 
-    def write(self, info: ModelInfo, weights: dict[str, torch.Tensor], text: str) -> list[str]:
+    def write(
+        self, info: ModelInfo, weights: dict[str, torch.Tensor], texts: dict[str, str]
+    ) -> list[str]:
         form = self.asked.export_format
-        return formats.export(self.origin.export, form, weights, info.config, exported(info), text)
+        return formats.export(self.origin.export, form, weights, info.config, exported(info), texts)
 
 
 def read(path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:

@@ -414,7 +414,7 @@ def export(
     weights: dict[str, torch.Tensor],
     config: dict,
     tokenizer: dict,
-    card: str = "",
+    card: str | dict[str, str] = "",
 ) -> list[str]:
     """Writes a folder that `transformers` can load, in fp32, as `model_files.write_export` does,
     and returns the file names. Raises `UsageError` and `RunError`.

@@ -91,7 +91,7 @@ def export(
     weights: dict[str, torch.Tensor],
     config: dict,
     tokenizer: dict,
-    card: str = "",
+    card: str | dict[str, str] = "",
 ) -> list[str]:
     """Writes a folder that sherpa-onnx and onnx-asr can load, in fp32 and with weights of 8 bits,
     and returns the file names. Arguments, what is replaced, and errors: as in `formats.export`."""

@@ -11,7 +11,7 @@ from common import checkpoint, options
 from common.checkpoint import Saved
 from common.errors import UsageError
 from common.options import TRAINS, USUAL, OnOff, flag
-from models import adapters, card, released
+from models import adapters, card, lm_files, released
 from models.released import Origin
 from models.wav2vec2 import formats, onnx, settings, texts, vocabulary
 from models.wav2vec2.model import Wav2Vec2
@@ -284,9 +284,15 @@ class Family(released.Family):
             return card.Form("onnx", card.RECOGNITION, FORMS.family, onnx.USE)
         return card.Form("transformers", card.RECOGNITION, FORMS.family, PIPELINE)
 
-    def write(self, info: ModelInfo, weights: dict[str, torch.Tensor], text: str) -> list[str]:
+    def lm_names(self, info: ModelInfo) -> lm_files.Names:
+        tokenizer = tokenizer_of(info)
+        return lm_files.for_torchaudio(tokenizer, tokenizer.pieces, tokenizer.blank)
+
+    def write(
+        self, info: ModelInfo, weights: dict[str, torch.Tensor], texts: dict[str, str]
+    ) -> list[str]:
         write = formats.export if self.asked.export_format == "hf" else onnx.export
-        return write(self.origin.export, weights, info.config, info.tokenizer, text)
+        return write(self.origin.export, weights, info.config, info.tokenizer, texts)
 
 
 def read(asked: Wav2Vec2Options, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:

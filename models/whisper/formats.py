@@ -291,7 +291,7 @@ def export(
     config: dict[str, int],
     tokenizer,
     base: dict | None = None,
-    card: str = "",
+    card: str | dict[str, str] = "",
 ) -> list[str]:
     """Writes a folder that `transformers` can load, in fp32, with OpenAI's form of the weights in
     16 bits (`model.pt`), and returns the file names. `model.pt` is left out if OpenAI's model
@@ -299,7 +299,7 @@ def export(
 
     `weights`: by Hugging Face's names without `model.`; `ctc_head.*` is left out. `tokenizer`: a
     `WhisperTokenizer`, whose prompt becomes the default of `generate`. `base`: the generation
-    config of the model that was fine-tuned. `card`: the text of README.md. Raises
+    config of the model that was fine-tuned. `card`: see there. Raises
     `UsageError` and `RunError`; see `model_files.write_export`."""
     weights = {name: tensor for name, tensor in weights.items() if not name.startswith("ctc_head.")}
     check(weights, config, EXPORT)

@@ -367,12 +367,14 @@ class Family(released.Family):
     def form(self, info: ModelInfo) -> card.Form:
         return card.Form("transformers", card.RECOGNITION, FORMS.family, card.PIPELINE)
 
-    def write(self, info: ModelInfo, weights: dict[str, torch.Tensor], text: str) -> list[str]:
+    def write(
+        self, info: ModelInfo, weights: dict[str, torch.Tensor], texts: dict[str, str]
+    ) -> list[str]:
         """A folder for transformers, with OpenAI's model.pt."""
         tokenizer = make_tokenizer(info.tokenizer)
         generation = {**info.generation, "return_timestamps": info.times}
         folder = self.origin.export
-        return formats.export(folder, weights, info.config, tokenizer, generation, text)
+        return formats.export(folder, weights, info.config, tokenizer, generation, texts)
 
 
 def read_released(asked: WhisperOptions, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:

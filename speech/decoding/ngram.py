@@ -6,6 +6,7 @@ between sentences. So a sentence begins after a mark and ends with one, an n-gra
 meaning everywhere, and a piece of a long recording can begin anywhere."""
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -105,7 +106,8 @@ class NGram:
 
     def arpa(self, names: dict[int, str]) -> Iterator[str]:
         """The lines of an ARPA file, the form that other programs read, of the tokens that have
-        names."""
+        names. There <s> and </s> stand for a mark at the beginning and at the end of a sentence,
+        also of a mark that has no name."""
         grams = [()]  # of each node
         lines: list[list[str]] = [[] for _ in range(self.order)]
         contexts, tokens = np.divmod(self.keys, self.size)
@@ -115,23 +117,33 @@ class NGram:
             gram = (*grams[context], token)
             if len(gram) < self.order:
                 grams.append(gram)
-            if any(each not in names for each in gram):
-                continue
-            words = " ".join(names[each] for each in gram)
-            line = f"{self.probabilities[place] / math.log(10):.6f}\t{words}"
+            log_prob = f"{self.probabilities[place] / math.log(10):.6f}"
+            back_off = ""
             if len(gram) < self.order:
-                line += f"\t{self.back_off[place + 1] / math.log(10):.6f}"
-            lines[len(gram) - 1].append(line)
+                back_off = f"\t{self.back_off[place + 1] / math.log(10):.6f}"
+            for words, is_end in self._written(gram, names):
+                first = "-99" if words == "<s>" else log_prob
+                lines[len(gram) - 1].append(f"{first}\t{words}{'' if is_end else back_off}")
         unseen = f"{(self.back_off[0] - math.log(self.size)) / math.log(10):.6f}"
         seen = set(tokens[contexts == 0].tolist())
         lines[0] += [f"{unseen}\t{name}\t0" for token, name in names.items() if token not in seen]
-        lines[0] += ["-99\t<s>\t0", "-99\t</s>", f"{unseen}\t<unk>"]
+        lines[0].append(f"{unseen}\t<unk>")
         yield "\\data\\"
         yield from (f"ngram {n}={len(rows)}" for n, rows in enumerate(lines, start=1))
         for n, rows in enumerate(lines, start=1):
             yield f"\n\\{n}-grams:"
             yield from rows
         yield "\n\\end\\"
+
+    def _written(self, gram: tuple[int, ...], names: dict[int, str]) -> Iterator[tuple[str, bool]]:
+        """The forms of an n-gram in an ARPA file, and whether a sentence ends with it."""
+        words = [[names[token]] if token in names else [] for token in gram]
+        if gram[0] == self.mark:
+            words[0].append("<s>")
+        if gram[-1] == self.mark:
+            words[-1].append("</s>")
+        for form in itertools.product(*words):
+            yield " ".join(form), form[-1] == "</s>"
 
 
 @dataclass(frozen=True)

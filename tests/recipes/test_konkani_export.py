@@ -159,9 +159,14 @@ def test_weights_of_a_run_are_exported_without_training(trained, tmp_path, monke
         fit=None,
     )
     checkpoint.save_weights(weights, trained.state_dict(), task, {})
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS), encoding="utf-8")
+    (tmp_path / "best.json").write_text('{"language_model_helps": true}')
     folder = tmp_path / "export"
     out = runs.ran(recipe, "--resume", weights, "--export", folder, "--output_dir", tmp_path)
-    assert f"exported to {folder}: README.md, made_from.json, model.onnx" in out
+    names = "README.md, lm.arpa, lm_tokens.txt, made_from.json, model.onnx"
+    assert f"exported to {folder}: {names}" in out
+    outputs = (folder / "lm_tokens.txt").read_text(encoding="utf-8").splitlines()
+    assert outputs == ["<unk>", "|", "क", "ा", "b", "<5>", "<blk>"]
     text = (folder / "README.md").read_text(encoding="utf-8")
     assert yaml.safe_load(text.split("---\n")[1])["library_name"] == "onnx"
     assert 'onnx_asr.load_model("nemo-conformer-ctc", "export")' in text

@@ -88,14 +88,21 @@ def read_arpa(lines: list[str]) -> dict[tuple[str, ...], tuple[float, float]]:
     return grams
 
 
-def test_its_arpa_file_is_read_as_the_format_says():
+@pytest.mark.parametrize("first", ["|", "<s>"])
+@pytest.mark.parametrize("mark", ["|", None])
+def test_its_arpa_file_is_read_as_the_format_says(first, mark):
+    """Sentences begin after a mark, or after <s>, and end with </s>."""
     model = NGram(some_texts(6), 8, MARK)
     names = {token: name for token, name in enumerate("|abcdefg")}
+    if mark is None:
+        del names[MARK]
+        first = "<s>"
     lines = [line for text in model.arpa(names) for line in text.split("\n")]
     assert lines[0] == "\\data\\" and lines[-1] == "\\end\\"
     grams = read_arpa(lines)
     declared = [int(line.split("=")[1]) for line in lines if line.startswith("ngram ")]
     assert declared == [sum(len(gram) == n for gram in grams) for n in range(1, 7)]
+    assert all(gram[:-1] in grams and gram[1:] in grams for gram in grams if len(gram) > 1)
 
     def score(context: tuple, token: str) -> float:
         if (*context, token) in grams:
@@ -104,9 +111,11 @@ def test_its_arpa_file_is_read_as_the_format_says():
         return back_off + score(context[1:], token)
 
     random = np.random.default_rng(2)
-    for sequence in random.integers(0, 8, (20, 12)).tolist():
-        state, context = model.start, ("|",)
+    for sequence in random.integers(MARK if mark else 1, 8, (20, 12)).tolist():
+        state, context = model.start, (first,)
         for token in sequence:
             log_prob, state = model.step(state, token)
             assert log_prob / math.log(10) == pytest.approx(score(context, names[token]), abs=1e-4)
             context = (*context, names[token])[-5:]
+        end = model.step(state, MARK)[0]
+        assert end / math.log(10) == pytest.approx(score(context, "</s>"), abs=1e-4)

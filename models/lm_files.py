@@ -1,0 +1,93 @@
+"""The language model of a recogniser for other programs: an ARPA file beside an export, and how its
+model card says to use it."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from models import card
+from speech.decoding import language_model
+from speech.decoding.language_model import LanguageModelFlags, Tokens
+from speech.decoding.ngram import LM_WEIGHT
+
+ARPA = "lm.arpa"
+TOKENS = "lm_tokens.txt"  # the names of a model's outputs in order, for torchaudio
+NEMO_OFFSET = 100  # of NeMo's names of tokens, which are single characters
+SPACE = "|"
+SPECIAL = ("<s>", "</s>", "<unk>")  # which mean something else in an ARPA file
+LOG_10 = 2.3  # torchaudio weighs decimal logarithms
+NEMO = """
+from nemo.collections.asr.models import ASRModel
+from omegaconf import open_dict
+
+model = ASRModel.restore_from("FOLDER/model.nemo")
+decoding = model.cfg.decoding
+with open_dict(decoding):
+    decoding.strategy = "greedy_batch"
+    decoding.greedy.ngram_lm_model = "FOLDER/lm.arpa"
+    decoding.greedy.ngram_lm_alpha = 0.3
+model.change_decoding_strategy(decoding)
+print(model.transcribe(["recording.wav"]))
+"""  # of a model card
+TORCHAUDIO = """
+from torchaudio.models.decoder import ctc_decoder  # it needs flashlight-text and kenlm
+
+decoder = ctc_decoder(
+    lexicon=None,
+    tokens="FOLDER/lm_tokens.txt",
+    lm="FOLDER/lm.arpa",
+    lm_weight=WEIGHT,
+    beam_size=32,
+    blank_token="BLANK",
+    sil_token="SILENCE",
+)
+tokens = decoder(log_probs)[0][0].tokens  # of log-probabilities (1, T, V) of this model
+print("".join(decoder.idxs_to_tokens(tokens)).replace("|", " ").strip())
+"""
+
+
+@dataclass(frozen=True)
+class Names:
+    """How a program names the `tokens` that a language model counts: `names`, by id. `use`: the
+    code of a model card. `lines`: those of TOKENS, if the program needs them."""
+
+    tokens: Tokens
+    names: dict[int, str]
+    use: str
+    lines: tuple[str, ...] = ()
+
+
+def for_nemo(tokenizer) -> Names:
+    """NeMo's names."""
+    names = {token: chr(token + NEMO_OFFSET) for token in range(tokenizer.size)}
+    return Names(language_model.tokens_of(tokenizer), names, NEMO)
+
+
+def for_torchaudio(tokenizer, pieces: list[str], blank: int) -> Names:
+    """The names of the outputs of a CTC model. `pieces`: of all of them, with U+2581 for a
+    space."""
+    tokens = language_model.tokens_of(tokenizer)
+    lines: list[str] = []
+    for token, piece in enumerate(pieces):
+        name = "".join(piece.split()).replace("\u2581", SPACE)
+        is_other = name == SPACE and token != tokens.mark
+        lines.append(f"<{token}>" if is_other or name in ("", *lines) else name)
+    names = {
+        token: name for token, name in enumerate(lines) if token != blank and name not in SPECIAL
+    }
+    use = TORCHAUDIO.replace("WEIGHT", f"{LM_WEIGHT * LOG_10:.1f}").replace("BLANK", lines[blank])
+    silence = SPACE if SPACE in lines else lines[blank]
+    return Names(tokens, names, use.replace("SILENCE", silence), tuple(lines))
+
+
+def beside(weights: Path | None, named: Names, form: card.Form) -> tuple[dict[str, str], card.Form]:
+    """Files for an export, texts by name, and the `form` of its card with their use: those of the
+    language model of a run's `weights`. No files if it is not known to help them."""
+    if weights is None or not language_model.kept(weights.parent):
+        return {}, form
+    fusion = language_model.in_search(LanguageModelFlags(), named.tokens, weights.parent)
+    if fusion is None:  # somebody has removed the texts
+        return {}, form
+    texts = {ARPA: "".join(f"{line}\n" for line in fusion.model.arpa(named.names))}
+    if named.lines:
+        texts[TOKENS] = "".join(f"{line}\n" for line in named.lines)
+    return texts, replace(form, with_lm=named.use)
