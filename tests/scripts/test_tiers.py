@@ -13,10 +13,9 @@ from tests.recipes import runs
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_every_script_and_every_letter_is_known():
+def test_every_script_is_known():
     scripts = {path.name for path in ROOT.glob("run_*.sh")} - {"run_tests.sh", "run_webui.sh"}
     assert set(tier_tables.SCRIPTS) == scripts
-    assert set(tiers.FLAGS) == {*tier_tables.LETTERS, "S", "L"}
 
 
 def test_every_row_is_planned_to_fit():
