@@ -29,6 +29,9 @@ from speech.writing.changes import Changes
 DRAW = 1  # joins the seed of --max_samples, whose order must not be that of the held-out part
 HELD_OUT = 0.05  # share of the training data to evaluate on if there is no --val_manifest
 MOST_HELD_OUT = 200  # utterances, at most
+# Utterances, at least, but not more than a tenth: of six, an error rate says little, and it chooses
+# the weights and the language model.
+FEWEST_HELD_OUT = 20
 WORDS_PER_SECOND = 4  # of `stand_in`: fast speech
 STAND_INS = 4096  # utterances of `stand_in`: no global batch is larger
 LONGEST_RECORDING = 24 * 3600.0  # seconds, of a recording of --long
@@ -478,10 +481,11 @@ def hold_out(
     whole: Corpus, rows: np.ndarray, seed: int, earlier_keys: set[str]
 ) -> tuple[Corpus, Corpus]:
     """(training part, evaluation part) of the ascending `rows` of the training set: a random part
-    is held out, HELD_OUT of it, at least one utterance and at most MOST_HELD_OUT. If `earlier_keys`
+    is held out: HELD_OUT of it, FEWEST_HELD_OUT to MOST_HELD_OUT utterances. If `earlier_keys`
     has the keys of other utterances, of any row, these are held out instead. Raises `DataError` if
     nothing would be left to train on."""
-    count = min(MOST_HELD_OUT, max(1, round(HELD_OUT * len(rows))))
+    fewest = min(FEWEST_HELD_OUT, max(1, len(rows) // 10))
+    count = min(MOST_HELD_OUT, max(fewest, round(HELD_OUT * len(rows))))
     order = np.random.default_rng(seed).permutation(len(rows))
     chosen = rows[np.sort(order[:count])]
     if earlier_keys and set(held_out_keys(whole.select(chosen))) != earlier_keys:

@@ -127,14 +127,14 @@ def test_what_a_checkpoint_keeps_about_the_data(tmp_path, wav, json_lines):
     data = splits.resolve(parse("--train_manifest", path))
     corpora = load_splits(data, normalise)
     kept = splits.run_info(data, corpora)
-    assert kept.held_out == splits.held_out_keys(corpora["val"]) and len(kept.held_out) == 3
+    assert kept.held_out == splits.held_out_keys(corpora["val"]) and len(kept.held_out) == 6
     assert kept.longest == corpora["train"].seconds.max() and not kept.demo
     again = load_splits(splits.resolve(parse("--train_manifest", path), kept), normalise)
     assert list(again["val"].texts) == list(corpora["val"].texts)
     data = splits.resolve(parse("--train_manifest", path, "--val_manifest", path))
     assert splits.run_info(data, load_splits(data, normalise)).held_out == []
-    of_set = {"utterances": 57, "hours": pytest.approx(57 / 3600), "languages": []}
-    assert kept.sets["train"] == of_set and kept.sets["val"]["utterances"] == 3
+    of_set = {"utterances": 54, "hours": pytest.approx(54 / 3600), "languages": []}
+    assert kept.sets["train"] == of_set and kept.sets["val"]["utterances"] == 6
     assert splits.run_info(splits.resolve(parse()), corpora) == splits.RunInfo(
         [], kept.longest, True, kept.sets
     )
@@ -174,12 +174,12 @@ def test_without_a_val_manifest_a_part_of_the_training_data_is_held_out(
 ):
     paths = {"train": manifest(tmp_path, wav, json_lines, 60)}
     corpora = read_manifests(paths, normalise, Checks(seed=5))
-    assert [len(corpora[split]) for split in ("train", "val")] == [57, 3]
+    assert [len(corpora[split]) for split in ("train", "val")] == [54, 6]
     assert sorted([*corpora["train"].texts, *corpora["val"].texts]) == sorted(
         f"t{i}" for i in range(60)
     )
     assert (
-        "no --val_manifest: 3 of the 60 training utterances are held out" in capsys.readouterr().out
+        "no --val_manifest: 6 of the 60 training utterances are held out" in capsys.readouterr().out
     )
     again, other = (read_manifests(paths, normalise, Checks(seed=seed)) for seed in (5, 6))
     assert list(again["val"].texts) == list(corpora["val"].texts) != list(other["val"].texts)
@@ -189,7 +189,7 @@ def test_what_was_held_out_stays_held_out(tmp_path, wav, json_lines, capsys):
     path = manifest(tmp_path / "a", wav, json_lines, 60)
     first = read_manifests({"train": path}, normalise, Checks(seed=5))
     held_out, keys = set(first["val"].texts), splits.held_out_keys(first["val"])
-    assert len(keys) == 3 and len(set(splits.held_out_keys(first["train"])).union(keys)) == 60
+    assert len(keys) == 6 and len(set(splits.held_out_keys(first["train"])).union(keys)) == 60
     moved = manifest(tmp_path / "b" / "a", wav, json_lines, 100)  # another place, and new rows
     for seed, count in ((5, None), (6, None), (6, 10), (5, 100)):
         checks = Checks(held_out=tuple(keys), seed=seed, max_samples=count)
@@ -197,7 +197,7 @@ def test_what_was_held_out_stays_held_out(tmp_path, wav, json_lines, capsys):
         rows = splits.draw(100, checks)
         assert set(corpora["val"].texts) == held_out and len(rows) == (count or 100)
         assert set(corpora["train"].texts) == {f"t{i}" for i in rows} - held_out
-    said = "no --val_manifest: 3 of the 100 training utterances are held out"
+    said = "no --val_manifest: 6 of the 100 training utterances are held out"
     assert said in capsys.readouterr().out
     again = read_manifests({"train": path}, normalise, Checks(seed=5, held_out=tuple(keys)))
     for split in ("train", "val"):
@@ -229,7 +229,7 @@ def test_rows_that_are_there_twice_are_held_out_together_or_as_before(tmp_path, 
     again = read_manifests({"train": path}, normalise, Checks(seed=5, held_out=keys))
     assert again["train"].fingerprint() == first["train"].fingerprint()
     other = read_manifests({"train": path}, normalise, Checks(seed=6, held_out=keys))
-    assert not set(other["train"].texts) & set(other["val"].texts) and len(other["val"]) == 6
+    assert not set(other["train"].texts) & set(other["val"].texts) and len(other["val"]) == 12
 
 
 def test_at_least_one_and_at_most_200_utterances_are_held_out(tmp_path, wav, json_lines):
@@ -263,7 +263,7 @@ def test_what_the_first_stage_holds_out_is_never_trained_on(tmp_path, wav, json_
     path = manifest(tmp_path, wav, json_lines, 300)
     first = read_manifests({"train": path}, normalise, Checks(max_samples=40, seed=7))
     held_out, keys = set(first["val"].texts), tuple(splits.held_out_keys(first["val"]))
-    assert len(held_out) == 2 and len(first["train"]) == 38
+    assert len(held_out) == 4 and len(first["train"]) == 36
     parts = {}
     for count in (10, 40, 100, 200, None):
         checks = Checks(max_samples=count, seed=7, held_out=keys)
@@ -271,7 +271,7 @@ def test_what_the_first_stage_holds_out_is_never_trained_on(tmp_path, wav, json_
         assert tuple(splits.held_out_keys(corpora["val"])) == keys
         parts[count] = set(corpora["train"].texts)
         assert not parts[count] & held_out
-    assert parts[40] == set(first["train"].texts) and len(parts[None]) == 298
+    assert parts[40] == set(first["train"].texts) and len(parts[None]) == 296
     assert all(a < b for a, b in itertools.pairwise(parts.values()))
 
 
