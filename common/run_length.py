@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from common.batches import GlobalBatches
 from common.progress import Progress
 
-# Fine-tuning makes so many updates from an hour of speech on, fewer below, and at least so many
-# epochs. With 300 updates of an hour, AdamW moves no weight far enough for a new language.
-UPDATES = 2000
-FEWEST_UPDATES = 300
-FINE_TUNING_EPOCHS = 10
+# Updates of a fine-tuning: at least, and from an hour of speech on. A task may know better. With 300
+# updates of an hour, AdamW moves no weight far enough for a new language.
+UPDATES = (300, 2000)
+FINE_TUNING_EPOCHS = 10  # at least
 EPOCHS = 100  # from scratch
 EVALUATION_UPDATES = 100  # between evaluations, at least
+SHORT_RUN = 1000  # updates of a fine-tuning that is evaluated twice as often
 PATIENCE = 5  # evaluations without a better result, at least: a third of a fine-tuning
 
 
@@ -40,28 +40,35 @@ class RunLength:
 
 
 def choose(
-    args, global_batches: GlobalBatches, fine_tunes: bool, origin: tuple[int, int] = (0, 0)
+    args,
+    global_batches: GlobalBatches,
+    fine_tunes: bool,
+    origin: tuple[int, int] = (0, 0),
+    updates: tuple[int, int] = UPDATES,
 ) -> RunLength:
     """The length that the flags ask for or, without them, the usual one. If the model began from
-    released weights (`fine_tunes`), the usual one follows the hours of speech. `origin`: the update
-    and the epoch at which the run got these data."""
+    released weights (`fine_tunes`), the usual one follows the hours of speech: `updates` are the
+    fewest, and those from an hour on. `origin`: the update and the epoch at which the run got these
+    data."""
     step, epoch = origin
     per_epoch = global_batches.per_epoch
     max_steps = args.max_steps
     num_epochs = args.num_epochs
     if not (max_steps or num_epochs) and fine_tunes:
-        updates = max(FEWEST_UPDATES, round(UPDATES * min(1.0, global_batches.hours)))
-        if FINE_TUNING_EPOCHS * per_epoch >= updates:
+        fewest, usual = updates
+        wanted = max(fewest, round(usual * min(1.0, global_batches.hours)))
+        if FINE_TUNING_EPOCHS * per_epoch >= wanted:
             num_epochs = epoch + FINE_TUNING_EPOCHS
         else:
-            max_steps = step + updates
+            max_steps = step + wanted
     elif not (max_steps or num_epochs):
         num_epochs = EPOCHS
     by_epochs = step + global_batches.count(epoch, num_epochs) if num_epochs else math.inf
     total = int(min(by_epochs, max_steps or math.inf))
     every = args.eval_every
     if every is None:
-        every = max(EVALUATION_UPDATES, per_epoch)
+        is_short = fine_tunes and total < SHORT_RUN
+        every = max(EVALUATION_UPDATES // 2 if is_short else EVALUATION_UPDATES, per_epoch)
     patience = args.early_stopping_patience
     if patience is None and fine_tunes:
         patience = max(PATIENCE, math.ceil(total / (every or per_epoch) / 3))

@@ -111,7 +111,7 @@ def begin_training(
         from common.parts import processes
 
         processes.share_limits(args.checkpoint_dir, ranks, progress.limits)
-    length = run_length.choose(args, global_batches, task.fine_tunes, progress.origin)
+    length = run_length.choose(args, global_batches, task.fine_tunes, progress.origin, task.updates)
     print(run_length.describe(length, global_batches))
     progress.stop = task.further is not None and bool(task.further.above_limit(task, progress))
     schedule = optim.Schedule(engine.optimizer, args.lr_schedule, length.total, args.warmup_steps)

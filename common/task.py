@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from common import checkpoint, optim
+from common import checkpoint, optim, run_length
 from common.device import Setup
 
 
@@ -52,6 +52,7 @@ class Task:
     `evaluate_first`     a new run evaluates the model before its first update
     `fine_tunes`         the model began from released weights: the length of the run, its
                          evaluations and its patience follow the hours of speech
+    `updates`            of a fine-tuning: the fewest, and those from an hour of speech on
     `augmented_share`    the share of the training set that is augmented (`data.augmented_share`)
                          from the next epoch on, by the best value of the metric; it never falls.
                          Without it all are, from the first update on
@@ -82,6 +83,7 @@ class Task:
     adamw: optim.AdamWSettings = field(default_factory=optim.AdamWSettings)
     evaluate_first: bool = False
     fine_tunes: bool = False
+    updates: tuple[int, int] = run_length.UPDATES
     augmented_share: Callable[[float], float] | None = None
     not_begun: Callable[[float], str | None] | None = None
     vocabulary: checkpoint.Vocabulary | None = None

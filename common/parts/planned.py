@@ -117,7 +117,7 @@ def plan(
     has_adapters = checkpoint.partial_of(model) is not None
     if has_adapters:
         lower(model, setup.dtype)
-    length = run_length.choose(args, global_batches, task.fine_tunes)
+    length = run_length.choose(args, global_batches, task.fine_tunes, updates=task.updates)
     epochs = math.ceil(length.total / global_batches.per_epoch)
     checkpoint_layers = functools.partial(memory.checkpoint_layers, model, task.checkpointed)
     freeze = functools.partial(task.plans.freeze, model) if task.plans.freeze else None

@@ -21,11 +21,6 @@ TEXTS = "texts.txt"  # beside the weights, a text a line; anybody can add lines
 BEST = "best.json"  # beside the weights; it also says whether the language model helps them
 HELPS = "language_model_helps"  # a key of it
 MOST_CHARACTERS = 10_000_000  # of all texts: an n-gram of them takes 1.6 GB while it is counted
-# A file of so many lines at most, all of them this short, is a list of names: nothing can be learned
-# from it about the language.
-MOST_NAMES = 2_000
-NAME_WORDS = 4
-NAME_CHARACTERS = 40
 
 
 @dataclass(frozen=True)
@@ -172,7 +167,7 @@ def make(
     if tokens is None or flags.lm == "off":
         return None
     own = read_lines(folder / TEXTS) if folder else []
-    more, names = further(flags.lm_text or [])
+    more, names = further(flags.lm_text) if flags.lm_text else ([], [])
     if flags.lm == "on" and not (own or more or names):
         raise UsageError(
             f"--lm on: there is no {TEXTS} beside the weights; give texts with --lm_text"
@@ -203,6 +198,8 @@ def make(
 def further(paths: Iterable[str]) -> tuple[list[str], list[str]]:
     """The texts of --lm_text, and the names of those files that are lists of names. Raises
     `UsageError`."""
+    from speech.decoding.names import are_names
+
     texts, names = [], []
     for path in paths:
         lines = read_lines(Path(path))
@@ -212,13 +209,6 @@ def further(paths: Iterable[str]) -> tuple[list[str], list[str]]:
         else:
             texts += lines
     return texts, names
-
-
-def are_names(lines: list[str]) -> bool:
-    """Whether the lines of a file are a list of names, and no text of a language."""
-    return len(lines) <= MOST_NAMES and all(
-        len(line.split()) <= NAME_WORDS and len(line) <= NAME_CHARACTERS for line in lines
-    )
 
 
 def in_search(

@@ -9,6 +9,11 @@ import numpy as np
 from speech.decoding.ngram import Fusion
 
 NAME_BONUS = 1.0  # of every token of a name; twice as much invents names
+# A file of so many lines at most, all of them this short, is a list of names: nothing can be learned
+# from it about the language.
+MOST_NAMES = 2_000
+NAME_WORDS = 4
+NAME_CHARACTERS = 40
 WORD_START = 0  # the place where a name can begin
 IN_WORD = 1  # inside another word
 
@@ -95,3 +100,10 @@ class WithNames:
         number, place = state
         added = self.names.labels(place, size)
         return added + self.fusion.labels(number, weight, size) if self.fusion else added
+
+
+def are_names(lines: list[str]) -> bool:
+    """Whether the lines of a file are a list of names, and no text of a language."""
+    return len(lines) <= MOST_NAMES and all(
+        len(line.split()) <= NAME_WORDS and len(line) <= NAME_CHARACTERS for line in lines
+    )

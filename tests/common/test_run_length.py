@@ -22,14 +22,14 @@ class Clips(list):
         return np.full(len(self), 6.0)
 
 
-def length_of(hours: float, update: int, *flags: str, fine_tunes: bool = True, origin=(0, 0)):
+def length_of(hours: float, update: int, *flags: str, fine_tunes: bool = True, **more):
     args = small.make_args("unused", "--batch_size", str(update), *flags)
     for name, unset in (("num_epochs", None), ("eval_every", None)):
         if f"--{name}" not in flags:
             setattr(args, name, unset)
     args.gradient_accumulation_steps = 1
     batches = GlobalBatches(args, Clips(round(600 * hours)), None, Setup())
-    return run_length.choose(args, batches, fine_tunes, origin), batches
+    return run_length.choose(args, batches, fine_tunes, **more), batches
 
 
 @pytest.mark.parametrize("update", [8, 16, 24, 48, 96, 120, 240])
@@ -47,7 +47,12 @@ def test_from_an_hour_on_fine_tuning_makes_enough_updates_and_epochs(hours, upda
 def test_below_an_hour_fine_tuning_makes_fewer_updates(minutes, updates):
     length, _ = length_of(minutes / 60, 16)
     assert (length.total, length.max_steps, length.num_epochs) == (updates, updates, None)
-    assert length.eval_every == 100
+    assert length.eval_every == (50 if updates < 1000 else 100)
+
+
+@pytest.mark.parametrize(("minutes", "updates"), [(10, 3000), (42, 3500), (60, 5000), (240, 5000)])
+def test_a_task_may_ask_for_more_updates(minutes, updates):
+    assert length_of(minutes / 60, 16, updates=(3000, 5000))[0].total == updates
 
 
 def test_a_model_from_scratch_has_epochs_and_no_patience():
@@ -90,17 +95,19 @@ def test_the_hours_are_those_of_speech():
 @pytest.mark.parametrize("fine_tunes", [True, False])
 def test_a_run_has_the_length_that_it_says(tmp_path, capsys, monkeypatch, fine_tunes):
     """Also when it is resumed without the flags of its start."""
-    monkeypatch.setattr(run_length, "FEWEST_UPDATES", 12)
     monkeypatch.setattr(run_length, "FINE_TUNING_EPOCHS", 1)
     monkeypatch.setattr(run_length, "EPOCHS", 3)
     monkeypatch.setattr(run_length, "EVALUATION_UPDATES", 5)
+    monkeypatch.setattr(run_length, "SHORT_RUN", 0)
     monkeypatch.setattr(run_length, "PATIENCE", 9)
     total = 12 if fine_tunes else 6
     for flags in ((), ("--resume", "auto")):
         args = small.make_args(tmp_path, *flags)
         args.num_epochs = args.eval_every = None
         args.max_steps = 2 if not flags else None
-        assert small.run(args, fine_tunes=fine_tunes)[1].step == (args.max_steps or total)
+        assert small.run(args, fine_tunes=fine_tunes, updates=(12, 20))[1].step == (
+            args.max_steps or total
+        )
         text = capsys.readouterr().out
         ends = "; ends after 9 evaluations" in text
         assert ends == fine_tunes

@@ -8,7 +8,7 @@ from common import options
 from common.errors import UsageError
 from speech.decoding import language_model
 from speech.decoding.language_model import LanguageModelFlags
-from speech.decoding.names import NAME_BONUS
+from speech.decoding.names import NAME_BONUS, are_names
 from speech.writing.text import CharTokenizer
 
 TOKENIZER = CharTokenizer([" ", *"abcdefgh"])
@@ -133,8 +133,8 @@ def test_a_list_of_names_is_in_every_search(folder, tmp_path, capsys):
     "lines", [["a b c d e"], ["x" * 41], ["a"] * 2001], ids=["words", "letters", "lines"]
 )
 def test_longer_lines_and_more_of_them_are_a_text(lines):
-    assert not language_model.are_names(lines)
-    assert language_model.are_names([line[:3] for line in lines[:2000]])
+    assert not are_names(lines)
+    assert are_names([line[:3] for line in lines[:2000]])
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"language_model_helps": 3}', None])
