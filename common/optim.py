@@ -19,12 +19,10 @@ AVERAGES = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class AdamWSettings:
-    """A recipe's settings of AdamW. Without `decay_embeddings`, embeddings have no weight decay. If
-    parameters are named `first`, the others stay as they are during the warm-up."""
+    """A recipe's settings of AdamW. Without `decay_embeddings`, embeddings have no weight decay."""
 
     betas: tuple[float, float] = BETAS
     decay_embeddings: bool = True
-    first: tuple[str, ...] = ()
 
 
 def embedding_weights(model: torch.nn.Module) -> set[torch.nn.Parameter]:
@@ -36,9 +34,8 @@ def parameter_groups(
     model: torch.nn.Module, weight_decay: float, settings: AdamWSettings = AdamWSettings()
 ) -> list[dict]:
     """Two groups: matrices and filters have weight decay; norms, biases and scalars (at most one
-    dimension) have none, nor have embeddings without `settings.decay_embeddings`. Each is two if
-    some parameters learn first; the others then have the key "waits". Frozen parameters are in no
-    group. Raises `UsageError` if all are."""
+    dimension) have none, nor have embeddings without `settings.decay_embeddings`. Frozen parameters
+    are in no group. Raises `UsageError` if all are."""
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise UsageError(
@@ -47,15 +44,12 @@ def parameter_groups(
     spared = {p for p in trained if p.dim() <= 1}
     if not settings.decay_embeddings:
         spared |= embedding_weights(model)
-    first = {model.get_parameter(name) for name in settings.first}
-    groups = []
-    for is_first in (True, False):
-        part = [p for p in trained if (not first or p in first) == is_first]
-        waits = {} if is_first else {"waits": True}
-        decayed = [p for p in part if p not in spared]
-        others = [p for p in part if p in spared]
-        groups.append({"params": decayed, "weight_decay": weight_decay, **waits})
-        groups.append({"params": others, "weight_decay": 0.0, **waits})
+    decayed = [p for p in trained if p not in spared]
+    others = [p for p in trained if p in spared]
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     return [group for group in groups if group["params"]]
 
 
@@ -209,7 +203,6 @@ class Schedule:
         self.total = total_steps
         self.given_warmup = warmup_steps
         self.warmup = self.warmup_of(total_steps)
-        self.alone = self.warmup  # updates before which parameters that wait stay as they are
         # A later warm-up: the update after which it begins, its length, the share of the peak rate
         # that it begins with.
         self.again = (0, 0, 0.0)
@@ -242,14 +235,12 @@ class Schedule:
     def set(self, step: int) -> None:
         """Sets the rate for the update that follows `step` updates."""
         for group in self.optimizer.param_groups:
-            waits = group.get("waits") and step < self.alone
-            group["lr"] = 0.0 if waits else group["initial_lr"] * self.factor(step)
+            group["lr"] = group["initial_lr"] * self.factor(step)
 
     def state(self) -> dict:
         """The state that `resume` needs."""
         rate = self.optimizer.param_groups[0]["lr"]
-        again = list(self.again)
-        return {"total": self.total, "again": again, "rate": rate, "alone": self.alone}
+        return {"total": self.total, "again": list(self.again), "rate": rate}
 
     def resume(self, saved: dict | None, step: int) -> bool:
         """Continues the schedule with the `state` that a checkpoint has, after `step` updates.
@@ -257,7 +248,6 @@ class Schedule:
         if not saved:
             return False
         self.again = tuple(saved["again"])
-        self.alone = saved["alone"]
         low = min(1.0, saved["rate"] / self.optimizer.param_groups[0]["initial_lr"])
         jumps = not math.isclose(self.factor(step), low)
         if saved["total"] != self.total and jumps:

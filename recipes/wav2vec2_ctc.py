@@ -510,7 +510,6 @@ def make_task(
         f" rate {asked.learning_rate or lora.rate(model, rate):g}"
     )
     starts_silent = info.has_new_head or not info.pretrained
-    new_pieces = [] if info.has_new_head else info.new_pieces
     family = start.Family(asked)
     return Task(
         RECIPE,
@@ -528,12 +527,11 @@ def make_task(
         beside=language_model.as_file(texts),
         compiled=COMPILED,
         evaluate_first=info.pretrained and not info.has_new_head,
-        # A new head learns alone during the warm-up: its first gradients would spoil the encoder.
-        adamw=optim.AdamWSettings(first=vocabulary.ROWS if info.has_new_head else ()),
         fine_tunes=info.pretrained,
+        updates=start.updates(info),
         augmented_share=asked.how.augmented_share if starts_silent else None,
         not_begun=recogniser.not_begun,
-        new_rows=new_rows.for_task(new_pieces, vocabulary.ROWS, model, start.NEW_ROWS_RATE),
+        new_rows=new_rows.for_task(info.new_pieces, vocabulary.ROWS, model, start.rows_rate(info)),
         vocabulary=family.vocabulary(info, run.initial),
         plans=ForPlans(
             compares=bool(asked.origin.path) and info.had_head,

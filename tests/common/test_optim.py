@@ -769,41 +769,6 @@ def test_a_resumed_run_of_the_same_length_has_the_same_rates(kind):
     assert not first.resume(None, 3)  # a checkpoint without a schedule
 
 
-# --- parameters that learn first ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_some_parameters_learn_alone_during_the_warm_up(kind):
-    """Also in an optimizer that continues another one, of which only the states are saved."""
-    first = ("large.weight", "large.bias")
-    model = Model()
-    named = dict(model.named_parameters())
-
-    def begin() -> tuple[torch.optim.Optimizer, optim.Schedule]:
-        settings = optim.AdamWSettings(first=first)
-        optimizer = small.optimizer_of(model, 1e-2, 0.1, **KINDS[kind], settings=settings)
-        return optimizer, optim.Schedule(optimizer, "cosine", 40, 4)
-
-    def changed(step: int) -> set[str]:
-        before = {name: p.detach().clone() for name, p in named.items()}
-        schedule.set(step)
-        set_gradients(model, step)
-        leave(model, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        return {name for name, p in named.items() if not torch.equal(p, before[name])}
-
-    optimizer, schedule = begin()
-    assert [changed(step) for step in (1, 2)] == [{*first}] * 2
-    state = through_a_file(optim.optimizer_state(optimizer, model))
-    again = through_a_file(schedule.state())
-    optimizer, schedule = begin()
-    optim.load_optimizer_state(optimizer, model, state)
-    schedule.resume(again, 3)
-    assert changed(3) == {*first}
-    assert changed(4) == {*named} - {"frozen", "unused"}
-
-
 # --- whole runs -----------------------------------------------------------------------------------
 
 RUN = (

@@ -265,24 +265,29 @@ def new_head(noise, unsupervised, tmp_path_factory) -> tuple[Path, str]:
 
 
 def new_head_flags(noise, unsupervised) -> list:
-    steps = ["--warmup_steps", "4", "--learning_rate", "1e-2", *STEPS]
+    steps = ["--warmup_steps", "4", "--learning_rate", "1e-4", *STEPS]
     return [*noise, "--model_dir", unsupervised, *steps, "--gradient_checkpointing"]
 
 
-def test_a_new_head_learns_alone_during_the_warm_up(new_head, unsupervised):
+def test_a_new_head_learns_at_its_own_rate(new_head, unsupervised):
     folder, out = new_head
     assert "new vocabulary: 10 pieces; the model had none" in out  # texts as they are written
     assert "compared to" not in out
     before = formats.read_model(unsupervised)[0]
     for name in vocabulary.ROWS:
         del before[name]  # they have no rows
-    warm, after = weights_after(folder, 4), weights_after(folder, 6)
-    assert same(warm, before, before) == {True}
-    assert same(warm, weights_after(folder, 1), vocabulary.ROWS) == {False}
+    first, after = weights_after(folder, 1), weights_after(folder, 6)
     # Nothing is masked as long as the model cannot write.
     frozen = {name for name in before if name.startswith(("feature_extractor.", "masked_spec"))}
     assert same(after, before, before.keys() - frozen) == {False}
     assert same(after, before, frozen) == {True}
+    # The steps of AdamW are as large as the rate: that of the warm-up, and that of the new rows.
+    second = weights_after(folder, 2)
+    rate = 1e-4 * 2 / 4
+    moved = {name: (second[name] - first[name]).abs().max().item() for name in first}
+    assert moved["lm_head.bias"] == pytest.approx(10 * rate, rel=0.5)
+    learned = before.keys() - frozen
+    assert max(moved[name] for name in learned) == pytest.approx(rate, rel=0.5)
 
 
 @pytest.mark.parametrize("step", [2, 5])
