@@ -458,20 +458,6 @@ def test_evaluation_covers_everything_every_time(no_hang, workers):
     assert whole.whole() is whole
 
 
-@pytest.mark.parametrize(
-    "workers, flags, expected",
-    [
-        (0, (), (0, False)),
-        (1, (), (1, True)),
-        (9, (), (2, True)),
-        (1, ("--no_persistent_workers",), (1, False)),
-    ],
-)
-def test_evaluation_has_no_more_workers_than_batches(workers, flags, expected):
-    loader = evaluation(clips(23), "--eval_batch_size", "20", *flags, workers=workers).loader
-    assert (loader.num_workers, loader.persistent_workers) == expected
-
-
 def test_evaluation_skips_files_and_says_so_once(capsys):
     made = evaluation(clips(9, {2: bad("two.wav")}), "--skip_bad_audio")
     for _ in range(2):

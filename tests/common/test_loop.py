@@ -1008,44 +1008,6 @@ def test_best_weights_of_just_before_a_kill_stay(tmp_path):
     assert checkpoint.best_step(folder) == 2
 
 
-def test_a_second_run_moves_what_the_first_left_aside(tmp_path):
-    reports = ("transcripts.jsonl", "evaluation.json")
-    logs = tmp_path / "logs"
-    for number in range(3):
-        trained(tmp_path, "--max_steps", "1", reports=reports)
-        assert not any((logs / name).exists() for name in reports)
-        for name in (*reports, "notes.txt"):
-            (logs / name).write_text(str(number))
-    for name in reports:
-        assert [(logs / f"earlier-{n}" / name).read_text() for n in (1, 2)] == ["0", "1"]
-
-
-def mapped(folder: Path) -> list[bytes]:
-    """The files of a folder that this process maps, also deleted ones."""
-    lines = Path("/proc/self/maps").read_bytes().splitlines()
-    return [line for line in lines if os.fsencode(folder) in line]
-
-
-@pytest.mark.parametrize(
-    "flag, name",
-    [
-        ("--resume", "checkpoint_step_00000004.pt"),
-        ("--init_from", "checkpoint_step_00000004.pt"),
-        ("--init_from", "best.safetensors"),
-    ],
-)
-def test_a_run_lets_go_of_the_file_that_it_starts_from(tmp_path, flag, name):
-    trained(tmp_path / "b", *cut(2, 2))
-    path = tmp_path / "b/checkpoints" / name
-    content = path.read_bytes()
-    during = []
-    folder = tmp_path / ("b" if flag == "--resume" else "c")
-    flags = (*cut(2, 2), "--num_epochs", "2", flag, str(path))
-    note = changing(lambda *_: during.append(mapped(tmp_path)))
-    trained(folder, *flags, compute_loss=note)
-    assert during and not any(during) and path.read_bytes() == content
-
-
 def test_a_model_that_no_longer_fits_its_checkpoint_is_one_line(tmp_path):
     trained(tmp_path)
     message = r"the saved weights do not fit this model .*--init_from"

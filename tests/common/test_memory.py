@@ -2,7 +2,6 @@
 fit, statistics."""
 
 import re
-import types
 import weakref
 from typing import ClassVar
 
@@ -179,18 +178,3 @@ def test_the_peak_on_a_cpu_is_resident_memory():
     peak, total = map(float, match.groups())
     assert 0.1 < peak < total
     assert 2**26 < memory.memory_used(CPU) <= (peak + 0.1) * 2**30
-
-
-def test_the_peak_on_a_gpu_is_the_allocators(monkeypatch):
-    numbers = {
-        "get_device_properties": types.SimpleNamespace(total_memory=8 * 2**30),
-        "max_memory_allocated": 2**30,
-        "max_memory_reserved": 3 * 2**29,
-    }
-    for name, number in numbers.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, number=number: number)
-    device = torch.device("cuda", 0)
-    assert (
-        memory.peak(device) == "memory: peak 1.00 GiB allocated, 1.50 GiB reserved, total 8.00 GiB"
-    )
-    assert memory.memory_used(device) == 2**30

@@ -37,36 +37,21 @@ def refused(parser, capsys, *words) -> str:
 
 
 @pytest.mark.parametrize(
-    "command, expected",
+    "command, precision, level",
     [
-        ("", "auto"),
-        ("--mixed_precision", "auto"),
-        ("--mixed_precision fp16", "fp16"),
-        ("--mixed_precision --batch_size 3", "auto"),
-        ("--no_mixed_precision", "no"),
-        ("--bf16", "bf16"),
-        ("--no_mixed_precision --bf16", "bf16"),
-        ("--bf16 --mixed_precision", "auto"),
+        ("", "auto", None),
+        ("--mixed_precision fp16 --use_cpu_offload weights", "fp16", "weights"),
+        ("--mixed_precision --use_cpu_offload --batch_size 3", "auto", "states"),
+        ("--no_mixed_precision --use_cpu_offload=gradients", "no", "gradients"),
+        ("--no_mixed_precision --bf16", "bf16", None),
+        ("--bf16 --mixed_precision", "auto", None),
+        ("--use_cpu_offload weights --no_use_cpu_offload", "auto", None),
+        ("--no_use_cpu_offload --use_cpu_offload", "auto", "states"),
     ],
 )
-def test_mixed_precision(parser, command, expected):
-    assert parser.parse_args(command.split()).mixed_precision == expected
-
-
-@pytest.mark.parametrize(
-    "command, expected",
-    [
-        ("", None),
-        ("--use_cpu_offload", "states"),
-        ("--use_cpu_offload --bf16", "states"),
-        ("--use_cpu_offload weights", "weights"),
-        ("--use_cpu_offload=gradients", "gradients"),
-        ("--use_cpu_offload weights --no_use_cpu_offload", None),
-        ("--no_use_cpu_offload --use_cpu_offload", "states"),
-    ],
-)
-def test_levels_of_offloading(parser, command, expected):
-    assert parser.parse_args(command.split()).use_cpu_offload == expected
+def test_switches_that_may_have_a_word(parser, command, precision, level):
+    args = parser.parse_args(command.split())
+    assert (args.mixed_precision, args.use_cpu_offload) == (precision, level)
 
 
 def test_every_switch_has_its_opposite(parser):

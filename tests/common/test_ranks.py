@@ -212,14 +212,6 @@ def test_shards_after_a_global_batch_without_targets(tmp_path, on_ranks, monkeyp
     assert_close(newest(tmp_path / "sharded"), newest(tmp_path / "one"))
 
 
-def test_shards_in_fp32(tmp_path, on_ranks):
-    """torch reduces gradients in another way than in float64."""
-    flags = [*TWO, "--max_steps", "1", "--sharded"]
-    assert len(on_ranks(tmp_path / "sharded", *flags, trouble="float32")) == 2
-    trained(small.make_args(tmp_path / "one", *ONE, "--max_steps", "1"), dtype=torch.float32)
-    assert_close(newest(tmp_path / "sharded"), newest(tmp_path / "one"), 1e-4, 1e-7)
-
-
 def test_a_run_that_goes_from_one_process_to_shards_to_two_machines_and_back(tmp_path, on_ranks):
     one, changing = tmp_path / "one", tmp_path / "changing"
 

@@ -307,14 +307,6 @@ def test_evaluation_has_states_and_no_gradients():
     assert measures.largest(settings) == max(training, evaluation, key=lambda peak: peak.total)
 
 
-def test_the_answer_names_the_stage(capsys):
-    planned = evaluated(run_of(Network()))
-    assert planned.answer(flags("--batch_size", "1"), CARD, "torch.float32", RunError) == 0
-    out = capsys.readouterr().out
-    assert re.search("^Peak: .* allocated in evaluation, forward", out, re.MULTILINE)
-    assert "\nIn training, with 1 utterances at a time: " in out
-
-
 def sharded(planned: PlannedRun, ranks: int, **changes) -> PlannedRun:
     return dataclasses.replace(planned, ranks=ranks, layers=(Layer,), **changes)
 
@@ -453,13 +445,6 @@ def test_two_cards_share_an_update(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert out.count("NCCL") == 1
     assert re.search("^Dry run: on each of 2 GPUs .replicated. 2 x ", out, re.MULTILINE)
-
-
-def test_a_sharded_run_is_planned_for_several_cards(tmp_path, capsys):
-    """In evaluation a card has the whole model, too, and its shards."""
-    assert planned(tmp_path, "--dry_run", "4x8GB", "--sharded") == (0, [])
-    out = capsys.readouterr().out
-    assert "on each of 4 GPUs (sharded)" in out and "Verdict: fits" in out
 
 
 @pytest.mark.parametrize(

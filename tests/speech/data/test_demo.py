@@ -103,12 +103,6 @@ def test_a_complete_corpus_is_kept_and_an_earlier_one_is_replaced(ask, tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match=r"^cannot write the demo corpus in .*/file/corpus: [\w ]+$"):
-        demo.speech_corpus(tmp_path / "file" / "corpus", ["घर"], ["mr"], {"train": 1})
-
-
 @pytest.mark.parametrize("voice", ["xx", "mr+nobody", "mr+", "", "xx+f2"])
 def test_an_unknown_voice_raises(voice):
     espeak = demo.espeak()

@@ -103,13 +103,6 @@ def test_every_family_is_read(tmp_path, wav, family, mark, ends):
     ]
 
 
-def test_the_first_line_of_ljspeech_holds_more_commas_than_bars(tmp_path, wav):
-    wav(tmp_path / "wavs" / "LJ001-0001.wav")
-    text = "Printing, in the only sense with which we are concerned, differs from most, if not all"
-    corpus, rejected = loaded(tmp_path, f"LJ001-0001|{text}|{text}\n")
-    assert list(corpus.texts) == [text] and not rejected.total
-
-
 @pytest.mark.parametrize("last", ["a.wav,five", 'a.wav,five"', 'a.wav,"five'])
 def test_an_unclosed_quote_does_not_swallow_lines(tmp_path, wav, last):
     wav(tmp_path / "a.wav")
@@ -496,14 +489,6 @@ def test_fingerprint_sees_texts_their_borders_and_their_order(tmp_path, wav, jso
     assert fingerprint(*sets[0]) == fingerprint(*sets[0])
 
 
-def test_a_file_of_many_segments_is_looked_at_once(tmp_path, wav, json_lines, looked_at):
-    wav(tmp_path / "a.wav", 2.0)
-    row = {"audio_filepath": "a.wav", "text": "a", "duration": 0.5}
-    lines = json_lines(tmp_path / "m.json", [{**row, "offset": i / 100} for i in range(100)])
-    corpus, rejected = load(lines)
-    assert len(corpus) == 100 and not rejected.total and looked_at == ["a.wav"]
-
-
 # --- the header cache -----------------------------------------------------------------------------
 
 
@@ -560,13 +545,6 @@ def test_a_corrupt_cache_is_ignored(tmp_path, wav, json_lines, looked_at, damage
         looked_at.clear()
         assert load(lines, cache_dir=tmp_path / "cache")[0].seconds.tolist() == [1.0]
         assert looked_at == seen
-
-
-def test_a_cache_that_cannot_be_written_is_left_out(tmp_path, wav, json_lines):
-    wav(tmp_path / "a.wav")
-    (tmp_path / "file").write_text("")
-    lines = json_lines(tmp_path / "m.json", [{"audio_filepath": "a.wav", "text": "a"}])
-    assert len(load(lines, cache_dir=tmp_path / "file" / "cache")[0]) == 1
 
 
 # --- hostile lines --------------------------------------------------------------------------------
@@ -775,15 +753,6 @@ def test_a_long_text_is_not_normalised(tmp_path, wav, json_lines, no_hang):
         "longer than 0.6 s (--max_duration), without segment times for --use_chunking",
         "text is longer than 10000 characters",
     ]
-
-
-def test_a_text_as_long_as_the_longest_speech_is_used(tmp_path, wav, json_lines):
-    wav(tmp_path / "good.wav")
-    lines = json_lines(
-        tmp_path / "m.json", [{**GOOD, "text": "ए" * 10_000}, {**GOOD, "text": "ए" * 30_000}]
-    )
-    assert [len(text) for text in load(lines)[0].texts] == [10_000]
-    assert [len(text) for text in load(lines, max_duration=300.0)[0].texts] == [10_000, 30_000]
 
 
 @given(st.binary(max_size=200), st.sampled_from(["m.json", "m.csv", "m.tsv", "metadata.csv"]))

@@ -198,12 +198,6 @@ def test_names_without_ending_are_found_in_the_folder_that_has_them(tmp_path, ta
         load(table)
 
 
-def test_tabs_without_a_header_need_audio_that_is_there(talk):
-    assert list(load(talk("talk\tword"))[0].texts) == ["word"]
-    with pytest.raises(DataError, match="first line names no audio column"):
-        load(talk("tale\tword"))
-
-
 @pytest.mark.parametrize("forms", [("NFC", "NFD"), ("NFD", "NFC")])
 @pytest.mark.parametrize("ending", [".wav", ""])
 def test_names_in_the_other_unicode_form_are_found(tmp_path, talk, wav, forms, ending):

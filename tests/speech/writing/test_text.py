@@ -32,13 +32,6 @@ def test_whispers_normaliser_is_that_of_transformers(value):
     assert text.as_whisper(spoken) == normalise(spoken)
 
 
-def test_the_share_of_marks():
-    assert text.mark_share(["हिं 1.", "a"]) == 2 / 4  # ह and a; ि and ं
-    assert text.mark_share([unicodedata.normalize("NFD", "Tiếng Việt")]) == 0  # they are composed
-    assert text.mark_share(["a˩b˥"]) == 2 / 4
-    assert text.mark_share([]) == 0
-
-
 @given(any_text | mixed)
 def test_normalise(value):
     normal = text.normalise(value)
@@ -150,14 +143,6 @@ def test_unknown_characters_decode_to_the_replacement_character(tokenizer, value
     while "\ufffd\ufffd" in squeezed:
         squeezed = squeezed.replace("\ufffd\ufffd", "\ufffd")
     assert squeezed == expected
-
-
-def test_char_takes_every_character_and_bpe_makes_longer_pieces():
-    texts = ["हांव घर", "तूं घर", "हांव हांव घर"] * 10
-    char, bpe = (text.train_tokenizer(texts, kind, 24) for kind in ("char", "bpe"))
-    characters = set("".join(texts))
-    assert char.size == len(characters) + 1  # and the unknown token; the space is one of them
-    assert bpe.size <= 24 and len(bpe.encode("हांव घर")) < len(char.encode("हांव घर")) == 7
 
 
 def test_characters_beyond_the_sentences_that_are_kept_are_known(monkeypatch):

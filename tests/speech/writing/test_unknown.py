@@ -2,26 +2,16 @@
 
 import shlex
 
-import numpy as np
 import pytest
 
 from common.errors import DataError
-from speech.data.columns import Codes, Corpus, Strings
+from speech.data.columns import Corpus
 from speech.writing import text, unknown
+from tests.speech.data.test_checks import make_corpus
 
 
-def corpus(texts: list[str], path: str = "a.wav") -> Corpus:
-    count = len(texts)
-    return Corpus(
-        paths=Strings([path] * count),
-        texts=Strings(texts),
-        seconds=np.ones(count),
-        offsets=np.zeros(count),
-        durations=np.ones(count),
-        speakers=Codes([""] * count),
-        languages=Codes([""] * count),
-        lines=np.arange(count),
-    )
+def corpus(texts: list[str]) -> Corpus:
+    return make_corpus([(text, 1.0, "") for text in texts])
 
 
 LATIN = unknown.outside("abcdefghijklmnopqrstuvwxyz ")
