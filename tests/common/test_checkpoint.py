@@ -329,7 +329,7 @@ NAN, ONE = torch.tensor([1.0, float("nan")]), torch.ones(1)
 STATE = {"step": torch.tensor(1.0), "exp_avg": torch.ones(5000), "exp_avg_sq": torch.ones(5000)}
 PARTS = ("recipe", "model_info", "run_info", "model", "optimizer", "rng", "progress", "scaler")
 ALTERED = [
-    *(put((key,), ...) for key in PARTS),
+    put(("run_info",), ...),
     *(put((key,), 3) for key in PARTS),
     put(("model", "w"), 3),
     put(("model", 3), ONE),

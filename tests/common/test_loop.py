@@ -792,9 +792,13 @@ def test_fp16_scaling_gives_the_fp32_gradient():
 
 
 @pytest.mark.parametrize(
-    "number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
+    "number, status, moment",
+    [
+        (signal.SIGTERM, 143, "global_batch"),
+        (signal.SIGINT, 130, "global_batch"),
+        (signal.SIGHUP, 129, "evaluation"),
+    ],
 )
-@pytest.mark.parametrize("moment", ["global_batch", "evaluation"])
 def test_a_signal_discards_the_global_batch_saves_and_resumes_to_the_same_weights(
     tmp_path, number, status, moment
 ):

@@ -247,8 +247,7 @@ def ctc_gets_numbers(monkeypatch):
     monkeypatch.setattr(F, "ctc_loss", checked)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("checkpointing, micro_batches", [(False, 1), (True, 2)])
 @pytest.mark.parametrize("name", CASES)
 def test_a_recipe(name, checkpointing, micro_batches):
     case = make(name, checkpointing)

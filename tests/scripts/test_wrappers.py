@@ -44,7 +44,10 @@ def error_line(result: subprocess.CompletedProcess, status: int) -> str:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_and_rows_name_every_tier_and_size(script):
-    for command in ([str(ROOT / script)], ["sh", script], ["bash", script, "cpu"]):
+    ways = [[str(ROOT / script)]]
+    if script == KONKANI:
+        ways += [["sh", script], ["bash", script, "cpu"]]
+    for command in ways:
         result = subprocess.run(
             [*command, "--help"], capture_output=True, text=True, timeout=60, cwd=ROOT
         )
