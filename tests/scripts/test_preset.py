@@ -336,26 +336,6 @@ def test_vietnamese_defaults_are_the_guides():
         assert (args.learning_rate, args.max_target_tokens) == (1e-4, 256)
 
 
-def test_morse_rows_are_the_guides():
-    """Larger GPUs have data workers; `many` is small with larger updates."""
-    for words, workers in {
-        "16gb small": 6,
-        "32gb large": 6,
-        "32gb many": 8,
-        "8gb small": "auto",
-    }.items():
-        assert args_of(MORSE, *words.split(), *MODEL).dataloader_num_workers == workers
-    for tier in TIERS[MORSE]:
-        words = flags_of(MORSE, tier, "many", "--conditions", "wide")
-        args = resolved(MORSE, words)
-        assert args.model_size == "small" and args.conditions == ["wide"]
-        assert words.count("--dataloader_num_workers") == (tier in ("16gb", "24gb", "32gb"))
-    assert args_of(MORSE, "24gb", "--conditions", "wide").model_size == "small"
-    words = flags_of(MORSE, "8gb", "many", "--data_dir", "d")
-    assert value(words, "--num_epochs") == "3" and update_of(words) == 256
-    assert "--num_epochs" not in flags_of(MORSE, "8gb", "many", "--data_dir", "d", "--max_steps=9")
-
-
 def test_a_parakeet_has_the_size_of_the_row_or_of_its_file(tmp_path):
     file = ["--model_file", __file__]
     for size in ("110m", "0.6b", "nemotron"):

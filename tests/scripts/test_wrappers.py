@@ -209,6 +209,13 @@ def run(project: Path, *arguments, path=(), command=None, cwd=None, **extra):
     )
 
 
+def installing(project: Path) -> dict:
+    """What `run` needs so that an interpreter without packages can install them."""
+    folder = project.parent
+    path = make_base(folder / "base", folder / "pip")
+    return {"path": [path], "PYTHONPATH": str(folder / "pip")}
+
+
 def report_of(result: subprocess.CompletedProcess) -> dict:
     """What the stub for the recipe printed."""
     assert result.returncode == 0, result.stderr
@@ -241,13 +248,8 @@ def test_the_hours_of_speech_need_the_packages_first(project, tmp_path):
     shutil.copy(project / "recipes/konkani_conformer.py", project / "recipes/parakeet_tdt.py")
     executable(project / "speech/data/hours.py", "print('medium_data 3')")
     (tmp_path / "train.json").touch()
-    path = [make_base(tmp_path / "base", tmp_path / "pip")]
     words = ["8gb", "--train_manifest", str(tmp_path / "train.json")]
-    extra = {
-        "path": path,
-        "command": [str(project / PARAKEET)],
-        "PYTHONPATH": str(tmp_path / "pip"),
-    }
+    extra = {**installing(project), "command": [str(project / PARAKEET)]}
     result = run(project, *words, "--print", **extra)
     assert "before the packages are installed" in result.stderr
     assert value(shlex.split(result.stdout), "--batch_size") == "8"
@@ -348,15 +350,13 @@ def test_a_broken_or_unfinished_venv_is_made_anew(project, tmp_path, state):
         make_venv(project / ".venv", MET)
         (project / ".venv.lock").write_text("unfinished\n")
     (project / ".venv/left_over").touch()
-    path = [make_base(tmp_path / "base", tmp_path / "pip")]
-    result = run(project, "t4", path=path, PYTHONPATH=str(tmp_path / "pip"))
+    result = run(project, "t4", **installing(project))
     assert report_of(result)["prefix"] == str(project / ".venv")
     assert not (project / ".venv/left_over").exists() and not (project / ".venv.lock").read_text()
 
 
 def test_an_installation_that_failed_is_repeated(project, tmp_path):
-    path = [make_base(tmp_path / "base", tmp_path / "pip")]
-    extra = {"path": path, "PYTHONPATH": str(tmp_path / "pip")}
+    extra = installing(project)
     line = error_line(run(project, "t4", PIP_FAILS="yes", **extra), 1)
     assert "pip could not install requirements.txt" in line
     assert report_of(run(project, "t4", **extra))["prefix"] == str(project / ".venv")
@@ -368,14 +368,13 @@ def test_without_an_nvidia_driver_torch_is_the_cpu_build(project, tmp_path, stat
         pytest.skip("this machine has an NVIDIA driver")
     if state == "driver":
         executable(tmp_path / "tools/nvidia-smi", "#!/bin/sh\nexit 1\n")
-    path = [make_base(tmp_path / "base", tmp_path / "pip")]
     (tmp_path / "index/torch").mkdir(parents=True)
     serve = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path / "index")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         index = f"http://127.0.0.1:{server.server_port}"
         asked = f"{index}/gone" if state == "refused" else index
-        result = run(project, "t4", path=path, PYTHONPATH=str(tmp_path / "pip"), TORCH_INDEX=asked)
+        result = run(project, "t4", TORCH_INDEX=asked, **installing(project))
         server.shutdown()
     venv = str(project / ".venv")
     assert report_of(result)["prefix"] == venv
@@ -478,8 +477,7 @@ def test_the_page_has_an_environment_of_both_files(project, tmp_path):
         assert result.returncode == 0 and "./run_webui.sh [--port 7860]" in result.stdout
     assert not (project / ".venv").exists()
 
-    path = [make_base(tmp_path / "base", tmp_path / "pip")]
-    extra = {"path": path, "PYTHONPATH": str(tmp_path / "pip"), "command": command}
+    extra = {**installing(project), "command": command}
     report = report_of(run(project, "--port", "1", "--data", "a b", **extra))
     assert report["prefix"] == str(project / ".venv")
     assert report["arguments"] == ["--port", "1", "--data", "a b"]

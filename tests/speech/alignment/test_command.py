@@ -85,6 +85,16 @@ def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+TAPE = ("--align", "tape.wav", "book.txt", "--output", "aligned.json")
+
+
+def align(lines: list[str], *more: str, hears=recogniser) -> list[dict]:
+    """The utterances of tape.wav with a book of these lines."""
+    Path("book.txt").write_text("\n".join(lines), encoding="utf-8")
+    command.align_files(request(*TAPE, *more), hears)
+    return rows_of(Path("aligned.json"))
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -124,10 +134,7 @@ def test_a_tape_and_its_book(folder, capsys):
 
 def test_a_flat_start_needs_no_recogniser(folder, capsys):
     places = tape(folder / "tape.wav", LINES * 5)
-    (folder / "book.txt").write_text("\n".join(LINES * 5), encoding="utf-8")
-    words = ("--align", "tape.wav", "book.txt", "--output", "aligned.json", "--flat_start")
-    command.align_files(request(*words), None)
-    rows = rows_of(folder / "aligned.json")
+    rows = align(LINES * 5, "--flat_start", hears=None)
     assert len(rows) >= 10
     for row in rows:
         number = int(np.abs(np.array(places)[:, 0] - row["offset"]).argmin())
@@ -175,11 +182,7 @@ def test_folders_of_pairs(folder, capsys):
 
 def test_a_tape_that_begins_and_ends_with_speech(folder):
     places = tape(folder / "tape.wav", LINES, lead=0.0)
-    (folder / "book.txt").write_text("\n\n".join(LINES), encoding="utf-8")
-    command.align_files(
-        request("--align", "tape.wav", "book.txt", "--output", "aligned.json"), recogniser
-    )
-    rows = rows_of(folder / "aligned.json")
+    rows = align(LINES)
     assert [row["text"] for row in rows] == LINES
     assert rows[0]["offset"] < 0.06
     assert abs(rows[-1]["offset"] + rows[-1]["duration"] - places[-1][1]) < 0.06
@@ -187,10 +190,8 @@ def test_a_tape_that_begins_and_ends_with_speech(folder):
 
 def test_nothing_is_written_for_another_text(folder):
     tape(folder / "tape.wav", LINES)
-    (folder / "book.txt").write_text("Quixotic zebras jump. " * 40, encoding="utf-8")
-    asked = request("--align", "tape.wav", "book.txt", "--output", "aligned.json")
     with pytest.raises(DataError, match="nothing was found"):
-        command.align_files(asked, recogniser)
+        align(["Quixotic zebras jump."] * 40)
     assert sorted(path.name for path in folder.iterdir()) == ["book.txt", "tape.wav"]
 
 
@@ -217,23 +218,19 @@ def test_a_signal_ends_all_pairs_and_nothing_is_written(folder):
 
 def test_texts_that_somebody_has_mended_are_kept(folder):
     tape(folder / "tape.wav", LINES)
-    (folder / "book.txt").write_text("\n".join(LINES), encoding="utf-8")
-    words = ("--align", "tape.wav", "book.txt", "--output", "aligned.json")
-    command.align_files(request(*words), recogniser)
+    align(LINES)
     first = (folder / "aligned.json").read_text(encoding="utf-8")
     mended = first.replace("old man", "young man").replace('": ', '":')  # as the page saves it
     (folder / "aligned.json").write_text(mended, encoding="utf-8")
-    command.align_files(request(*words), recogniser)
+    align(LINES)
     assert (folder / "aligned.json").read_text(encoding="utf-8") == first
     assert (folder / "aligned.json.earlier-1").read_text(encoding="utf-8") == mended
 
 
 def test_the_list_of_what_is_left_out_is_that_of_the_last_run(folder, capsys):
     tape(folder / "tape.wav", LINES)
-    words = ("--align", "tape.wav", "book.txt", "--output", "aligned.json")
-    for lines in ([*LINES, "nobody reads this line"], LINES):
-        (folder / "book.txt").write_text("\n".join(lines), encoding="utf-8")
-        command.align_files(request(*words), recogniser)
+    align([*LINES, "nobody reads this line"])
+    align(LINES)
     assert not (folder / "aligned_left_out.json").exists()
     assert "nothing is left out" in capsys.readouterr().out
 

@@ -150,9 +150,3 @@ def test_a_text_that_is_far_too_long_is_refused(more):
     pieces, energy, _ = reading_of(np.random.default_rng(3), 40, 0.0)
     with pytest.raises(DataError, match=r"the text is too long: .* would take 0\.0"):
         flat.align(more or pieces * 20, energy)
-
-
-@pytest.mark.parametrize("energy", [np.full(500, -70.0), np.full(3, -20.0)])
-def test_a_recording_without_speech(energy):
-    cuts = flat.align([Piece("a text", True)] * 500, energy)
-    assert not cuts.utterances and len(cuts.texts) == 500

@@ -63,10 +63,8 @@ def test_the_flags_become_checks():
     for manifest_flag in ("--train_manifest", "--test_manifest"):
         assert checks(manifest_flag, "m.json").listen
         assert not checks(manifest_flag, "m.json", "--no_check_audio").listen
-    skips = [
-        checks(*flags).skip_bad_audio for flags in ([], ["--skip_bad_audio"], ["--check_data"])
-    ]
-    assert skips == [False, True, True]
+    skipping = ([], ["--skip_bad_audio"], ["--check_data"])
+    assert [checks(*flags).skip_bad_audio for flags in skipping] == [False, True, True]
     with pytest.raises(UsageError) as error:
         checks("--min_duration", "30")
     assert str(error.value) == "--min_duration 30 is not below --max_duration 30"
@@ -169,54 +167,50 @@ def manifest(folder, wav, json_lines, count, name="m.json"):
     return json_lines(folder / name, [{**GOOD, "text": f"t{i}"} for i in range(count)])
 
 
+def read(train: str, **checks):
+    return read_manifests({"train": train}, normalise, Checks(**checks))
+
+
 def test_without_a_val_manifest_a_part_of_the_training_data_is_held_out(
     tmp_path, wav, json_lines, capsys
 ):
-    paths = {"train": manifest(tmp_path, wav, json_lines, 60)}
-    corpora = read_manifests(paths, normalise, Checks(seed=5))
+    path = manifest(tmp_path, wav, json_lines, 60)
+    corpora = read(path, seed=5)
     assert [len(corpora[split]) for split in ("train", "val")] == [54, 6]
-    assert sorted([*corpora["train"].texts, *corpora["val"].texts]) == sorted(
-        f"t{i}" for i in range(60)
-    )
-    assert (
-        "no --val_manifest: 6 of the 60 training utterances are held out" in capsys.readouterr().out
-    )
-    again, other = (read_manifests(paths, normalise, Checks(seed=seed)) for seed in (5, 6))
+    assert {*corpora["train"].texts, *corpora["val"].texts} == {f"t{i}" for i in range(60)}
+    said = "no --val_manifest: 6 of the 60 training utterances are held out"
+    assert said in capsys.readouterr().out
+    again, other = read(path, seed=5), read(path, seed=6)
     assert list(again["val"].texts) == list(corpora["val"].texts) != list(other["val"].texts)
 
 
 def test_what_was_held_out_stays_held_out(tmp_path, wav, json_lines, capsys):
     path = manifest(tmp_path / "a", wav, json_lines, 60)
-    first = read_manifests({"train": path}, normalise, Checks(seed=5))
+    first = read(path, seed=5)
     held_out, keys = set(first["val"].texts), splits.held_out_keys(first["val"])
     assert len(keys) == 6 and len(set(splits.held_out_keys(first["train"])).union(keys)) == 60
     moved = manifest(tmp_path / "b" / "a", wav, json_lines, 100)  # another place, and new rows
     for seed, count in ((5, None), (6, None), (6, 10), (5, 100)):
-        checks = Checks(held_out=tuple(keys), seed=seed, max_samples=count)
-        corpora = read_manifests({"train": moved}, normalise, checks)
-        rows = splits.draw(100, checks)
+        corpora = read(moved, held_out=tuple(keys), seed=seed, max_samples=count)
+        rows = splits.draw(100, Checks(seed=seed, max_samples=count))
         assert set(corpora["val"].texts) == held_out and len(rows) == (count or 100)
         assert set(corpora["train"].texts) == {f"t{i}" for i in rows} - held_out
     said = "no --val_manifest: 6 of the 100 training utterances are held out"
     assert said in capsys.readouterr().out
-    again = read_manifests({"train": path}, normalise, Checks(seed=5, held_out=tuple(keys)))
+    again = read(path, seed=5, held_out=tuple(keys))
     for split in ("train", "val"):
         assert again[split].fingerprint() == first[split].fingerprint()
 
 
 def test_a_part_that_is_gone_is_drawn_anew(tmp_path, wav, json_lines, capsys):
     path = manifest(tmp_path, wav, json_lines, 60)
-    drawn = read_manifests({"train": path}, normalise, Checks(seed=5))
-    other = read_manifests({"train": path}, normalise, Checks(seed=5, held_out=("0" * 16,)))
+    drawn = read(path, seed=5)
+    other = read(path, seed=5, held_out=("0" * 16,))
     assert list(other["val"].texts) == list(drawn["val"].texts)
-    assert (
-        "were held out before are not in the training set any more: others are drawn"
-        in capsys.readouterr().out
-    )
+    said = "were held out before are not in the training set any more: others are drawn"
+    assert said in capsys.readouterr().out
     partly = (splits.held_out_keys(drawn["val"])[0], "0" * 16)
-    assert (
-        len(read_manifests({"train": path}, normalise, Checks(seed=6, held_out=partly))["val"]) == 1
-    )
+    assert len(read(path, seed=6, held_out=partly)["val"]) == 1
     corpora = read_manifests({"train": path, "val": path}, normalise, Checks(held_out=partly))
     assert len(corpora["train"]) == len(corpora["val"]) == 60
 
@@ -224,25 +218,21 @@ def test_a_part_that_is_gone_is_drawn_anew(tmp_path, wav, json_lines, capsys):
 def test_rows_that_are_there_twice_are_held_out_together_or_as_before(tmp_path, wav, json_lines):
     wav(tmp_path / "good.wav")
     path = json_lines(tmp_path / "m.json", [{**GOOD, "text": f"t{i % 30}"} for i in range(60)])
-    first = read_manifests({"train": path}, normalise, Checks(seed=5))
+    first = read(path, seed=5)
     keys = tuple(splits.held_out_keys(first["val"]))
-    again = read_manifests({"train": path}, normalise, Checks(seed=5, held_out=keys))
+    again = read(path, seed=5, held_out=keys)
     assert again["train"].fingerprint() == first["train"].fingerprint()
-    other = read_manifests({"train": path}, normalise, Checks(seed=6, held_out=keys))
+    other = read(path, seed=6, held_out=keys)
     assert not set(other["train"].texts) & set(other["val"].texts) and len(other["val"]) == 12
 
 
 def test_at_least_one_and_at_most_200_utterances_are_held_out(tmp_path, wav, json_lines):
     for count, held_out in ((2, 1), (4100, 200)):
-        corpora = read_manifests(
-            {"train": manifest(tmp_path, wav, json_lines, count)}, normalise, Checks()
-        )
+        corpora = read(manifest(tmp_path, wav, json_lines, count))
         assert (len(corpora["train"]), len(corpora["val"])) == (count - held_out, held_out)
-    with pytest.raises(
-        DataError,
-        match="one utterance is too few to hold one out for evaluation: add --val_manifest",
-    ):
-        read_manifests({"train": manifest(tmp_path, wav, json_lines, 1)}, normalise, Checks())
+    message = "one utterance is too few to hold one out for evaluation: add --val_manifest"
+    with pytest.raises(DataError, match=message):
+        read(manifest(tmp_path, wav, json_lines, 1))
 
 
 def test_max_samples_shortens_the_training_set_only(tmp_path, wav, json_lines, capsys):
@@ -261,13 +251,12 @@ def test_max_samples_shortens_the_training_set_only(tmp_path, wav, json_lines, c
 def test_what_the_first_stage_holds_out_is_never_trained_on(tmp_path, wav, json_lines):
     """Stages of --max_samples with --resume, in both directions."""
     path = manifest(tmp_path, wav, json_lines, 300)
-    first = read_manifests({"train": path}, normalise, Checks(max_samples=40, seed=7))
+    first = read(path, max_samples=40, seed=7)
     held_out, keys = set(first["val"].texts), tuple(splits.held_out_keys(first["val"]))
     assert len(held_out) == 4 and len(first["train"]) == 36
     parts = {}
     for count in (10, 40, 100, 200, None):
-        checks = Checks(max_samples=count, seed=7, held_out=keys)
-        corpora = read_manifests({"train": path}, normalise, checks)
+        corpora = read(path, max_samples=count, seed=7, held_out=keys)
         assert tuple(splits.held_out_keys(corpora["val"])) == keys
         parts[count] = set(corpora["train"].texts)
         assert not parts[count] & held_out
@@ -425,10 +414,8 @@ def test_a_segment_that_is_too_long_is_rejected_and_nothing_is_joined_across_it(
     (reason,) = rejected.counts
     assert reason == "a segment is longer than 10 s (--max_duration)"
     assert rejected.counts[reason] == 2
-    assert (
-        rejected.examples[reason][0]
-        == f"{path}:1: {tmp_path}/long.wav, segment from 2.00 to 12.50 s"
-    )
+    place = f"{path}:1: {tmp_path}/long.wav, segment from 2.00 to 12.50 s"
+    assert rejected.examples[reason][0] == place
 
 
 def test_rounding_of_times_is_tolerated(tmp_path, long_wav, json_lines):

@@ -37,17 +37,6 @@ def hum(seconds: float, rate: int, hertz: float = 500.0) -> np.ndarray:
     return 0.5 * np.sin(2 * np.pi * hertz / rate * np.arange(round(seconds * rate)))
 
 
-def test_it_depends_on_seed_epoch_and_index_alone():
-    first = make().apply(SPEECH, 7, 3)
-    assert torch.equal(first, make().apply(SPEECH, 7, 3))
-    assert torch.equal(first, make(count=9).apply(SPEECH, 7, 3)), "not on the size of the set"
-    others = [make().apply(SPEECH, 8, 3), make().apply(SPEECH, 7, 4), make(seed=2)]
-    others[2] = others[2].apply(SPEECH, 7, 3)
-    for other in others:
-        assert not torch.equal(first, other)
-    assert SPEECH.equal(make().apply(SPEECH, 0, 0)) is False and len(SPEECH) == 16_000
-
-
 def test_lengths_are_those_of_the_waveforms_and_never_above_the_longest():
     data = make(longest=1.5)
     seconds = np.full(COUNT, 1.0)

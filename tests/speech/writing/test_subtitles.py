@@ -85,18 +85,6 @@ def test_long_sentences_fill_two_lines():
     assert times == [(0.0, pytest.approx(3.4)), (pytest.approx(3.4), pytest.approx(5.2))]
 
 
-def test_segments_without_words_share_their_time_by_characters():
-    segments = [
-        {"start": 10.0, "end": 20.0, "text": SENTENCE},
-        {"start": 20.0, "end": 28.0, "text": "Short. But slow."},
-    ]
-    first, second, last = subtitles.cues({"text": "", "segments": segments})
-    share = len("".join(first["text"].split())) / len("".join(SENTENCE.split()))
-    assert first["end"] == second["start"] == pytest.approx(10 + 10 * share, abs=1e-3)
-    assert (first["start"], second["end"]) == (10.0, 20.0)
-    assert last == {"start": 20.0, "end": 28.0, "text": "Short. But slow."}
-
-
 def test_texts_without_spaces():
     """As one segment, and as words that are characters."""
     text = (
