@@ -201,21 +201,6 @@ def test_a_lean_chain_is_plain_in(everywhere, monkeypatch, case):
         assert torch.equal(layers.lean_chain(x, *steps), plain_chain(x, *steps))
 
 
-def test_backward_through_a_lean_chain_twice(everywhere):
-    """A second time adds the same gradient; a gradient of the gradient is refused."""
-    steps = chain("feed-forward, GELU")
-    x = torch.randn(2, 3, 16, dtype=torch.float64, requires_grad=True)
-    loss = layers.lean_chain(x, *steps).square().sum()
-    loss.backward(retain_graph=True)
-    first = [x.grad.clone(), *(p.grad.clone() for p in parameters(steps))]
-    loss.backward(retain_graph=True)
-    for once, twice in zip(first, [x, *parameters(steps)], strict=True):
-        assert torch.equal(2 * once, twice.grad)
-    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
-
-
 @pytest.mark.slow  # importing torch.compile's parts takes seconds
 def test_a_compiled_lean_chain_is_one_graph_for_all_lengths(monkeypatch):
     steps, graphs = chain("feed-forward, GELU"), []

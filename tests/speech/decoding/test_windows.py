@@ -78,14 +78,6 @@ def test_twenty_minutes_in_windows_are_one_pass(seed):
     assert all(a[1] == b[0] for a, b in itertools.pairwise(joined.pieces))
 
 
-def test_what_is_silent_has_no_tokens():
-    pieces = long.overlapping_pieces(torch.zeros(60 * SAMPLE_RATE), SAMPLE_RATE, 20.0, step=STEP)
-    nothing = [{"text": "", "words": [], "segments": []}] * len(pieces)
-    joined = windows.join(TOKENIZER, STEP, nothing, pieces)
-    assert (joined.text, joined.parts) == ("", {"words": [], "segments": []})
-    assert joined.pieces[0][0] == 0 and joined.pieces[-1][1] == 60 * SAMPLE_RATE
-
-
 def near_sighted(waveform: np.ndarray) -> Parakeet:
     """A random model whose decisions depend on about a second of sound and on the label before: it
     has no attention, features without a mean over the recording, and a prediction network that
