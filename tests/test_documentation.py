@@ -19,7 +19,7 @@ import pytest
 from torch.distributed import run
 
 from common import options
-from models.parakeet import prepare
+from models import extend
 from models.wav2vec2.settings import PUBLISHED, TOKENIZERS
 from webui import app
 
@@ -38,7 +38,7 @@ PAGES = [
 ]
 # Further pages of a recipe.
 RECIPE_OF = {"parakeet_live": "parakeet_tdt", "parakeet_export": "parakeet_tdt"}
-PREPARE = "python -m models.parakeet.prepare "
+EXTEND = "python -m models.extend "
 FOLDERS = ("recipes", "common", "speech", "models", "dry_run", "webui", "benchmarks", "tests")
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # Paths that a reader creates, and a script of another project.
@@ -85,7 +85,7 @@ def commands(path: Path) -> list[str]:
     return [
         line
         for line in code(path)
-        if (SCRIPT.match(line) or line.startswith(("python recipes/", PREPARE)))
+        if (SCRIPT.match(line) or line.startswith(("python recipes/", EXTEND)))
         and not re.search(r"\.\.\.|\[|--help", line)
     ]
 
@@ -93,12 +93,6 @@ def commands(path: Path) -> list[str]:
 def parser_of(recipe: str) -> options.Parser:
     parser = options.Parser("")
     importlib.import_module(f"recipes.{recipe}").add_arguments(parser)
-    return parser
-
-
-def parser_of_prepare() -> options.Parser:
-    parser = options.Parser("")
-    prepare.add_arguments(parser)
     return parser
 
 
@@ -168,7 +162,7 @@ def test_flags_exist(page):
     recipes = [recipe] if recipe in RECIPES else RECIPES
     known = set.union(*map(flags_of, recipes)) | SPELLINGS
     if "parakeet_tdt" in recipes:
-        known |= set(parser_of_prepare()._option_string_actions)
+        known |= set(extend.make_parser()._option_string_actions)
     if recipe not in RECIPES:
         known |= flags_of_the_page()
     outside = re.sub(r"`[^`]+`|<!--.*?-->", "", FENCE.sub("", read(page)))
@@ -213,8 +207,8 @@ def test_shared_flags_exist_in_several_recipes():
 def accept(line: str, folder: Path) -> None:
     """Parses a command; a preset script prints the recipe's command in `folder`, which is then
     parsed."""
-    if line.startswith(PREPARE):
-        parser_of_prepare().parse_args(shlex.split(line)[3:])
+    if line.startswith(EXTEND):
+        extend.make_parser().parse_args(shlex.split(line)[3:])
         return
     words = shlex.split(line)
     if found := SCRIPT.match(line):

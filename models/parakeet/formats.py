@@ -35,7 +35,7 @@ from speech.signal.audio import SAMPLE_RATE
 from speech.signal.nemo_features import MelFeatures
 
 COUNTER = "num_batches_tracked"  # the only tensors of integers
-NOTE = "prepared.json"  # what prepare.py tells training, beside the model
+NOTE = "prepared.json"  # what extend.py tells training, beside the model
 
 
 def expected_shapes(config: dict) -> dict[str, tuple[int, ...]]:
@@ -157,7 +157,7 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
 
 
 def read_note(path: str | Path) -> dict:
-    """The note of prepare.py in a folder: `new_pieces` (ids of pieces that the released model does
+    """The note of extend.py in a folder: `new_pieces` (ids of pieces that the released model does
     not have) and `base` (its name). Raises `UsageError`."""
     file = Path(path, NOTE)
     if not file.is_file():

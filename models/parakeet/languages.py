@@ -110,7 +110,7 @@ def prompts(
             raise DataError(
                 f"{what} are in {language[:40]!r}, which this model does not know; the nearest are"
                 f" {nearest(language, names)}; to teach another language, make a model that knows"
-                " it with python -m models.parakeet.prepare --new_language xx-YY --like NAME"
+                " it with python -m models.extend parakeet MODEL --new_language xx-YY --like NAME"
             )
         slots.append(names.get(language, 0))
     return Prompts(corpus, slots, names.get(AUTO), tags(names, tokenizer))

@@ -74,7 +74,7 @@ FORMS = released.Forms(
     exported="in --export_format",
     fetch="hf download nvidia/parakeet-tdt-0.6b-v3 --local-dir parakeet",
 )
-# What prepare.py does, and this recipe once did.
+# What extend.py does, and this recipe once did.
 PREPARED = ("--add_tokens", "--train_tokenizer", "--tokenizer", "--new_language", "--like")
 TRANSDUCERS = {"ctc_weight", "joint_dropout"}  # flags for models that have a transducer
 # Rows for `Parser.refuse`: flags that exclude each other, and flags that need another one.
@@ -106,7 +106,7 @@ class ModelInfo:
     """The record of a model beside its weights: its configuration, its tokenizer's state, its
     loss's settings (`ctc` is the share of the CTC head's loss beside a transducer's,
     `ctc_reduction` its reduction), the settings of the released model that an export keeps, and
-    whether it began from released weights. `new_pieces`: the ids of pieces that prepare.py has
+    whether it began from released weights. `new_pieces`: the ids of pieces that extend.py has
     added, which learn at a rate of their own; `base`: the name of the released model that it was
     given. `languages`: the slots of the prompt, by name."""
 

@@ -1,5 +1,5 @@
 """The vocabulary of a Parakeet: another one, from a file or made from texts, and pieces that are
-added; and the rows that the pieces have in the weights. prepare.py is the command.
+added; and the rows that the pieces have in the weights. extend.py has the command's flags.
 
 `info` stands for a `ModelInfo` of start.py. The functions return new ones; those that they are
 given stay as they are."""
@@ -41,10 +41,10 @@ ROWS = (
 # 5e-4 to 2e-3.
 NEW_ROWS_RATE = 3e-3
 NOISE = 0.1  # their first deviation from the mean of the old rows, in deviations of these
-COMMAND = "python -m models.parakeet.prepare"
+COMMAND = "python -m models.extend parakeet"
 NEW_VOCABULARY = (
-    f"make a model with a new vocabulary from the training texts, with {COMMAND} --train_tokenizer"
-    " char or, with many hours of speech, bpe"
+    f"make a model with a new vocabulary from the training texts, with {COMMAND} MODEL TEXTS"
+    " --train_tokenizer char or, with many hours of speech, bpe"
 )
 MOST = settings.CONFIG["vocabulary"][-1]  # pieces
 LONGEST = 64  # characters of a piece that is added
@@ -95,11 +95,8 @@ def adding_command(
     value = unknown.as_value(+lacking)
     if not value:
         return ""
-    flag = "--model_file" if path and path.endswith(".nemo") else "--model_dir"
-    model, data = (shlex.join(each or ["PATH"]) for each in ([path] if path else None, manifests))
-    return (
-        f"{COMMAND} {flag} {model} --train_manifest {data} --add_tokens {value} --export NEW_FOLDER"
-    )
+    inputs = shlex.join([path or "MODEL", *(manifests or ["TEXTS"])])
+    return f"{COMMAND} {inputs} --add_tokens {value} --export NEW_FOLDER"
 
 
 def read_tokenizer(path: str) -> dict:

@@ -21,8 +21,8 @@ from models.parakeet.model import Parakeet
 from models.parakeet.settings import make_config
 from recipes import parakeet_tdt as recipe
 from speech.signal.audio import SAMPLE_RATE
+from tests.models.parakeet.test_extend import prepared
 from tests.models.parakeet.test_nemotron import pieces
-from tests.models.parakeet.test_prepare import prepared
 from tests.recipes import adapters, runs
 from tests.recipes.runs import newest, planned, ran, refused
 
@@ -198,7 +198,7 @@ def trained(manifest, released, tmp_path_factory) -> tuple[Path, str]:
     rows = manifest.read_text().replace('"de"', '"se-NO"')
     (manifest.parent / "new.json").write_text(rows)
     language = ["--new_language", "se-NO", "--like", "fi-FI"]
-    out = prepared("--model_dir", released, *language, "--export", folder / "new")
+    out = prepared(released, *language, "--export", folder / "new")
     more = ["--language", "en-US", "--max_steps", "2"]
     flags = flags_of(manifest.parent / "new.json", folder / "new", *more)
     ran(recipe, *flags, "--output_dir", folder, "--export", folder / "hf")
@@ -311,8 +311,8 @@ def test_an_added_tag_ends_the_sentences_of_a_new_language(manifest, released, t
     path = manifest.parent / "tagged.json"
     path.write_text(rows)
     new = ["--new_language", "se-NO", "--like", "fi-FI", "--add_tokens", "<se-NO>"]
-    made = ["--train_manifest", path, "--export", tmp_path / "new"]
-    assert "without a tag" not in prepared("--model_dir", released, *new, *made)
+    made = ["--export", tmp_path / "new"]
+    assert "without a tag" not in prepared(released, path, *new, *made)
     _, _, data = make_data(path, tmp_path / "new")
     tag = data.tokenizer.tags["se-NO"]
     assert data.item(3, 0)["tokens"][-1] == tag and tag == data.tokenizer.size - 1

@@ -46,7 +46,7 @@ from speech.signal.features import valid_mask
 from speech.writing.text import train_tokenizer
 from tests import small
 from tests.contract import awake
-from tests.models.parakeet.test_prepare import prepared
+from tests.models.parakeet.test_extend import prepared
 from tests.recipes import adapters, runs
 from tests.recipes.runs import SHORT, newest, planned, ran, refused, run
 
@@ -992,7 +992,7 @@ def retrained(foreign, tmp_path_factory) -> tuple[Path, str]:
     in it."""
     folder = tmp_path_factory.mktemp("retrained")
     made = ["--train_tokenizer", "bpe", "--vocab_size", "100", "--export", folder / "new"]
-    prepared(*foreign[4:], *foreign[:2], *made)
+    prepared(foreign[-1], foreign[1], *made)
     model = ["--model_dir", folder / "new", "--max_steps", "1", "--save_every", "1"]
     places = ["--export", folder / "hf", "--output_dir", folder / "run"]
     return folder, ran(recipe, *foreign[:4], *model, *places)
@@ -1002,7 +1002,7 @@ def retrained(foreign, tmp_path_factory) -> tuple[Path, str]:
 def test_another_script_is_refused_with_the_way_out(foreign, command, tmp_path):
     status, err = refused(recipe, *foreign, *command, "--output_dir", tmp_path)
     assert status == 1 and err.startswith("error: train set: the vocabulary cannot write ")
-    assert "prepare --train_tokenizer char" in err and "--allow_unknown" in err
+    assert "extend parakeet MODEL TEXTS --train_tokenizer char" in err and "--allow_unknown" in err
     assert not list(tmp_path.rglob("*.pt"))
 
 
@@ -1122,7 +1122,7 @@ def with_signs(signs, released, tmp_path_factory) -> Path:
     """The released model with them."""
     folder = tmp_path_factory.mktemp("prepared") / "more"
     added = ["--add_tokens", " ".join(SIGNS), "--export", folder]
-    out = prepared("--model_dir", released / "hf", *signs[:2], *added)
+    out = prepared(released / "hf", signs[1], *added)
     assert "4 are new" in out
     return folder
 
@@ -1144,8 +1144,8 @@ def test_missing_characters_are_named_with_the_command_that_adds_them(
     out = ran(recipe, *flags, "--model_dir", released / "hf")
     (line,) = [line for line in out.splitlines() if line.startswith("to add them")]
     words = shlex.split(line.partition(": ")[2])
-    assert words[:3] == ["python", "-m", "models.parakeet.prepare"]
-    assert "4 are new" in prepared(*words[3:-1], tmp_path / "new")
+    assert words[:4] == ["python", "-m", "models.extend", "parakeet"]
+    assert "4 are new" in prepared(*words[4:-1], tmp_path / "new")
     assert "outside the vocabulary" not in ran(recipe, *flags, "--model_dir", with_signs)
 
 

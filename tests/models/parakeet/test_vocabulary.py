@@ -177,9 +177,8 @@ def test_the_command_adds_what_the_vocabulary_reads_in_place_of_a_character():
     counts = Counter({"½": 2, "%": 1, "％": 1})
     command = vocabulary.adding_command(before, "a b.nemo", None, counts)
     words = shlex.split(command)
-    assert words[3:8] == ["--model_file", "a b.nemo", "--train_manifest", "PATH", "--add_tokens"]
-    assert words[8] == "% \u2044"
-    new = vocabulary.add_lacking(state, vocabulary.read_pieces(words[8]))
+    assert words[3:8] == ["parakeet", "a b.nemo", "TEXTS", "--add_tokens", "% \u2044"]
+    new = vocabulary.add_lacking(state, vocabulary.read_pieces(words[7]))
     after = tokenizer.make_tokenizer(new, len(tokenizer.pieces(new)))
     assert before.unknown in before.encode("½") and after.unknown not in after.encode("½ % ％")
     with pytest.raises(UsageError, match="--add_tokens: the piece '½' cannot be added"):

@@ -11,9 +11,9 @@ import pytest
 import soundfile
 import torch
 
-from common import options
 from common.errors import UsageError
-from models.parakeet import formats, prepare, start, tokenizer, vocabulary
+from models import extend as command
+from models.parakeet import extend, formats, start, tokenizer, vocabulary
 from models.parakeet.settings import make_config
 from speech.signal.audio import SAMPLE_RATE
 from speech.writing.text import train_tokenizer
@@ -25,11 +25,9 @@ NAMES = {"en-US": 0, "de-DE": 1, "de": 1, "fi-FI": 4, "auto": 7}
 
 def prepared(*flags) -> str:
     """The stdout of the command."""
-    parser = options.Parser("")
-    prepare.add_arguments(parser)
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        prepare.prepare(prepare.resolve(parser.parse_args([*map(str, flags)])))
+        command.main(["parakeet", *map(str, flags)])
     return out.getvalue()
 
 
@@ -63,8 +61,8 @@ def test_another_tokenizer_from_a_file_and_more_pieces(manifest, tmp_path):
     source = release(tmp_path / "hf")
     path = tmp_path / "new.model"
     path.write_bytes(train_tokenizer(["xyz abc"] * 9, "char", 0).model)
-    made = ["--train_manifest", manifest, "--tokenizer", path, "--add_tokens", "( )"]
-    prepared("--model_dir", source, *made, "--export", tmp_path / "new")
+    made = [manifest, "--tokenizer", path, "--add_tokens", "( )"]
+    prepared(source, *made, "--export", tmp_path / "new")
     info, weights = start.read(tmp_path / "new")
     names = start.tokenizer_of(info).pieces
     assert names[-2:] == ["(", ")"] and {"x", "y", "z", "a"} <= set(names)
@@ -77,9 +75,8 @@ def test_another_tokenizer_from_a_file_and_more_pieces(manifest, tmp_path):
 
 def test_pieces_of_two_folders_in_a_row_are_all_new(manifest, tmp_path):
     source = release(tmp_path / "hf", form="nemo", ctc=True)
-    data = ["--train_manifest", manifest]
-    prepared("--model_dir", source, *data, "--add_tokens", "(", "--export", tmp_path / "a")
-    prepared("--model_dir", tmp_path / "a", *data, "--add_tokens", ")", "--export", tmp_path / "b")
+    prepared(source, manifest, "--add_tokens", "(", "--export", tmp_path / "a")
+    prepared(tmp_path / "a", manifest, "--add_tokens", ")", "--export", tmp_path / "b")
     info, weights = start.read(tmp_path / "b")
     size = info.config["vocabulary"]
     assert info.new_pieces == [size - 2, size - 1] and "ctc_head.weight" in weights
@@ -87,7 +84,7 @@ def test_pieces_of_two_folders_in_a_row_are_all_new(manifest, tmp_path):
 
 
 def test_a_folder_is_the_same_every_time(manifest, tmp_path):
-    source = ["--model_dir", release(tmp_path / "hf"), "--train_manifest", manifest]
+    source = [release(tmp_path / "hf"), manifest]
     made = [*source, "--train_tokenizer", "bpe", "--vocab_size", "12", "--export"]
     first, second = tmp_path / "a", tmp_path / "b"
     prepared(*made, first)
@@ -101,14 +98,14 @@ def test_the_share_of_the_old_pieces_is_divided_among_the_new_ones(manifest, tmp
     """In every frame of a CTC model: a new piece has its share in the texts of the probability of
     all old ones, as far as one row can say it."""
     source = release(tmp_path / "hf", kind="ctc", durations=[], ctc=True)
-    made = ["--train_manifest", manifest, "--add_tokens", "( )", "--export", tmp_path / "new"]
-    prepared("--model_dir", source, *made)
+    made = [manifest, "--add_tokens", "( )", "--export", tmp_path / "new"]
+    prepared(source, *made)
     info, weights = start.read(tmp_path / "new")
     model = start.make_model(info, weights).eval()
-    corpus = prepare.load_corpus(str(manifest), prepare.text.normalise, prepare.Checks())[0]
+    corpus = extend.load_corpus(str(manifest), extend.text.normalise, extend.Checks())[0]
     reader = start.tokenizer_of(info)
     with torch.no_grad():
-        encoded, frames = model.encode(prepare.training_batch(corpus, reader))
+        encoded, frames = model.encode(extend.training_batch(corpus, reader))
         found = model.ctc_log_probs(encoded)[:, :, :-1]
     shares = vocabulary.shares(reader, corpus.texts, info.new_pieces)
     old = found[:, :, : -len(shares)].logsumexp(2)
@@ -132,30 +129,37 @@ def nemotron(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "nothing says what the new model shall have: add --add_tokens"),
-        ("--add_tokens (", "new pieces are fitted to training data: add --train_manifest"),
-        ("--add_tokens a --train_manifest {data}", "has all of these pieces"),
-        ("--vocab_size 9 --train_tokenizer char --train_manifest {data}", "goes with"),
-        ("--tokenizer {data} --train_manifest {data}", "--tokenizer {data}: "),
-        ("--new_language se-NO", "--new_language goes with --like"),
-        ("--new_language sami --like de", "give it the form of fi-FI"),
-        ("--new_language fi-FI --like de", "knows this language already"),
-        ("--new_language se-NO --like fin", "nearest are fi-FI"),
-        ("--new_language se-NO --like de --model_dir {english}", "is told no language"),
-        ("--new_language se-NO --like de --export {data}", "--export {data}: "),
-        ("--new_language se-NO --like de --export {model}", "name a folder of its own"),
+        ("{model}", "nothing says what the new model shall have: add --add_tokens"),
+        ("{model} --add_tokens (", "new pieces are fitted to training data: name its manifest"),
+        ("{model} {data} --add_tokens a", "has all of these pieces"),
+        ("{model} {data} --vocab_size 9 --train_tokenizer char", "goes with"),
+        ("{model} {data} --tokenizer {data}", "--tokenizer {data}: "),
+        ("{model} --new_language se-NO", "--new_language goes with --like"),
+        ("{model} --new_language sami --like de", "give it the form of fi-FI"),
+        ("{model} --new_language fi-FI --like de", "knows this language already"),
+        ("{model} --new_language se-NO --like fin", "nearest are fi-FI"),
+        ("{english} --new_language se-NO --like de", "is told no language"),
+        ("{model} --new_language se-NO --like de --export {data}", "--export {data}: "),
+        ("{model} --new_language se-NO --like de --export {model}", "name a folder of its own"),
     ],
 )
 def test_mistakes_are_answered_in_one_line(line, message, manifest, nemotron, tmp_path):
     places = {"data": manifest, "model": nemotron, "english": tmp_path / "english"}
     if "{english}" in line:
         release(tmp_path / "english")
-    flags = ["--model_dir", nemotron, "--export", tmp_path / "new"]
-    flags += line.format(**places).split()
+    words = line.format(**places).split()
+    if "--export" not in words:
+        words += ["--export", str(tmp_path / "new")]
     with pytest.raises(UsageError) as error:
-        prepared(*flags)
+        prepared(*words)
     assert message.format(**places) in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("family", command.ELSEWHERE)
+def test_a_family_whose_recipe_does_it_says_so(family):
+    with pytest.raises(UsageError, match=f"^{family}: [^\n]*(recipes|docs)/"):
+        command.main([family, "model", "train.json", "--export", "new"])
 
 
 @pytest.mark.parametrize(

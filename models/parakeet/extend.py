@@ -1,14 +1,4 @@
-"""A released Parakeet with other pieces, or with one language more, as a folder that training
-takes:
-
-    python -m models.parakeet.prepare --model_dir parakeet --train_manifest train.json --add_tokens "( ) %" --export more
-    python -m models.parakeet.prepare --model_file parakeet.nemo --train_manifest train.json --train_tokenizer char --export amharic
-    python -m models.parakeet.prepare --model_dir nemotron --new_language se-NO --like fi-FI --export sami
-    python recipes/parakeet_tdt.py --model_dir more --train_manifest train.json --val_manifest val.json
-
-The folder has the released model's form, Hugging Face's or a .nemo. Pieces that the model has keep
-their rows; those that are new begin with their share in the training texts of the probability of
-all old ones. The folder notes which these are: in training they learn at a higher rate."""
+"""A Parakeet's part of `python -m models.extend`: other pieces, or one language more."""
 
 import dataclasses
 import itertools
@@ -20,7 +10,7 @@ import torch
 
 from common import options
 from common.batches import pad, to_device
-from common.errors import DataError, UsageError, exit_with_one_line
+from common.errors import DataError, UsageError
 from common.options import flag
 from models import model_files, released
 from models.parakeet import formats, start, vocabulary
@@ -41,10 +31,7 @@ NEW_PIECES = 1024  # of --train_tokenizer bpe
 
 
 # Rows of `options.refuse_conflicts`: flags that exclude each other, and those that need another.
-EXCLUDES = (
-    ("model_dir", "model_file", "both name the released model; give one of them"),
-    ("train_tokenizer", "tokenizer", "both name the vocabulary; give one of them"),
-)
+EXCLUDES = (("train_tokenizer", "tokenizer", "both name the vocabulary; give one of them"),)
 NEEDS = (
     ("vocab_size", ("train_tokenizer bpe",), ""),
     ("new_language", ("like",), ""),
@@ -52,13 +39,13 @@ NEEDS = (
 )
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The flags."""
+@dataclass(frozen=True, kw_only=True)
+class ExtendFlags:
+    """The flags, and what stands before them: the `model`, and the manifests with the `texts`."""
 
+    model: str
+    texts: list[str]
     # fmt: off
-    model_dir: str | None = flag(options.path, None, "DIR", "the released model")
-    model_file: str | None = flag(options.path, None, "FILE", "the same as a model.nemo")
     export: str = flag(options.path, None, "DIR", "the new folder", required=True)
     train_tokenizer: str | None = flag(
         ["bpe", "char"], None, None,
@@ -77,10 +64,6 @@ class Asked:
         "a language that a Nemotron does not know, in a free slot of its prompt")
     like: str | None = flag(
         None, None, "NAME", "the known language that --new_language begins as")
-    train_manifest: list[str] | None = flag(
-        options.path, None, "FILE",
-        "as in training: the texts of a new vocabulary, and of the first file the utterances that"
-        " new rows are fitted to", nargs="+")
     audio_root: str | None = flag(
         options.path, None, "DIR", "base of audio paths, as in training")
     tier: list[str] | None = flag(
@@ -93,10 +76,6 @@ class Asked:
         options.OnOff, False, None,
         "cut recordings over --max_duration by the manifest's segment times (off)")
     # fmt: on
-
-    @property
-    def path(self) -> str:
-        return self.model_dir or self.model_file
 
     @property
     def changes_pieces(self) -> bool:
@@ -116,20 +95,28 @@ class Asked:
 
 
 def add_arguments(parser) -> None:
-    options.add_record(parser, parser, Asked)
+    parser.add_argument("model", type=options.path, help="its folder, or its model.nemo")
+    parser.add_argument(
+        "texts",
+        type=options.path,
+        nargs="*",
+        help="manifests as in training: the texts of a new vocabulary, and of the first file the"
+        " utterances that new rows are fitted to",
+    )
+    options.add_record(parser, parser, ExtendFlags)
 
 
-def resolve(args) -> Asked:
+def resolve(args) -> ExtendFlags:
     """The flags, which are checked. Raises `UsageError`."""
     options.refuse_conflicts(args, EXCLUDES, NEEDS)
-    asked = options.read_record(Asked, args)
-    if not asked.path:
-        raise UsageError("nothing names the released model: add --model_dir or --model_file")
+    asked = options.read_record(ExtendFlags, args, model=args.model, texts=args.texts)
     if not (asked.changes_pieces or asked.new_language):
         ways = "--add_tokens, --train_tokenizer, --tokenizer or --new_language"
         raise UsageError(f"nothing says what the new model shall have: add {ways}")
-    if asked.changes_pieces and not asked.train_manifest:
-        raise UsageError("new pieces are fitted to training data: add --train_manifest")
+    if asked.changes_pieces and not asked.texts:
+        raise UsageError(
+            "new pieces are fitted to training data: name its manifest after the model"
+        )
     if asked.add_tokens is not None:
         vocabulary.read_pieces(asked.add_tokens)  # what is wrong with them is reported now
     if asked.new_language and not NAME.fullmatch(asked.new_language):
@@ -175,7 +162,7 @@ def training_batch(corpus: Corpus, tokenizer: ParakeetTokenizer) -> dict:
     """Random utterances: audio (B, T) and tokens (B, U), with their lengths. Raises `DataError`."""
     items = splits.some_items(Utterances(corpus, tokenizer), SEED, UTTERANCES)
     if not items:
-        raise DataError("--train_manifest: none of its utterances can be read")
+        raise DataError("none of the utterances that rows are fitted to can be read")
     batch = {}
     for key in ("audio", "tokens"):
         batch[key], batch[f"{key}_lengths"] = pad([item[key] for item in items])
@@ -203,11 +190,11 @@ def fitted(
 
 
 def with_new_pieces(
-    asked: Asked, info: start.ModelInfo, weights: dict[str, torch.Tensor], form: str
+    asked: ExtendFlags, info: start.ModelInfo, weights: dict[str, torch.Tensor], form: str
 ) -> tuple[start.ModelInfo, dict[str, torch.Tensor]]:
     """A model with the vocabulary that the flags ask for, which `form` has to be able to express.
     Raises `UsageError` and `DataError`."""
-    corpora = [load_corpus(path, text.normalise, asked.checks)[0] for path in asked.train_manifest]
+    corpora = [load_corpus(path, text.normalise, asked.checks)[0] for path in asked.texts]
     state = info.tokenizer
     if asked.tokenizer:
         state = vocabulary.read_tokenizer(asked.tokenizer)
@@ -225,12 +212,12 @@ def with_new_pieces(
     return new, changed
 
 
-def prepare(asked: Asked) -> None:
+def extend(asked: ExtendFlags) -> None:
     """Writes the folder. Raises `UsageError`, `DataError` and `RunError`."""
     model_files.require_export(asked.export)
-    released.refuse_overlap(asked.export, asked.path)
+    released.refuse_overlap(asked.export, asked.model)
     torch.manual_seed(SEED)
-    info, weights = start.read(asked.path)
+    info, weights = start.read(asked.model)
     form = "nemo" if "yaml" in info.source else "hf"
     if asked.new_language:
         info, weights = with_new_language(info, weights, asked.new_language, asked.like)
@@ -238,14 +225,8 @@ def prepare(asked: Asked) -> None:
         info, weights = with_new_pieces(asked, info, weights, form)
     if asked.new_language and asked.new_language not in start.tokenizer_of(info).tags:
         print(f"its sentences end without a tag: --add_tokens '<{asked.new_language}>' makes one")
-    note = {"new_pieces": info.new_pieces, "base": info.base or Path(asked.path).resolve().name}
+    note = {"new_pieces": info.new_pieces, "base": info.base or Path(asked.model).resolve().name}
     names = formats.export(
         asked.export, form, weights, info.config, start.exported(info), note=note
     )
     print(f"prepared {asked.export}: {', '.join(names)}; train with --model_dir {asked.export}")
-
-
-if __name__ == "__main__":
-    parser = options.Parser(__doc__)
-    add_arguments(parser)
-    exit_with_one_line(lambda: prepare(resolve(parser.parse_args())))
