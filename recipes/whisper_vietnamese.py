@@ -412,7 +412,7 @@ def measure_times(data: Utterances, info: ModelInfo, model: Whisper) -> kept_tim
         return None
     info = dataclasses.replace(info, times=True)
     utterances = Utterances(data.asked, data.corpus, data.tokenizer, info, training=False)
-    batches = kept_times.windows(packs.Windows(utterances, share=1.0), collate)
+    batches = kept_times.batches(packs.PackedUtterances(utterances, share=1.0), collate)
     return kept_times.measure(model, data.tokenizer, batches)
 
 
@@ -539,13 +539,13 @@ def make_sets(asked: Asked, info: ModelInfo, corpora: dict[str, Corpus]) -> dict
     return sets
 
 
-def as_windows(data: Utterances, share: float) -> Utterances | packs.Windows:
-    """The windows that begin with each utterance of a training set, if a `share` of them has
+def as_packs(data: Utterances, share: float) -> Utterances | packs.PackedUtterances:
+    """The packs that begin with each utterance of a training set, if a `share` of them has
     times; else the set."""
     if not share:
         return data
     speeds = data.speeds if data.asked.speed_perturbation else None
-    return packs.Windows(data, share, data.asked.seed, speeds)
+    return packs.PackedUtterances(data, share, data.asked.seed, speeds)
 
 
 def about_run(
@@ -631,8 +631,8 @@ def main(args) -> None:
     times_before = kept_times.at_start(model, run, before and before.times_before, measure)
 
     learned = {name: sets.pop(name) for name in splits.LEARNED_FROM if name in sets}
-    new = as_windows(learned["train"], share)
-    old = as_windows(learned[replay.REPLAY], share) if replay.REPLAY in learned else None
+    new = as_packs(learned["train"], share)
+    old = as_packs(learned[replay.REPLAY], share) if replay.REPLAY in learned else None
     global_batches = make_batches(args, new, collate, run.setup, old)
     steps = run_length.choose(args, global_batches, info.pretrained).total
     middle = middle_epoch(steps, global_batches.per_epoch)

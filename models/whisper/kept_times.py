@@ -1,7 +1,7 @@
 """Whether a model still reads on after one sentence and still knows times: what fine-tuning on
 single sentences unlearns. Programs that read long recordings by a Whisper's times lose text then.
 
-It is measured teacher-forced, on windows of several utterances of an evaluation set."""
+It is measured teacher-forced, on packs of several utterances of an evaluation set."""
 
 import contextlib
 import functools
@@ -17,10 +17,10 @@ from common.device import Setup, upcast
 from common.errors import DataError
 from common.layers import LOWERED
 from models.whisper.model import Whisper
-from models.whisper.packs import Windows
+from models.whisper.packs import PackedUtterances
 from models.whisper.tokenizer import WhisperTokenizer
 
-WINDOWS = 24
+PACKS = 24
 AT_ONCE = 4  # windows of 30 s, which take less memory than most evaluation batches
 MUCH = 0.05  # mean probability of an end after an inner utterance
 WORSE = 1.5  # times the value before training
@@ -47,13 +47,13 @@ class Times:
     windows: int
 
 
-def windows(data: Windows, collate: Callable[[list[dict]], dict]) -> Iterator[dict]:
-    """Batches of up to WINDOWS random windows of several utterances. Audio that cannot be read is
+def batches(data: PackedUtterances, collate: Callable[[list[dict]], dict]) -> Iterator[dict]:
+    """Batches of up to PACKS random packs of several utterances. Audio that cannot be read is
     left out."""
-    plan = data.packs.plan(0)
-    several = np.flatnonzero((plan.stop > plan.place) & plan.timed)
+    layout = data.packs.layout(0)
+    several = np.flatnonzero((layout.stop > layout.place) & layout.timed)
     items = []
-    for index in np.random.default_rng(0).permutation(several)[:WINDOWS].tolist():
+    for index in np.random.default_rng(0).permutation(several)[:PACKS].tolist():
         try:
             items.append(data.item(index, 0))
         except DataError:
@@ -85,10 +85,10 @@ def in_use(model: Whisper, setup: Setup) -> Iterator[None]:
 
 @torch.no_grad()
 def measure(model: Whisper, tokenizer: WhisperTokenizer, batches: Iterator[dict]) -> Times | None:
-    """The `Times` of a model in evaluation mode; None without windows. It hears silence up to its
+    """The `Times` of a model in evaluation mode; None without packs. It hears silence up to its
     longest input, as in the programs that read by times."""
     padded = model.pad_to_longest
-    of_batch = functools.partial(of_windows, model, tokenizer)
+    of_batch = functools.partial(of_packs, model, tokenizer)
     ends = []
     losses = []
     count = 0
@@ -104,10 +104,10 @@ def measure(model: Whisper, tokenizer: WhisperTokenizer, batches: Iterator[dict]
     return Times(float(np.mean(ends)), max(ends), float(np.mean(losses)), count)
 
 
-def of_windows(
+def of_packs(
     model: Whisper, tokenizer: WhisperTokenizer, batch: dict
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For a batch of windows with times: (N,) the probability that the text ends after each inner
+    """For a batch of packs with times: (N,) the probability that the text ends after each inner
     utterance that a whole one follows, and (M,) the loss of each time token."""
     encoded, mask = model.encode(batch)
     x = model.decoder(batch["tokens"], encoded, mask)
@@ -121,7 +121,7 @@ def of_windows(
     ends = torch.zeros(labels.shape, dtype=log_probs.dtype, device=labels.device)
     ends[is_time] = log_probs[:, tokenizer.eos].exp()
     # Between two utterances are the end of the first and the start of the second. Nothing more is
-    # written of a second one that the window cuts, and there an early end loses no text.
+    # written of a second one that the pack cuts, and there an early end loses no text.
     is_inner = is_time[:, :-1] & is_time[:, 1:]
     is_inner[:, :-1] &= labels[:, 2:] != tokenizer.eos
     at_end = ends[:, :-1][is_inner]

@@ -1,16 +1,16 @@
-"""Windows of several utterances, on which a released Whisper keeps its times and does not learn to
+"""Packs of several utterances, on which a released Whisper keeps its times and does not learn to
 stop after one sentence.
 
-A window begins with one utterance of the training set. What follows is what follows in its
+A pack begins with one utterance of the training set. What follows is what follows in its
 recording, with the pauses that were recorded, or, if there is nothing, other utterances of the same
 speaker after silence. All is drawn by (seed, epoch, index), for a whole epoch at once, so that
-batches can be planned by the lengths of the windows.
+batches can be laid out by the lengths of the packs.
 
     packs = Packs(corpus, tokens, share=0.25, seed=1, longest=30.0, room=444)
-    lengths = packs.seconds(epoch)       # (N,) of the windows that begin with each utterance
-    window = packs.window(index, epoch)  # which utterances, and where in the window they are
-    waveform = read(corpus, window)
-    windows = Windows(utterances, 0.25, seed=1)    # a data set of them, beside that of utterances
+    lengths = packs.seconds(epoch)       # (N,) of the packs that begin with each utterance
+    pack = packs.pack(index, epoch)  # which utterances, and where in the pack they are
+    waveform = read(corpus, pack)
+    packed = PackedUtterances(utterances, share=0.25)  # a data set of them
 
 Source of the rules: Radford et al. 2022, section 2.3."""
 
@@ -31,20 +31,20 @@ from speech.data.columns import Codes, Corpus
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance
 
 DRAW = 13  # joins seed and epoch
-USUAL_SHARE = 0.25  # of the windows have times, if utterances follow each other
+USUAL_SHARE = 0.25  # of the packs have times, if utterances follow each other
 FOLLOWED = 0.1  # share of the utterances that must
-PREVIOUS_TOKENS = 223  # of the text before a window, as programs that decode give them
-# Share of the windows without times that are one utterance: longer ones cost more.
+PREVIOUS_TOKENS = 223  # of the text before a pack, as programs that decode give them
+# Share of the packs without times that are one utterance: longer ones cost more.
 ALONE = 0.5
 FULL = 0.25  # share of the others that are as long as the longest input
-OPEN = 0.75  # share of the windows with times that may end within an utterance or a pause
-PREVIOUS = 0.5  # share of the windows with the text before them
-LEADS = 0.5  # share of those longer windows that begin in the pause before their first utterance
+OPEN = 0.75  # share of the packs with times that may end within an utterance or a pause
+PREVIOUS = 0.5  # share of the packs with the text before them
+LEADS = 0.5  # share of those longer packs that begin in the pause before their first utterance
 PAUSE = (0.2, 4.0)  # seconds between utterances that do not follow each other; half are below 0.9
-FEW = 8  # utterances: speakers with fewer share windows
+FEW = 8  # utterances: speakers with fewer share packs
 LONGEST_GAP = 5.0  # seconds between neighbours of one recording
 OVERLAP = 0.05  # seconds by which the times of neighbours may overlap
-SHORTEST_CUT = 0.3  # seconds of an utterance that the window cuts
+SHORTEST_CUT = 0.3  # seconds of an utterance that the pack cuts
 TIME_TOKENS = 2  # of each utterance: its start and its end
 ROUNDING = 1e-6  # seconds
 # Seconds of the pause before a window's first utterance. Programs begin a window where the last
@@ -53,7 +53,7 @@ LONGEST_LEAD = 2.0
 # A pause that is longer than this may hold speech that the manifest has no text for.
 LONG_PAUSE = 0.3  # seconds
 EDGE = 0.25  # seconds of such a pause at its ends, or a quarter of it, that are left as they are
-LOUD = 0.05  # mean square relative to that of the window
+LOUD = 0.05  # mean square relative to that of the pack
 
 # Rows for `Parser.refuse`: flags that exclude each other, and flags that need another one.
 NO_TIMES = "a model from scratch has no time tokens"
@@ -164,7 +164,7 @@ def read_for(
     read: Callable[[bool], dict[str, Corpus]],
     joins: bool,
 ) -> tuple[dict[str, Corpus], float]:
-    """The corpora that a training of this model has, and the share of its windows that have times.
+    """The corpora that a training of this model has, and the share of its packs that have times.
     `given`: --timestamp_share. `read(times)` reads the corpora; without `times` it `joins` short
     segments of a recording, if at all. Raises `UsageError`."""
     tokenizer = make_tokenizer(info.tokenizer)
@@ -198,7 +198,7 @@ def drawn(groups: np.ndarray, seconds: np.ndarray, random: np.random.Generator) 
 
 
 def speaker_groups(corpus: Corpus) -> np.ndarray:
-    """(N,) who may speak in one window: one speaker, or those who have few utterances, in one
+    """(N,) who may speak in one pack: one speaker, or those who have few utterances, in one
     language."""
     codes = np.array(corpus.speakers.codes)
     is_few = (np.bincount(codes) < FEW)[codes]
@@ -208,8 +208,8 @@ def speaker_groups(corpus: Corpus) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The windows of an epoch. For the window of each utterance (N,): `place` and `stop`, its first
+class Layout:
+    """The packs of an epoch. For the pack of each utterance (N,): `place` and `stop`, its first
     and last utterance on the `line`; `tokens`, how many these have, as if with times; `start` and
     `end`, where it begins and ends there, in seconds; `cut`, whether it ends within the next
     utterance; `timed`; `previous`, whether it has the text before it; `speed`, by which it is
@@ -228,10 +228,10 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Window:
-    """One window, before it is played at `speed`. `rows` are its utterances and `spans` their
+class Pack:
+    """One pack, before it is played at `speed`. `rows` are its utterances and `spans` their
     (start, end), seconds from its beginning. With `cut` the last one is not heard to its end.
-    `before` and `spans_before` are the same of the utterances before it, with times of a window of
+    `before` and `spans_before` are the same of the utterances before it, with times of a pack of
     their own. `recorded`: whether all of them are one part of a recording."""
 
     rows: list[int]
@@ -246,11 +246,11 @@ class Window:
 
 
 class Packs:
-    """The windows of a training set.
+    """The packs of a training set.
 
-    `tokens` (N,): of each text. `share`: of the windows that have times. `longest`: seconds of the
-    longest window. `room`: the most tokens of a window. `speeds(epoch)` (N,): how much faster the
-    window of each utterance is played, 1 if it is None."""
+    `tokens` (N,): of each text. `share`: of the packs that have times. `longest`: seconds of the
+    longest pack. `room`: the most tokens of a pack. `speeds(epoch)` (N,): how much faster the
+    pack of each utterance is played, 1 if it is None."""
 
     def __init__(
         self,
@@ -276,14 +276,14 @@ class Packs:
         line = self.recordings
         pauses = np.append(0.0, np.clip(line.starts[1:] - line.ends[:-1], 0.0, LONGEST_LEAD))
         pauses[line.first == np.arange(len(corpus))] = 0.0
-        # The longest lead of each window: silence, if the window is not of a recording.
+        # The longest lead of each pack: silence, if the pack is not of a recording.
         self.leads = np.where(self.has_next, pauses[self.place], LONGEST_LEAD)
 
     def __len__(self) -> int:
         return len(self.costs)
 
     @functools.lru_cache(maxsize=2)  # noqa: B019  a run has one or two of these objects
-    def plan(self, epoch: int) -> Plan:
+    def layout(self, epoch: int) -> Layout:
         count = len(self)
         random = np.random.default_rng([self.seed, epoch, DRAW])
         length, timed, opens, previous, lead = random.random((5, count))
@@ -324,51 +324,51 @@ class Packs:
         end = np.where(is_open, np.maximum(end, line.ends[stop]), line.ends[stop])
         end = np.minimum(end, start + self.longest * speed)
         tokens = used[stop] - used_before
-        return Plan(line, place, stop, tokens, start, end, cut, timed, previous < PREVIOUS, speed)
+        return Layout(line, place, stop, tokens, start, end, cut, timed, previous < PREVIOUS, speed)
 
     def seconds(self, epoch: int) -> np.ndarray:
-        """(N,) lengths of an epoch's windows as they are played."""
-        plan = self.plan(epoch)
-        return (plan.end - plan.start) / plan.speed
+        """(N,) lengths of an epoch's packs as they are played."""
+        layout = self.layout(epoch)
+        return (layout.end - layout.start) / layout.speed
 
-    def window(self, index: int, epoch: int) -> Window:
-        """The window that begins with utterance `index`."""
-        plan = self.plan(epoch)
-        line = plan.line
-        place = int(plan.place[index])
-        cut = bool(plan.cut[index])
-        places = np.arange(place, int(plan.stop[index]) + 1 + cut)
-        before = self.places_before(index, plan) if plan.previous[index] else places[:0]
+    def pack(self, index: int, epoch: int) -> Pack:
+        """The pack that begins with utterance `index`."""
+        layout = self.layout(epoch)
+        line = layout.line
+        place = int(layout.place[index])
+        cut = bool(layout.cut[index])
+        places = np.arange(place, int(layout.stop[index]) + 1 + cut)
+        before = self.places_before(index, layout) if layout.previous[index] else places[:0]
         begin = line.starts[before[0]] if len(before) else 0.0
-        return Window(
+        return Pack(
             rows=line.rows[places].tolist(),
-            spans=spans(line, places, plan.start[index]),
-            seconds=float(plan.end[index] - plan.start[index]),
+            spans=spans(line, places, layout.start[index]),
+            seconds=float(layout.end[index] - layout.start[index]),
             cut=cut,
-            timed=bool(plan.timed[index]),
-            speed=float(plan.speed[index]),
+            timed=bool(layout.timed[index]),
+            speed=float(layout.speed[index]),
             recorded=bool(self.has_next[index]),
             before=line.rows[before].tolist(),
             spans_before=spans(line, before, begin),
         )
 
-    def places_before(self, index: int, plan: Plan) -> np.ndarray:
-        """The places of the utterances before a window, as many as another window holds: those of
-        the recording, or those of the drawn order that are not in the window."""
-        line = plan.line
-        place = plan.place[index]
+    def places_before(self, index: int, layout: Layout) -> np.ndarray:
+        """The places of the utterances before a pack, as many as another pack holds: those of
+        the recording, or those of the drawn order that are not in the pack."""
+        line = layout.line
+        place = layout.place[index]
         first = line.first[place]
         if not self.has_next[index]:
-            place = line.last[plan.place[index]] + 1  # where the utterance comes again
-            first = plan.stop[index] + plan.cut[index] + 1
-        reach = self.longest * min(1.0, plan.speed[index])
+            place = line.last[layout.place[index]] + 1  # where the utterance comes again
+            first = layout.stop[index] + layout.cut[index] + 1
+        reach = self.longest * min(1.0, layout.speed[index])
         earliest = np.searchsorted(line.starts, line.starts[place] - reach)
         return np.arange(max(earliest, first), place)
 
 
 @dataclass(frozen=True)
 class PackFlags:
-    """Flags of windows of several utterances."""
+    """Flags of packs of several utterances."""
 
     # fmt: off
     timestamp_share: float | None = flag(
@@ -384,8 +384,8 @@ def add_arguments(parser, group) -> None:
     parser.refuse((), NEEDS)
 
 
-class Windows:
-    """The windows that begin with each of `utterances`, as a data set beside these, of which a
+class PackedUtterances:
+    """The packs that begin with each of `utterances`, as a data set beside these, of which a
     `share` has times; see `Packs`.
 
     `utterances` is a recipe's data set. It has `corpus`, `tokenizer`, its `augmentation` or None,
@@ -415,26 +415,26 @@ class Windows:
         return self.utterances.hours()
 
     def text_length(self, index: int) -> int:
-        return int(self.packs.plan(0).tokens[index])
+        return int(self.packs.layout(0).tokens[index])
 
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch."""
         return self.utterances.lengths(self.packs.seconds(epoch), epoch)
 
     def item(self, index: int, epoch: int) -> dict:
-        """The window that begins with an utterance, as `utterances.item`; "unscored" is how many
+        """The pack that begins with an utterance, as `utterances.item`; "unscored" is how many
         labels at the beginning have no loss."""
         utterances = self.utterances
         corpus = utterances.corpus
-        window = self.packs.window(index, epoch)
-        waveform = change_speed(read(corpus, window), window.speed)
+        pack = self.packs.pack(index, epoch)
+        waveform = change_speed(read(corpus, pack), pack.speed)
         waveform = waveform[: round(utterances.longest * SAMPLE_RATE)]
         lead = 0.0
         if utterances.augmentation:
             seconds = len(waveform) / SAMPLE_RATE
             lead = float(utterances.augmentation.ends(seconds, epoch, index)[0])
-        before, prompt, tokens = self.written(window, lead)
-        rows = window.rows[: len(window.rows) - window.cut]
+        before, prompt, tokens = self.written(pack, lead)
+        rows = pack.rows[: len(pack.rows) - pack.cut]
         text = utterances.tokenizer.space.join(corpus.texts[row] for row in rows)
         name = corpus.where(index)
         item = utterances.example(index, epoch, waveform, [*before, *prompt], tokens, text, name)
@@ -442,10 +442,10 @@ class Windows:
         item["unscored"] = len(before)
         return item
 
-    def written(self, window: Window, lead: float) -> tuple[list[int], list[int], list[int]]:
-        """A window as tokens: what was said before it, the prompt, and its text. `lead`: seconds of
+    def written(self, pack: Pack, lead: float) -> tuple[list[int], list[int], list[int]]:
+        """A pack as tokens: what was said before it, the prompt, and its text. `lead`: seconds of
         silence that were put in front. With times, each utterance is between the tokens of its
-        start and its end; of one that the window cuts, only the start is written, which tells a
+        start and its end; of one that the pack cuts, only the start is written, which tells a
         program where its next window begins."""
         utterances = self.utterances
         corpus = utterances.corpus
@@ -455,20 +455,20 @@ class Windows:
             tokens = []
             for row, span in zip(rows, spans, strict=True):
                 said = utterances.encode(corpus.texts[row])
-                if window.timed:
-                    first, last = [tokenizer.time(at / window.speed + shift) for at in span]
+                if pack.timed:
+                    first, last = [tokenizer.time(at / pack.speed + shift) for at in span]
                     said = [first, *said, last]
                 tokens += said
             return tokens
 
-        whole = len(window.rows) - window.cut
-        tokens = write(window.rows[:whole], window.spans[:whole], lead)
-        if window.cut:
-            tokens.append(tokenizer.time(window.spans[-1][0] / window.speed + lead))
-        prompt = tokenizer.timed_prompt if window.timed else tokenizer.prompt
-        prompt = tokenizer.in_language(prompt, corpus.languages[window.rows[0]])
+        whole = len(pack.rows) - pack.cut
+        tokens = write(pack.rows[:whole], pack.spans[:whole], lead)
+        if pack.cut:
+            tokens.append(tokenizer.time(pack.spans[-1][0] / pack.speed + lead))
+        prompt = tokenizer.timed_prompt if pack.timed else tokenizer.prompt
+        prompt = tokenizer.in_language(prompt, corpus.languages[pack.rows[0]])
         most = min(PREVIOUS_TOKENS, utterances.most_tokens - len(prompt) - len(tokens) - 1)
-        before = write(window.before, window.spans_before, 0.0)[-max(most, 1) :]
+        before = write(pack.before, pack.spans_before, 0.0)[-max(most, 1) :]
         if before and most > 0:
             before = [tokenizer.previous, *before]
         else:
@@ -485,10 +485,10 @@ def spans(line: Line, places: np.ndarray, begin: float) -> list[tuple[float, flo
     return list(zip((starts - begin).tolist(), (line.ends[places] - begin).tolist(), strict=True))
 
 
-def read(corpus: Corpus, window: Window) -> torch.Tensor:
-    """The waveform (T,) of a window, before it is played at its speed. What a long pause of a
+def read(corpus: Corpus, pack: Pack) -> torch.Tensor:
+    """The waveform (T,) of a pack, before it is played at its speed. What a long pause of a
     recording holds besides silence is removed: it is speech without a text, or not speech."""
-    samples = round(window.seconds * SAMPLE_RATE)
+    samples = round(pack.seconds * SAMPLE_RATE)
     waveform = torch.zeros(samples)
 
     def put(part: torch.Tensor, start: float) -> None:
@@ -496,30 +496,30 @@ def read(corpus: Corpus, window: Window) -> torch.Tensor:
         part = part[: samples - first]
         waveform[first : first + len(part)] = part
 
-    lead, end = window.spans[0]
-    is_more = len(window.rows) > 1 or lead > 0 or window.seconds > end + ROUNDING
-    if window.recorded and is_more:
-        first = window.rows[0]
+    lead, end = pack.spans[0]
+    is_more = len(pack.rows) > 1 or lead > 0 or pack.seconds > end + ROUNDING
+    if pack.recorded and is_more:
+        first = pack.rows[0]
         offset = float(corpus.offsets[first]) - lead
-        # Not through the cache of decoded audio: each epoch has other windows.
-        place = replace(corpus.select([first]), offsets=[offset], durations=[window.seconds])
+        # Not through the cache of decoded audio: each epoch has other packs.
+        place = replace(corpus.select([first]), offsets=[offset], durations=[pack.seconds])
         put(read_utterance(replace(place, cache_audio=None), 0, SAMPLE_RATE), 0.0)
-        silence_loud_pauses(waveform, window)
+        silence_loud_pauses(waveform, pack)
     else:
-        for row, (start, _) in zip(window.rows, window.spans, strict=True):
+        for row, (start, _) in zip(pack.rows, pack.spans, strict=True):
             put(read_utterance(corpus, row, SAMPLE_RATE), start)
     return waveform
 
 
-def silence_loud_pauses(waveform: torch.Tensor, window: Window) -> None:
-    """Makes long pauses that are not quiet silent, in place, and what a window begins with, because
+def silence_loud_pauses(waveform: torch.Tensor, pack: Pack) -> None:
+    """Makes long pauses that are not quiet silent, in place, and what a pack begins with, because
     it may be part of one. An utterance may be missing there: one that was rejected, held out, or
     never transcribed. Heard without its text, it would teach the model to leave out text."""
     level = float(waveform.square().mean())
-    ends = [end for _, end in window.spans]
-    starts = [start for start, _ in window.spans]
+    ends = [end for _, end in pack.spans]
+    starts = [start for start, _ in pack.spans]
     quiet = [(0.0, starts[0] - EDGE)]
-    for end, start in zip(ends, [*starts[1:], window.seconds], strict=True):
+    for end, start in zip(ends, [*starts[1:], pack.seconds], strict=True):
         if start - end > LONG_PAUSE:
             edge = min(EDGE, (start - end) / 4)
             quiet.append((end + edge, start - edge))

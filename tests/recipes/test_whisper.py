@@ -374,8 +374,8 @@ def recorded(spoken, tmp_path_factory):
     return ["--train_manifest", folder / "train.json", "--val_manifest", folder / "val.json"]
 
 
-def make_windows(with_times, recorded, folder, *flags, share: float = 0.5, name: str = "listed"):
-    """The training set of windows as the recipe's main makes it."""
+def make_packs(with_times, recorded, folder, *flags, share: float = 0.5, name: str = "listed"):
+    """The training set of packs as the recipe's main makes it."""
     source = ["--model_dir", with_times / name, "--output_dir", folder]
     args = runs.parse(vietnamese, *recorded, *source, *flags)
     asked = vietnamese.resolve(args)
@@ -384,11 +384,11 @@ def make_windows(with_times, recorded, folder, *flags, share: float = 0.5, name:
     info = dataclasses.replace(info, times=True)
     tokenizer = make_tokenizer(info.tokenizer)
     utterances = vietnamese.Utterances(asked, corpus, tokenizer, info, training=True)
-    return vietnamese.as_windows(utterances, share)
+    return vietnamese.as_packs(utterances, share)
 
 
 def test_a_row_has_the_token_of_its_language(with_times, recorded, tmp_path):
-    data = make_windows(with_times, recorded, tmp_path)
+    data = make_packs(with_times, recorded, tmp_path)
     alone = data.utterances
     names = {number: name for name, number in alone.tokenizer.specials.items()}
     count = len(data)
@@ -403,43 +403,41 @@ def test_a_row_has_the_token_of_its_language(with_times, recorded, tmp_path):
     assert batch["languages"] == ["", "en", "vi-VN", "kok"]
 
 
-def test_windows_as_tokens_and_labels(with_times, recorded, tmp_path):
-    data = make_windows(
-        with_times, recorded, tmp_path, "--pad_share", "0", "--max_target_tokens", 90
-    )
+def test_packs_as_tokens_and_labels(with_times, recorded, tmp_path):
+    data = make_packs(with_times, recorded, tmp_path, "--pad_share", "0", "--max_target_tokens", 90)
     tokenizer = data.utterances.tokenizer
     begin = tokenizer.timestamp_begin
     kinds = set()
     for index in range(len(data)):
-        window = data.packs.window(index, 1)
+        pack = data.packs.pack(index, 1)
         item = data.item(index, 1)
         tokens, labels = item["tokens"].tolist(), item["labels"].tolist()
         assert tokens[1:] == labels[:-1] and labels[-1] == tokenizer.eos and len(tokens) <= 90
         before, rest = tokens[: item["unscored"]], tokens[item["unscored"] :]
         assert not before or before[0] == tokenizer.previous
         assert len(before) <= 1 + packs.PREVIOUS_TOKENS
-        prompt = tokenizer.timed_prompt if window.timed else tokenizer.prompt
+        prompt = tokenizer.timed_prompt if pack.timed else tokenizer.prompt
         assert rest[: len(prompt)] == prompt and tokenizer.no_timestamps not in rest[len(prompt) :]
         said = rest[len(prompt) :]
         times = [(token - begin) * 0.02 for token in said if token >= begin]
         assert tokenizer.decode(said).strip() == item["text"]
         assert times == sorted(times) and all(0 <= time <= 30 for time in times)
-        whole = len(window.rows) - window.cut
-        assert len(times) == (2 * whole + window.cut if window.timed else 0)
-        if window.timed:
+        whole = len(pack.rows) - pack.cut
+        assert len(times) == (2 * whole + pack.cut if pack.timed else 0)
+        if pack.timed:
             assert said[0] >= begin and tokenizer.decode(said[1:2])[0] == " "
-            assert (said[-1] >= begin) and (said[-2] >= begin) == window.cut
-        kinds.add((window.timed, window.cut, bool(before), whole > 1))
+            assert (said[-1] >= begin) and (said[-2] >= begin) == pack.cut
+        kinds.add((pack.timed, pack.cut, bool(before), whole > 1))
     assert {(True, True), (True, False), (False, False)} == {kind[:2] for kind in kinds}
     assert {kind[2] for kind in kinds} == {kind[3] for kind in kinds} == {True, False}
 
 
 def test_times_are_where_the_speech_is(with_times, recorded, tmp_path):
     """Also after speed perturbation and with silence in front."""
-    data = make_windows(with_times, recorded, tmp_path, "--pad_share", "0", share=1.0)
+    data = make_packs(with_times, recorded, tmp_path, "--pad_share", "0", share=1.0)
     speeds, leads = set(), set()
     for index in range(len(data)):
-        window, item = data.packs.window(index, 0), data.item(index, 0)
+        pack, item = data.packs.pack(index, 0), data.item(index, 0)
         seconds = data.seconds(0)[index]
         assert len(item["audio"]) / SAMPLE_RATE == pytest.approx(seconds, abs=0.002)
         begin = data.utterances.tokenizer.timestamp_begin
@@ -449,10 +447,10 @@ def test_times_are_where_the_speech_is(with_times, recorded, tmp_path):
         for start_time, end_time in zip(times[:-1:2], times[1::2], strict=False):
             span = slice(round(start_time * SAMPLE_RATE), round(end_time * SAMPLE_RATE))
             heard[max(0, span.start - 320) : span.stop + 320] = False
-        if window.cut:
+        if pack.cut:
             heard[round(times[-1] * SAMPLE_RATE) - 320 :] = False
         assert not heard.any()
-        speeds.add(round(window.speed, 1))
+        speeds.add(round(pack.speed, 1))
         leads.add(times[0] > 0)
     assert speeds == {0.9, 1.0, 1.1} and leads == {True, False}
 
@@ -505,7 +503,7 @@ def test_a_run_with_times_stopped_and_resumed_ends_with_the_same_bits(
 
 
 @pytest.mark.slow
-def test_old_windows_and_a_watched_set(with_times, recorded, spoken, tmp_path, monkeypatch):
+def test_old_packs_and_a_watched_set(with_times, recorded, spoken, tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "MAX_NEW_TOKENS", 4)
     flags = [*recorded, "--model_dir", with_times / "listed", "--timestamp_share", 0.5]
     runs.check_replay(vietnamese, tmp_path, spoken["test"], spoken["val"], *flags)
@@ -570,7 +568,7 @@ def test_segments_are_utterances_only_for_training_with_times(with_times, record
     row = {"audio_filepath": str(Path(recorded[1]).parent / "train.wav"), "segments": segments}
     manifest.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
     flags = ["--train_manifest", manifest, *recorded[2:], "--use_chunking"]
-    data = make_windows(with_times, flags, tmp_path)
+    data = make_packs(with_times, flags, tmp_path)
     assert len(data) == len(rows) and data.packs.has_next.sum() == len(rows) - 1
     args = runs.parse(vietnamese, *flags, "--from_scratch", "--output_dir", tmp_path)
     asked = vietnamese.resolve(args)
@@ -614,8 +612,8 @@ def test_a_run_with_times_is_planned(with_times):
 
 
 @torch.no_grad()
-def test_the_text_before_a_window_has_no_loss(with_times, recorded, tmp_path):
-    data = make_windows(with_times, recorded, tmp_path)
+def test_the_text_before_a_pack_has_no_loss(with_times, recorded, tmp_path):
+    data = make_packs(with_times, recorded, tmp_path)
     torch.manual_seed(1)
     folder = with_times / "listed"
     args = runs.parse(vietnamese, *recorded, "--model_dir", folder, "--output_dir", tmp_path)

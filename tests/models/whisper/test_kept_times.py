@@ -92,10 +92,10 @@ def test_it_is_what_loops_find(model):
     assert kept_times.measure(model, TOKENIZER, []) is None and not model.pad_to_longest
 
 
-def test_windows_of_several_utterances_are_taken():
+def test_packs_of_several_utterances_are_taken():
     class Data:
         packs = SimpleNamespace(
-            plan=lambda epoch: SimpleNamespace(
+            layout=lambda epoch: SimpleNamespace(
                 place=torch.arange(200).numpy(),
                 stop=(torch.arange(200) + (torch.arange(200) % 2)).numpy(),
                 timed=torch.ones(200, dtype=torch.bool).numpy(),
@@ -108,11 +108,11 @@ def test_windows_of_several_utterances_are_taken():
             return index
 
     unreadable = None
-    taken = list(kept_times.windows(Data(), list))
+    taken = list(kept_times.batches(Data(), list))
     assert all(index % 2 for batch in taken for index in batch)
-    assert sum(map(len, taken)) == kept_times.WINDOWS == 24
+    assert sum(map(len, taken)) == kept_times.PACKS == 24
     unreadable = taken[0][0]
-    assert sum(map(len, kept_times.windows(Data(), list))) == 23
+    assert sum(map(len, kept_times.batches(Data(), list))) == 23
 
 
 def test_the_table_and_its_warning():

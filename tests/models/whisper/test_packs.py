@@ -1,4 +1,4 @@
-"""Windows of several utterances: where they are, what is heard, and what is drawn."""
+"""PackedUtterances of several utterances: where they are, what is heard, and what is drawn."""
 
 import functools
 import math
@@ -64,27 +64,27 @@ def make_packs(corpus: Corpus, share: float = 0.5, seed: int = 1, fast: bool = F
 def test_a_window_is_within_its_limits(seed, fast):
     corpus = shuffled(seed)
     data = make_packs(corpus, fast=fast)
-    lengths, tokens = data.seconds(2), data.plan(2).tokens
+    lengths, tokens = data.seconds(2), data.layout(2).tokens
     for index in range(len(data)):
-        window = data.window(index, 2)
-        assert window.rows[0] == index and len(set(window.rows)) == len(window.rows)
-        assert window.seconds / window.speed == pytest.approx(lengths[index])
+        pack = data.pack(index, 2)
+        assert pack.rows[0] == index and len(set(pack.rows)) == len(pack.rows)
+        assert pack.seconds / pack.speed == pytest.approx(lengths[index])
         assert lengths[index] <= LONGEST + 1e-6
-        assert window.timed or not window.cut
-        times = [0.0, *(time for span in window.spans for time in span)]
+        assert pack.timed or not pack.cut
+        times = [0.0, *(time for span in pack.spans for time in span)]
         assert times[1] <= packs.LONGEST_LEAD and times == sorted(times)
-        for row, (start, end) in zip(window.rows, window.spans, strict=True):
+        for row, (start, end) in zip(pack.rows, pack.spans, strict=True):
             assert end - start == pytest.approx(corpus.seconds[row], abs=packs.OVERLAP + 1e-6)
-        heard = window.spans[: len(window.spans) - window.cut]
-        assert heard[-1][1] <= window.seconds + 1e-6
-        assert not {*window.before} & {*window.rows}
-        if window.cut:
-            start, end = window.spans[-1]
-            assert window.seconds < end
-            assert start + packs.SHORTEST_CUT - packs.OVERLAP <= window.seconds + 1e-6
-        needed = sum(data.costs[row] for row in window.rows[: len(heard)]) + window.cut
-        assert needed <= ROOM and tokens[index] == needed - window.cut
-        before = [time for span in window.spans_before for time in span]
+        heard = pack.spans[: len(pack.spans) - pack.cut]
+        assert heard[-1][1] <= pack.seconds + 1e-6
+        assert not {*pack.before} & {*pack.rows}
+        if pack.cut:
+            start, end = pack.spans[-1]
+            assert pack.seconds < end
+            assert start + packs.SHORTEST_CUT - packs.OVERLAP <= pack.seconds + 1e-6
+        needed = sum(data.costs[row] for row in pack.rows[: len(heard)]) + pack.cut
+        assert needed <= ROOM and tokens[index] == needed - pack.cut
+        before = [time for span in pack.spans_before for time in span]
         assert before == sorted(before)
 
 
@@ -96,60 +96,62 @@ def test_neighbours_are_true_and_have_their_own_times(seed):
     paths = list(corpus.paths)
     ends = corpus.offsets + corpus.seconds
     for index in range(len(data)):
-        window = data.window(index, 0)
-        inside = [row for row in (*window.before, *window.rows) if paths[row] == paths[index]]
-        if window.recorded:
-            assert len(inside) == len(window.before) + len(window.rows)
-        for first, second in zip(window.rows, window.rows[1:], strict=False):
-            if window.recorded:
+        pack = data.pack(index, 0)
+        inside = [row for row in (*pack.before, *pack.rows) if paths[row] == paths[index]]
+        if pack.recorded:
+            assert len(inside) == len(pack.before) + len(pack.rows)
+        for first, second in zip(pack.rows, pack.rows[1:], strict=False):
+            if pack.recorded:
                 gap = corpus.offsets[second] - ends[first]
                 assert -packs.OVERLAP - 1e-6 <= gap <= packs.LONGEST_GAP + 1e-6
-        if window.recorded:
-            begin = corpus.offsets[index] - window.spans[0][0]
-            ends_before = [end for end in ends[window.before] if end <= corpus.offsets[index]]
+        if pack.recorded:
+            begin = corpus.offsets[index] - pack.spans[0][0]
+            ends_before = [end for end in ends[pack.before] if end <= corpus.offsets[index]]
             assert begin >= max(ends_before, default=0.0) - packs.OVERLAP - 1e-6
-            for row, (start, _) in zip(window.rows, window.spans, strict=True):
+            for row, (start, _) in zip(pack.rows, pack.spans, strict=True):
                 assert start == pytest.approx(corpus.offsets[row] - begin, abs=packs.OVERLAP + 1e-6)
             # Nothing else is heard between them.
             for row in range(len(corpus)):
-                if paths[row] == paths[index] and row not in window.rows:
-                    for first, second in zip(window.rows, window.rows[1:], strict=False):
+                if paths[row] == paths[index] and row not in pack.rows:
+                    for first, second in zip(pack.rows, pack.rows[1:], strict=False):
                         begins = corpus.offsets[row] >= ends[first] - 1e-6
                         assert not begins or ends[row] > corpus.offsets[second]
-        if window.before and window.recorded:
-            last = window.before[-1]
+        if pack.before and pack.recorded:
+            last = pack.before[-1]
             assert corpus.offsets[last] < corpus.offsets[index]
             assert corpus.offsets[index] - ends[last] <= packs.LONGEST_GAP + 1e-6
-            assert corpus.offsets[window.before[0]] >= corpus.offsets[index] - LONGEST - 1e-6
+            assert corpus.offsets[pack.before[0]] >= corpus.offsets[index] - LONGEST - 1e-6
 
 
 def test_windows_depend_on_seed_epoch_and_utterance_alone():
     corpus = shuffled(3)
     data, other = make_packs(corpus), make_packs(corpus)
-    ours = [data.window(index, epoch) for epoch in (4, 0, 1) for index in range(len(data))]
+    ours = [data.pack(index, epoch) for epoch in (4, 0, 1) for index in range(len(data))]
     other = pickle.loads(pickle.dumps(other))
-    theirs = [other.window(index, epoch) for epoch in (4, 0, 1) for index in range(len(data))]
+    theirs = [other.pack(index, epoch) for epoch in (4, 0, 1) for index in range(len(data))]
     assert ours == theirs
     assert ours[: len(data)] != ours[len(data) : 2 * len(data)]
     seeded = make_packs(corpus, seed=2)
-    assert [seeded.window(index, 4) for index in range(len(data))] != ours[: len(data)]
+    assert [seeded.pack(index, 4) for index in range(len(data))] != ours[: len(data)]
 
 
 def test_shares_and_lengths_of_many_windows():
     rows = [(f"{row // 50}.wav", row % 50 * 3.1, 2.5, "one") for row in range(4000)]
     data = make_packs(make_corpus(rows), share=0.25)
     data.costs[:] = 3
-    plan, lengths = data.plan(0), data.seconds(0)
-    assert plan.timed.mean() == pytest.approx(0.25, abs=0.03)
-    assert plan.previous.mean() == pytest.approx(packs.PREVIOUS, abs=0.03)
+    layout, lengths = data.layout(0), data.seconds(0)
+    assert layout.timed.mean() == pytest.approx(0.25, abs=0.03)
+    assert layout.previous.mean() == pytest.approx(packs.PREVIOUS, abs=0.03)
     assert lengths.min() > 2.49 and lengths.max() == pytest.approx(LONGEST)
-    alone = (plan.stop == plan.place) & ~plan.timed
-    assert 0.35 < alone.mean() < 0.5  # half of those without times, and short windows
+    alone = (layout.stop == layout.place) & ~layout.timed
+    assert 0.35 < alone.mean() < 0.5  # half of those without times, and short packs
     assert (lengths > 27).mean() == pytest.approx(0.625 * packs.FULL, abs=0.08)
-    leads = plan.start < plan.line.starts[plan.place]
-    assert leads[plan.timed].mean() == pytest.approx(packs.LEADS, abs=0.05)
-    assert 0.4 < plan.cut[plan.timed].mean() < packs.OPEN and not plan.cut[~plan.timed].any()
-    full = plan.cut & (lengths > LONGEST - 1e-6)
+    leads = layout.start < layout.line.starts[layout.place]
+    assert leads[layout.timed].mean() == pytest.approx(packs.LEADS, abs=0.05)
+    assert (
+        0.4 < layout.cut[layout.timed].mean() < packs.OPEN and not layout.cut[~layout.timed].any()
+    )
+    full = layout.cut & (lengths > LONGEST - 1e-6)
     assert full.any()
 
 
@@ -161,22 +163,22 @@ def test_speakers_stay_apart_if_they_have_enough_to_say():
     sizes = []
     before = 0
     for index in range(len(rows)):
-        window = data.window(index, 0)
-        speakers = {rows[row][3] for row in window.rows}
+        pack = data.pack(index, 0)
+        speakers = {rows[row][3] for row in pack.rows}
         assert speakers == {rows[index][3]} or all(name.startswith("few") for name in speakers)
-        pauses = [b[0] - a[1] for a, b in zip(window.spans, window.spans[1:], strict=False)]
+        pauses = [b[0] - a[1] for a, b in zip(pack.spans, pack.spans[1:], strict=False)]
         assert all(packs.PAUSE[0] - 1e-6 <= pause <= packs.PAUSE[1] + 1e-6 for pause in pauses)
-        sizes.append(len(window.rows))
-        assert not window.recorded
-        before += len(window.before)
-        assert speakers >= {rows[row][3] for row in window.before} or index >= 60
+        sizes.append(len(pack.rows))
+        assert not pack.recorded
+        before += len(pack.before)
+        assert speakers >= {rows[row][3] for row in pack.before} or index >= 60
     assert max(sizes[:60]) > 5 and max(sizes[60:]) > 2 and before > 60
 
 
 def test_one_utterance_is_a_window_of_its_own():
     data = make_packs(make_corpus([("a.wav", 0.0, 2.0, "")]))
     longest = 2.0 + packs.LONGEST_LEAD
-    assert data.window(0, 0).rows == [0] and 2.0 <= data.seconds(0)[0] <= longest
+    assert data.pack(0, 0).rows == [0] and 2.0 <= data.seconds(0)[0] <= longest
     assert packs.followed(make_corpus([("a.wav", 0.0, 2.0, "")])) == 0.0
     pair = make_corpus([("a.wav", 3.0, 2.0, ""), ("a.wav", 0.0, 2.0, ""), ("b.wav", 0.0, 2.0, "")])
     assert packs.followed(pair) == pytest.approx(1 / 3)
@@ -205,24 +207,24 @@ def test_what_is_heard_where(recording):
     leads = []
     for epoch in range(12):
         for index in range(6):
-            window = data.window(index, epoch)
-            waveform = packs.read(corpus, window)
+            pack = data.pack(index, epoch)
+            waveform = packs.read(corpus, pack)
             assert len(waveform) / SAMPLE_RATE == pytest.approx(
                 data.seconds(epoch)[index], abs=1e-3
             )
-            assert not waveform[0].round(decimals=2) or window.spans[0][0] == 0
-            for row, (start, end) in zip(window.rows, window.spans, strict=True):
-                middle = round((start + min(end, window.seconds)) / 2 * SAMPLE_RATE)
+            assert not waveform[0].round(decimals=2) or pack.spans[0][0] == 0
+            for row, (start, end) in zip(pack.rows, pack.spans, strict=True):
+                middle = round((start + min(end, pack.seconds)) / 2 * SAMPLE_RATE)
                 assert float(waveform[middle]) == pytest.approx((number[row] + 1) / 100)
-            if window.recorded:
+            if pack.recorded:
                 loud = waveform.abs() > 0.3  # speech without a text
                 assert int(loud.sum()) <= 2 * packs.EDGE * SAMPLE_RATE
-                for (_, end), (start, _) in zip(window.spans, window.spans[1:], strict=False):
+                for (_, end), (start, _) in zip(pack.spans, pack.spans[1:], strict=False):
                     middle = round((start + end) / 2 * SAMPLE_RATE)
-                    is_loud_one = number[window.rows[0]] <= 2 and start - end == pytest.approx(2)
+                    is_loud_one = number[pack.rows[0]] <= 2 and start - end == pytest.approx(2)
                     assert is_loud_one or waveform[middle : middle + 9].any()  # quiet ones stay
-                seen.add((len(window.rows), window.cut))
-                leads.append(window.spans[0][0])
+                seen.add((len(pack.rows), pack.cut))
+                leads.append(pack.spans[0][0])
     assert {(1, False), (2, False), (2, True), (3, False), (3, True)} <= seen
     assert min(leads) == 0 and 1.5 < max(leads) <= packs.LONGEST_LEAD  # of pauses of 2 and 3 s
 
@@ -232,9 +234,9 @@ def test_others_are_heard_after_silence(wav, tmp_path):
     corpus = make_corpus(rows)
     corpus.durations[:] = math.nan
     data = Packs(corpus, np.full(9, 5), 1.0, 1, LONGEST, 100)
-    window = max((data.window(index, 0) for index in range(9)), key=lambda each: len(each.rows))
-    waveform = packs.read(corpus, window)
-    for start, end in window.spans[:-1]:
+    pack = max((data.pack(index, 0) for index in range(9)), key=lambda each: len(each.rows))
+    waveform = packs.read(corpus, pack)
+    for start, end in pack.spans[:-1]:
         first, last = round(start * SAMPLE_RATE), round(end * SAMPLE_RATE)
         assert waveform[first : last - 2].count_nonzero() > 0.99 * (last - first)
         assert not waveform[last + 2 : last + SAMPLE_RATE // 10].any()
