@@ -146,6 +146,19 @@ def _refuse_shared(tensors: Iterable, path: Path) -> None:
         raise UsageError(f"{path} is damaged: its tensors share their data")
 
 
+def with_weights(
+    make: Callable[[], torch.nn.Module], weights: dict[str, torch.Tensor] | None
+) -> torch.nn.Module:
+    """The network that `make()` returns, with these weights, which become its parameters, or with
+    random ones."""
+    if weights is None:
+        return make()
+    with torch.device("meta"):
+        network = make()
+    network.load_state_dict(weights, assign=True)
+    return network
+
+
 def floats(weights, path: Path, counters: str = "") -> dict[str, torch.Tensor]:
     """fp32 copies on the default device, which is "meta" for a planned run; each tensor is released
     before the next is copied. Tensors whose names end in `counters` are int64. Raises `UsageError`

@@ -89,7 +89,6 @@ class Origin:
     given: frozenset[str]
     path: str | None
     flag: str
-    from_scratch: bool
     may_be_random: bool
     size_name: str | None
     size: dict | None
@@ -97,6 +96,7 @@ class Origin:
     checkpoint_dir: Path
     export: str | None
     forms: Forms
+    from_scratch: bool = False
     adapters: Any = None
     adapter: str | None = None
     export_adapter: str | None = None
@@ -293,7 +293,7 @@ class Family:
     `ModelInfo`. `weights` are {name: tensor}, None if they are random or the loop loads them."""
 
     model_info: type  # the record of a model beside its weights
-    sized: tuple[str, ...]  # the names in a configuration that tell sizes apart
+    sized: tuple[str, ...] = ()  # the names in a configuration that tell sizes apart
     # How the names of the layers end that --lora_targets means: queries and values; those of
     # attention; and the other linear ones.
     queries: tuple[str, ...] = ("q_proj", "v_proj")
@@ -349,7 +349,30 @@ class Family:
 
     def conflicts(self, info, saved: Saved) -> list[str]:
         """The flags that contradict a checkpoint, each with what the checkpoint has."""
-        return conflicts(self.origin, info, self.sized)
+        origin = self.origin
+        found = []
+        has = {name: info.config[name] for name in self.sized}
+        if "model_size" in origin.given and not has.items() <= origin.size.items():
+            sizes = ", ".join(f"{name} {value}" for name, value in has.items())
+            found.append(f"--model_size {origin.size_name} (the checkpoint has {sizes})")
+        if origin.path and not info.pretrained:
+            found.append(f"{origin.flag} {origin.path} (the checkpoint's model began from scratch)")
+        if origin.from_scratch and info.pretrained:
+            ways = "--model_dir or --model_file" if origin.forms.file else "--model_dir"
+            found.append(
+                "--from_scratch (the checkpoint's model began from released weights; a script adds"
+                f" this flag if there is no {ways}: give the one of the first command)"
+            )
+        return found + differing(self.saved_flags(info, saved))
+
+    def saved_flags(self, info, saved: Saved) -> dict[str, tuple[Any, Any]]:
+        """What a checkpoint decides: {flag: (its value, None unless it is given; the
+        checkpoint's)}."""
+        return {}
+
+    def given(self, flag: str):
+        """The value of a flag that is on the command line, else None."""
+        return getattr(self.asked, flag) if flag in self.origin.given else None
 
     def begin(self, info, weights, run, source) -> tuple[Any, dict[str, torch.Tensor] | None]:
         """The info and weights of a model that is trained, from those of `choose`. `run` and
@@ -456,6 +479,15 @@ class Family:
         model_files.require_room(sum(map(math.prod, shapes.values())))
         return info, None
 
+    def first_saved(self, recipe: str) -> Saved | None:
+        """The checkpoint that a training with these flags would begin with: that of --resume or, if
+        the flags name no other model, that of --init_from. Raises `UsageError`."""
+        origin = self.origin
+        saved = checkpoint.resume(origin.resume, origin.checkpoint_dir, recipe)
+        if self.asked.init_from and not (saved or origin.path or origin.may_be_random):
+            saved = checkpoint.read_weights(self.asked.init_from, recipe, "--init_from")
+        return saved
+
     def use(self, recipe: str) -> tuple[Any, dict[str, torch.Tensor], Saved | None]:
         """A model that is not trained further: its info and weights, and the checkpoint that they
         are from, None for a released model. The model is that of --model_dir or --model_file, of
@@ -548,21 +580,10 @@ class Family:
         return adapters.merged_after_training(self, model)
 
 
-def conflicts(origin: Origin, info: Any, sized: Iterable[str]) -> list[str]:
-    """The flags of `origin` that contradict a checkpoint with this info, each with what the
-    checkpoint has. `sized` are the names in its configuration that tell sizes apart."""
-    found = []
-    if "model_size" in origin.given:
-        differing = [name for name in sized if origin.size[name] != info.config[name]]
-        if differing:
-            has = ", ".join(f"{name} {info.config[name]}" for name in sized)
-            found.append(f"--model_size {origin.size_name} (the checkpoint has {has})")
-    if origin.path and not info.pretrained:
-        found.append(f"{origin.flag} {origin.path} (the checkpoint's model began from scratch)")
-    if origin.from_scratch and info.pretrained:
-        ways = "--model_dir or --model_file" if origin.forms.file else "--model_dir"
-        found.append(
-            "--from_scratch (the checkpoint's model began from released weights; a script adds this"
-            f" flag if there is no {ways}: give the one of the first command)"
-        )
-    return found
+def differing(values: dict[str, tuple[Any, Any]]) -> list[str]:
+    """The flags whose values differ from those of a checkpoint; see `Family.saved_flags`."""
+    return [
+        f"--{flag} {value} (the checkpoint has {has})"
+        for flag, (value, has) in values.items()
+        if value not in (None, has)
+    ]

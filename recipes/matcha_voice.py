@@ -46,11 +46,12 @@ from common.layers import finite_layers
 from common.loop import Run, Task, begin, finish, train
 from common.options import ALONE, USUAL, flag
 from models import card, released
-from models.matcha import alignment, decoding, held_out, mels, start, vocoder_training
+from models.matcha import alignment, decoding, held_out, mels, start, texts, vocoder_training
 from models.matcha.decoding import SpeakingSettings, Voice
 from models.matcha.mels import HOP, SAMPLE_RATE, LogMel, frame_count, with_edges
 from models.matcha.model import CHECKPOINTED, COMPILED, Matcha
-from models.matcha.start import Family, MatchaOptions, ModelInfo, speaker_numbers
+from models.matcha.start import Family, MatchaOptions, ModelInfo
+from models.matcha.texts import speaker_numbers
 from models.matcha.tokenizer import Tokens
 from models.matcha.vocoder import GriffinLim
 from speech.data import checks, demo, splits
@@ -147,7 +148,7 @@ def check_corpora(
 ) -> dict[str, Corpus]:
     """The corpora, with what the voice reads of their texts, without what harms the training. A
     demo and a dry run's stand-in are as they should be."""
-    start.read_corpora(corpora, language)
+    texts.read_corpora(corpora, language)
     if not asked.data.manifests:
         return corpora
 
@@ -157,7 +158,7 @@ def check_corpora(
         if frames < tokens:
             reason = "the text is too long for its clip, which has a frame of 12 ms for each token"
             return reason, f"{tokens} tokens in {frames} frames"
-        return start.text_fault(language, corpus, index)
+        return texts.text_fault(language, corpus, index)
 
     return checks.check_speech(corpora, asked.strict_data, fault)
 
@@ -365,8 +366,8 @@ def synthesise(
 ) -> None:
     """--synthesize: a wav for each text."""
     voice, info, _ = trained(asked, setup)
-    number = start.speaker_of(how.speaker, info)
-    start.check_texts(wanted, voice)
+    number = texts.speaker_of(how.speaker, info)
+    texts.check_texts(wanted, voice)
     settings = SpeakingSettings(how.speed, how.temperature, asked.seed)
     with setup.autocast(), finite_layers():
         spoken = decoding.speak(voice, wanted, settings, [number] * len(wanted))
@@ -383,7 +384,7 @@ def evaluate_only(asked: MatchaOptions, setup: device.Setup, batches_of: Callabl
     if asked.evaluate:
         corpora = check_corpora(asked, read_data(asked, before), info.language)
         corpora.pop("train", None)
-        start.check_known(corpora, info, asked.allow_unknown)
+        texts.check_known(corpora, info, asked.allow_unknown)
         sets = make_sets(asked, info, corpora)
         evaluation = {name: batches_of(sets[name], collate, setup) for name in sets}
         name = "test" if "test" in corpora else "val"
@@ -447,7 +448,7 @@ def main(args) -> None:
     language = start.language_of(asked, run.resumed or run.initial)
     corpora = check_corpora(asked, read_data(asked, before), language)
     info, model = Family(asked).first_model(run, lambda: corpora["train"])
-    start.check_known(corpora, info, asked.allow_unknown)
+    texts.check_known(corpora, info, asked.allow_unknown)
     start.describe(info, model)
 
     sets = make_sets(asked, info, corpora)

@@ -50,7 +50,7 @@ from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.options import flag
 from common.parts.replay import make_batches
 from models import card, released
-from models.xtts import new_tokens, speaking, start, texts
+from models.xtts import exports, new_tokens, speaking, start, texts
 from models.xtts.codec import SAMPLE_RATE, SAMPLES_PER_CODE, code_count
 from models.xtts.decoding import Sampling
 from models.xtts.frozen import Frozen
@@ -451,7 +451,7 @@ def evaluate_only(asked: XttsOptions, setup: device.Setup, batches_of: Callable)
             clips = speaking.speakers_of(voices)
             speaking.speak_held_out(asked.held_out, setup, synthesiser, corpora[name], clips)
     about = card.About(RECIPE, asked.origin.path, released.weights_file(asked.origin), before)
-    start.export(asked, setup, info, synthesiser, {}, about)
+    exports.export(asked, setup, info, synthesiser, {}, about)
 
 
 def make_sets(
@@ -537,7 +537,7 @@ def main(args) -> None:
     if weights:  # on the first rank
         clips = speaking.speakers_of(corpora["train"])
         about = card.About(RECIPE, asked.origin.path, weights, run_info)
-        start.export(asked, run.setup, info, synthesiser, clips, about)
+        exports.export(asked, run.setup, info, synthesiser, clips, about)
         speaking.speak_held_out(asked.held_out, run.setup, synthesiser, corpora["val"], clips)
 
 

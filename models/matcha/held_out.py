@@ -12,7 +12,7 @@ from common.errors import require
 from models.matcha import alignment, decoding
 from models.matcha.decoding import SpeakingSettings, Voice
 from models.matcha.mels import SAMPLE_RATE, LogMel, with_edges
-from models.matcha.start import speaker_numbers
+from models.matcha.texts import speaker_numbers
 from speech.data.columns import Corpus
 from speech.decoding import judge
 from speech.signal.audio import int16, read_utterance

@@ -1,38 +1,30 @@
-"""Matcha-TTS's part of where a model starts: flags, the record of a model, released weights, and
-the folder of an export."""
+"""Matcha-TTS's part of where a model starts: flags, the record of a model, released weights."""
 
-import functools
-import sys
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
-import numpy as np
 import torch
 
 from common import checkpoint, options
 from common.checkpoint import Saved
-from common.errors import DataError, UsageError
+from common.errors import UsageError
 from common.options import TRAINS, USUAL, flag
 from models import released
 from models.matcha import formats, onnx
 from models.matcha.decoding import Voice
 from models.matcha.model import CONFIG, SIZES, Matcha, is_possible
-from models.matcha.tokenizer import MARKS, fault, read, symbols_of
+from models.matcha.texts import speakers_of
+from models.matcha.tokenizer import MARKS, symbols_of
 from models.released import Origin
 from speech.data import splits
-from speech.data.columns import Corpus, Strings, printable
 from speech.data.splits import RunInfo
 from speech.decoding import judge
 from speech.writing import languages
-from speech.writing.reading import AMHARIC, code_of, left_out
-from speech.writing.unknown import check_unknown, named, outside
+from speech.writing.reading import AMHARIC, code_of
 
 FINE_TUNING_RATE = 1e-4
 RATES = {"demo": 1e-3, "full": 5e-4, "large": 5e-4}  # from scratch
 DROPOUT = 0.1
-NEW_VOICE = "start a new voice with another --output_dir, from these weights by --init_from"
 EXPORTS_ONLY = "an exported voice is what a training has made of data: it says whose voice it is"
 
 EXCLUDES = (
@@ -144,7 +136,6 @@ def resolve(args, is_demo: bool) -> MatchaOptions:
         given=args.given,
         path=args.model_file,
         flag="--model_file",
-        from_scratch=False,
         may_be_random=True,
         size_name=size,
         size=SIZES[size],
@@ -162,100 +153,6 @@ def resolve(args, is_demo: bool) -> MatchaOptions:
         language=language and code_of(language),
         held_out=judge.resolve(args, released.exports_only(origin)),
     )
-
-
-# --- texts ----------------------------------------------------------------------------------------
-
-
-def language_of(asked: MatchaOptions, saved: Saved | None) -> str:
-    """The language of the texts: that of --language, else that of the voice that is `saved`. Raises
-    `UsageError`."""
-    if asked.language:
-        return asked.language
-    if saved is None:
-        raise UsageError(languages.ASK)
-    return checkpoint.read_infos(saved, ModelInfo, RunInfo)[0].language
-
-
-def read_corpora(corpora: dict[str, Corpus], language: str) -> None:
-    """Puts what the voice reads of each text into the corpora. Says in which language, and warns of
-    letters that are left out then, and of rows that name another language."""
-    print(f"language of the texts: {languages.described(language)}")
-    read_here = functools.partial(read, language=language)
-    for name, corpus in corpora.items():
-        corpus.read = Strings(map(read_here, corpus.texts))
-        if lost := left_out(corpus.texts, read_here):
-            print(
-                f"warning: {name} set: what is read in {language} leaves out letters, or marks on"
-                f" them: {named(lost)}"
-            )
-        others = Counter(each for each in corpus.languages if each and code_of(each) != language)
-        if others:
-            print(f"warning: {name} set: rows name other languages: {dict(others)}")
-
-
-def text_fault(language: str, corpus: Corpus, index: int) -> tuple[str, str] | None:
-    """Why the text of an utterance cannot be trained on, for `checks.check_speech`."""
-    return fault(corpus.read[index], language)
-
-
-def speakers_of(corpus: Corpus) -> list[str]:
-    """The names of the speakers, those who speak most first."""
-    seconds = corpus.seconds_by(corpus.speakers)
-    return sorted(seconds, key=lambda name: (-seconds[name], name))
-
-
-def speaker_numbers(corpus: Corpus, speakers: list[str]) -> np.ndarray:
-    """(N,) the row of each utterance's speaker; the first one's for a speaker who is not known."""
-    rows = {name: number for number, name in enumerate(speakers)}
-    return np.array([rows.get(name, 0) for name in corpus.speakers])
-
-
-def speaker_of(name: str | None, info: ModelInfo) -> int:
-    """The row of the speaker of --speaker. Raises `UsageError`."""
-    if name is None:
-        return 0
-    if name not in info.speakers:
-        raise UsageError(f"--speaker {name[:40]}: the voice has {listed(info.speakers)}")
-    return info.speakers.index(name)
-
-
-def check_known(corpora: dict[str, Corpus], info: ModelInfo, allow_unknown: bool) -> None:
-    """Prints which characters of each set the voice lacks, and how many clips are of other
-    speakers. Raises `DataError` if characters are many, or if the training set has another
-    speaker."""
-    texts = {name: replace(corpus, texts=corpus.read) for name, corpus in corpora.items()}
-    check_unknown(texts, outside(info.symbols), allow_unknown, NEW_VOICE, is_own=True)
-    for name, corpus in corpora.items():
-        clips = Counter(corpus.speakers)
-        others = sorted(clips.keys() - {*info.speakers})
-        # The one speaker of a voice may have another name now; a stand-in's has none.
-        if not others or len(info.speakers) == len(clips) == 1 or not corpus.paths[0]:
-            continue
-        count = sum(clips[each] for each in others)
-        problem = f"{name} set: the voice lacks the speakers of {count} clips: {listed(others)}"
-        if name == "train":
-            raise DataError(f"{problem}; {NEW_VOICE}")
-        print(f"warning: {problem}; they are taken for the one who spoke most")
-
-
-def listed(speakers: Sequence[str]) -> str:
-    """Names of speakers for a message."""
-    return ", ".join(printable(name) or "(without a name)" for name in speakers[:20])
-
-
-def check_texts(texts: Iterable[str], voice: Voice) -> None:
-    """Raises `UsageError` for a text of --synthesize that the voice cannot read, and warns of
-    characters that it lacks."""
-    for text in texts:
-        heard = read(text, voice.language)
-        if problem := fault(heard, voice.language):
-            raise UsageError(f"--synthesize {text[:40]!r}: {': '.join(problem)}")
-        lacking = Counter(outside(voice.tokens.numbers)(heard))
-        if not any(c.isalnum() for c in heard if c not in lacking):
-            raise UsageError(f"--synthesize {text[:40]!r}: the voice has none of its letters")
-        if lacking:
-            print(f"warning: {text[:40]!r}: the voice lacks {named(lacking)}", file=sys.stderr)
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -315,14 +212,21 @@ class Family(released.Family):
         if len(info.symbols) != config["symbols"] or len(info.speakers) > config["speakers"]:
             raise UsageError(f"{name}: its tokens or speakers are not those of its model")
 
-    def conflicts(self, info: ModelInfo, saved: Saved) -> list[str]:
-        found = super().conflicts(info, saved)
-        if "language" in self.origin.given and self.asked.language != info.language:
-            found.append(f"--language {self.asked.language} (the checkpoint has {info.language})")
-        return found
+    def saved_flags(self, info: ModelInfo, saved: Saved) -> dict:
+        return {"language": (self.given("language"), info.language)}
 
     def tokens(self, info: ModelInfo) -> list[str]:
         return info.symbols
+
+
+def language_of(asked: MatchaOptions, saved: Saved | None) -> str:
+    """The language of the texts: that of --language, else that of the voice that is `saved`. Raises
+    `UsageError`."""
+    if asked.language:
+        return asked.language
+    if saved is None:
+        raise UsageError(languages.ASK)
+    return checkpoint.read_infos(saved, ModelInfo, RunInfo)[0].language
 
 
 def learning_rate(info: ModelInfo) -> float:

@@ -7,12 +7,13 @@ from typing import Annotated
 
 import torch
 
-from common import checkpoint, options, records
+from common import options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
 from common.layers import quieten_branches
 from common.options import TRAINS, USUAL, flag
 from models import adapters, card, lm_files, onnx_files, released
+from models.model_files import with_weights
 from models.parakeet import formats, live, settings, vocabulary
 from models.parakeet.languages import AUTO, SLOTS, are_slots, slot_of
 from models.parakeet.model import Parakeet
@@ -248,17 +249,16 @@ class Family(released.Family):
         tokenizer_of(info)
 
     def conflicts(self, info: ModelInfo, saved: Saved) -> list[str]:
-        asked = self.asked
         found = super().conflicts(info, saved)
-        has = info.config["vocabulary"]
-        if asked.vocab_size not in (None, has):
-            found.append(f"--vocab_size {asked.vocab_size} (the checkpoint has {has})")
         if self.origin.path and info.pretrained:
             theirs, _ = read(self.origin.path)
             if theirs.config != info.config or pieces(theirs.tokenizer) != pieces(info.tokenizer):
                 has = "the checkpoint's model has another shape or vocabulary"
                 found.append(f"{self.origin.flag} {self.origin.path} ({has})")
         return found
+
+    def saved_flags(self, info: ModelInfo, saved: Saved) -> dict:
+        return {"vocab_size": (self.asked.vocab_size, info.config["vocabulary"])}
 
     def create(self, source: Callable[[], Iterable[str]]) -> ModelInfo:
         """Its vocabulary is made of the training texts."""
@@ -352,15 +352,12 @@ def make_model(
     joint_dropout: float = 0.0,
 ) -> Parakeet:
     """A model with these weights, which become its parameters, or with random ones."""
+    model = with_weights(lambda: network(info, dropout, joint_dropout), weights)
     if weights is None:
-        model = network(info, dropout, joint_dropout)
         quieten_branches(model.encoder.layers, BRANCH_OUTPUTS)
-        return model
-    with torch.device("meta"):
-        model = network(info, dropout, joint_dropout)
-    model.load_state_dict(weights, assign=True)
-    # The new weights are not in this order yet.
-    model.encoder.subsampling.to(memory_format=torch.channels_last)
+    else:
+        # The new weights are not in this order yet.
+        model.encoder.subsampling.to(memory_format=torch.channels_last)
     return model
 
 
@@ -372,18 +369,14 @@ def given_tokenizer(asked: ParakeetOptions, recipe: str) -> tuple[ParakeetTokeni
     """The tokenizer that a training begins with, read without the weights of a released model, and
     `ModelInfo.own_vocabulary`. The tokenizer is None if the training texts will make it. Raises
     `UsageError`."""
-    origin = asked.origin
-    saved = checkpoint.resume(origin.resume, origin.checkpoint_dir, recipe)
-    if origin.path and not saved:
-        state = formats.read_tokenizer(origin.path)
-        is_own = bool(formats.read_note(origin.path)["new_pieces"])
-        return make_tokenizer(state, len(pieces(state))), is_own
-    if asked.init_from and not (saved or origin.may_be_random):
-        saved = checkpoint.read_weights(asked.init_from, recipe, "--init_from")
-    if not saved:
+    if saved := Family(asked).first_saved(recipe):
+        info = records.read(ModelInfo, saved.model_info, saved.path)
+        return tokenizer_of(info), info.own_vocabulary
+    if not (path := asked.origin.path):
         return None, True
-    info = records.read(ModelInfo, saved.model_info, saved.path)
-    return tokenizer_of(info), info.own_vocabulary
+    state = formats.read_tokenizer(path)
+    is_own = bool(formats.read_note(path)["new_pieces"])
+    return make_tokenizer(state, len(pieces(state))), is_own
 
 
 def usual_prompt(info: ModelInfo) -> int:

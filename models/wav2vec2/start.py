@@ -12,6 +12,7 @@ from common.checkpoint import Saved
 from common.errors import UsageError
 from common.options import TRAINS, USUAL, OnOff, flag
 from models import adapters, card, lm_files, released
+from models.model_files import with_weights
 from models.released import Origin
 from models.wav2vec2 import formats, onnx, settings, texts, vocabulary
 from models.wav2vec2.model import Wav2Vec2
@@ -317,12 +318,7 @@ def make_model(
     info: ModelInfo, weights: dict[str, torch.Tensor] | None, dropout: float = 0.0
 ) -> Wav2Vec2:
     """A model with these weights, which become its parameters, or with random ones."""
-    if weights is None:
-        return Wav2Vec2(info.config, dropout)
-    with torch.device("meta"):
-        model = Wav2Vec2(info.config, dropout)
-    model.load_state_dict(weights, assign=True)
-    return model
+    return with_weights(lambda: Wav2Vec2(info.config, dropout), weights)
 
 
 def tokenizer_of(info: ModelInfo) -> Wav2Vec2Tokenizer:
@@ -332,13 +328,10 @@ def tokenizer_of(info: ModelInfo) -> Wav2Vec2Tokenizer:
 def given_info(asked: Wav2Vec2Options, recipe: str) -> ModelInfo | None:
     """The info of the model that a training begins with; None if it is a new one. Raises
     `UsageError`."""
-    origin = asked.origin
-    saved = checkpoint.resume(origin.resume, origin.checkpoint_dir, recipe)
-    if origin.path and not saved:
+    saved = Family(asked).first_saved(recipe)
+    if asked.origin.path and not saved:
         with torch.device("meta"):
-            return read(asked, origin.path)[0]
-    if asked.init_from and not (saved or origin.may_be_random):
-        saved = checkpoint.read_weights(asked.init_from, recipe, "--init_from")
+            return read(asked, asked.origin.path)[0]
     return checkpoint.read_infos(saved, ModelInfo, RunInfo)[0]
 
 

@@ -276,10 +276,6 @@ class Family(released.Family):
     def conflicts(self, info: ModelInfo, saved: Saved) -> list[str]:
         asked, origin = self.asked, self.origin
         found = super().conflicts(info, saved)
-        has = {**info.config, "attention_heads": info.config["encoder_attention_heads"]}
-        for name, value in shape_of(asked).items():
-            if value != has[name]:
-                found.append(f"--{name} {value} (the checkpoint has {has[name]})")
         if origin.path and info.pretrained and os.path.isdir(origin.path):
             config = formats.read_config(Path(origin.path))
             if any(info.config[name] != value for name, value in config.items()):
@@ -289,9 +285,8 @@ class Family(released.Family):
             if name in origin.given and share and not info.ctc_tokens:
                 found.append(f"--{name} {share:g} (the checkpoint's encoder has no output layer)")
         if asked.vocab_size and saved.state:
-            before = saved.state["args"].get("vocab_size")
-            if before not in (None, asked.vocab_size):
-                found.append(f"--vocab_size {asked.vocab_size} (the checkpoint has {before})")
+            size = saved.state["args"].get("vocab_size") or asked.vocab_size
+            found += released.differing({"vocab_size": (asked.vocab_size, size)})
         told = make_tokenizer(info.tokenizer)
         if "language" in origin.given and not told.speaks(asked.language):
             found.append(f"--language {asked.language} (the checkpoint has {told.told})")
@@ -300,6 +295,10 @@ class Family(released.Family):
             if tokenizer.vocab != info.tokenizer["vocab"]:
                 found.append(f"--tokenizer_file {file} (the checkpoint has another vocabulary)")
         return found
+
+    def saved_flags(self, info: ModelInfo, saved: Saved) -> dict:
+        has = {**info.config, "attention_heads": info.config["encoder_attention_heads"]}
+        return {name: (value, has[name]) for name, value in shape_of(self.asked).items()}
 
     def create(self, source: Callable[[], WhisperTokenizer]) -> ModelInfo:
         """With an auxiliary loss its encoder has an output layer for the text's tokens, which are

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from common.device import upcast
+from models.model_files import with_weights
 
 CONDITIONING_BLOCKS = 6
 PERCEIVER_LAYERS = 2
@@ -285,12 +286,7 @@ def make_model(
     config: dict, weights: dict[str, torch.Tensor] | None = None, dropout: float = 0.0
 ) -> GPT:
     """A GPT with `weights`, which become its parameters, or with random ones."""
-    if weights is None:
-        return GPT(config, dropout)
-    with torch.device("meta"):
-        model = GPT(config, dropout)
-    model.load_state_dict(weights, assign=True)
-    return model
+    return with_weights(lambda: GPT(config, dropout), weights)
 
 
 def use_sdpa(model: GPT, sdpa: bool) -> None:

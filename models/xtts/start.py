@@ -1,15 +1,12 @@
 """XTTS's part of where a model starts: flags, the record of a model, the model that a training
-begins with, its frozen parts, exports."""
+begins with, its frozen parts."""
 
 import argparse
-import contextlib
-import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -19,7 +16,7 @@ from common.errors import UsageError
 from common.options import TRAINS, USUAL, OnOff, flag
 from common.parts import lora
 from common.parts.new_rows import NewRows
-from models import adapters, card, released
+from models import adapters, released
 from models.released import Forms, Origin
 from models.xtts import cleaners, formats, frozen, new_tokens, speaking, texts
 from models.xtts.frozen import Frozen
@@ -50,27 +47,6 @@ FORMS = Forms(
 NEEDED = (
     "training needs --train_manifest FILE (clips and their texts) and --model_dir DIR"
     f" ({FORMS.folder}; fetch them with: {FORMS.fetch})"
-)
-CARD = card.Form(
-    library="coqui",
-    task=card.SYNTHESIS,
-    family="XTTS-v2",
-    use="""
-from TTS.tts.configs.xtts_config import XttsConfig
-from TTS.tts.models.xtts import Xtts
-
-config = XttsConfig()
-config.load_json("FOLDER/config.json")
-model = Xtts.init_from_config(config)
-model.load_checkpoint(config, checkpoint_dir="FOLDER")
-latents, speaker = model.get_conditioning_latents(
-    ["voice.wav"],
-    max_ref_length=config.max_ref_len,
-    gpt_cond_len=config.gpt_cond_len,
-    gpt_cond_chunk_len=config.gpt_cond_chunk_len,
-)
-wav = model.inference("TEXT", "LANGUAGE", latents, speaker)["wav"]  # 24 kHz
-""",
 )
 QUERIES = ("attn.c_attn", "to_q", "to_kv")
 POSITIONS = ("text_pos_embedding.emb", "mel_pos_embedding.emb")
@@ -258,6 +234,9 @@ class Family(released.Family):
     linear = ("",)
     whole = ("text_embedding.", "text_head.")
     rows = new_tokens.TEXT_ROWS
+    # Of `begin`: the frozen parts, and how many tokens were new in the training texts.
+    parts: Frozen
+    added: int = 0
 
     def read(self, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
         return read(self.asked, path)
@@ -269,7 +248,10 @@ class Family(released.Family):
         return GPT(info.config)
 
     def make_model(self, info: ModelInfo, weights, trains: bool = False) -> GPT:
-        return make_model(info.config, weights, self.asked.dropout if trains else 0.0)
+        model = make_model(info.config, weights, self.asked.dropout if trains else 0.0)
+        if trains:
+            freeze(model, self.asked.freeze_layers)
+        return model
 
     def check(self, info: ModelInfo, name: str) -> None:
         formats.check_config(info.config, name)
@@ -281,14 +263,31 @@ class Family(released.Family):
             )
 
     def conflicts(self, info: ModelInfo, saved: Saved) -> list[str]:
-        asked = self.asked
-        given = asked.origin.given
-        found = []
-        if "language" in given and asked.language != info.language:
-            found.append(f"--language {asked.language} (the checkpoint has {info.language})")
-        if asked.condition not in (None, info.condition):
-            found.append(f"--condition {asked.condition} (the checkpoint has {info.condition})")
-        return found + texts.conflicts(given, asked.text, info.text)
+        found = super().conflicts(info, saved)
+        return found + texts.conflicts(self.origin.given, self.asked.text, info.text)
+
+    def saved_flags(self, info: ModelInfo, saved: Saved) -> dict:
+        return {
+            "language": (self.given("language"), info.language),
+            "condition": (self.asked.condition, info.condition),
+        }
+
+    def create(self, source) -> ModelInfo:
+        return planned_info(self.asked)
+
+    def begin(self, info: ModelInfo, weights, run, source: Callable[[], dict[str, Corpus]]):
+        """The vocabulary is extended for the training texts of the corpora, which are read as the
+        model reads them."""
+        if run.initial:
+            check_initial(run.initial, info)
+        self.parts = frozen_parts(self.asked, info)
+        corpora = source()
+        texts.read_corpora(texts.Texts(info), corpora)
+        if not run.resumed:
+            learned = corpora["train"].read
+            info, weights, self.added = new_tokens.extend(info, weights, learned, self.asked.text)
+        device.seed_everything(self.asked.seed)  # the frozen parts have drawn random numbers
+        return info, weights
 
     def layers(self, info: ModelInfo, targets: str) -> lora.Layers:
         with torch.device("meta"):
@@ -306,45 +305,22 @@ class Family(released.Family):
         return Vocabulary(info.vocab).tokens()
 
 
-def choose(
-    asked: XttsOptions, resumed: Saved | None, initial: Saved | None
-) -> tuple[ModelInfo, dict[str, torch.Tensor] | None, Frozen]:
-    """The model to be trained: its info, the GPT's weights (None if the loop loads them), and the
-    frozen parts. `resumed` and `initial` are the checkpoints of --resume and --init_from. Raises
-    `UsageError`."""
-    create = functools.partial(planned_info, asked)
-    info, weights = Family(asked).choose(resumed, initial, create)
-    if initial:
-        check_initial(initial, info)
-    return info, weights, frozen_parts(asked, info)
-
-
 def first_model(
     asked: XttsOptions, run, corpora: dict[str, Corpus]
 ) -> tuple[Synthesiser, ModelInfo, int]:
     """The model that the training `run` (`common.loop.begin`) starts with, with all that it takes
     to use it, its info, and how many tokens were added to its vocabulary for the training texts. It
     reads the texts of the `corpora`. Raises `UsageError`."""
-    added = 0
     family = Family(asked)
-    with run.model_device():
-        info, weights, parts = choose(asked, run.resumed, run.initial)
-        texts.read_corpora(texts.Texts(info), corpora)
-        if not run.resumed:
-            learned = corpora["train"].read
-            info, weights, added = new_tokens.extend(info, weights, learned, asked.text)
-        device.seed_everything(asked.seed)  # the frozen parts have drawn random numbers
-        model = family.make_model(info, weights, trains=True)
-    freeze(model, asked.freeze_layers)
-    adapters.adapt(family, info, model, weights, run)
+    info, model = family.first_model(run, lambda: corpora)
     use_sdpa(model, asked.sdpa)
     print(f"attention: {attention_kernel(model, run.setup.device, run.setup.dtype)}")
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(f"model: {total / 1e6:.1f} M parameters, {trained / 1e6:.1f} M of them trained")
-    parts.to(run.setup.device, speaking=False)
+    parts = family.parts.to(run.setup.device, speaking=False)
     vocabulary = texts.Texts(info, is_new=not run.resumed)
-    return synthesiser_of(info, model, parts, vocabulary), info, added
+    return synthesiser_of(info, model, parts, vocabulary), info, family.added
 
 
 def freeze(model: GPT, layers: int) -> None:
@@ -475,7 +451,7 @@ def new_rows(family: Family, info: ModelInfo, initial: Saved | None) -> NewRows 
     return NewRows(dict.fromkeys(new_tokens.TEXT_ROWS, rows), NEW_ROWS_RATE) if rows else None
 
 
-# --- frozen parts and exports ---------------------------------------------------------------------
+# --- frozen parts ---------------------------------------------------------------------------------
 
 
 def frozen_parts(asked: XttsOptions, info: ModelInfo) -> Frozen:
@@ -500,38 +476,3 @@ def frozen_parts(asked: XttsOptions, info: ModelInfo) -> Frozen:
     if info.licence:
         print(formats.LICENCE)
     return frozen.make_frozen(info.config, groups)
-
-
-def export(
-    asked: XttsOptions,
-    setup: device.Setup,
-    info: ModelInfo,
-    synthesiser: Synthesiser,
-    clips: dict[str, tuple[np.ndarray, int]],
-    about: card.About,
-) -> None:
-    """--export, with the voices of --speaker_wav and then those in `clips`, of
-    `speaking.speakers_of`, that have other names."""
-    folder = asked.origin.export
-    if not folder:
-        return
-    parts = synthesiser.frozen.to(setup.device)
-    named = speaking.named_clips(asked.voices)
-    has_adapters = lora.adapters_of(synthesiser.model)  # beside weights in 16 bits
-    with setup.autocast() if has_adapters else contextlib.nullcontext():
-        speakers = speaking.to_export(synthesiser, named | clips | named)
-    groups = {"gpt": Family(asked).trained_weights(synthesiser.model), **parts.groups()}
-    extras = {"config": info.settings, "vocab": info.vocab, "licence": info.licence}
-    about = replace(
-        about,
-        base=about.base or info.model_dir,
-        languages=tuple(about.languages or (info.language,)),
-        licence=card.CPML if info.licence else None,
-    )
-    # Coqui's code refuses a language that it does not know, and reads a token in the text.
-    is_known = info.language in cleaners.LANGUAGES
-    use = CARD.use.replace("LANGUAGE", info.language if is_known else "en")
-    use = use.replace("TEXT", "TEXT" if is_known else f"[{info.language}]TEXT")
-    text = card.readme(Path(folder).resolve().name, about, replace(CARD, use=use))
-    names = formats.export(folder, groups, info.config, extras, speakers, text)
-    print(f"exported to {folder}: {', '.join(names)}")

@@ -14,7 +14,7 @@ import torch
 from common import checkpoint
 from common.batches import to_device
 from common.errors import UsageError
-from models.matcha import formats, held_out, model, onnx, start, vocoder, vocoder_training
+from models.matcha import formats, held_out, model, onnx, start, texts, vocoder, vocoder_training
 from models.matcha.mels import HOP, SAMPLE_RATE, LogMel
 from models.matcha.model import Matcha
 from models.matcha.vocoder import GriffinLim
@@ -71,7 +71,7 @@ def info_of(train, initial=None) -> start.ModelInfo:
 def material(noise):
     """A random model in float64, and the items of the noise."""
     corpus, _ = load_corpus(noise, recipe.text.normalise, Checks(max_duration=15))
-    start.read_corpora({"train": corpus}, "am")
+    texts.read_corpora({"train": corpus}, "am")
     info = info_of(corpus)
     torch.manual_seed(0)
     network = Matcha(info.config).double()
@@ -231,7 +231,7 @@ def test_one_voice_is_made_of_several(trained, noise, tmp_path):
     saved = checkpoint.read_weights(trained[0] / "checkpoints" / "best.safetensors", recipe.RECIPE)
     saved = dataclasses.replace(saved, model_info={**saved.model_info, "pretrained": True})
     corpus, _ = load_corpus(noise, recipe.text.normalise, Checks(max_duration=15))
-    start.read_corpora({"train": corpus}, "am")
+    texts.read_corpora({"train": corpus}, "am")
     first = saved.model_info["speakers"]
     row = corpus.select(np.array([list(corpus.speakers).index(first[1])]))
     for train, speakers in ((corpus, first), (row, first[1:])):

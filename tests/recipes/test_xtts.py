@@ -118,7 +118,8 @@ def make_utterances(
 
 def chosen(asked: start.XttsOptions) -> tuple[ModelInfo, dict | None, Frozen]:
     """A new model."""
-    return start.choose(asked, None, None)
+    info, weights = start.Family(asked).choose(None, None, lambda: start.planned_info(asked))
+    return info, weights, start.frozen_parts(asked, info)
 
 
 def make_items(noise, dtype=torch.float64) -> list[dict]:
