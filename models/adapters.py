@@ -140,7 +140,7 @@ def adapt(
     layers do not get. Prints what is trained. Raises `UsageError`."""
     origin = family.origin
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    found = {}
+    values = {}
     saved = run.resumed or (run.initial if origin.adapters else None)
     if saved and saved.adapters:
         adapters = adapters_of(family, info, saved)
@@ -152,7 +152,7 @@ def adapt(
                 "--lora: adapters are for a released model; name it with --model_dir or"
                 " --model_file"
             )
-        adapters, found = new(family, info, base, frozen)
+        adapters, values = new(family, info, base, frozen)
     elif origin.export_adapter:
         raise UsageError("--export_adapter writes adapters, and this run trains none: add --lora")
     else:
@@ -166,8 +166,8 @@ def adapt(
             " leave out the flag that freezes them"
         )
     lora.attach(model, adapters, origin.seed)
-    if found:
-        model.load_state_dict(found, strict=False)
+    if values:
+        model.load_state_dict(values, strict=False)
     print(lora.describe(model))
 
 
@@ -180,25 +180,25 @@ def new(
     """The adapters that --lora asks for beside layers that are not `frozen`, or the adapters of
     peft's that --init_from names, with their values. Raises `UsageError`."""
     origin = family.origin
-    found = {}
+    values = {}
     layers = family.layers(info, origin.adapters.targets)
     if origin.adapter:
-        found, layers = foreign_layers(family, info)
+        values, layers = foreign_layers(family, info)
     else:
         trained = [name for name in layers.adapted if f"{name}.weight" not in frozen]
         layers = replace(layers, adapted=trained)
     name = os.path.basename(os.path.abspath(origin.path or ""))
     fingerprint = lora.fingerprint(base or {}, layers)
-    return lora.Adapters(origin.adapters, layers, fingerprint, name), found
+    return lora.Adapters(origin.adapters, layers, fingerprint, name), values
 
 
-def check_base(origin, adapters: lora.Adapters, found: str, path: Path) -> None:
+def check_base(origin, adapters: lora.Adapters, fingerprint: str, path: Path) -> None:
     """Raises `UsageError` if the adapters in a file are for other weights than those with the
-    fingerprint `found`, which is empty in a dry run."""
-    if found and adapters.base != found:
+    `fingerprint`, which is empty in a dry run."""
+    if fingerprint and adapters.base != fingerprint:
         raise UsageError(
             f"{path} has adapters for {adapters.name}, and {origin.flag} {origin.path} has other"
-            f" weights (SHA-256 {found[:12]} instead of {adapters.base[:12]})"
+            f" weights (SHA-256 {fingerprint[:12]} instead of {adapters.base[:12]})"
         )
 
 
@@ -220,9 +220,9 @@ def conflicts(origin, saved: Saved) -> list[str]:
     values["lora_targets"] = (asked.targets, has["targets"])
     values["lora_alpha"] = (asked.alpha, has["alpha"])
     return [
-        f"--{flag} {wanted} (the checkpoint has {found})"
-        for flag, (wanted, found) in values.items()
-        if flag in origin.given and wanted != found
+        f"--{flag} {wanted} (the checkpoint has {saved_value})"
+        for flag, (wanted, saved_value) in values.items()
+        if flag in origin.given and wanted != saved_value
     ]
 
 
@@ -241,9 +241,9 @@ def match_initial(family, initial: Saved) -> None:
             f"--lora and --init_from {initial.path}: all of its weights were trained; export it,"
             " and give the export as the released model"
         )
-    elif found := conflicts(origin, initial):
+    elif differing := conflicts(origin, initial):
         raise UsageError(
-            f"{', '.join(found)}: --init_from {initial.path} keeps its adapters' shape"
+            f"{', '.join(differing)}: --init_from {initial.path} keeps its adapters' shape"
         )
 
 
@@ -266,9 +266,9 @@ def with_foreign(family) -> tuple[Any, dict[str, torch.Tensor]]:
     Raises `UsageError`."""
     path = family.origin.adapter
     info, base = family.read(family.origin.path)
-    found, layers = foreign_layers(family, info)
+    tensors, layers = foreign_layers(family, info)
     settings = peft_files.read_settings(path)
-    return info, merge(base, found, lora.Adapters(settings, layers, "", ""), path)
+    return info, merge(base, tensors, lora.Adapters(settings, layers, "", ""), path)
 
 
 def foreign_layers(family, info: Any) -> tuple[dict[str, torch.Tensor], lora.Layers]:
@@ -276,10 +276,10 @@ def foreign_layers(family, info: Any) -> tuple[dict[str, torch.Tensor], lora.Lay
     they do not fit the model."""
     path = family.origin.adapter
     settings = peft_files.read_settings(path)
-    found = peft_files.read(path, family.prefix(info))
+    tensors = peft_files.read(path, family.prefix(info))
     layers = family.layers(info, settings.targets)
     ending = f".{lora.A}"
-    adapted = [name.removesuffix(ending) for name in found if name.endswith(ending)]
+    adapted = [name.removesuffix(ending) for name in tensors if name.endswith(ending)]
     if unknown := [name for name in adapted if name not in layers.adapted]:
         raise UsageError(f"{path}: no adapter can be beside {unknown[0][:80]!r} here")
     if not adapted:
@@ -292,10 +292,10 @@ def foreign_layers(family, info: Any) -> tuple[dict[str, torch.Tensor], lora.Lay
     expected = {
         name: tuple(tensor.shape)
         for name, tensor in network.state_dict().items()
-        if name in trained and (name in found or name.endswith((lora.A, lora.B)))
+        if name in trained and (name in tensors or name.endswith((lora.A, lora.B)))
     }
-    model_files.check_shapes(found, expected, path, "adapter of the")
-    return found, layers
+    model_files.check_shapes(tensors, expected, path, "adapter of the")
+    return tensors, layers
 
 
 def export(family, about: card.About) -> None:
@@ -320,12 +320,12 @@ def export(family, about: card.About) -> None:
 
 def merge(
     base: dict[str, torch.Tensor],
-    found: dict[str, torch.Tensor],
+    tensors: dict[str, torch.Tensor],
     adapters: lora.Adapters,
     path: str | Path,
 ) -> dict[str, torch.Tensor]:
     """`lora.merge`. Raises `UsageError` if the adapters in the file at `path` overflow."""
-    merged = lora.merge(base, found, adapters)
+    merged = lora.merge(base, tensors, adapters)
     if any(tensor.is_meta for tensor in base.values()):  # as in a planned run
         return merged
     return checkpoint.check_tensors(merged, path)

@@ -147,8 +147,8 @@ def released(path: str | None) -> tuple[str | None, dict]:
             name = f"{cached[1]}/{cached[2]}"
             return name, known[1] if known[0] == name else {}
     for pattern, name, licence in RELEASED:
-        if found := re.fullmatch(pattern, Path(path or "").name):
-            return found.expand(name), licence
+        if match := re.fullmatch(pattern, Path(path or "").name):
+            return match.expand(name), licence
     return None, {}
 
 
@@ -240,23 +240,23 @@ def measured(about: About, base: str | None) -> list[Rate]:
     results = about.results or {}
     rates = results.get("rates", {})
     is_base = any(are_same(results.get("compared_to"), path) for path in (about.base, base))
-    before = results.get("before", {}) if is_base else {}
+    first_rates = results.get("before", {}) if is_base else {}
     lower = NAMES[in_lower_case]
-    found = []
+    rows = []
     for reading, values in rates.items():
         if reading != lower and values == rates.get(lower):
             continue
         for metric, rate in values.items():
-            first = before.get(reading, {}).get(metric, {}).get("rate")
+            first = first_rates.get(reading, {}).get(metric, {}).get("rate")
             place = results["title"].partition(",")[0]
             is_public = reading == lower or len(rates) == 1
-            found.append(Rate(place, reading, metric, rate["rate"], first, is_public))
-    return found
+            rows.append(Rate(place, reading, metric, rate["rate"], first, is_public))
+    return rows
 
 
 def in_training(about: About, made: dict) -> list[Rate]:
     """The error rates of the watched sets and of the evaluation set, by the loop's notes."""
-    found = []
+    rows = []
     metric = made.get("metric")
     if metric in METRICS:
         for name, values in made.get("watched", {}).items():
@@ -264,13 +264,13 @@ def in_training(about: About, made: dict) -> list[Rate]:
             if made["step"] in by_step:
                 place = f"{name}, watched in training"
                 rates = by_step[made["step"]], by_step.get(0)
-                found.append(Rate(place, about.reading, metric, *rates))
+                rows.append(Rate(place, about.reading, metric, *rates))
     for name in METRICS:
         if name in made:
             before = first_value(made) if name == metric else None
             place = "evaluation set, in training"
-            found.append(Rate(place, about.reading, name, made[name], before))
-    return found
+            rows.append(Rate(place, about.reading, name, made[name], before))
+    return rows
 
 
 def first_value(made: dict) -> float | None:

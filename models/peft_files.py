@@ -108,12 +108,12 @@ def read(folder: str | Path, prefix: str) -> dict[str, torch.Tensor]:
     if not file.is_file():
         raise UsageError(f"{folder} holds no {TENSORS}")
     tensors = model_files.floats(model_files.read_tensors(file), file)
-    found = {}
+    ours = {}
     for name, tensor in tensors.items():
         is_part = name.endswith((f".{lora.A}.weight", f".{lora.B}.weight"))
         root = ROOT + prefix if is_part else ROOT
         if not name.startswith(root):
             raise UsageError(f"{folder}: the tensor {name[:80]!r} is not one of this model")
         name = name.removeprefix(root)
-        found[name.removesuffix(".weight") if is_part else name] = tensor
-    return found
+        ours[name.removesuffix(".weight") if is_part else name] = tensor
+    return ours

@@ -350,20 +350,20 @@ class Family:
     def conflicts(self, info, saved: Saved) -> list[str]:
         """The flags that contradict a checkpoint, each with what the checkpoint has."""
         origin = self.origin
-        found = []
+        flags = []
         has = {name: info.config[name] for name in self.sized}
         if "model_size" in origin.given and not has.items() <= origin.size.items():
             sizes = ", ".join(f"{name} {value}" for name, value in has.items())
-            found.append(f"--model_size {origin.size_name} (the checkpoint has {sizes})")
+            flags.append(f"--model_size {origin.size_name} (the checkpoint has {sizes})")
         if origin.path and not info.pretrained:
-            found.append(f"{origin.flag} {origin.path} (the checkpoint's model began from scratch)")
+            flags.append(f"{origin.flag} {origin.path} (the checkpoint's model began from scratch)")
         if origin.from_scratch and info.pretrained:
             ways = "--model_dir or --model_file" if origin.forms.file else "--model_dir"
-            found.append(
+            flags.append(
                 "--from_scratch (the checkpoint's model began from released weights; a script adds"
                 f" this flag if there is no {ways}: give the one of the first command)"
             )
-        return found + differing(self.saved_flags(info, saved))
+        return flags + differing(self.saved_flags(info, saved))
 
     def saved_flags(self, info, saved: Saved) -> dict[str, tuple[Any, Any]]:
         """What a checkpoint decides: {flag: (its value, None unless it is given; the
@@ -441,8 +441,8 @@ class Family:
         it, which is None for a released one. Raises `UsageError`."""
         info, weights, saved = self.use(recipe)
         self.require_usable(info)
-        before = read_run_info(run_info, saved)
-        return self.make_model(info, weights).to(setup.device).eval(), info, before
+        earlier_run = read_run_info(run_info, saved)
+        return self.make_model(info, weights).to(setup.device).eval(), info, earlier_run
 
     def released_model(self) -> tuple[Any, torch.nn.Module]:
         """The released model that a flag names, with its info, on the host. Raises `UsageError`."""
@@ -511,9 +511,9 @@ class Family:
         continue an earlier demo and ignore the model that the flags name. `advice` ends that
         message."""
         info = self.check_saved(saved)
-        found = self.conflicts(info, saved) + adapters.conflicts(self.origin, saved)
-        if found:
-            raise UsageError(f"{', '.join(found)} conflicts with the checkpoint: {advice}")
+        flags = self.conflicts(info, saved) + adapters.conflicts(self.origin, saved)
+        if flags:
+            raise UsageError(f"{', '.join(flags)} conflicts with the checkpoint: {advice}")
         return info
 
     def check_saved(self, saved: Saved):
@@ -540,8 +540,8 @@ class Family:
         """The meanings of the rows of tokens, here and in the weights of --init_from."""
         if initial is None:
             return None
-        before = records.read(self.model_info, initial.model_info, initial.path)
-        return checkpoint.Vocabulary(self.rows, self.tokens(info), self.tokens(before))
+        saved_info = records.read(self.model_info, initial.model_info, initial.path)
+        return checkpoint.Vocabulary(self.rows, self.tokens(info), self.tokens(saved_info))
 
     def untrained(self, info, initial: Saved | None) -> list[int]:
         """Those of `info.new_pieces` that the weights of --init_from have not learned."""

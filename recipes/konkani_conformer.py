@@ -179,15 +179,15 @@ def resolve(args) -> recogniser.DecodingOptions:
 # --- data -----------------------------------------------------------------------------------------
 
 
-def read_data(args, config: dict, before: splits.RunInfo | None = None) -> dict[str, Corpus]:
+def read_data(args, config: dict, earlier_run: splits.RunInfo | None = None) -> dict[str, Corpus]:
     """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
-    given. What the run `before`, which is resumed or used, held out is held out again. A planned
+    given. What `earlier_run`, which is resumed or used, held out is held out again. A planned
     run without data is of the longest texts that CTC can align in a model with this `config`."""
     folder = Path(args.output_dir) / "data" / "konkani_demo"
     words, voices = demo.KONKANI_WORDS, demo.KONKANI_VOICES
     most_tokens = encoder_frames(int(args.max_duration * SAMPLE_RATE), config)
     return splits.load_splits(
-        splits.resolve(args, before),
+        splits.resolve(args, earlier_run),
         text.normalise,
         demo=lambda: demo.speech_corpus(folder, words, voices, DEMO_SIZES),
         stand_in=lambda: splits.stand_in(args.max_duration, most_tokens),
@@ -773,9 +773,9 @@ def check_data(args) -> None:
     """--check_data. The texts are compared with the vocabulary of --vocab_file or --resume, or that
     of the training texts."""
     saved = checkpoint.resume(args.resume, args.checkpoint_dir, RECIPE)
-    model_info, before = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
+    model_info, earlier_run = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
     config = choose_config(args, model_info)
-    corpora = read_data(args, config, before)
+    corpora = read_data(args, config, earlier_run)
     texts = corpora["train"].texts if "train" in corpora else ()
     tokenizer = make_tokenizer(args, model_info, texts)
     if tokenizer.characters:
@@ -827,28 +827,28 @@ def trained(args, setup: device.Setup) -> tuple[Conformer, text.CharTokenizer, s
     """The model that is used without training, its tokenizer, and what the run that trained it has
     saved."""
     saved = checkpoint.weights_to_use(args.resume, args.checkpoint_dir, RECIPE)
-    model_info, before = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
+    model_info, earlier_run = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
     choose_config(args, model_info)  # refuses flags that contradict it
     model = make_model(model_info, saved=saved)
     checkpoint.load_weights(model, saved.model)
     tokenizer = text.CharTokenizer(model_info.characters)
-    return model.to(setup.device).eval(), tokenizer, before
+    return model.to(setup.device).eval(), tokenizer, earlier_run
 
 
 def transcribe(args, how: recogniser.DecodingOptions) -> None:
     setup = device.setup(args, quiet=True)
-    model, tokenizer, before = trained(args, setup)
+    model, tokenizer, earlier_run = trained(args, setup)
     folder = checkpoint.path_to_use(args.resume, args.checkpoint_dir).parent
     fusion = language_model.in_search(how.lm, language_model_tokens(how, tokenizer), folder)
     texts_of = functools.partial(timed_texts, how, tokenizer, model, fusion)
-    cutting = by_length(before.longest, windows.by_time(tokenizer, model.frame_samples))
-    transcribing.transcribe_files(how, texts_of, setup, before.longest, cutting, PARTS)
+    cutting = by_length(earlier_run.longest, windows.by_time(tokenizer, model.frame_samples))
+    transcribing.transcribe_files(how, texts_of, setup, earlier_run.longest, cutting, PARTS)
 
 
 def recogniser_to_align(args) -> alignment.Recogniser:
     """The encoder with its CTC head, for --align."""
     setup = device.setup(args, quiet=True)
-    model, tokenizer, before = trained(args, setup)
+    model, tokenizer, earlier_run = trained(args, setup)
 
     def log_probs(batch: dict) -> Tensor:
         encoded, _, _ = model.encode(batch)
@@ -859,7 +859,7 @@ def recogniser_to_align(args) -> alignment.Recogniser:
         log_probs,
         frame=model.frame_samples / SAMPLE_RATE,
         vocabulary=of_characters(tokenizer.index, model.eos, model.eos + 1),
-        longest=before.longest,
+        longest=earlier_run.longest,
     )
 
 
@@ -867,19 +867,20 @@ def recogniser_to_align(args) -> alignment.Recogniser:
 def evaluate_only(args, how: recogniser.DecodingOptions) -> None:
     """--evaluate on the test set, --export, or both, without training."""
     setup = device.setup(args)
-    model, tokenizer, before = trained(args, setup)
+    model, tokenizer, earlier_run = trained(args, setup)
     weights = checkpoint.path_to_use(args.resume, args.checkpoint_dir)
     if args.evaluate:
         check_folder(args.log_dir)
-        corpora = read_data(args, model.config, before)
+        corpora = read_data(args, model.config, earlier_run)
         corpora.pop("train", None)
         check_texts(args, corpora, tokenizer.characters)
         sets = make_sets(args, corpora, tokenizer, model.config)
         evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
         with setup.autocast():
             report_results(how, tokenizer, model, evaluation, weights.parent, "the given weights")
-    found = results.results_of(args.log_dir, weights, bool(args.evaluate))
-    export(args, tokenizer, model, card.About(RECIPE, None, weights, before, found, is_new=True))
+    measured = results.results_of(args.log_dir, weights, bool(args.evaluate))
+    about = card.About(RECIPE, None, weights, earlier_run, measured, is_new=True)
+    export(args, tokenizer, model, about)
 
 
 def exports_only(args) -> bool:
@@ -925,10 +926,10 @@ def vocabulary(
     --init_from."""
     if initial is None:
         return None
-    before, _ = checkpoint.read_infos(initial, ModelInfo, splits.RunInfo)
+    saved_info, _ = checkpoint.read_infos(initial, ModelInfo, splits.RunInfo)
     names = ("embedding.weight", "ctc_head.weight", "ctc_head.bias")
     tokens = ["<unk>", *characters, "<eos>"]
-    saved = ["<unk>", *before.characters, "<eos>"]
+    saved = ["<unk>", *saved_info.characters, "<eos>"]
     return checkpoint.Vocabulary(names, tokens, saved)
 
 
@@ -973,9 +974,9 @@ def main(args) -> None:
     if args.evaluate or exports_only(args):
         return evaluate_only(args, how)
     run = begin(args, RECIPE)
-    model_info, before = checkpoint.read_infos(run.resumed, ModelInfo, splits.RunInfo)
+    model_info, earlier_run = checkpoint.read_infos(run.resumed, ModelInfo, splits.RunInfo)
     config = choose_config(args, model_info)
-    corpora = read_data(args, config, before)
+    corpora = read_data(args, config, earlier_run)
     tokenizer = make_tokenizer(args, model_info, corpora["train"].texts)
     check_texts(args, corpora, tokenizer.characters)
     corpora = drop_untrainable(args, corpora, tokenizer, config)
@@ -995,8 +996,8 @@ def main(args) -> None:
     )
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
-        found = results.results_of(args.log_dir, weights, are_new=True)
-        about = card.About(RECIPE, None, weights, run_info, found, is_new=True)
+        measured = results.results_of(args.log_dir, weights, are_new=True)
+        about = card.About(RECIPE, None, weights, run_info, measured, is_new=True)
         export(args, tokenizer, model, about)
 
 

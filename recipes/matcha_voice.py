@@ -130,13 +130,13 @@ def resolve(args) -> MatchaOptions:
 # --- data -----------------------------------------------------------------------------------------
 
 
-def read_data(asked: MatchaOptions, before: RunInfo | None = None) -> dict[str, Corpus]:
+def read_data(asked: MatchaOptions, earlier_run: RunInfo | None = None) -> dict[str, Corpus]:
     """The corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is given.
-    What the run `before`, which is resumed or used, held out is held out again."""
+    What `earlier_run`, which is resumed or used, held out is held out again."""
     folder = Path(asked.output_dir) / "data" / "amharic_voice"
     words = demo.AMHARIC_WORDS
     return splits.load_splits(
-        splits.again(asked.data, before),
+        splits.again(asked.data, earlier_run),
         text.normalise,
         demo=lambda: demo.speech_corpus(folder, words, DEMO_VOICES, DEMO_SIZES, manner=DEMO_MANNER),
         stand_in=lambda: splits.stand_in(asked.max_duration),
@@ -282,7 +282,7 @@ def evaluate(log_mel: LogMel, model: Matcha, eval_batches) -> dict[str, tuple[fl
     losses_of = functools.partial(compute_loss, model, log_mel=log_mel)
     for batch, results in memory.evaluated(losses_of, model, eval_batches):
         for name, (total, count) in sums.items():
-            added = sum(float(each[name]) for each in results)
+            added = sum(float(losses[name]) for losses in results)
             sums[name] = total + added, count + batch["counts"][name]
     return sums
 
@@ -336,7 +336,7 @@ def train_vocoder(args, info: ModelInfo, run_info: RunInfo, corpus: Corpus, held
         adamw=optim.AdamWSettings(vocoder_training.BETAS),
     )
     crops, held_crops = (
-        vocoder_training.Crops(each, own.seed, each is corpus) for each in (corpus, held)
+        vocoder_training.Crops(part, own.seed, part is corpus) for part in (corpus, held)
     )
     global_batches = GlobalBatches(own, crops, vocoder_training.collate, run.setup)
     eval_batches = EvalBatches(own, held_crops, vocoder_training.collate, run.setup)
@@ -356,9 +356,9 @@ def voice_of(info: ModelInfo, model: Matcha, folder: Path) -> Voice:
 
 def trained(asked: MatchaOptions, setup: device.Setup) -> tuple[Voice, ModelInfo, RunInfo]:
     """The voice that is used without training, and what the run that trained it has saved."""
-    model, info, before = start.Family(asked).trained(RECIPE, RunInfo, setup)
+    model, info, earlier_run = start.Family(asked).trained(RECIPE, RunInfo, setup)
     folder = released.weights_folder(asked.origin)
-    return voice_of(info, model, folder), info, before
+    return voice_of(info, model, folder), info, earlier_run
 
 
 def synthesise(
@@ -380,9 +380,9 @@ def synthesise(
 def evaluate_only(asked: MatchaOptions, setup: device.Setup, batches_of: Callable) -> None:
     """--evaluate on the test set, or --export, without training. `batches_of`: `EvalBatches` with
     the flags."""
-    voice, info, before = trained(asked, setup)
+    voice, info, earlier_run = trained(asked, setup)
     if asked.evaluate:
-        corpora = check_corpora(asked, read_data(asked, before), info.language)
+        corpora = check_corpora(asked, read_data(asked, earlier_run), info.language)
         corpora.pop("train", None)
         texts.check_known(corpora, info, asked.allow_unknown)
         sets = make_sets(asked, info, corpora)
@@ -392,7 +392,7 @@ def evaluate_only(asked: MatchaOptions, setup: device.Setup, batches_of: Callabl
             report_results(LogMel().to(setup.device), voice.model, evaluation, "the given weights")
             held_out.speak_held_out(asked.held_out, setup, voice, corpora[name])
     weights = released.weights_file(asked.origin)
-    start.export(asked, voice, info, card.About(RECIPE, asked.model_file, weights, before))
+    start.export(asked, voice, info, card.About(RECIPE, asked.model_file, weights, earlier_run))
 
 
 def make_sets(
@@ -444,9 +444,9 @@ def main(args) -> None:
     if args.evaluate or released.exports_only(asked.origin):
         return evaluate_only(asked, device.setup(args), functools.partial(EvalBatches, args))
     run = begin(args, RECIPE)
-    before = released.read_run_info(RunInfo, run.resumed)
+    earlier_run = released.read_run_info(RunInfo, run.resumed)
     language = start.language_of(asked, run.resumed or run.initial)
-    corpora = check_corpora(asked, read_data(asked, before), language)
+    corpora = check_corpora(asked, read_data(asked, earlier_run), language)
     info, model = Family(asked).first_model(run, lambda: corpora["train"])
     texts.check_known(corpora, info, asked.allow_unknown)
     start.describe(info, model)

@@ -119,9 +119,9 @@ def resolve(args) -> ParakeetOptions:
 # --- data -----------------------------------------------------------------------------------------
 
 
-def read_data(asked: ParakeetOptions, before: RunInfo | None = None) -> dict[str, Corpus]:
+def read_data(asked: ParakeetOptions, earlier_run: RunInfo | None = None) -> dict[str, Corpus]:
     """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
-    given. What the run `before`, which is resumed or used, held out is held out again."""
+    given. What `earlier_run`, which is resumed or used, held out is held out again."""
 
     def make_demo() -> dict[str, str]:
         folder = Path(asked.output_dir) / "data" / "konkani_demo"
@@ -130,7 +130,7 @@ def read_data(asked: ParakeetOptions, before: RunInfo | None = None) -> dict[str
     def stand_in() -> dict[str, Corpus]:
         return splits.stand_in(asked.max_duration)
 
-    data = splits.again(asked.data, before)
+    data = splits.again(asked.data, earlier_run)
     return splits.load_splits(data, text.normalise, make_demo, stand_in)
 
 
@@ -347,10 +347,10 @@ def loss_weights(info: ModelInfo) -> dict[str, float]:
 
 def reductions(info: ModelInfo) -> dict[str, str]:
     """How each term of the loss is made a mean."""
-    found = {kind_of(info.config): info.loss["reduction"]}
-    if "ctc" in loss_weights(info) and "ctc" not in found:
-        found["ctc"] = info.loss["ctc_reduction"]
-    return found
+    by_loss = {kind_of(info.config): info.loss["reduction"]}
+    if "ctc" in loss_weights(info) and "ctc" not in by_loss:
+        by_loss["ctc"] = info.loss["ctc_reduction"]
+    return by_loss
 
 
 def losses(
@@ -445,8 +445,8 @@ def report_results(
         info, untrained = start.Family(asked).released_model()
         memory.replace_on_device(model, untrained)
         decode = functools.partial(decoding.transcripts, untrained, tokenizer_of(info))
-        before = recogniser.decode_texts(untrained, decode, eval_batches)
-        results.print_improvement(before, rows, asked.origin.path, asked.how)
+        released_rows = recogniser.decode_texts(untrained, decode, eval_batches)
+        results.print_improvement(released_rows, rows, asked.origin.path, asked.how)
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -460,7 +460,7 @@ def trained(
 
 
 def transcribe(asked: ParakeetOptions, setup: device.Setup) -> None:
-    model, info, before = trained(asked, setup)
+    model, info, earlier_run = trained(asked, setup)
     tokenizer = tokenizer_of(info)
     if asked.stream:
         return live.transcribe(asked.how, asked.stream, model, tokenizer, setup)
@@ -468,14 +468,14 @@ def transcribe(asked: ParakeetOptions, setup: device.Setup) -> None:
     tokens = language_model.tokens_of(tokenizer)
     fusion = language_model.in_search(asked.how.lm, tokens, folder)
     decode = functools.partial(decoding.transcripts, model, tokenizer, fusion=fusion)
-    longest = (before or RELEASED).longest
+    longest = (earlier_run or RELEASED).longest
     cutting = by_length(longest, windows.by_time(tokenizer, decoding.frame_samples(model.config)))
     transcribing.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
 
 
 def recogniser_to_align(asked: ParakeetOptions, setup: device.Setup) -> alignment.Recogniser:
     """The encoder with its CTC head, for --align. Raises `UsageError`."""
-    model, info, before = trained(asked, setup)
+    model, info, earlier_run = trained(asked, setup)
     if model.ctc_head is None:
         raise UsageError(
             "--align: the model has no CTC head; take a hybrid or CTC model of Parakeet, or a"
@@ -494,7 +494,7 @@ def recogniser_to_align(asked: ParakeetOptions, setup: device.Setup) -> alignmen
         vocabulary=of_pieces(
             tokenizer.pieces, SPACE, model.blank, tokenizer.unknown, tokenizer.encode
         ),
-        longest=(before or RELEASED).longest,
+        longest=(earlier_run or RELEASED).longest,
     )
 
 
@@ -502,21 +502,21 @@ def recogniser_to_align(asked: ParakeetOptions, setup: device.Setup) -> alignmen
 def evaluate_only(asked: ParakeetOptions, setup: device.Setup, batches_of: Callable) -> None:
     """--evaluate on the test set, --export, or both, without training.
     `batches_of`: `EvalBatches` with the flags."""
-    model, info, before = trained(asked, setup)
+    model, info, earlier_run = trained(asked, setup)
     weights = released.weights_file(asked.origin)
     if asked.evaluate:
         check_folder(asked.log_dir)
-        corpora = read_data(asked, before or RELEASED)
+        corpora = read_data(asked, earlier_run or RELEASED)
         corpora.pop("train", None)
         check_texts(asked, corpora, tokenizer_of(info), info.own_vocabulary)
         sets = make_sets(asked, info, corpora)
         evaluation = {name: batches_of(sets[name], collate, setup) for name in sets}
         with setup.autocast():
             folder = released.weights_folder(asked.origin)
-            compares = before is not None
+            compares = earlier_run is not None
             report_results(asked, info, model, evaluation, folder, compares, "the given weights")
-    found = results.results_of(asked.log_dir, weights, bool(asked.evaluate))
-    about = card.About(RECIPE, asked.origin.path, weights, before, found)
+    measured = results.results_of(asked.log_dir, weights, bool(asked.evaluate))
+    about = card.About(RECIPE, asked.origin.path, weights, earlier_run, measured)
     start.Family(asked).export(info, model, about)
 
 
@@ -608,10 +608,10 @@ def main(args) -> None:
     if args.evaluate or released.exports_only(asked.origin):
         return evaluate_only(asked, device.setup(args), functools.partial(EvalBatches, args))
     run = begin(args, RECIPE)
-    before = released.read_run_info(RunInfo, run.resumed)
+    earlier_run = released.read_run_info(RunInfo, run.resumed)
 
     # A fault of the model is found before all data are checked, unless it needs a new vocabulary.
-    read = functools.cache(lambda: read_data(asked, before))
+    read = functools.cache(lambda: read_data(asked, earlier_run))
     info, model = start.Family(asked).first_model(run, lambda: replay.texts(read()))
     model.trains_ctc = "ctc" in loss_weights(info)
     corpora = read()
@@ -621,9 +621,9 @@ def main(args) -> None:
 
     new, old = sets.pop("train"), sets.pop(replay.REPLAY, None)
     global_batches = make_batches(args, new, collate, run.setup, old)
-    if before is None and info.pretrained:
-        before = RELEASED
-    run_info = splits.run_info(asked.data, corpora, before)
+    if earlier_run is None and info.pretrained:
+        earlier_run = RELEASED
+    run_info = splits.run_info(asked.data, corpora, earlier_run)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
     task = make_task(asked, run, info, run_info, corpora["train"], model, evaluation)
     progress = train(args, run, model, task, global_batches, evaluation["val"])
@@ -633,8 +633,8 @@ def main(args) -> None:
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
         results.add_watched(asked.how, task.further, progress)
-        found = results.results_of(asked.log_dir, weights, are_new=True)
-        about = card.About(RECIPE, asked.origin.path, weights, run_info, found)
+        measured = results.results_of(asked.log_dir, weights, are_new=True)
+        about = card.About(RECIPE, asked.origin.path, weights, run_info, measured)
         start.Family(asked).export(info, model, about)
 
 

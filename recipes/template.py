@@ -91,15 +91,15 @@ def resolve(args) -> recogniser.DecodingOptions:
     return recogniser.resolve(args, is_demo)
 
 
-def read_data(args, before: splits.RunInfo | None = None) -> dict[str, Corpus]:
+def read_data(args, earlier_run: splits.RunInfo | None = None) -> dict[str, Corpus]:
     """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
-    given. What the run `before`, which is resumed or used, held out is held out again. Texts that
+    given. What `earlier_run`, which is resumed or used, held out is held out again. Texts that
     are too long for their audio are not trained on."""
     from speech.data import demo
 
     folder = Path(args.output_dir) / "data" / "template_demo"
     corpora = splits.load_splits(
-        splits.resolve(args, before),
+        splits.resolve(args, earlier_run),
         text.normalise,
         demo=lambda: demo.speech_corpus(
             folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES, DEMO_SIZES
@@ -289,31 +289,31 @@ def language_model_tokens(model: Network) -> language_model.Tokens:
 def trained(args, setup: device.Setup) -> tuple[Network, splits.RunInfo]:
     """The model that is used without training, and what the run that trained it has saved."""
     saved = checkpoint.weights_to_use(args.resume, args.checkpoint_dir, RECIPE)
-    model_info, before = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
+    model_info, earlier_run = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
     checkpoint.check_network(saved, lambda: Network(model_info))
     model = Network(model_info)
     checkpoint.load_weights(model, saved.model)
-    return model.to(setup.device).eval(), before
+    return model.to(setup.device).eval(), earlier_run
 
 
 def transcribe(args, how: recogniser.DecodingOptions) -> None:
     from speech.decoding import transcribing
 
     setup = device.setup(args, quiet=True)
-    model, before = trained(args, setup)
+    model, earlier_run = trained(args, setup)
     folder = checkpoint.path_to_use(args.resume, args.checkpoint_dir).parent
     fusion = language_model.in_search(how.lm, language_model_tokens(model), folder)
     decode = functools.partial(texts_of, model, fusion=fusion)
-    transcribing.transcribe_files(how, decode, setup, before.longest)
+    transcribing.transcribe_files(how, decode, setup, earlier_run.longest)
 
 
 @torch.no_grad()
 def evaluate_only(args, how: recogniser.DecodingOptions) -> None:
     """--evaluate on the test set, without training."""
     setup = device.setup(args)
-    model, before = trained(args, setup)
+    model, earlier_run = trained(args, setup)
     check_folder(args.log_dir)
-    corpora = read_data(args, before)
+    corpora = read_data(args, earlier_run)
     corpora.pop("train", None)
     check_texts(args, corpora, model.characters)
     sets = {name: Utterances(corpora[name], model.characters) for name in corpora}
@@ -332,8 +332,8 @@ def main(args) -> None:
     if args.evaluate:
         return evaluate_only(args, how)
     run = begin(args, RECIPE)
-    model_info, before = checkpoint.read_infos(run.resumed, ModelInfo, splits.RunInfo)
-    corpora = read_data(args, before)
+    model_info, earlier_run = checkpoint.read_infos(run.resumed, ModelInfo, splits.RunInfo)
+    corpora = read_data(args, earlier_run)
     if model_info is None:
         characters = sorted(set("".join(corpora["train"].texts)))
         model_info = ModelInfo(WIDTH, LAYERS, characters)

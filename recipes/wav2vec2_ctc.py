@@ -124,10 +124,10 @@ def resolve(args) -> Wav2Vec2Options:
 
 
 def read_data(
-    asked: Wav2Vec2Options, before: RunInfo | None, style: Style | None
+    asked: Wav2Vec2Options, earlier_run: RunInfo | None, style: Style | None
 ) -> dict[str, Corpus]:
     """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
-    given. What the run `before`, which is resumed or used, held out is held out again. Texts are
+    given. What `earlier_run`, which is resumed or used, held out is held out again. Texts are
     prepared in a model's `style`; None leaves them as they are."""
 
     def make_demo() -> dict[str, str]:
@@ -137,7 +137,7 @@ def read_data(
     def stand_in() -> dict[str, Corpus]:
         return splits.stand_in(asked.max_duration)
 
-    data = splits.again(asked.data, before)
+    data = splits.again(asked.data, earlier_run)
     if style and data.manifests:
         print("texts are prepared as the model writes (--keep_text leaves them as they are)")
     as_the_model = functools.partial(prepare, style=style)
@@ -409,8 +409,8 @@ def report_results(
         info, untrained = start.Family(asked).released_model()
         memory.replace_on_device(model, untrained)
         decode = functools.partial(decoding.transcripts, untrained, tokenizer_of(info))
-        before = recogniser.decode_texts(untrained, decode, eval_batches)
-        results.print_improvement(before, rows, asked.origin.path, asked.how)
+        released_rows = recogniser.decode_texts(untrained, decode, eval_batches)
+        results.print_improvement(released_rows, rows, asked.origin.path, asked.how)
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -424,20 +424,20 @@ def trained(
 
 
 def transcribe(asked: Wav2Vec2Options, setup: device.Setup) -> None:
-    model, info, before = trained(asked, setup)
+    model, info, earlier_run = trained(asked, setup)
     tokenizer = tokenizer_of(info)
     folder = released.weights_folder(asked.origin)
     tokens = language_model.tokens_of(tokenizer)
     fusion = language_model.in_search(asked.how.lm, tokens, folder)
     decode = functools.partial(decoding.transcripts, model, tokenizer, fusion=fusion)
-    longest = (before or RELEASED).longest
+    longest = (earlier_run or RELEASED).longest
     cutting = by_length(longest, windows.by_time(tokenizer, frame_samples(info.config)))
     transcribing.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
 
 
 def recogniser_to_align(asked: Wav2Vec2Options, setup: device.Setup) -> alignment.Recogniser:
     """The model of --align."""
-    model, info, before = trained(asked, setup)
+    model, info, earlier_run = trained(asked, setup)
     tokenizer = tokenizer_of(info)
 
     def log_probs(batch: dict) -> torch.Tensor:
@@ -449,7 +449,7 @@ def recogniser_to_align(asked: Wav2Vec2Options, setup: device.Setup) -> alignmen
         log_probs,
         frame=frame_samples(info.config) / SAMPLE_RATE,
         vocabulary=of_characters(tokenizer.numbers(), model.blank, tokenizer.size),
-        longest=(before or RELEASED).longest,
+        longest=(earlier_run or RELEASED).longest,
     )
 
 
@@ -457,21 +457,21 @@ def recogniser_to_align(asked: Wav2Vec2Options, setup: device.Setup) -> alignmen
 def evaluate_only(asked: Wav2Vec2Options, setup: device.Setup, batches_of: Callable) -> None:
     """--evaluate on the test set, --export, or both, without training.
     `batches_of`: `EvalBatches` with the flags."""
-    model, info, before = trained(asked, setup)
+    model, info, earlier_run = trained(asked, setup)
     weights = released.weights_file(asked.origin)
     if asked.evaluate:
         check_folder(asked.log_dir)
-        corpora = read_data(asked, before or RELEASED, info.read_style())
+        corpora = read_data(asked, earlier_run or RELEASED, info.read_style())
         corpora.pop("train", None)
         check_texts(asked, corpora, info)
         sets = make_sets(asked, info, corpora)
         evaluation = {name: batches_of(sets[name], collate, setup) for name in sets}
         with setup.autocast():
             folder = released.weights_folder(asked.origin)
-            compares = before is not None
+            compares = earlier_run is not None
             report_results(asked, info, model, evaluation, folder, compares, "the given weights")
-    found = results.results_of(asked.log_dir, weights, bool(asked.evaluate))
-    about = card.About(RECIPE, asked.origin.path, weights, before, found)
+    measured = results.results_of(asked.log_dir, weights, bool(asked.evaluate))
+    about = card.About(RECIPE, asked.origin.path, weights, earlier_run, measured)
     start.Family(asked).export(info, model, about)
 
 
@@ -555,10 +555,10 @@ def main(args) -> None:
     if args.evaluate or released.exports_only(asked.origin):
         return evaluate_only(asked, device.setup(args), functools.partial(EvalBatches, args))
     run = begin(args, RECIPE)
-    before = released.read_run_info(RunInfo, run.resumed)
+    earlier_run = released.read_run_info(RunInfo, run.resumed)
 
     # Texts are read as the model writes, so it is known before the data.
-    read = functools.cache(functools.partial(read_data, asked, before))
+    read = functools.cache(functools.partial(read_data, asked, earlier_run))
     info, model = start.Family(asked).first_model(
         run, lambda info: in_its_letters(read(info.read_style()), info)["train"].texts
     )
@@ -570,9 +570,9 @@ def main(args) -> None:
     sets = make_sets(asked, info, corpora)
 
     global_batches = GlobalBatches(args, sets.pop("train"), collate, run.setup)
-    if before is None and info.pretrained and not info.has_new_head:
-        before = RELEASED
-    run_info = splits.run_info(asked.data, corpora, before)
+    if earlier_run is None and info.pretrained and not info.has_new_head:
+        earlier_run = RELEASED
+    run_info = splits.run_info(asked.data, corpora, earlier_run)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
     task = make_task(asked, run, info, run_info, model, corpora["train"].texts)
     train(args, run, model, task, global_batches, evaluation["val"])
@@ -581,8 +581,8 @@ def main(args) -> None:
     )
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
-        found = results.results_of(asked.log_dir, weights, are_new=True)
-        about = card.About(RECIPE, asked.origin.path, weights, run_info, found)
+        measured = results.results_of(asked.log_dir, weights, are_new=True)
+        about = card.About(RECIPE, asked.origin.path, weights, run_info, measured)
         start.Family(asked).export(info, model, about)
 
 

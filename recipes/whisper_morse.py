@@ -125,11 +125,11 @@ def resolve(args) -> tuple[WhisperOptions, clips.ClipOptions]:
 
 
 def read_data(
-    asked: WhisperOptions, source: clips.ClipOptions, before: RunInfo | None = None
+    asked: WhisperOptions, source: clips.ClipOptions, earlier_run: RunInfo | None = None
 ) -> dict[str, clips.Clips]:
-    """The clips "train", "val" and, if there is one, "test". What the run `before`, which is
+    """The clips "train", "val" and, if there is one, "test". What `earlier_run`, which is
     resumed or used, held out is held out again."""
-    data = splits.again(asked.data, before and before.data)
+    data = splits.again(asked.data, earlier_run and earlier_run.data)
     return clips.read(source, data, trains=not asked.evaluate)
 
 
@@ -393,10 +393,10 @@ def trained(
 
 
 def transcribe(asked: WhisperOptions, setup: device.Setup) -> None:
-    model, info, before = trained(asked, setup)
+    model, info, earlier_run = trained(asked, setup)
     tokenizer, search = make_search(asked, info)
     # Within a word of Morse there are pauses, too.
-    longest, cutting = long_recordings(info, before and before.data, short=BY_SILENCES)
+    longest, cutting = long_recordings(info, earlier_run and earlier_run.data, short=BY_SILENCES)
     texts_of = functools.partial(final_texts, model, tokenizer, search)
     transcribing.transcribe_files(asked.how, texts_of, setup, longest, cutting)
 
@@ -407,20 +407,20 @@ def evaluate_only(
 ) -> None:
     """--evaluate on the test set, --export, or both, without training.
     `batches_of`: `EvalBatches` with the flags."""
-    model, info, before = trained(asked, setup)
+    model, info, earlier_run = trained(asked, setup)
     if asked.evaluate:
         check_folder(asked.log_dir)
-        source = clips.as_trained(source, before.synthesis if before else None)
-        corpora = read_data(asked, source, before)
+        source = clips.as_trained(source, earlier_run.synthesis if earlier_run else None)
+        corpora = read_data(asked, source, earlier_run)
         corpora.pop("train", None)
         sets = make_sets(asked, info, corpora)
         evaluation = {name: batches_of(sets[name], collate, setup) for name in sets}
         with setup.autocast():
             report_results(asked, info, model, evaluation, "the given weights")
     weights = released.weights_file(asked.origin)
-    found = results.results_of(asked.log_dir, weights, bool(asked.evaluate))
-    data = before and before.data
-    about = card.About(RECIPE, asked.origin.path, weights, data, found, **CARD)
+    measured = results.results_of(asked.log_dir, weights, bool(asked.evaluate))
+    data = earlier_run and earlier_run.data
+    about = card.About(RECIPE, asked.origin.path, weights, data, measured, **CARD)
     start.Family(asked).export(info, model, about)
 
 
@@ -443,13 +443,12 @@ def about_run(
     source: clips.ClipOptions,
     corpora: dict[str, clips.Clips],
     middle: int,
-    before: RunInfo | None,
+    earlier_run: RunInfo | None,
 ) -> RunInfo:
-    """The record of the run. `middle`: its middle epoch; `before`: the record of the run that is
-    resumed."""
+    """The record of the run. `middle`: its middle epoch; `earlier_run`: of the resumed run."""
     data = clips.run_info(asked.data, corpora)
-    data = with_longest(info, data, before and before.data)
-    pad_from = before.pad_from if before else middle
+    data = with_longest(info, data, earlier_run and earlier_run.data)
+    pad_from = earlier_run.pad_from if earlier_run else middle
     synthesis = source.choice if isinstance(corpora["train"], Synthetic) else None
     return RunInfo(data, pad_from, synthesis)
 
@@ -465,7 +464,10 @@ def make_task(
     """The task: all that the loop knows of this recipe."""
     tokenizer, search = make_search(asked, info)
     watched = watching.watched(evaluation, asked.stop_when_watched_rises)
-    heard = [train_set, *(each.dataset.data for each in (watched.sets if watched else {}).values())]
+    heard = [
+        train_set,
+        *(batches.dataset.data for batches in (watched.sets if watched else {}).values()),
+    ]
     rate = decoding.TokenRate(heard, asked.seed)
     terms = loss_weights(asked, info)
     last_steps = decoding.last_steps(search, info.config)
@@ -505,9 +507,9 @@ def main(args) -> None:
         batches_of = functools.partial(EvalBatches, args)
         return evaluate_only(asked, source, device.setup(args), batches_of)
     run = begin(args, RECIPE)
-    before = released.read_run_info(RunInfo, run.resumed)
+    earlier_run = released.read_run_info(RunInfo, run.resumed)
 
-    corpora = read_data(asked, source, before)
+    corpora = read_data(asked, source, earlier_run)
     new_tokenizer = functools.partial(train_symbols, SYMBOLS, asked.language)
     info, model = start.Family(asked).first_model(run, new_tokenizer)
     sets = make_sets(asked, info, corpora)
@@ -517,9 +519,9 @@ def main(args) -> None:
     global_batches = make_batches(args, new, collate, run.setup, old)
     steps = run_length.choose(args, global_batches, info.pretrained).total
     middle = middle_epoch(steps, global_batches.per_epoch)
-    run_info = about_run(asked, info, source, corpora, middle, before)
-    for each in learned.values():
-        each.padding.begin = run_info.pad_from
+    run_info = about_run(asked, info, source, corpora, middle, earlier_run)
+    for data in learned.values():
+        data.padding.begin = run_info.pad_from
     note_longer_epochs(global_batches, run_info.pad_from)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
     task = make_task(asked, run, info, run_info, new, evaluation)
@@ -528,8 +530,8 @@ def main(args) -> None:
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
         results.add_watched(asked.how, task.further, progress)
-        found = results.results_of(asked.log_dir, weights, are_new=True)
-        about = card.About(RECIPE, asked.origin.path, weights, run_info.data, found, **CARD)
+        measured = results.results_of(asked.log_dir, weights, are_new=True)
+        about = card.About(RECIPE, asked.origin.path, weights, run_info.data, measured, **CARD)
         start.Family(asked).export(info, model, about)
 
 

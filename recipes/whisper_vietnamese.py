@@ -157,10 +157,10 @@ def resolve(args) -> Asked:
 
 
 def read_data(
-    asked: Asked, before: RunInfo | None = None, times: bool = False
+    asked: Asked, earlier_run: RunInfo | None = None, times: bool = False
 ) -> dict[str, Corpus]:
     """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
-    given. What the run `before`, which is resumed or used, held out is held out again. With
+    given. What `earlier_run`, which is resumed or used, held out is held out again. With
     `times`, the training set's segments are utterances of their own, because windows of them are
     trained on."""
 
@@ -173,7 +173,7 @@ def read_data(
         most_characters = positions - PROMPT  # a token has at least one
         return splits.stand_in(asked.max_duration, most_characters)
 
-    data = splits.again(asked.data, before and before.data)
+    data = splits.again(asked.data, earlier_run and earlier_run.data)
     checks = dataclasses.replace(data.checks, join_segments=not times)
     data = dataclasses.replace(data, checks=checks)
     return splits.load_splits(data, text.normalise, make_demo, stand_in)
@@ -440,9 +440,9 @@ def report_results(
     rows, eval_batches = results.report(asked.how, model, decode, evaluation, weights, for_scoring)
     measured = "val" if "val" in evaluation else "test"  # as before training
     if times := measure_times(evaluation[measured].dataset.data, info, model):
-        before = kept_times.from_list(times_before)
-        print(kept_times.report(times, before, measured))
-        if warning := kept_times.warning(times, before):
+        first_times = kept_times.from_list(times_before)
+        print(kept_times.report(times, first_times, measured))
+        if warning := kept_times.warning(times, first_times):
             print(warning)
             results.add_warning(asked.how, warning)
     if asked.compare_to:
@@ -461,11 +461,11 @@ def report_long(asked: Asked, info: ModelInfo, model: Whisper) -> None:
     rows = timed.decode_corpus(model, *make_search(asked, info), corpus, "--long")
     title = f"{len(rows)} whole recordings, the given weights, decoding with times"
     print(f"\n{title}: {asked.how.decoding}")
-    before = None
+    their_rows = None
     if path := asked.compare_to:
         baseline, search = comparing.baseline(asked, RECIPE, path, model, info)
-        before = timed.decode_corpus(baseline, *search, corpus, f"--compare_to {path}")
-    results.print_recordings(rows, before, path, asked.how, for_scoring)
+        their_rows = timed.decode_corpus(baseline, *search, corpus, f"--compare_to {path}")
+    results.print_recordings(rows, their_rows, path, asked.how, for_scoring)
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -477,16 +477,16 @@ def trained(asked: Asked, setup: device.Setup) -> tuple[Whisper, ModelInfo, RunI
 
 
 def transcribe(asked: Asked, setup: device.Setup) -> None:
-    model, info, before = trained(asked, setup)
+    model, info, earlier_run = trained(asked, setup)
     tokenizer, search = make_search(asked, info)
     if asked.timestamps:
         search = timed.make_search(tokenizer, search, "--timestamps")
-        if before and info.pretrained and not info.times:
+        if earlier_run and info.pretrained and not info.times:
             print(kept_times.UNTRAINED, file=sys.stderr)
         decode = functools.partial(timed.transcripts, model, tokenizer, search)
         transcribing.transcribe_files(asked.how, decode, setup, longest=None, parts=("segments",))
         return
-    longest, cutting = long_recordings(info, before and before.data)
+    longest, cutting = long_recordings(info, earlier_run and earlier_run.data)
     texts_of = functools.partial(final_texts, model, tokenizer, search)
     transcribing.transcribe_files(asked.how, texts_of, setup, longest, cutting)
 
@@ -495,26 +495,28 @@ def transcribe(asked: Asked, setup: device.Setup) -> None:
 def evaluate_only(asked: Asked, setup: device.Setup, batches_of: Callable) -> None:
     """--evaluate on the test set or on --long, --export, or both, without training.
     `batches_of`: `EvalBatches` with the flags."""
-    model, info, before = trained(asked, setup)
+    model, info, earlier_run = trained(asked, setup)
     if asked.evaluate:
         check_folder(asked.log_dir)
     if asked.long:
         with setup.autocast():
             report_long(asked, info, model)
     elif asked.evaluate:
-        corpora = read_data(asked, before, info.times)
+        corpora = read_data(asked, earlier_run, info.times)
         corpora.pop("train", None)
-        is_same = before and splits.about_sets(corpora).get("val") == before.data.sets.get("val")
-        times_before = before.times_before if is_same else []
+        is_same = earlier_run and splits.about_sets(corpora).get(
+            "val"
+        ) == earlier_run.data.sets.get("val")
+        times_before = earlier_run.times_before if is_same else []
         sets = make_sets(asked, info, corpora)
         evaluation = {name: batches_of(sets[name], collate, setup) for name in sets}
         with setup.autocast():
             report_results(asked, info, model, evaluation, times_before, "the given weights")
     weights = released.weights_file(asked.origin)
     is_new = bool(asked.evaluate and not asked.long)
-    found = results.results_of(asked.log_dir, weights, is_new)
-    data = before and before.data
-    about = card.About(RECIPE, asked.origin.path, weights, data, found, reading=READING)
+    measured = results.results_of(asked.log_dir, weights, is_new)
+    data = earlier_run and earlier_run.data
+    about = card.About(RECIPE, asked.origin.path, weights, data, measured, reading=READING)
     start.Family(asked).export(info, model, about)
 
 
@@ -553,14 +555,13 @@ def about_run(
     info: ModelInfo,
     corpora: dict[str, Corpus],
     middle: int,
-    before: RunInfo | None,
+    earlier_run: RunInfo | None,
     times_before: list[float],
 ) -> RunInfo:
-    """The record of the run. `middle`: its middle epoch; `before`: the record of the run that is
-    resumed."""
+    """The record of the run. `middle`: its middle epoch; `earlier_run`: of the resumed run."""
     data = splits.run_info(asked.data, corpora)
-    data = with_longest(info, data, before and before.data)
-    pad_from = before.pad_from if before else middle
+    data = with_longest(info, data, earlier_run and earlier_run.data)
+    pad_from = earlier_run.pad_from if earlier_run else middle
     return RunInfo(data, pad_from, times_before)
 
 
@@ -575,7 +576,10 @@ def make_task(
     """The task: all that the loop knows of this recipe."""
     tokenizer, search = make_search(asked, info)
     watched = watching.watched(evaluation, asked.stop_when_watched_rises)
-    heard = [train_set, *(each.dataset.data for each in (watched.sets if watched else {}).values())]
+    heard = [
+        train_set,
+        *(batches.dataset.data for batches in (watched.sets if watched else {}).values()),
+    ]
     rate = decoding.TokenRate(heard, asked.seed)
     terms = loss_weights(asked, info)
     last_steps = decoding.last_steps(search, info.config)
@@ -614,9 +618,9 @@ def main(args) -> None:
     if args.evaluate or released.exports_only(asked.origin):
         return evaluate_only(asked, device.setup(args), functools.partial(EvalBatches, args))
     run = begin(args, RECIPE)
-    before = released.read_run_info(RunInfo, run.resumed)
+    earlier_run = released.read_run_info(RunInfo, run.resumed)
 
-    read = functools.cache(functools.partial(read_data, asked, before))
+    read = functools.cache(functools.partial(read_data, asked, earlier_run))
 
     def new_tokenizer() -> WhisperTokenizer:
         corpora = read(False)
@@ -624,11 +628,13 @@ def main(args) -> None:
         return train_bpe(replay.texts(corpora), args.vocab_size, asked.language, spoken)
 
     info, model = start.Family(asked).first_model(run, new_tokenizer)
-    corpora, share = read_for(asked, info, before is not None, read)
+    corpora, share = read_for(asked, info, earlier_run is not None, read)
     info = dataclasses.replace(info, times=share > 0)
     sets = make_sets(asked, info, corpora)
     measure = functools.partial(measure_times, sets["val"], info)
-    times_before = kept_times.at_start(model, run, before and before.times_before, measure)
+    times_before = kept_times.at_start(
+        model, run, earlier_run and earlier_run.times_before, measure
+    )
 
     learned = {name: sets.pop(name) for name in splits.LEARNED_FROM if name in sets}
     new = as_packs(learned["train"], share)
@@ -636,9 +642,9 @@ def main(args) -> None:
     global_batches = make_batches(args, new, collate, run.setup, old)
     steps = run_length.choose(args, global_batches, info.pretrained).total
     middle = middle_epoch(steps, global_batches.per_epoch)
-    run_info = about_run(asked, info, corpora, middle, before, times_before)
-    for each in learned.values():
-        each.padding.begin = run_info.pad_from
+    run_info = about_run(asked, info, corpora, middle, earlier_run, times_before)
+    for data in learned.values():
+        data.padding.begin = run_info.pad_from
     note_longer_epochs(global_batches, run_info.pad_from)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
     task = make_task(asked, run, info, run_info, learned["train"], evaluation)
@@ -647,9 +653,9 @@ def main(args) -> None:
     weights = finish(args, run, model, task, report)
     if weights:  # on the first rank
         results.add_watched(asked.how, task.further, progress)
-        found = results.results_of(asked.log_dir, weights, are_new=True)
+        measured = results.results_of(asked.log_dir, weights, are_new=True)
         about = card.About(
-            RECIPE, asked.origin.path, weights, run_info.data, found, reading=READING
+            RECIPE, asked.origin.path, weights, run_info.data, measured, reading=READING
         )
         start.Family(asked).export(info, model, about)
 

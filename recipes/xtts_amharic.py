@@ -120,11 +120,11 @@ def resolve(args) -> XttsOptions:
 # --- data -----------------------------------------------------------------------------------------
 
 
-def read_data(asked: XttsOptions, before: RunInfo | None = None) -> dict[str, Corpus]:
-    """The corpora "train", "val" and, if there is one, "test". What the run `before`, which is
+def read_data(asked: XttsOptions, earlier_run: RunInfo | None = None) -> dict[str, Corpus]:
+    """The corpora "train", "val" and, if there is one, "test". What `earlier_run`, which is
     resumed or used, held out is held out again."""
     return splits.load_splits(
-        splits.again(asked.data, before),
+        splits.again(asked.data, earlier_run),
         text.normalise,
         stand_in=lambda: splits.stand_in(asked.max_duration, texts.MAX_TEXT),
     )
@@ -155,9 +155,9 @@ def check_corpora(
 
 def check_data(asked: XttsOptions) -> None:
     """--check_data, for the model that flags name."""
-    info, before = known_info(asked)
-    corpora = read_data(asked, before)
-    reader, config = reader_of(asked, info, before is None, corpora)
+    info, earlier_run = known_info(asked)
+    corpora = read_data(asked, earlier_run)
+    reader, config = reader_of(asked, info, earlier_run is None, corpora)
     splits.say_checked(check_corpora(asked, corpora, reader, config))
 
 
@@ -408,8 +408,8 @@ def trained(
 
 def show_text(asked: XttsOptions, wanted: list[str]) -> None:
     """--show_text, by the model that flags name."""
-    info, before = known_info(asked)
-    reader, config = reader_of(asked, info, before is None, {})
+    info, earlier_run = known_info(asked)
+    reader, config = reader_of(asked, info, earlier_run is None, {})
     texts.show(wanted, reader, most_text(config))
 
 
@@ -436,9 +436,9 @@ def synthesise(
 def evaluate_only(asked: XttsOptions, setup: device.Setup, batches_of: Callable) -> None:
     """--evaluate on the test set, or --export, without training. `batches_of`: `EvalBatches` with
     the flags."""
-    synthesiser, info, before = trained(asked, setup)
+    synthesiser, info, earlier_run = trained(asked, setup)
     if asked.evaluate:
-        corpora = read_data(asked, before)
+        corpora = read_data(asked, earlier_run)
         texts.read_corpora(synthesiser.texts, corpora)
         corpora = check_corpora(asked, corpora, synthesiser.texts, info.config)
         name = "test" if "test" in corpora else "val"
@@ -450,7 +450,7 @@ def evaluate_only(asked: XttsOptions, setup: device.Setup, batches_of: Callable)
         if asked.held_out.speak_held_out != 0:
             clips = speaking.speakers_of(voices)
             speaking.speak_held_out(asked.held_out, setup, synthesiser, corpora[name], clips)
-    about = card.About(RECIPE, asked.origin.path, released.weights_file(asked.origin), before)
+    about = card.About(RECIPE, asked.origin.path, released.weights_file(asked.origin), earlier_run)
     exports.export(asked, setup, info, synthesiser, {}, about)
 
 
@@ -479,8 +479,8 @@ def make_task(
     family = start.Family(asked)
     watched = watching.watched(evaluation, asked.stop_when_watched_rises)
     languages: set[str] = set()
-    for each in (evaluation["val"], *(watched.sets if watched else {}).values()):
-        languages.update(synthesiser.texts.languages_of(each.dataset.data.corpus))
+    for batches in (evaluation["val"], *(watched.sets if watched else {}).values()):
+        languages.update(synthesiser.texts.languages_of(batches.dataset.data.corpus))
     return Task(
         RECIPE,
         functools.partial(compute_loss, frozen=synthesiser.frozen),
@@ -518,9 +518,9 @@ def main(args) -> None:
     if args.evaluate or released.exports_only(asked.origin):
         return evaluate_only(asked, device.setup(args), functools.partial(EvalBatches, args))
     run = begin(args, RECIPE)
-    before = released.read_run_info(RunInfo, run.resumed)
+    earlier_run = released.read_run_info(RunInfo, run.resumed)
 
-    corpora = read_data(asked, before)
+    corpora = read_data(asked, earlier_run)
     run_info = splits.run_info(asked.data, corpora)
     synthesiser, info, added = first_model(asked, run, corpora)
     corpora = check_corpora(asked, corpora, synthesiser.texts, info.config)

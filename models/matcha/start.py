@@ -194,14 +194,14 @@ class Family(released.Family):
         if weights:
             config, weights = formats.adapted(info.config, weights, symbols, len(speakers))
         elif run.initial:
-            before = self.check_saved(run.initial)
-            is_released = before.pretrained
+            saved_info = self.check_saved(run.initial)
+            is_released = saved_info.pretrained
             if "model_size" not in self.origin.given:
-                config = {**before.config, "symbols": len(symbols), "speakers": len(speakers)}
-            if before.config["speakers"] > 1:  # without vectors its layers would not fit
+                config = {**saved_info.config, "symbols": len(symbols), "speakers": len(speakers)}
+            if saved_info.config["speakers"] > 1:  # without vectors its layers would not fit
                 config["speakers"] = max(2, len(speakers))
-            if set(before.speakers) == set(speakers):
-                speakers = before.speakers  # their vectors are copied by row
+            if set(saved_info.speakers) == set(speakers):
+                speakers = saved_info.speakers  # their vectors are copied by row
         language = language_of(self.asked, run.initial)
         return ModelInfo(config, symbols, speakers, language, is_released), weights
 

@@ -33,7 +33,7 @@ def read_corpora(corpora: dict[str, Corpus], language: str) -> None:
                 f"warning: {name} set: what is read in {language} leaves out letters, or marks on"
                 f" them: {named(lost)}"
             )
-        others = Counter(each for each in corpus.languages if each and code_of(each) != language)
+        others = Counter(told for told in corpus.languages if told and code_of(told) != language)
         if others:
             print(f"warning: {name} set: rows name other languages: {dict(others)}")
 
@@ -76,7 +76,7 @@ def check_known(corpora: dict[str, Corpus], info, allow_unknown: bool) -> None:
         # The one speaker of a voice may have another name now; a stand-in's has none.
         if not others or len(info.speakers) == len(clips) == 1 or not corpus.paths[0]:
             continue
-        count = sum(clips[each] for each in others)
+        count = sum(clips[speaker] for speaker in others)
         problem = f"{name} set: the voice lacks the speakers of {count} clips: {listed(others)}"
         if name == "train":
             raise DataError(f"{problem}; {NEW_VOICE}")

@@ -100,16 +100,16 @@ class GriffinLim(nn.Module):
             bands = upcast(mels).exp().transpose(1, 2)
             magnitude = spectra.linear_spectrum(bands, self.filters, self.inverse).transpose(1, 2)
             real, imaginary = magnitude, torch.zeros_like(magnitude)
-            before = torch.zeros_like(magnitude), torch.zeros_like(magnitude)
+            previous = torch.zeros_like(magnitude), torch.zeros_like(magnitude)
             for _ in range(self.steps):
-                found = self.fourier.spectrum(self.fourier(real, imaginary))
+                rebuilt = self.fourier.spectrum(self.fourier(real, imaginary))
                 real, imaginary = (
                     new - old * (MOMENTUM / (1 + MOMENTUM))
-                    for new, old in zip(found, before, strict=True)
+                    for new, old in zip(rebuilt, previous, strict=True)
                 )
                 scale = magnitude / (real.square() + imaginary.square()).sqrt().clamp_min(TINY)
                 real, imaginary = real * scale, imaginary * scale
-                before = found
+                previous = rebuilt
             return self.fourier(real, imaginary)[:, EDGE:-EDGE]
 
 

@@ -106,13 +106,13 @@ class VocoderInTraining(nn.Module):
 
     def spectra(self, waveforms: torch.Tensor) -> list[torch.Tensor]:
         """The logarithms of magnitudes in mel bands of (B, T), in each resolution."""
-        found = []
+        spectra = []
         for size in RESOLUTIONS:
             filters, window = self.get_buffer(f"filters_{size}"), self.get_buffer(f"window_{size}")
             windows = waveforms.unfold(1, size, size // 4) * window
             magnitude = (torch.fft.rfft(windows).abs().square() + 1e-9).sqrt()
-            found.append((magnitude @ filters).clamp_min(FLOOR).log())
-        return found
+            spectra.append((magnitude @ filters).clamp_min(FLOOR).log())
+        return spectra
 
 
 def compute_loss(model: VocoderInTraining, batch: dict) -> dict[str, torch.Tensor]:
@@ -121,8 +121,8 @@ def compute_loss(model: VocoderInTraining, batch: dict) -> dict[str, torch.Tenso
     made = model.vocoder(model.log_mel(audio))
     with torch.autocast(audio.device.type, enabled=False), full_fp32(audio.device):
         wanted = model.spectra(upcast(audio[:, EDGE:-EDGE]))
-        found = model.spectra(made)
-    errors = [(a - b).abs().mean((1, 2)) for a, b in zip(found, wanted, strict=True)]
+        spectra = model.spectra(made)
+    errors = [(a - b).abs().mean((1, 2)) for a, b in zip(spectra, wanted, strict=True)]
     return {"mel": sum(errors).sum() / len(RESOLUTIONS)}
 
 
@@ -133,7 +133,7 @@ def evaluate(
     count = 0
     losses_of = functools.partial(compute_loss, model)
     for batch, results in memory.evaluated(losses_of, model, eval_batches):
-        total += sum(float(each["mel"]) for each in results)
+        total += sum(float(losses["mel"]) for losses in results)
         count += len(batch["names"])
     return {"mel": (total, count)}
 

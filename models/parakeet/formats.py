@@ -103,9 +103,9 @@ def _require(content: dict, fixed: dict[str, tuple], path: Path) -> None:
     """Raises `UsageError` for a setting that the network here does not have."""
     for key, accepted in fixed.items():
         value = _value(content, key)
-        if not any(_equals(value, each) for each in accepted):
+        if not any(_equals(value, taken) for taken in accepted):
             shown = "missing" if value is MISSING else repr(str(value)[:80])
-            takes = " or ".join(repr(str(each)) for each in accepted if each is not MISSING)
+            takes = " or ".join(repr(str(taken)) for taken in accepted if taken is not MISSING)
             raise UsageError(f"{path}: {key} is {shown}; this recipe's network takes {takes} only")
 
 
@@ -491,8 +491,8 @@ def hf_settings(config: dict, pieces: list[str], extras: dict) -> dict[str, dict
     pad = blank  # labels end at the padding
     if "<pad>" in pieces and is_transducer(config):
         pad = pieces.index("<pad>")
-    before = dict(source.get("generation") or {})
-    before.pop("_from_model_config", None)
+    old_generation = dict(source.get("generation") or {})
+    old_generation.pop("_from_model_config", None)
     generation = {"pad_token_id": pad}
     if is_transducer(config):
         generation["decoder_start_token_id"] = blank
@@ -517,7 +517,7 @@ def hf_settings(config: dict, pieces: list[str], extras: dict) -> dict[str, dict
     processor_before = source.get("processor", {}).get("processor_config.json", {})
     return {
         "config.json": _hf_description(config, values, pad, source.get("config", {})),
-        "generation_config.json": {**before, **generation},
+        "generation_config.json": {**old_generation, **generation},
         "processor_config.json": _merge(processor_before, processor),
     }
 

@@ -47,10 +47,10 @@ def are_slots(names) -> bool:
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """The names that are most like this one, for a message."""
-    by_small = {each.lower(): each for each in names}
-    found = [each for each in by_small if each[:2] == name.lower()[:2]]
-    found += difflib.get_close_matches(name.lower(), by_small, NEAREST, 0.3)
-    return ", ".join(by_small[each] for each in list(dict.fromkeys(found))[:NEAREST]) or AUTO
+    by_small = {known.lower(): known for known in names}
+    likest = [known for known in by_small if known[:2] == name.lower()[:2]]
+    likest += difflib.get_close_matches(name.lower(), by_small, NEAREST, 0.3)
+    return ", ".join(by_small[known] for known in list(dict.fromkeys(likest))[:NEAREST]) or AUTO
 
 
 def slot_of(name: str, names: dict[str, int], flag: str) -> int:
@@ -118,11 +118,11 @@ def prompts(
 
 def tags(names: dict[str, int], tokenizer: ParakeetTokenizer) -> dict[int, int]:
     """The piece `<xx-YY>` of each slot, as far as the vocabulary has one."""
-    found = {}
+    by_slot = {}
     for name, slot in names.items():
         if name in tokenizer.tags:
-            found.setdefault(slot, tokenizer.tags[name])
-    return found
+            by_slot.setdefault(slot, tokenizer.tags[name])
+    return by_slot
 
 
 def with_new(

@@ -249,13 +249,13 @@ class Family(released.Family):
         tokenizer_of(info)
 
     def conflicts(self, info: ModelInfo, saved: Saved) -> list[str]:
-        found = super().conflicts(info, saved)
+        flags = super().conflicts(info, saved)
         if self.origin.path and info.pretrained:
             theirs, _ = read(self.origin.path)
             if theirs.config != info.config or pieces(theirs.tokenizer) != pieces(info.tokenizer):
                 has = "the checkpoint's model has another shape or vocabulary"
-                found.append(f"{self.origin.flag} {self.origin.path} ({has})")
-        return found
+                flags.append(f"{self.origin.flag} {self.origin.path} ({has})")
+        return flags
 
     def saved_flags(self, info: ModelInfo, saved: Saved) -> dict:
         return {"vocab_size": (self.asked.vocab_size, info.config["vocabulary"])}

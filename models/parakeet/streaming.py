@@ -149,5 +149,5 @@ class Stream:
         if self.model.prompt_projector is not None:
             prompts = torch.tensor([self.model.prompt], device=self.device)
             x = self.model.prompt_projector(x, prompts)
-        found = decoding.decode(self.model, x, [frames], self.memory)[0]
-        return [dataclasses.replace(token, frame=first + token.frame) for token in found]
+        tokens = decoding.decode(self.model, x, [frames], self.memory)[0]
+        return [dataclasses.replace(token, frame=first + token.frame) for token in tokens]

@@ -129,7 +129,7 @@ class ParakeetTokenizer:
         self.size = len(self.pieces)
         self.unknown = backend.unknown
         self.tags = {
-            found[1]: i for i, piece in enumerate(self.pieces) if (found := TAG.fullmatch(piece))
+            match[1]: i for i, piece in enumerate(self.pieces) if (match := TAG.fullmatch(piece))
         }
         self._tag_ids = frozenset(self.tags.values())
         self.spaces = {i for i, piece in enumerate(self.pieces) if not piece.strip(SPACE)}

@@ -56,13 +56,13 @@ def read_pieces(value: str) -> tuple[str, ...]:
     """The pieces of --add_tokens, each once, or those in the file that it names. Raises
     `UsageError`."""
     flag = "--add_tokens"
-    found = value.split()
+    names = value.split()
     if len(value) > 1 and os.path.exists(value):
-        found = [line.strip() for line in files.read_text(value, flag).splitlines()]
+        names = [line.strip() for line in files.read_text(value, flag).splitlines()]
     elif value.endswith(".txt"):
         raise UsageError(f"{flag} {value}: no such file")
-    found = tuple(dict.fromkeys(filter(None, found)))
-    for piece in found:
+    names = tuple(dict.fromkeys(filter(None, names)))
+    for piece in names:
         reason = ""
         if len(piece) > LONGEST:
             reason = f"it has more than {LONGEST} characters"
@@ -74,9 +74,9 @@ def read_pieces(value: str) -> tuple[str, ...]:
             reason = "it is a special token"
         if reason:
             raise UsageError(f"{flag}: the piece {piece[:20]!r} cannot be added: {reason}")
-    if not found:
+    if not names:
         raise UsageError(f"{flag} {value!r} names no piece")
-    return found
+    return names
 
 
 def adding_command(
@@ -90,8 +90,8 @@ def adding_command(
     forms = read_as(tokenizer.state(), counts)
     lacking = Counter()
     for character, count in counts.items():
-        for each in forms[character]:
-            lacking[each] += count * (tokenizer.unknown in tokenizer.encode(each))
+        for part in forms[character]:
+            lacking[part] += count * (tokenizer.unknown in tokenizer.encode(part))
     value = unknown.as_value(+lacking)
     if not value:
         return ""
@@ -194,7 +194,7 @@ def shares(tokenizer: ParakeetTokenizer, texts: Iterable[str], chosen: list[int]
     """The share of each of the `chosen` pieces in the ids of `texts`, above zero for all of
     them."""
     counts = Counter()
-    for each in texts:
-        counts.update(tokenizer.encode(each))
-    found = torch.tensor([counts[piece] + 1.0 for piece in chosen])
-    return found / (counts.total() + tokenizer.size)
+    for line in texts:
+        counts.update(tokenizer.encode(line))
+    occurrences = torch.tensor([counts[piece] + 1.0 for piece in chosen])
+    return occurrences / (counts.total() + tokenizer.size)

@@ -23,10 +23,10 @@ def decode(
     log-probabilities: the likeliest at every frame, or the best with a language model."""
     log_probs = model.ctc_log_probs(encoded)
     if fusion:
-        found = beam_ctc(log_probs, frames, model.blank, fusion)
+        hypotheses = beam_ctc(log_probs, frames, model.blank, fusion)
     else:
-        found = greedy_ctc(log_probs, frames, model.blank)
-    return [longer(tokens, count) for tokens, count in zip(found, frames, strict=True)]
+        hypotheses = greedy_ctc(log_probs, frames, model.blank)
+    return [longer(tokens, count) for tokens, count in zip(hypotheses, frames, strict=True)]
 
 
 def longer(tokens: list[Token], frames: int) -> list[Token]:

@@ -179,7 +179,7 @@ def _language(folder: Path, asked: str | None) -> str:
     """The language whose vocabulary is read; empty if the folder has one vocabulary only. Raises
     `UsageError` if the folder does not have the one that is asked for."""
     vocabularies = _optional(folder / "vocab.json")
-    if not vocabularies or not all(isinstance(each, dict) for each in vocabularies.values()):
+    if not vocabularies or not all(isinstance(value, dict) for value in vocabularies.values()):
         if asked:
             raise UsageError(f"--language {asked}: {folder} has no languages; leave it out")
         return ""
@@ -345,17 +345,17 @@ def _fairseq2_file(path: Path) -> Path:
     """The file itself, or that of a checkpoint that fairseq2 has saved as a folder."""
     if not os.path.isdir(path):
         return path
-    found = sorted(path.glob("pp_*/tp_*/sdp_*.pt")) + sorted(path.glob("model/pp_*/tp_*/sdp_*.pt"))
-    if not found:
+    parts = sorted(path.glob("pp_*/tp_*/sdp_*.pt")) + sorted(path.glob("model/pp_*/tp_*/sdp_*.pt"))
+    if not parts:
         raise UsageError(
             f"{path} holds neither config.json, as a Hugging Face folder does, nor"
             " model/pp_00/tp_00/sdp_00.pt, as fairseq2's checkpoints do"
         )
-    if len(found) > 1:
+    if len(parts) > 1:
         raise UsageError(
-            f"{path} has a checkpoint in {len(found)} parts: only one in one part can be read"
+            f"{path} has a checkpoint in {len(parts)} parts: only one in one part can be read"
         )
-    return found[0]
+    return parts[0]
 
 
 def from_fairseq2(name: str) -> str:
@@ -371,7 +371,7 @@ def _omni_config(weights: dict[str, torch.Tensor], file: Path) -> dict:
     head."""
     width = _rows(weights, "feature_projection.projection.weight")
     layers = {
-        found[1] for name in weights if (found := re.match(r"encoder\.layers\.(\d+)\.", name))
+        match[1] for name in weights if (match := re.match(r"encoder\.layers\.(\d+)\.", name))
     }
     for config in OMNI.values():
         if (config["hidden_size"], config["num_hidden_layers"]) == (width, len(layers)):
@@ -508,7 +508,7 @@ def _tokenizer_files(tokenizer: Wav2Vec2Tokenizer) -> dict[str, dict]:
     unknown token as it is named, so it has the name that is printed here."""
     pieces = list(tokenizer.pieces)
     if DELIMITER in pieces:
-        letter = next(each for each in LIKE_IT if each not in pieces)
+        letter = next(sign for sign in LIKE_IT if sign not in pieces)
         pieces[pieces.index(DELIMITER)] = letter
         print(f"the letter | is {letter} in the export: for transformers, | is the space")
     pieces = [DELIMITER if piece == SPACE else piece for piece in pieces]

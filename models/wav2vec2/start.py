@@ -228,21 +228,21 @@ class Family(released.Family):
     def conflicts(self, info: ModelInfo, saved: Saved) -> list[str]:
         asked = self.asked
         source = f"{self.origin.flag} {self.origin.path}"
-        found = super().conflicts(info, saved)
+        flags = super().conflicts(info, saved)
         if asked.keep_text and info.style:
-            found.append("--keep_text (the checkpoint's model was trained on prepared texts)")
+            flags.append("--keep_text (the checkpoint's model was trained on prepared texts)")
         if asked.vocab not in (None, info.vocab):
-            found.append(f"--vocab {asked.vocab} (the checkpoint's model has --vocab {info.vocab})")
+            flags.append(f"--vocab {asked.vocab} (the checkpoint's model has --vocab {info.vocab})")
         if self.origin.path and info.pretrained:
             theirs, _ = read(asked, self.origin.path)
             if not settings.is_same_encoder(theirs.config, info.config):
-                found.append(f"{source} (the checkpoint's model has another shape)")
+                flags.append(f"{source} (the checkpoint's model has another shape)")
             elif theirs.language != info.language:
-                found.append(
+                flags.append(
                     f"{source} in {theirs.language} (the checkpoint's model is of --language"
                     f" {info.language})"
                 )
-        return found
+        return flags
 
     def create(self, source: Callable[[ModelInfo], Iterable[str]]) -> ModelInfo:
         """Its vocabulary are the characters of the training texts, which are left as they are."""

@@ -135,8 +135,8 @@ def _without_bracketed_numbers(text: str, style: Style) -> str:
     return " ".join(BRACKETS.sub(_unless_number, text).split())
 
 
-def _unless_number(found: re.Match) -> str:
-    return " " if any(map(str.isdecimal, found[0])) else found[0]
+def _unless_number(match: re.Match) -> str:
+    return " " if any(map(str.isdecimal, match[0])) else match[0]
 
 
 def _without_punctuation(text: str, style: Style) -> str:
@@ -144,12 +144,12 @@ def _without_punctuation(text: str, style: Style) -> str:
     return " ".join(NEITHER_LETTER_NOR_SPACE.sub(replace, text).split())
 
 
-def _replaced(style: Style, found: re.Match) -> str:
+def _replaced(style: Style, match: re.Match) -> str:
     """What becomes of a mark or punctuation."""
-    character = found[0]
+    character = match[0]
     if character in style.marks or not _is_punctuation(character):
         return character
-    text, place = found.string, found.start()
+    text, place = match.string, match.start()
     sides = _in_word(text[place - 1 : place]) + _in_word(text[place + 1 : place + 2])
     if character in APOSTROPHES and sides == 2:
         character = "'"
@@ -177,7 +177,7 @@ _STEPS = (
 
 @functools.cache
 def _is_punctuation(character: str) -> bool:
-    return all(unicodedata.category(each)[0] in "PS" and not is_letter(each) for each in character)
+    return all(unicodedata.category(sign)[0] in "PS" and not is_letter(sign) for sign in character)
 
 
 def _in_word(character: str) -> bool:

@@ -131,7 +131,7 @@ class _Characters:
     """A vocab.json."""
 
     def __init__(self, state: dict):
-        self.pieces = [SPACE if each == state["delimiter"] else each for each in state["pieces"]]
+        self.pieces = [SPACE if piece == state["delimiter"] else piece for piece in state["pieces"]]
         self.blank = state["blank"]
         self.unknown = state["unknown"]
         if max(self.blank, self.unknown or 0) >= len(self.pieces) or self.blank == self.unknown:
@@ -156,8 +156,8 @@ class _Characters:
             parts.append([])
             place = 0
             while place < len(word):
-                found = (word[place : place + length] for length in self.lengths)
-                part = next((part for part in found if part in self.ids), word[place])
+                candidates = (word[place : place + length] for length in self.lengths)
+                part = next((part for part in candidates if part in self.ids), word[place])
                 parts[-1].append(part)
                 place += len(part)
         return parts

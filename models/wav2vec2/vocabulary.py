@@ -42,7 +42,7 @@ def require_characters(texts: Iterable[str], tokenizer: Wav2Vec2Tokenizer) -> No
         total += len(text) - text.count(" ")
         counts.update(tokenizer.lacking(text))
     most = max(FEW, RARE * total)
-    often = Counter({each: count for each, count in counts.items() if count > most})
+    often = Counter({letter: count for letter, count in counts.items() if count > most})
     if often:
         raise DataError(
             f"the vocabulary lacks characters of the training texts: {unknown.named(often)}: add"
@@ -67,7 +67,7 @@ def extended(tokenizer: Wav2Vec2Tokenizer, texts: Iterable[str], style: Style | 
         raise UsageError("--vocab extended: the vocabulary has all characters; leave it out")
     # The delimiter and special pieces cannot be letters, too.
     lacking = counts.keys() - {tokenizer.state().get("delimiter"), *tokenizer.pieces}
-    added = sorted(_letters(lacking, style), key=lambda each: (-counts[each], each))
+    added = sorted(_letters(lacking, style), key=lambda letter: (-counts[letter], letter))
     return with_added(tokenizer.state(), added)
 
 
@@ -103,7 +103,7 @@ def padded(state: dict, size: int) -> dict:
 
 def _letters(characters: Iterable[str], style: Style | None) -> set[str]:
     spells = style is not None and style.spells_numbers
-    return {each for each in characters if not each.isspace() and not (spells and each.isdecimal())}
+    return {sign for sign in characters if not sign.isspace() and not (spells and sign.isdecimal())}
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -178,5 +178,5 @@ def alike(character: str) -> Iterator[str]:
         named = unicodedata.lookup(name)
     except KeyError:
         named = character
-    for each in (character, decomposed, named):
-        yield from (each, each.lower(), each.upper())
+    for like in (character, decomposed, named):
+        yield from (like, like.lower(), like.upper())

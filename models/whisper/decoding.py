@@ -141,8 +141,8 @@ class TokenRate:
         with torch.autocast("cpu", enabled=False):  # reading may resample
             items = [
                 item
-                for each in self.sets
-                for item in splits.some_items(each, self.seed, RATE_ITEMS)
+                for data in self.sets
+                for item in splits.some_items(data, self.seed, RATE_ITEMS)
             ]
         rates = [len(item["ctc_tokens"]) / item["heard"] * SAMPLE_RATE for item in items]
         return RATE_MARGIN * max(rates, default=math.inf)
@@ -455,8 +455,8 @@ def by_language(
         parts = inputs
         if len(rows) < len(prompts):
             parts = [each if each is None else each[rows] for each in inputs]
-        found = decode(replace(search, prompt=prompt), *parts)
-        for row, text in zip(rows, found, strict=True):
+        texts = decode(replace(search, prompt=prompt), *parts)
+        for row, text in zip(rows, texts, strict=True):
             texts[row] = text
     return texts
 

@@ -78,8 +78,8 @@ def in_use(model: Whisper, setup: Setup) -> Iterator[None]:
         with setup.autocast():
             yield
     finally:
-        for parameter, before in parameters.items():
-            parameter.data = before
+        for parameter, original in parameters.items():
+            parameter.data = original
         model.cpu().train(is_training)
 
 
@@ -129,10 +129,10 @@ def of_packs(
     return at_end + (1 - at_end) * at_start, losses
 
 
-def report(now: Times, before: Times | None, name: str) -> str:
+def report(now: Times, at_first: Times | None, name: str) -> str:
     """A table of both. `name`: the set's."""
-    columns = [now] if before is None else [before, now]
-    heads = ["now"] if before is None else ["before", "now"]
+    columns = [now] if at_first is None else [at_first, now]
+    heads = ["now"] if at_first is None else ["before", "now"]
     rows = [(f"long recordings, tried on {now.windows} windows of the {name} set", heads)]
     for words, field, form in (
         ("chance that a text ends too early, mean", "end", "{:.1%}"),
@@ -145,12 +145,12 @@ def report(now: Times, before: Times | None, name: str) -> str:
     return "\n".join(lines)
 
 
-def warning(now: Times, before: Times | None) -> str:
+def warning(now: Times, at_first: Times | None) -> str:
     """A warning if training has made it worse, else ""."""
-    if before is None:
+    if at_first is None:
         return ""
-    ends = now.end > max(MUCH, WORSE * before.end)
-    if not ends and now.loss <= before.loss + HIGHER:
+    ends = now.end > max(MUCH, WORSE * at_first.end)
+    if not ends and now.loss <= at_first.loss + HIGHER:
         return ""
     what = "read on after a sentence" if ends else "write times"
     return (
@@ -161,14 +161,14 @@ def warning(now: Times, before: Times | None) -> str:
 
 
 def at_start(
-    model: Whisper, run, before: list[float] | None, measure: Callable[[Whisper], Times | None]
+    model: Whisper, run, past: list[float] | None, measure: Callable[[Whisper], Times | None]
 ) -> list[float]:
     """The values that `measure(model)` finds of the model on the host that a `run`
-    (`common.loop.begin`) will train, for a record that is saved, or found `before` in the run that
+    (`common.loop.begin`) will train, for a record that is saved, or found `past` in the run that
     is resumed. Empty with --init_from, whose weights the loop loads later, and in a plan, where
     weights have no values."""
-    if before is not None:
-        return before
+    if past is not None:
+        return past
     if run.initial or next(model.parameters()).is_meta:
         return []
     with in_use(model, run.setup):

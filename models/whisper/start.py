@@ -275,26 +275,26 @@ class Family(released.Family):
 
     def conflicts(self, info: ModelInfo, saved: Saved) -> list[str]:
         asked, origin = self.asked, self.origin
-        found = super().conflicts(info, saved)
+        flags = super().conflicts(info, saved)
         if origin.path and info.pretrained and os.path.isdir(origin.path):
             config = formats.read_config(Path(origin.path))
             if any(info.config[name] != value for name, value in config.items()):
                 shape = "the checkpoint's model has another shape"
-                found.append(f"{origin.flag} {origin.path} ({shape})")
+                flags.append(f"{origin.flag} {origin.path} ({shape})")
         for name, share in asked.auxiliary.items():
             if name in origin.given and share and not info.ctc_tokens:
-                found.append(f"--{name} {share:g} (the checkpoint's encoder has no output layer)")
+                flags.append(f"--{name} {share:g} (the checkpoint's encoder has no output layer)")
         if asked.vocab_size and saved.state:
             size = saved.state["args"].get("vocab_size") or asked.vocab_size
-            found += released.differing({"vocab_size": (asked.vocab_size, size)})
+            flags += released.differing({"vocab_size": (asked.vocab_size, size)})
         told = make_tokenizer(info.tokenizer)
         if "language" in origin.given and not told.speaks(asked.language):
-            found.append(f"--language {asked.language} (the checkpoint has {told.told})")
+            flags.append(f"--language {asked.language} (the checkpoint has {told.told})")
         if file := asked.tokenizer_file:
             tokenizer = read_tokenizer(file, told.told, info.config["vocab_size"])
             if tokenizer.vocab != info.tokenizer["vocab"]:
-                found.append(f"--tokenizer_file {file} (the checkpoint has another vocabulary)")
-        return found
+                flags.append(f"--tokenizer_file {file} (the checkpoint has another vocabulary)")
+        return flags
 
     def saved_flags(self, info: ModelInfo, saved: Saved) -> dict:
         has = {**info.config, "attention_heads": info.config["encoder_attention_heads"]}
@@ -480,16 +480,16 @@ def check_languages(corpora: dict[str, Corpus], tokenizer: WhisperTokenizer) -> 
     """Prints which languages that rows name are called otherwise by the vocabulary. Raises
     `DataError` for those that it lacks, with the number of their rows."""
     for name, corpus in corpora.items():
-        tokens = {each: tokenizer.token_of(each) for each in corpus.languages.names if each}
+        tokens = {told: tokenizer.token_of(told) for told in corpus.languages.names if told}
         counts = Counter(corpus.languages)
-        lacking = [f"{each!r} ({counts[each]} rows)" for each in tokens if not tokens[each]]
+        lacking = [f"{told!r} ({counts[told]} rows)" for told in tokens if not tokens[told]]
         if lacking:
             raise DataError(
                 f"{name} set: the model has no token for {', '.join(lacking[:20])}, which the rows"
                 " name as their language: correct the column, or let the language borrow a token,"
                 " as --language mdw=ln does"
             )
-        renamed = [f"{each} as {code}" for each, code in tokens.items() if each != code]
+        renamed = [f"{told} as {code}" for told, code in tokens.items() if told != code]
         if renamed:
             print(f"{name} set: languages of rows: {', '.join(renamed[:20])}")
 
@@ -511,12 +511,12 @@ def describe(info: ModelInfo, model: Whisper, given_rate: float | None) -> None:
 
 
 def with_longest(
-    info: ModelInfo, data: splits.RunInfo, before: splits.RunInfo | None
+    info: ModelInfo, data: splits.RunInfo, earlier_run: splits.RunInfo | None
 ) -> splits.RunInfo:
     """`data` with the longest utterance that a model has been trained on: in this run, or in the
-    run `before` that it resumes, or when it was released."""
+    `earlier_run` that it resumes, or when it was released."""
     released_on = input_seconds(info.config) if info.pretrained else 0.0
-    longest = max(data.longest, released_on, before.longest if before else 0.0)
+    longest = max(data.longest, released_on, earlier_run.longest if earlier_run else 0.0)
     return replace(data, longest=longest)
 
 

@@ -157,8 +157,8 @@ def with_context(
     take."""
     if not context or tokenizer.previous is None:
         return search
-    before = [tokenizer.previous, *context[-(config["max_target_positions"] // 2 - 1) :]]
-    return replace(search, prompt=[*before, *search.prompt], start=len(before))
+    said_before = [tokenizer.previous, *context[-(config["max_target_positions"] // 2 - 1) :]]
+    return replace(search, prompt=[*said_before, *search.prompt], start=len(said_before))
 
 
 def _encode(model: Whisper, window: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

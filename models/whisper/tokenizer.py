@@ -242,8 +242,8 @@ class WhisperTokenizer:
         if not self.multilingual:
             return "en" if "en" in forms else None
         known = {code.lower().replace("_", "-"): code for code in self.languages}
-        found = [known[form] for form in (*forms, *map(OWN_CODES.get, forms)) if form in known]
-        return found[0] if found else None
+        codes = [known[form] for form in (*forms, *map(OWN_CODES.get, forms)) if form in known]
+        return codes[0] if codes else None
 
     def speaks(self, told: str) -> bool:
         """Whether `told`, a value of --language, means what this tokenizer was made for."""

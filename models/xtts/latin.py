@@ -141,19 +141,19 @@ def romanise(text: str) -> str:
     """Korean syllables in Latin letters, others as they are. A hyphen stands before a syllable that
     begins with a vowel, or whose first consonant could be read with the syllable before."""
     letters = []
-    before = None  # the last consonant of the syllable before, if there is one
+    last_consonant = None  # the last consonant of the syllable before, if there is one
     for character in text:
         number = ord(character) - FIRST
         if not 0 <= number <= LAST - FIRST:
             letters.append(character)
-            before = None
+            last_consonant = None
             continue
         initial = INITIALS[number // 588]
         final = FINALS[number % 28]
-        if before is not None and (not initial or before + initial in _ambiguous()):
+        if last_consonant is not None and (not initial or last_consonant + initial in _ambiguous()):
             letters.append("-")
         letters.append(initial + VOWELS[number // 28 % 21] + final)
-        before = final
+        last_consonant = final
     return "".join(letters)
 
 

@@ -69,21 +69,21 @@ def extend(info, weights: Weights, texts: Sequence[str], asked: TextOptions):
                 " raise it"
             )
         merges = learn_merges(_runs(words), size - len(lacking))
-    before = info.config["text_tokens"]
+    old_size = info.config["text_tokens"]
     info = replace(
         info,
         vocab=add_pieces(info.vocab, lacking, merges),
         text=replace(info.text, extend_vocab=kind, vocab_size=size),
     )
     # The seed differs between extensions, so that their rows do.
-    info, weights = _with_rows(info, weights, seed=before)
-    added = info.config["text_tokens"] - before
+    info, weights = _with_rows(info, weights, seed=old_size)
+    added = info.config["text_tokens"] - old_size
     if not added:
         print(f"vocabulary: no new tokens ({kind}): it has those of the training texts")
         return info, weights, 0
     if weights is not None:
         _set_biases(weights["text_head.bias"], added, _shares(Texts(info), words, len(texts)))
-    print(f"vocabulary: {added} new tokens ({kind}), {before + added} in all")
+    print(f"vocabulary: {added} new tokens ({kind}), {old_size + added} in all")
     return info, weights, added
 
 
@@ -176,13 +176,13 @@ def _shares(reader: Texts, words: Counter[str], count: int) -> torch.Tensor:
 def _with_rows(info, weights: Weights, seed: int):
     """The info and weights with a row for each token that the vocabulary has more than the
     configuration says."""
-    before = info.config["text_tokens"]
+    old_size = info.config["text_tokens"]
     size = Vocabulary(info.vocab).size
-    new = info.new_tokens + size - before
+    new = info.new_tokens + size - old_size
     if weights is not None:
         generator = torch.Generator().manual_seed(seed)
         weights = dict(weights)
         for name in TEXT_ROWS:
-            rows = new_rows(weights[name], size - before, generator)
+            rows = new_rows(weights[name], size - old_size, generator)
             weights[name] = torch.cat([weights[name], rows])
     return replace(info, config={**info.config, "text_tokens": size}, new_tokens=new), weights

@@ -263,8 +263,8 @@ class Family(released.Family):
             )
 
     def conflicts(self, info: ModelInfo, saved: Saved) -> list[str]:
-        found = super().conflicts(info, saved)
-        return found + texts.conflicts(self.origin.given, self.asked.text, info.text)
+        flags = super().conflicts(info, saved)
+        return flags + texts.conflicts(self.origin.given, self.asked.text, info.text)
 
     def saved_flags(self, info: ModelInfo, saved: Saved) -> dict:
         return {
@@ -336,9 +336,9 @@ def trained(
 ) -> tuple[Synthesiser, ModelInfo, RunInfo | None]:
     """The model of --model_dir, of --resume, or of the best evaluation, ready to be used, and what
     the run that trained it has saved, which is None for a released one. Raises `UsageError`."""
-    model, info, before = Family(asked).trained(asked.recipe, RunInfo, setup)
+    model, info, earlier_run = Family(asked).trained(asked.recipe, RunInfo, setup)
     parts = frozen_parts(asked, info).to(setup.device)
-    return synthesiser_of(info, model, parts, texts.Texts(info)), info, before
+    return synthesiser_of(info, model, parts, texts.Texts(info)), info, earlier_run
 
 
 def synthesiser_of(

@@ -129,24 +129,24 @@ def resolve(args, language: str | None) -> TextOptions:
 def conflicts(given: frozenset[str], wanted: TextOptions, saved: TextOptions) -> list[str]:
     """The flags on the command line that contradict how a checkpoint's model reads, each with what
     the checkpoint has."""
-    found = []
+    flags = []
     if "use_amharic_g2p" in given and wanted.g2p != saved.g2p:
         reads = "phonemes" if saved.g2p else "text as written"
-        found.append(f"{_switch('use_amharic_g2p', wanted.g2p)} (the checkpoint reads {reads})")
+        flags.append(f"{_switch('use_amharic_g2p', wanted.g2p)} (the checkpoint reads {reads})")
     if "lexicon" in given and wanted.lexicon != saved.lexicon:
-        found.append("--lexicon (the checkpoint has other words)")
+        flags.append("--lexicon (the checkpoint has other words)")
     if "epenthesis" in given and wanted.epenthesis != saved.epenthesis:
         flag = _switch("epenthesis", wanted.epenthesis)
-        found.append(f"{flag} (the checkpoint has the opposite)")
+        flags.append(f"{flag} (the checkpoint has the opposite)")
     extended = "the checkpoint's vocabulary was not extended"
     if saved.extend_vocab:
         most = f"{saved.vocab_size} at most"
         extended = f"the checkpoint's vocabulary was extended by {saved.extend_vocab}, {most}"
     if "extend_vocab" in given and wanted.extend_vocab != saved.extend_vocab:
-        found.append(f"--extend_vocab {wanted.extend_vocab} ({extended})")
+        flags.append(f"--extend_vocab {wanted.extend_vocab} ({extended})")
     if "vocab_size" in given and wanted.vocab_size != saved.vocab_size:
-        found.append(f"--vocab_size {wanted.vocab_size} ({extended})")
-    return found
+        flags.append(f"--vocab_size {wanted.vocab_size} ({extended})")
+    return flags
 
 
 def _switch(flag: str, on: bool) -> str:
@@ -189,10 +189,10 @@ def read_corpora(reader: "Texts", corpora: dict[str, Corpus]) -> None:
     for name, corpus in corpora.items():
         pairs = list(zip(corpus.texts, corpus.languages, strict=True))
         corpus.read = Strings(reader.read(*pair) for pair in pairs)
-        for language in sorted({reader.language_of(each) for each in set(corpus.languages)}):
+        for language in sorted({reader.language_of(told) for told in set(corpus.languages)}):
             if language in cleaners.LANGUAGES:  # they are read as Coqui's code reads them
                 continue
-            own = (text for text, each in pairs if reader.language_of(each) == language)
+            own = (text for text, told in pairs if reader.language_of(told) == language)
             read = functools.partial(reader.read, language=language)
             if lost := reading.left_out(own, read):
                 print(

@@ -162,13 +162,13 @@ def add_pieces(text: str, characters: Iterable[str], merges: Iterable[tuple[str,
 def _with_all_ids(text: str) -> tuple[dict, int]:
     """The content of a vocab.json in which special tokens have ids too, and V. Those that are not
     in `vocab` are numbered after it, and would move. Raises `UsageError`."""
-    before = Vocabulary(text)
+    old = Vocabulary(text)
     content = _parse(text)
     ids = content["model"]["vocab"]
-    ids |= {token: before._tokenizer.token_to_id(token) for token in before._special}
+    ids |= {token: old._tokenizer.token_to_id(token) for token in old._special}
     if len({*ids.values()}) < len(ids):
         raise _refused("two of its tokens have one id")
-    return content, before.size
+    return content, old.size
 
 
 def _pair(merge: str | list[str]) -> tuple[str, ...]:
