@@ -53,7 +53,8 @@ def by_nemo(path: Path, size: int) -> Callable[[list[int]], list[float]]:
     def scores(sentence: list[int]) -> list[float]:
         labels = torch.tensor([sentence])
         lengths = torch.tensor([len(sentence)])
-        found = model.score_sentences(labels, lengths, bos=True, eos=True)[0]
+        with torch.no_grad():
+            found = model.score_sentences(labels, lengths, bos=True, eos=True)[0]
         return [float(score) / math.log(10) for score in found]
 
     return scores

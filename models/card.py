@@ -338,6 +338,9 @@ def data_table(about: About) -> str:
         hours = numbers["hours"]
         shown = f"{hours:.1f}" if hours >= 10 else f"{hours:.2f}"
         lines.append(f"| {SETS[name]} | {numbers['utterances']:,} | {shown} |")
+    drafted = sum(numbers.get("drafted", 0) for numbers in sets.values())
+    if drafted:
+        lines += ["", f"A recogniser wrote the texts of {drafted:,} of these utterances."]
     return "\n".join(lines)
 
 

@@ -35,6 +35,7 @@ decoder = ctc_decoder(
     lexicon=None,
     tokens="FOLDER/lm_tokens.txt",
     lm="FOLDER/lm.arpa",
+    lm_dict="FOLDER/lm_tokens.txt",  # in the order of tokens, which torchaudio does not keep
     lm_weight=WEIGHT,
     beam_size=32,
     blank_token="BLANK",

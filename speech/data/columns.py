@@ -246,6 +246,7 @@ class Corpus:
     starts: np.ndarray | None = None  # offsets in the manifest, if silence at the start was cut
     cache_audio: str | None = None  # folder of decoded audio
     read: Strings | None = None  # what a synthesis model reads of the texts
+    drafted: np.ndarray | None = None  # whether a recogniser wrote the text. None: nowhere
     repeats_texts: bool = False  # training and evaluation share their texts by design
 
     def __len__(self) -> int:

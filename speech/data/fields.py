@@ -16,6 +16,7 @@ AUDIO_KEYS = "audio_filepath audio_file file_name path audio wav filename file i
 TEXT_KEYS = ("text", "transcription", "sentence", "transcript", "normalized_text")
 SPEAKER_KEYS = ("speaker", "speaker_name", "client_id", "speaker_id")
 LANGUAGE_KEYS = ("target_lang", "lang", "language", "locale")
+DRAFTED = "drafted"  # true: a recogniser wrote the text, see `speech.data.drafts`
 CHANNEL_KEYS = ("channel_selector", "channel")
 # Those of times, also with a unit, such as start_ms or "Start Time [s]".
 START_KEYS = ("offset", "start", "starttime", "begin", "begintime", "segmentstart")
@@ -66,6 +67,7 @@ class Fields(NamedTuple):
     channel: int
     speaker: str
     language: str
+    drafted: bool = False  # by a recogniser
 
 
 class Table:
@@ -75,7 +77,7 @@ class Table:
     def __init__(self, path: str, needs: str, text_column: str | None, chunked: bool):
         self.path = path
         self.text_column = text_column
-        self.also = {"pieces", needs, *(["segments"] if chunked else [])}
+        self.also = {"pieces", DRAFTED, needs, *(["segments"] if chunked else [])}
         self.counts: dict[tuple[str, ...], int] = {}
         self.columns: dict[tuple[str, ...], Columns] = {}
 
@@ -200,7 +202,16 @@ def row_fields(row, needs: str, columns: Columns | None = None) -> Fields:
     offset, duration = _times(row, columns)
     channel = _channel(row.get(columns.channel))
     return Fields(
-        audio.strip(), text, label, offset, duration, columns.unit, channel, speaker, language
+        audio.strip(),
+        text,
+        label,
+        offset,
+        duration,
+        columns.unit,
+        channel,
+        speaker,
+        language,
+        row.get(DRAFTED) in (True, "True", "true"),
     )
 
 

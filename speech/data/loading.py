@@ -44,6 +44,7 @@ class Checks:
     cache_audio: str | None = None  # folder of decoded audio; None: no cache
     use_chunking: bool = False
     join_segments: bool = True  # if `use_chunking`: as many as fit are one utterance
+    drafted: bool = True  # whether texts that a recogniser wrote are used
     max_samples: int | None = None  # of the training set; None: all
     strict: bool = False  # raise `DataError` if anything is rejected
     seed: int = 1  # of the held-out part, and of `max_samples`
@@ -132,6 +133,8 @@ def load_corpus(
     if checks.needs == "text":
         rows.reject_all(rows.corpus.texts.empty(), "text is empty")
     longest_text = most_characters(checks)
+    if not checks.drafted and rows.corpus.drafted is not None:
+        rows.reject_all(rows.corpus.drafted, "a recogniser wrote the text, which can judge none")
     rows.reject_all(
         rows.corpus.texts.longer(longest_text), f"text is longer than {longest_text} characters"
     )

@@ -469,6 +469,7 @@ class Gathered:
         self.units = array("d")
         self.channels = array("q")
         self.lines = array("q")
+        self.drafted = array("b")
         self.transcribed: set[str] = set()
 
     def append(self, fields: Fields, line: int) -> None:
@@ -482,6 +483,7 @@ class Gathered:
         self.units.append(math.nan if fields.unit is None else fields.unit)
         self.channels.append(fields.channel)
         self.lines.append(line)
+        self.drafted.append(fields.drafted)
 
 
 def read_manifest(
@@ -545,6 +547,7 @@ def _corpus(read: Gathered, files: list[str], has_labels: bool) -> Corpus:
         speakers=read.speakers,
         languages=read.languages,
         lines=np.array(read.lines),
+        drafted=np.array(read.drafted, dtype=bool),
         labels=read.labels if has_labels else None,
     )
 

@@ -40,7 +40,12 @@ LONGEST_STAND_IN = 600.0  # seconds: who gives more as --max_duration means any 
 REPLAY = "replay"  # the set of --replay_manifest
 SPLITS = ("train", "val", "test", REPLAY)  # and watched sets, whose names are the user's
 LEARNED_FROM = ("train", REPLAY)  # the sets that a model learns from
-SET = {"utterances": int, "hours": (int, float), "languages": [str]}  # of `RunInfo.sets`
+SET = {
+    "utterances": int,
+    "hours": (int, float),
+    "languages": [str],
+    "drafted?": int,
+}  # of `RunInfo.sets`
 
 # Rows for `Parser.refuse`.
 NEEDS = (
@@ -288,14 +293,16 @@ def read_manifests(
     rejected.
 
     `checks.max_samples` shortens "train" to the rows of `draw`; sets that are only evaluated have
-    joined segments. If there is a "train" but no "val", a part of these rows is held out: if
+    joined segments, and no text that a recogniser wrote. If there is a "train" but no "val", a part of these rows is held out: if
     possible `checks.held_out`, whatever the seed and `max_samples` are now. Raises `DataError` and
     `UsageError`."""
     corpora = {}
     normalise = Changes(normalise)
     for split, path in manifests.items():
         name = path if isinstance(path, str) else ", ".join(path)
-        own = checks if split in LEARNED_FROM else replace(checks, join_segments=True)
+        own = (
+            checks if split in LEARNED_FROM else replace(checks, join_segments=True, drafted=False)
+        )
         corpora[split], rejected = load_corpus(path, normalise, own)
         seconds = corpora[split].seconds
         report_rejections(f"{split} set ({name})", seconds, rejected, checks.strict)
@@ -384,16 +391,20 @@ def run_info(
 
 
 def about_sets(corpora: dict[str, Corpus]) -> dict[str, dict]:
-    """{split: its utterances, hours and languages, as far as the manifest has them}, of SPLITS."""
-    return {
-        name: {
+    """{split: its utterances, hours and languages, as far as the manifest has them, and how many
+    of its texts a recogniser wrote, if there are such}, of SPLITS."""
+    found = {}
+    for name, corpus in corpora.items():
+        if name not in SPLITS:
+            continue
+        found[name] = {
             "utterances": len(corpus),
             "hours": float(corpus.seconds.sum()) / 3600,
             "languages": sorted(filter(None, corpus.languages.names)),
         }
-        for name, corpus in corpora.items()
-        if name in SPLITS
-    }
+        if corpus.drafted is not None and corpus.drafted.any():
+            found[name]["drafted"] = int(corpus.drafted.sum())
+    return found
 
 
 def some_items(data, seed: int | None, count: int) -> list[dict]:
@@ -481,13 +492,17 @@ def hold_out(
     whole: Corpus, rows: np.ndarray, seed: int, earlier_keys: set[str]
 ) -> tuple[Corpus, Corpus]:
     """(training part, evaluation part) of the ascending `rows` of the training set: a random part
-    is held out: HELD_OUT of it, FEWEST_HELD_OUT to MOST_HELD_OUT utterances. If `earlier_keys`
+    is held out: HELD_OUT of it, FEWEST_HELD_OUT to MOST_HELD_OUT utterances, none of them with a
+    text that a recogniser wrote. If `earlier_keys`
     has the keys of other utterances, of any row, these are held out instead. Raises `DataError` if
     nothing would be left to train on."""
-    fewest = min(FEWEST_HELD_OUT, max(1, len(rows) // 10))
-    count = min(MOST_HELD_OUT, max(fewest, round(HELD_OUT * len(rows))))
-    order = np.random.default_rng(seed).permutation(len(rows))
-    chosen = rows[np.sort(order[:count])]
+    written = rows if whole.drafted is None else rows[~whole.drafted[rows]]
+    if not len(written):
+        raise DataError("a recogniser wrote all training texts: add --val_manifest")
+    fewest = min(FEWEST_HELD_OUT, max(1, len(written) // 10))
+    count = min(MOST_HELD_OUT, max(fewest, round(HELD_OUT * len(written))))
+    order = np.random.default_rng(seed).permutation(len(written))
+    chosen = written[np.sort(order[:count])]
     if earlier_keys and set(held_out_keys(whole.select(chosen))) != earlier_keys:
         kept = np.flatnonzero([key in earlier_keys for key in held_out_keys(whole)])
         if len(kept):

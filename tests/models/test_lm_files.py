@@ -47,6 +47,7 @@ def test_torchaudio_gets_the_names_of_all_outputs(weights):
     # The bar that is a letter has another name than the space.
     assert texts["lm_tokens.txt"].splitlines() == ["<unk>", "|", "a", "b", "<4>", "<blk>"]
     assert unigrams(texts["lm.arpa"]) == {*"|ab", "<4>", "<s>", "</s>", "<unk>"}
+    assert 'lm_dict="FOLDER/lm_tokens.txt"' in form.with_lm  # without it torchaudio mixes them up
     assert 'blank_token="<blk>"' in form.with_lm and 'sil_token="|"' in form.with_lm
 
 
