@@ -162,13 +162,6 @@ def test_the_same_weights_by_other_paths(path, other, same):
     assert card.are_same(path, other) == same
 
 
-def test_a_model_compared_to_its_base_by_another_path_has_rates_before(tmp_path):
-    results = {"title": "test set", "compared_to": "whisper-base", "rates": {LOWER: rates(0.2)}}
-    results["before"] = {LOWER: rates(0.4)}
-    about = card.About("whisper_vietnamese", None, weights(tmp_path), DATA, results)
-    assert f"| test set | {LOWER} | WER | 40.00 | 20.00 |" in card.readme("m", about, WHISPER)
-
-
 def test_random_weights_have_no_base_and_a_demo_says_so(tmp_path):
     data = RunInfo(held_out=[], longest=3.0, demo=True)
     about = card.About("a", "whisper-base", weights(tmp_path), data, is_new=True)
@@ -271,12 +264,6 @@ def test_names_are_quoted_for_yaml(tmp_path):
     files.write_text(tmp_path / "best.json", "{}")
     about = card.About("a", None, tmp_path / "best.safetensors", languages=("no", "vi"))
     assert block_of(card.readme("a: b", about, WHISPER))["language"] == ["no", "vi"]
-
-
-@pytest.mark.parametrize("change", [{"step": "x"}, {"metric": 3}, {"made_by": ["x"]}], ids=str)
-def test_notes_with_wrong_types_are_left_out(change, tmp_path):
-    text = card.readme("x", card.About("a", None, weights(tmp_path, MADE | change)), WHISPER)
-    assert "## Use" in text and "## Training" not in text and "Error rates" not in text
 
 
 def test_names_end_no_table_and_no_line(tmp_path):

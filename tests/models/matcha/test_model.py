@@ -92,27 +92,6 @@ def test_the_statistics_of_group_norm_are_those_of_valid_frames():
         torch.testing.assert_close(normed[row : row + 1, :, :length], expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bits_are_finite(dtype):
-    torch.manual_seed(0)
-    model = Matcha(DEMO)
-    with torch.autocast("cpu", dtype=dtype):
-        means, log_frames, _ = model.encode(
-            torch.randint(0, 20, (2, 9)), torch.tensor([9, 4]), torch.tensor([0, 0])
-        )
-        velocity = model.velocity(
-            torch.randn(2, 12, 80),
-            torch.randn(2, 12, 80),
-            torch.rand(2),
-            torch.tensor([12, 5]),
-            None,
-        )
-    loss = means.square().sum() + log_frames.square().sum() + velocity.square().sum()
-    loss.backward()
-    assert means.dtype == log_frames.dtype == velocity.dtype == torch.float32
-    assert all(p.grad.isfinite().all() for p in model.parameters())
-
-
 def test_the_snake_keeps_what_its_linear_layer_returns_and_no_copies_in_fp32():
     torch.manual_seed(0)
     layer = SnakeLayer(8, 32)

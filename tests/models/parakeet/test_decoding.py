@@ -137,27 +137,6 @@ def test_a_blank_without_duration_takes_one_frame_and_does_not_move_the_lstm():
     assert scripted.moves == [1]
 
 
-def test_labels_without_duration_share_a_frame():
-    cells = {(0, 0): (0, 0), (0, 1): (1, 0), (0, 2): (1, 1), (2, 3): (0, 1)}
-    assert script(cells, 4, 3, 2).decode([4], (0, 2)) == [
-        [Token(0, 0, 0), Token(1, 0, 0), Token(1, 0, 2), Token(0, 2, 2)]
-    ]
-
-
-def test_time_advances_after_max_symbols_whose_durations_are_all_0():
-    cells = {(frame, label): (0, 0) for frame in range(3) for label in range(7)}
-    scripted = script(cells, 3, 2, 2)
-    assert scripted.decode([3], (0, 1), 2) == [[Token(0, frame, 0) for frame in (0, 0, 1, 1, 2, 2)]]
-    assert len(scripted.moves) == 6
-
-
-def test_the_last_of_max_symbols_keeps_its_duration():
-    cells = {(0, 0): (0, 0), (0, 1): (0, 2), (5, 2): (0, 1), (7, 3): (1, 0)}  # of durations 0, 2, 5
-    assert script(cells, 8, 2, 3).decode([8], (0, 2, 5), 2) == [
-        [Token(0, 0, 0), Token(0, 0, 5), Token(0, 5, 2)]
-    ]
-
-
 def test_no_utterances_and_no_frames_have_no_tokens():
     scripted = Script(torch.zeros(2, 1, 1, 4))
     assert scripted.decode([0, 0], (0, 1)) == [[], []] and scripted.moves == []

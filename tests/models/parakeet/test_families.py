@@ -122,15 +122,6 @@ def peer_of(kind: str, folder):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_shapes_are_those_of_transformers(kind, tmp_path):
-    config = make_config(kind, kind == "ctc")
-    formats.export(tmp_path / "a", "hf", random_weights(config), config, extras_of(config))
-    theirs, _ = peer_of(kind, tmp_path / "a")
-    shapes = {name: tuple(tensor.shape) for name, tensor in theirs.state_dict().items()}
-    assert shapes == formats.expected_shapes(config)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_transformers_computes_the_same_with_an_export(kind, tmp_path):
     """Logits in float64, and the texts of greedy decoding, of a ragged batch."""
     config = make_config(kind, kind == "ctc")
@@ -269,14 +260,6 @@ def test_settings_of_the_loss_are_the_archives(tmp_path):
         "ctc": "mean",
     }
     assert start.network(info).fastemit == 0.005
-
-
-def test_fastemit_is_a_number(tmp_path):
-    config = make_config("rnnt", False)
-    extras = {**EXTRAS, "loss": {**settings.RNNT.loss, "fastemit": "much"}}
-    formats.export(tmp_path / "a", "nemo", random_weights(config), config, extras)
-    with pytest.raises(UsageError, match="fastemit_lambda must be a number from 0 to 1"):
-        formats.read_model(tmp_path / "a")
 
 
 @pytest.mark.parametrize("flag", ["joint_dropout", "ctc_weight"])

@@ -19,8 +19,7 @@ import transformers
 import yaml
 from transformers import ParakeetForTDT, ParakeetTDTConfig
 
-from common.errors import Failure, RunError, UsageError
-from models import model_files
+from common.errors import Failure, UsageError
 from models.parakeet import formats, settings
 
 
@@ -126,32 +125,11 @@ def with_yaml(members: dict[str, bytes], change) -> dict[str, bytes]:
 # --- the two forms --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"biases": True, "scale_input": True, "subsampling": 4}, {"subsampling": 2}]
-)
-def test_expected_shapes_are_those_of_transformers(changes):
-    config = {**CONFIG, **changes}
-    assert {
-        n: tuple(w.shape) for n, w in peer(config).state_dict().items()
-    } == formats.expected_shapes(config)
-
-
 @pytest.mark.parametrize("vocabulary,count", [(1024, 617_825_926), (8192, 627_008_134)])
 def test_the_released_models_have_the_released_numbers_of_parameters(vocabulary, count):
     shapes = formats.expected_shapes({**settings.SIZES["0.6b"], "vocabulary": vocabulary})
     parameters = [s for n, s in shapes.items() if "running" not in n and "tracked" not in n]
     assert sum(int(np.prod(shape)) for shape in parameters) == count
-
-
-def test_sizes_are_configurations():
-    for config in settings.SIZES.values():
-        settings.check_config(config, "it")
-    assert {key: config["ctc"] for key, config in settings.SIZES.items()} == {
-        "demo": False,
-        "110m": True,
-        "0.6b": False,
-        "nemotron": False,
-    }
 
 
 def test_conversions_are_each_others_inverse():
@@ -300,22 +278,6 @@ def test_shapes_that_a_form_cannot_hold(form, changes, expected, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("form", ["hf", "nemo"])
-def test_a_failed_export_leaves_what_was_there(form, tmp_path, monkeypatch):
-    formats.export(tmp_path / "ours", form, random_weights(CONFIG), CONFIG, EXTRAS)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir()}
-
-    def full_disk(*args, **options):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(model_files, "save_file", full_disk)
-    monkeypatch.setattr(torch, "save", full_disk)
-    with pytest.raises(RunError, match="No space left"):
-        formats.export(tmp_path / "ours", form, random_weights(CONFIG, 1), CONFIG, EXTRAS)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
-
-
 # --- NVIDIA's form --------------------------------------------------------------------------------
 
 
@@ -462,7 +424,6 @@ SETTINGS = [
     ("preprocessor.window", "hamming"),
     ("preprocessor.features", 80),
     ("preprocessor.window_size", 0.02),
-    ("preprocessor.n_fft", 1024),
     ("preprocessor.preemph", None),
     ("preprocessor.log_zero_guard_value", "1e-5"),
     ("preprocessor.pad_value", -1),
@@ -476,13 +437,11 @@ SETTINGS = [
     ("encoder.untie_biases", False),
     ("encoder.conv_norm_type", "layer_norm"),
     ("encoder.conv_context_size", "causal"),
-    ("encoder.d_model", "wide"),
     ("encoder.d_model", 2**31),
     ("encoder.n_layers", 10**9),
     ("encoder.n_heads", 3),
     ("encoder.ff_expansion_factor", 1.5),
     ("encoder.conv_kernel_size", 8),
-    ("encoder.use_bias", "no"),
     ("encoder.subsampling_factor", 16),
     ("decoder.blank_as_pad", False),
     ("decoder.prednet.pred_rnn_layers", 10**9),
@@ -492,10 +451,8 @@ SETTINGS = [
     ("joint.vocabulary", ["a"]),
     ("labels", ["a"]),
     ("loss.loss_name", "default"),
-    ("loss.loss_name", "warprnnt"),
     ("loss.tdt_kwargs.durations", [0, 0, 1]),
     ("loss.tdt_kwargs.durations", [0]),
-    ("loss.tdt_kwargs.durations", None),
     ("loss.tdt_kwargs.sigma", "x"),
     ("loss.tdt_kwargs.omega", float("nan")),
     ("rnnt_reduction", None),
@@ -503,8 +460,6 @@ SETTINGS = [
     ("encoder", []),
     ("loss", ...),
     ("preprocessor.window_size", 10**400),
-    ("loss.tdt_kwargs.sigma", 10**400),
-    ("encoder.feat_in", 10**400),
 ]
 
 
@@ -549,6 +504,10 @@ def entry(name: str, kind: bytes = tarfile.REGTYPE, target: str = ""):
 
 def replaced(name: str, raw: bytes):
     return lambda members, path: packed(path, {**members, name: raw})
+
+
+def appended(name: str, raw: bytes):
+    return lambda members, path: packed(path, {**members, name: members[name] + raw})
 
 
 def written(change):
@@ -636,10 +595,8 @@ HOSTILE = {  # damaged tensors: tests/models/whisper/test_formats.py
     "a bomb of weights": (bomb(CKPT), ALLOWS),
     "a bomb of another file": (bomb("./x"), ALLOWS),
     "a huge member": (oversized(1 << 50), "cut short"),
-    "a negative member": (oversized(-1024), "cut short"),
     "a huge name": (oversized(1 << 50, tarfile.GNUTYPE_LONGNAME), ALLOWS),
     "huge settings of a member": (oversized(1 << 40, HEADER), ALLOWS),
-    "huge settings, compressed": (oversized(1 << 40, HEADER, compress=True), ALLOWS),
     "negative settings of a member": (oversized(-512, HEADER), "not a .nemo archive"),
     "a tag": (
         replaced(YAML, b"a: !!python/object/apply:os.system ['echo the file was run']"),
@@ -648,30 +605,21 @@ HOSTILE = {  # damaged tensors: tests/models/whisper/test_formats.py
     "references": (replaced(YAML, b"a: &a [1]\nb: [*a, *a]\n"), "references, deep"),
     # Some builds of libyaml refuse depth before our own check sees it.
     "deep yaml": (replaced(YAML, b"[" * 100_000), "yaml is refused"),
-    "deep blocks": (replaced(YAML, b"- " * 100_000), "yaml is refused"),
     "many entries": (replaced(YAML, b"a: [" + b"[]," * 500_000 + b"]"), "too many entries"),
     "a number to the base of 60": (replaced(YAML, b"a: 1" + b":1" * 5000), "a long number"),
     "a yaml of a list": (replaced(YAML, b"[1, 2]"), "not a table"),
-    "a yaml that is not text": (replaced(YAML, b"\xff\xfe\x00"), "refused"),
+    "a key twice": (appended(YAML, b"sample_rate: 8000\n"), "a key is there twice"),
     "a long number": (replaced(YAML, b"a: " + b"9" * 10_000), "refused"),
     "no yaml": (only(CKPT), "lacks model_config.yaml"),
     "no weights": (only(YAML), "lacks model_weights.ckpt"),
     "no tokenizer": (only(YAML, CKPT), "lacks the SentencePiece model"),
     "cut short": (written(lambda raw: raw[: len(raw) // 2]), "cut short"),
-    "cut in a header": (written(lambda raw: raw[:700]), "cut short|not a .nemo"),
     "cut compressed": (written(lambda raw: gzip.compress(raw)[:-2000]), "cut short"),
     "changed compressed": (written(lambda raw: gzip.compress(raw)[:3000] + bytes(3000)), "damaged"),
     "empty": (written(lambda raw: b""), "not a .nemo archive"),
     "not a tar": (written(lambda raw: b"RIFF" * 500), "not a .nemo archive"),
     "a pointer": (written(lambda raw: LFS), "git lfs pull"),
-    "weights are cut": (replaced(CKPT, saved({"a": torch.ones(9)})[:-40]), "damaged"),
-    "quantised": (changed_weights(lambda w: {n: t.char() for n, t in w.items()}), "quantised"),
-    "a counter of floats": (
-        changed_weights(lambda w: {n: t.float() for n, t in w.items()}),
-        "not an int64 tensor",
-    ),
     "a tensor is missing": (rename("joint.enc.bias", "joint.enc.x"), "lacks 'encoder_projector.b"),
-    "no embedding": (rename("prediction.embed.", "prediction.x."), "encoder|lacks|joint.head"),
     "another tokenizer": (another_tokenizer, "tokenizer"),
 }
 
@@ -767,13 +715,6 @@ def test_pieces_that_are_not_the_labels_are_refused(key, sound, tmp_path):
         formats.read_model(packed(tmp_path / "x.nemo", members))
 
 
-def test_a_yaml_key_that_is_there_twice_is_refused(sound, tmp_path):
-    members = unpacked(sound / "nemo" / "model.nemo")
-    members["./model_config.yaml"] += b"sample_rate: 8000\n"
-    with pytest.raises(UsageError, match="a key is there twice"):
-        formats.read_model(packed(tmp_path / "x.nemo", members))
-
-
 def test_a_tokenizer_is_read_without_weights(sound, tmp_path):
     members = unpacked(sound / "nemo" / "model.nemo")
     members["./model_weights.ckpt"] = b"no weights"
@@ -782,12 +723,3 @@ def test_a_tokenizer_is_read_without_weights(sound, tmp_path):
     (tmp_path / "hf" / "model.safetensors").unlink()
     of_folder = formats.read_tokenizer(tmp_path / "hf")
     assert state["sentencepiece"] == of_folder["sentencepiece"]
-
-
-def test_a_form_that_cannot_be_is_known_without_weights():
-    formats.check_form("hf", CONFIG, EXTRAS)
-    formats.check_form("nemo", CONFIG, EXTRAS)
-    with pytest.raises(UsageError, match="joint_width is 20"):
-        formats.check_form("hf", {**CONFIG, "joint_width": 20}, EXTRAS)
-    with pytest.raises(UsageError, match="ffn is 50"):
-        formats.check_form("nemo", {**CONFIG, "ffn": 50}, EXTRAS)

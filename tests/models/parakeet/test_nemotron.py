@@ -140,12 +140,6 @@ def test_what_a_folder_does_not_say_is_as_in_the_released_model(tmp_path):
     assert config["streaming"] == {"left": 12, "lookaheads": [3, 0, 1]}
 
 
-def test_the_english_model_has_no_languages(tmp_path):
-    write_folder(tmp_path, ENGLISH, {"supported_num_lookahead_tokens": [3, 0, 5]})
-    weights, config, extras = formats.read_model(tmp_path)
-    assert config == ENGLISH and extras["languages"] == {} and len(weights) > 50
-
-
 @pytest.mark.parametrize("config", [CONFIG, ENGLISH], ids=["prompts", "english"])
 @pytest.mark.parametrize("form", ["hf", "nemo"])
 def test_an_export_is_read_as_it_was_written(config, form, tmp_path):
@@ -280,13 +274,6 @@ def test_one_context_is_a_list_of_one(tmp_path):
     members = with_yaml(unpacked(tmp_path / "model.nemo"), change)
     _, config, _ = formats.read_model(packed(tmp_path / "one.nemo", members))
     assert config["streaming"] == {"left": 12, "lookaheads": [3]}
-
-
-def test_a_new_language_is_in_both_forms(tmp_path):
-    extras = {**extras_of(CONFIG), "languages": {**NAMES, "se-NO": 2}}
-    for form in ("hf", "nemo"):
-        formats.export(tmp_path / form, form, random_weights(CONFIG), CONFIG, extras)
-        assert formats.read_model(tmp_path / form)[2]["languages"]["se-NO"] == 2
 
 
 @pytest.mark.parametrize(

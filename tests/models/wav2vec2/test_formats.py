@@ -571,10 +571,7 @@ REFUSED = {
     "phonemes": (tokens_with(tokenizer_class="Wav2Vec2PhonemeCTCTokenizer"), "Phoneme"),
     "no head": (tensor_with(HEAD, lambda w: None), "lacks 'lm_head.weight'"),
     "a head without rows": (tensor_with(HEAD, lambda w: w[0, 0]), "not a vocabulary for"),
-    "NaN": (tensor_with("lm_head.bias", lambda w: w * math.nan), "not finite"),
-    "int8": (tensor_with(HEAD, lambda w: w.to(torch.int8)), "quantised"),
     "cut short": (cut_short, "cut short"),
-    "a pointer": (bytes_of("model.safetensors", b"version https://git-lfs.x"), "git lfs pull"),
     "code": (hostile, "could run code"),
     "many names of one tensor": (shared, "its tensors share their data"),
 }

@@ -308,14 +308,6 @@ def test_a_wide_beam_is_exhaustive(seed):
         assert hypothesis.mean_log_probability == pytest.approx(best[0], abs=1e-10)
 
 
-def test_a_beam_of_one_is_greedy():
-    model = make_model(3)
-    encoded, _ = inputs(model, 20)
-    search = Search(PROMPT, EOS, max_new_tokens=30, beam_size=1)
-    beams = tokens_of(decoding.beam(model, encoded, None, search))
-    assert beams == tokens_of(decoding.greedy(model, encoded, None, search))
-
-
 def test_sampling_is_reproducible_and_cold_sampling_is_greedy():
     model = make_model(3)
     encoded, _ = inputs(model, 10)
@@ -644,7 +636,7 @@ def cut_text(words, times, windows, random, garbled):
     return texts
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_stitched_text_is_the_text(seed):
     """Random words, some of them after long pauses, of a small vocabulary: no word is lost and none
     doubled."""
@@ -672,7 +664,7 @@ def test_stitched_text_is_the_text(seed):
         assert not text or any(a - 5000 < times[i][0] < b + 5000 for i in place)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_languages_without_spaces_are_stitched_by_characters(seed):
     random = np.random.default_rng(seed)
     words = [chr(0x4E00 + c) for c in random.integers(0, 300, 500)]
@@ -721,15 +713,6 @@ def test_repeated_words_are_aligned_by_time():
 def test_stitching_odd_windows(texts, expected):
     whole, parts = long.stitch(texts, [(0, 30), (25, 55), (50, 80)])
     assert whole == expected and " ".join(filter(None, (text for _, _, text in parts))) == expected
-
-
-def test_nothing_is_dropped_if_the_overlap_is_silent():
-    left = "a long sentence that was said at the beginning of the first window and not in its end"
-    right = (
-        "another one that is said much later than the first of the two and fills the second window"
-        " wholly"
-    )
-    assert long.stitch([left, right], [(0, 30), (25, 55)])[0] == f"{left} {right}"
 
 
 def test_files_in_overlapping_pieces(tmp_path, wav, capsys):

@@ -375,12 +375,6 @@ def test_export_replaces_its_own_folder_and_no_other(tmp_path):
     assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["config.json"]
     with pytest.raises(RunError, match="a part of that path is a file"):
         exported(tmp_path / "file" / "below")
-    (tmp_path / "circle").symlink_to(tmp_path / "circle")
-    with pytest.raises(RunError, match="cannot write in"):
-        exported(tmp_path / ("x" * 300))
-    for path in (tmp_path / "circle", tmp_path / "circle" / "below"):
-        with pytest.raises((RunError, UsageError), match="--export"):
-            exported(path)
 
 
 @pytest.mark.parametrize("edit", ["README.md", "config.json", "made_from.json"])
@@ -527,7 +521,6 @@ HOSTILE = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "no weights"),
     "another type": (settings(model_type="wav2vec2"), "wav2vec2"),
     "no width": (settings(d_model=None), "d_model"),
-    "width in words": (settings(d_model="wide"), "d_model"),
     "heads": (settings(decoder_attention_heads=5), "does not divide"),
     "activation": (settings(activation_function="relu"), "activation"),
     "larger vocabulary": (settings(vocab_size=71), "embed_tokens"),
@@ -539,11 +532,7 @@ HOSTILE = {
     "config is a pipe": (pipe("config.json"), "no config.json"),
     "a billion layers": (settings(encoder_layers=10**9), "encoder_layers is '1000000000'"),
     "a wide model": (settings(d_model=2**31), "d_model is '2147483648'"),
-    "an odd width": (settings(d_model=33), "d_model is '33'"),
     "a boolean": (settings(decoder_layers=True), "decoder_layers is 'True'"),
-    "a fraction": (settings(num_mel_bins=80.0), "num_mel_bins is '80.0'"),
-    "no positions": (settings(max_target_positions=0), "max_target_positions is '0'"),
-    "endless audio": (settings(max_source_positions=10**9), "max_source_positions is '1000000"),
     "a huge vocabulary": (settings(vocab_size=10**30), "vocab_size is '1000000"),
     "generation is deep": (write("generation_config.json", b'{"a":' * 100_000), "not valid JSON"),
     "config is a pointer": (write("config.json", LFS), "git lfs pull"),
@@ -601,14 +590,10 @@ def dims(**changes) -> dict:
         (pickle.dumps(Trap(), protocol=2), "refused"),
         ({"model": 1}, "dims and model_state_dict"),
         ({"dims": {}, "model_state_dict": {}}, "dims are not"),
-        ({"dims": None, "model_state_dict": {}}, "dims are not"),
         (dims(), "lacks"),
         ({**dims(), "model_state_dict": None}, "not weights by name"),
         ({**dims(), "model_state_dict": {3: torch.ones(1)}}, "'3' is not a dense tensor"),
         (dims(n_mels=-1), "num_mel_bins is '-1'"),
-        (dims(n_mels=True), "num_mel_bins is 'True'"),
-        (dims(n_audio_layer=10**9), "encoder_layers is '1000000000'"),
-        (dims(n_text_layer="2"), "decoder_layers is '2'"),
         (dims(n_text_layer=torch.tensor(2)), "decoder_layers is"),
         (dims(n_audio_state=2**31, n_text_state=2**31), "d_model is '2147483648'"),
         (dims(n_audio_state=32.0, n_text_state=32.0), "dims are not"),

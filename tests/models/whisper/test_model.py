@@ -360,12 +360,6 @@ def test_a_frozen_encoder_learns_nothing_and_has_no_dropout():
     assert torch.equal(encoded, model.encode(moved(batch))[0]) and not encoded.requires_grad
 
 
-def test_positions_of_the_encoder_are_not_trained():
-    model = make_model()
-    loss_and_gradient(model, collate(make_items(2)))
-    assert model.encoder.embed_positions.weight.grad is None
-
-
 # --- a start from nothing -------------------------------------------------------------------------
 
 

@@ -25,7 +25,6 @@ CONFIG = {
     "start_text": 9, "stop_text": 0, "start_audio": START, "stop_audio": STOP,
 }  # fmt: skip
 GREEDY = Sampling(top_k=1, repetition_penalty=1.0, max_codes=20)
-RATE = 22_050
 
 
 class TinyGPT(nn.Module):
@@ -330,13 +329,6 @@ def test_filters_are_those_of_transformers(seed, temperature, top_k, top_p, pena
         expected = TopPLogitsWarper(top_p)(None, expected)
     result = decoding.filter_logits(logits, seen, Sampling(temperature, top_k, top_p, penalty))
     torch.testing.assert_close(result, expected, rtol=1e-12, atol=0)
-
-
-def test_filters_can_be_off():
-    logits = torch.randn(2, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    assert decoding.filter_logits(
-        logits, torch.ones(2, 30, dtype=torch.bool), Sampling(1.0, 0, 1.0, 1.0)
-    ).equal(logits)
 
 
 def test_draws_have_the_frequencies_of_the_probabilities():

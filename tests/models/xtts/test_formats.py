@@ -165,11 +165,8 @@ def test_names_and_shapes_are_coquis(group):
         ({"heads": 3}, "heads does not divide"),
         ({"start_text": TOKENS.size}, "START or STOP"),
         ({"start_audio": 5}, "audio tokens"),
-        ({"codes": 5}, "audio tokens"),
         ({"layers": 0}, "layers"),
         ({"d_model": 18}, "d_model"),
-        ({"d_model": 1 << 20}, "d_model"),
-        ({"layers": True}, "layers"),
         ({"mel_positions": "608"}, "mel_positions"),
     ],
 )
@@ -385,25 +382,14 @@ HOSTILE = {
     "no config.json": (without("config.json"), "lacks config"),
     "no dvae.pth": (without("dvae.pth"), r"lacks dvae\.pth"),
     "a cut model.pth": (cut("model.pth"), r"model\.pth is damaged"),
-    "a cut dvae.pth": (cut("dvae.pth"), r"dvae\.pth is damaged"),
     "a cut vocab.json": (cut("vocab.json"), r"vocab\.json is refused: it is damaged"),
     "a cut config.json": (cut("config.json"), "not valid JSON"),
     "a pointer": (content("model.pth", LFS), "Git LFS"),
-    "a pointer as vocabulary": (content("vocab.json", LFS), "Git LFS"),
     "a list": (content("model.pth", [1]), "holds a list"),
     "a tensor": (content("dvae.pth", torch.zeros(2)), "holds a Tensor"),
-    "numbers as names": (
-        content("model.pth", {"model": {1: torch.zeros(2)}}),
-        "'1' is not part of XTTS-v2",
-    ),
     "no tensors": (content("model.pth", {"model": {}}), "lacks|mel_stats"),
     "a dict as statistics": (content("mel_stats.pth", {"a": 1}), "not a floating-point tensor"),
     "other statistics": (content("mel_stats.pth", torch.zeros(80)), "differs from the mel_stats"),
-    "statistics in a list": (
-        content("mel_stats.pth", [torch.zeros(80)]),
-        "not a floating-point tensor",
-    ),
-    "short statistics": (content("mel_stats.pth", torch.zeros(79)), "differs from the mel_stats"),
     "an unknown part": (
         weights(lambda s: s.update({"clvp.x": torch.zeros(2)})),
         "'clvp.x' is not part of XTTS-v2",
@@ -423,10 +409,6 @@ HOSTILE = {
         "mel_head.weight is",
     ),
     "NaN": (weights(lambda s: s.update({HEAD: NAN})), "not finite"),
-    "integers": (
-        weights(lambda s: s.update({HEAD: torch.ones(8, 16).long()})),
-        "not a floating-point tensor",
-    ),
     "a name twice": (weights(lambda s: s.update({f"xtts.{HEAD}": s[HEAD]})), "there twice"),
     "many layers": (args(gpt_layers=128), r"\(gpt\) lacks"),
     "too many layers": (args(gpt_layers=1 << 40), "layers is"),
@@ -439,17 +421,12 @@ HOSTILE = {
         args(output_sample_rate=22050),
         "output_sample_rate is '22050'; XTTS-v2 has 24000",
     ),
-    "a rate that is a list": (args(input_sample_rate=[22050]), "input_sample_rate is"),
     "another width": (args(decoder_input_dim=8), "decoder_input_dim"),
-    "text as size": (args(gpt_n_heads="2"), "heads is"),
-    "no audio tokens": (args(gpt_num_audio_tokens=None), "audio_tokens is"),
-    "NaN as size": (args(gpt_layers=math.nan), "layers is"),
     "other audio tokens": (args(gpt_start_audio_token=1), "audio tokens"),
     "no arguments": (
         content("config.json", b'{"model_args": 3}'),
         "gpt_use_perceiver_resampler is",
     ),
-    "a list as description": (content("config.json", b"[]"), "not a JSON object"),
 }
 
 
@@ -586,11 +563,3 @@ def test_values_that_are_not_finite_are_not_exported(tmp_path):
     with pytest.raises(UsageError, match="not finite"):
         formats.export(tmp_path / "out", groups, CONFIG, EXTRAS, {})
     assert not (tmp_path / "out").exists()
-
-
-def test_foreign_folders_are_not_replaced(tmp_path):
-    coqui_folder(tmp_path, random_groups())
-    before = (tmp_path / "model.pth").read_bytes()
-    with pytest.raises(UsageError, match=r"--export .*not replaced"):
-        formats.export(tmp_path, random_groups(), CONFIG, EXTRAS, {})
-    assert (tmp_path / "model.pth").read_bytes() == before

@@ -153,17 +153,6 @@ def test_what_is_written_is_read_as_manifests(corpus, said, tmp_path):
     assert set(reader.languages) == {"de", "am"} and [*said[0][1]] == [[*b"one|two"]]
 
 
-def test_the_similarity_of_voices_needs_half_a_second(corpus, said, tmp_path, monkeypatch):
-    similarity = spoken(tmp_path / "a", corpus)[0].partition("\nspeaker similarity: ")[2]
-    assert -1 <= float(similarity.split()[0]) <= 1 and similarity.endswith(
-        "(cosine between vectors of the speaker encoder)"
-    )
-    monkeypatch.setattr(speaking, "speak", lambda *_: [torch.full((12_000,), 0.1)])
-    assert "speaker similarity" not in spoken(tmp_path / "short", corpus)[0]
-    monkeypatch.setattr(speaking, "speak", lambda *_: [torch.full((12_001,), 0.1)])
-    assert "speaker similarity" in spoken(tmp_path / "long", corpus)[0]
-
-
 def test_the_similarity_is_the_mean_cosine(corpus, tmp_path, monkeypatch):
     vectors = {
         True: iter([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0], [1.0, 0.0]]),

@@ -240,106 +240,74 @@ def test_damaged_options(change):
         records.read(texts.TextOptions, {**asdict(PLAIN), **change}, "it")
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--dry_run=8GB", "--lexicon", "x"], "--lexicon goes with --use_amharic_g2p"),
-        (["--dry_run=8GB", "--epenthesis"], "--epenthesis goes with --use_amharic_g2p"),
-        (["--dry_run=8GB", "--no_epenthesis"], "--no_epenthesis goes with --use_amharic_g2p"),
-        (["--dry_run=8GB", "--vocab_size", 9], "--vocab_size goes with --extend_vocab bpe"),
-        (
-            ["--dry_run=8GB", "--vocab_size", 9, "--extend_vocab", "characters"],
-            "--vocab_size goes with --extend_vocab bpe",
-        ),
-        (
-            ["--dry_run=8GB", "--use_amharic_g2p", "--extend_vocab", "bpe"],
-            "--extend_vocab and --use_amharic_g2p",
-        ),
-        (["--dry_run=8GB", "--use_amharic_g2p", "--language", "ti"], "is for Amharic"),
-        (["--show_text", "a", "--use_amharic_g2p", "--lexicon", "missing.tsv"], "missing.tsv"),
-        (["--show_text", "a", "--extend_vocab", "bpe"], "--extend_vocab and --show_text"),
-        (["--show_text", "a", "--evaluate"], "--show_text and --evaluate"),
-        (["--evaluate", "--extend_vocab", "bpe"], "--extend_vocab and --evaluate"),
-        (
-            ["--synthesize", "a", "--speaker_wav", __file__, "--extend_vocab", "bpe"],
-            "--extend_vocab and --synthesize",
-        ),
-        (
-            ["--synthesize", "a", "--speaker_wav", __file__, "--use_amharic_g2p"],
-            "a checkpoint keeps how it reads",
-        ),
-        (
-            [
-                "--synthesize",
-                "a",
-                "--speaker_wav",
-                __file__,
-                "--use_amharic_g2p",
-                "--model_dir",
-                ".",
-                "--resume",
-                "x",
-            ],
-            "keeps how it reads",
-        ),
-    ],
-)
-def test_flags_that_contradict(flags, message):
+SPEAKING = f"--synthesize a --speaker_wav {__file__}"
+CONTRADICTIONS = [  # words, and a part of the message
+    ("--dry_run=8GB --lexicon x", "--lexicon goes with --use_amharic_g2p"),
+    ("--dry_run=8GB --epenthesis", "--epenthesis goes with --use_amharic_g2p"),
+    ("--dry_run=8GB --vocab_size 9", "--vocab_size goes with --extend_vocab bpe"),
+    (
+        "--dry_run=8GB --vocab_size 9 --extend_vocab characters",
+        "--vocab_size goes with --extend_vocab bpe",
+    ),
+    (
+        "--dry_run=8GB --use_amharic_g2p --extend_vocab bpe",
+        "--extend_vocab and --use_amharic_g2p",
+    ),
+    ("--dry_run=8GB --use_amharic_g2p --language ti", "is for Amharic"),
+    ("--show_text a --use_amharic_g2p --lexicon missing.tsv", "missing.tsv"),
+    ("--show_text a --extend_vocab bpe", "--extend_vocab and --show_text"),
+    ("--show_text a --evaluate", "--show_text and --evaluate"),
+    ("--evaluate --extend_vocab bpe", "--extend_vocab and --evaluate"),
+    (f"{SPEAKING} --extend_vocab bpe", "--extend_vocab and --synthesize"),
+    (f"{SPEAKING} --use_amharic_g2p", "a checkpoint keeps how it reads"),
+    (f"{SPEAKING} --use_amharic_g2p --model_dir . --resume x", "keeps how it reads"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), CONTRADICTIONS)
+def test_flags_that_contradict(words, message):
     with pytest.raises(UsageError, match=f"{message}[^\n]*$"):
-        resolved(*flags)
+        resolved(*words.split())
 
 
 def test_flags_that_agree():
-    speaking = [
-        "--synthesize",
-        "a",
-        "--speaker_wav",
-        __file__,
-        "--model_dir",
-        ".",
-        "--use_amharic_g2p",
-    ]
-    assert resolved(*speaking, "--no_epenthesis").text == texts.TextOptions(
-        g2p=True, epenthesis=False
-    )
-    assert (
-        resolved("--dry_run=8GB", "--extend_vocab", "bpe", "--vocab_size", 9).text.vocab_size == 9
-    )
+    words = f"{SPEAKING} --model_dir . --use_amharic_g2p --no_epenthesis"
+    assert resolved(*words.split()).text == texts.TextOptions(g2p=True, epenthesis=False)
+    words = "--dry_run=8GB --extend_vocab bpe --vocab_size 9"
+    assert resolved(*words.split()).text.vocab_size == 9
     assert resolved("--show_text", "a", "--use_amharic_g2p", "--language", "amh").text.g2p
 
 
-@pytest.mark.parametrize(
-    "flags, text, messages",
-    [
-        (
-            ["--use_amharic_g2p"],
-            PLAIN,
-            ["--use_amharic_g2p (the checkpoint reads text as written)"],
-        ),
-        (["--use_amharic_g2p"], G2P, []),
-        (["--no_use_amharic_g2p"], G2P, ["--no_use_amharic_g2p (the checkpoint reads phonemes)"]),
-        ([], replace(G2P, epenthesis=False, lexicon={"a": "b"}), []),
-        (
-            ["--use_amharic_g2p", "--no_epenthesis"],
-            G2P,
-            ["--no_epenthesis (the checkpoint has the opposite)"],
-        ),
-        (
-            ["--extend_vocab", "bpe"],
-            PLAIN,
-            ["--extend_vocab bpe (the checkpoint's vocabulary was not extended)"],
-        ),
-        (["--extend_vocab", "bpe"], replace(PLAIN, extend_vocab="bpe"), []),
-        (
-            ["--extend_vocab", "bpe", "--vocab_size", 9],
-            replace(PLAIN, extend_vocab="bpe"),
-            ["--vocab_size 9 (the checkpoint's vocabulary was extended by bpe, 2000 at most)"],
-        ),
-    ],
-)
-def test_flags_that_contradict_a_checkpoint(flags, text, messages):
-    chosen = resolved("--dry_run=8GB", "--resume", "auto", *flags)
-    assert texts.conflicts(chosen.origin.given, chosen.text, text) == messages
+BPE = replace(PLAIN, extend_vocab="bpe")
+OF_A_CHECKPOINT = [  # words, how the checkpoint reads, and the contradiction
+    ("--use_amharic_g2p", PLAIN, "--use_amharic_g2p (the checkpoint reads text as written)"),
+    ("--use_amharic_g2p", G2P, None),
+    ("--no_use_amharic_g2p", G2P, "--no_use_amharic_g2p (the checkpoint reads phonemes)"),
+    ("", replace(G2P, epenthesis=False, lexicon={"a": "b"}), None),
+    (
+        "--use_amharic_g2p --no_epenthesis",
+        G2P,
+        "--no_epenthesis (the checkpoint has the opposite)",
+    ),
+    (
+        "--extend_vocab bpe",
+        PLAIN,
+        "--extend_vocab bpe (the checkpoint's vocabulary was not extended)",
+    ),
+    ("--extend_vocab bpe", BPE, None),
+    (
+        "--extend_vocab bpe --vocab_size 9",
+        BPE,
+        "--vocab_size 9 (the checkpoint's vocabulary was extended by bpe, 2000 at most)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "text", "message"), OF_A_CHECKPOINT)
+def test_flags_that_contradict_a_checkpoint(words, text, message):
+    chosen = resolved("--dry_run=8GB", "--resume", "auto", *words.split())
+    found = texts.conflicts(chosen.origin.given, chosen.text, text)
+    assert found == ([message] if message else [])
 
 
 def test_a_contradiction_ends_the_resumed_run(tmp_path):
