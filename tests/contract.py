@@ -3,7 +3,6 @@ command line, by what it hands to `train`, and by its files."""
 
 import copy
 import functools
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,6 +137,12 @@ def in_64_bits(case: Case, *flags) -> SimpleNamespace:
     return given
 
 
+def loss_of(recipe: ModuleType, model, items: list[dict], weights: dict, loss=None):
+    """What `check_any_cut` and `update` ask of a recipe, for a model and utterances in 64 bits."""
+    task = SimpleNamespace(compute_loss=loss or recipe.compute_loss, loss_weights=weights)
+    return SimpleNamespace(model=model, items=items, collate=recipe.collate, task=task)
+
+
 def update(given: SimpleNamespace, model: torch.nn.Module, sizes: list[int]) -> torch.Tensor:
     """The sums of the loss's terms over `items`, cut into micro-batches of these sizes, whose
     gradient the model has then."""
@@ -165,6 +170,17 @@ def check_any_cut(given: SimpleNamespace) -> None:
         sums = update(given, given.model, sizes)
         assert (sums - whole).abs().max() <= 1e-10 * whole.abs().max()
         assert (gradient(given.model) - expected).norm() <= 1e-10 * expected.norm()
+
+
+def check_dropout(given: SimpleNamespace) -> None:
+    """Chance is part of training alone."""
+    [batch] = to_device([given.collate([given.data.item(0, 1)])], CPU)
+    model = given.model
+    for is_training in (True, False):
+        model.train(is_training)
+        with torch.no_grad():
+            first, second = [sum(given.task.compute_loss(model, batch).values()) for _ in range(2)]
+        assert torch.equal(first, second) != is_training
 
 
 def check_checkpointing(given: SimpleNamespace, autocast: torch.dtype | None) -> None:
@@ -209,6 +225,15 @@ def check_evaluation(given: SimpleNamespace) -> None:
         assert abs(apart[name][0] - total) <= 1e-5 * abs(total), name
 
 
+def check_heard(heard_by, sample_rate: int) -> None:
+    """What --align is given: log-probabilities of every frame and spelling."""
+    with torch.no_grad():
+        log_probs = heard_by.hear(torch.randn(5 * sample_rate))
+    assert log_probs.shape[1] == len(heard_by.vocabulary.spellings)
+    assert abs(len(log_probs) - 5 / heard_by.frame) <= 1
+    np.testing.assert_allclose(np.exp(log_probs).sum(1), 1, rtol=1e-5)
+
+
 # --- data -----------------------------------------------------------------------------------------
 
 
@@ -250,11 +275,7 @@ def lose_steps_after(step: int, folder: Path) -> None:
 
 
 def metrics(folder: Path) -> list[dict]:
-    return rows(folder / "logs" / "metrics.jsonl")
-
-
-def rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return runs.rows(folder / "logs" / "metrics.jsonl")
 
 
 def held_out(data: list) -> list:

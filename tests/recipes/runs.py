@@ -4,17 +4,20 @@ takes seconds."""
 import contextlib
 import dataclasses
 import io
+import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
+import soundfile
 import torch
 import torch._dynamo  # the first update of an optimizer would import it, which takes two seconds
 
@@ -237,6 +240,42 @@ def assert_same_state(a: checkpoint.Saved, b: checkpoint.Saved) -> None:
     for name, state in ours.items():
         for key, value in state.items():
             assert torch.equal(value, others[name][key]), (name, key)
+
+
+def rows(path: str | Path) -> list[dict]:
+    """Those of a file of JSON lines: a manifest, transcripts, or logs/metrics.jsonl."""
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def rows_of(manifest: str) -> list[dict]:
+    """The rows of a manifest with whole paths, for a manifest elsewhere."""
+    folder = Path(manifest).parent
+    return [
+        {**row, "audio_filepath": str(folder / row["audio_filepath"])} for row in rows(manifest)
+    ]
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    """Writes a manifest."""
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+def write_noise(
+    folder: Path, texts: Sequence[str], seconds: Sequence[float], rate: int, speakers: int = 1
+) -> str:
+    """The manifest of clips of noise, whose loudness changes in each at another pace. The speakers
+    take turns."""
+    random = np.random.default_rng(0)
+    rows = []
+    for number, (text, length) in enumerate(zip(texts, seconds, strict=True)):
+        samples = 0.1 * random.normal(size=round(length * rate))
+        samples *= 1 + np.sin(np.arange(len(samples)) / (300 + 400 * number))
+        soundfile.write(folder / f"{number}.wav", samples.clip(-1, 1), rate)
+        speaker = f"voice {number % speakers}"
+        rows.append({"audio_filepath": f"{number}.wav", "text": text, "speaker": speaker})
+    return str(write_rows(folder / "train.json", rows))
 
 
 def error_lines(out: str) -> list[str]:

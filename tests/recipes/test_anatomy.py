@@ -139,22 +139,6 @@ def test_a_model_that_is_not_trained_further_is_loaded_by_one_function(recipe):
     assert inspect.getsource(use).count(" = trained(") == 1
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
-def test_only_resolve_sets_a_flag(recipe):
-    """After `begin` the namespace is read-only, and what is computed has a name of its own before,
-    too."""
-
-    def sets_a_flag(node: ast.AST) -> bool:
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("setattr", "vars"):
-            return bool(node.args) and getattr(node.args[0], "id", "") == "args"
-        is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
-        return is_set and getattr(node.value, "id", "") == "args"
-
-    tree = tree_of(Path(recipe.__file__))
-    tree.body = [node for node in tree.body if getattr(node, "name", "") != "resolve"]
-    assert [node.lineno for node in ast.walk(tree) if sets_a_flag(node)] == []
-
-
 @pytest.mark.parametrize("path", modules("speech"), ids=label)
 def test_args_enter_speech_in_two_functions_only(path):
     named = {

@@ -1,12 +1,9 @@
 """The attention kernels that the recipes take on GPUs, with the shapes, strides and types that q,
 k, v and the mask really have: none may take the math kernel, which keeps all scores."""
 
-import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
-import soundfile
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
@@ -31,6 +28,7 @@ from recipes import (
 )
 from speech.signal.audio import SAMPLE_RATE
 from tests.models.xtts import small
+from tests.recipes import runs
 from tests.recipes.runs import run
 
 # Compute capabilities, and the types that a recipe computes in there.
@@ -84,16 +82,9 @@ class Calls(dict):
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory) -> str:
     """Utterances of noise that differ in length, so that batches have padding and masks."""
-    folder = tmp_path_factory.mktemp("noise")
-    random = np.random.default_rng(0)
-    rows = []
-    for number in range(6):
-        noise = 0.1 * random.uniform(-1, 1, SAMPLE_RATE * (number + 4) // 4)
-        soundfile.write(folder / f"{number}.wav", noise, SAMPLE_RATE)
-        row = {"audio_filepath": f"{number}.wav", "text": f"words {number}", "speaker": "a"}
-        rows.append(json.dumps(row))
-    (folder / "train.json").write_text("\n".join(rows), encoding="utf-8")
-    return str(folder / "train.json")
+    texts = [f"words {number}" for number in range(6)]
+    seconds = [1 + number / 4 for number in range(6)]
+    return runs.write_noise(tmp_path_factory.mktemp("noise"), texts, seconds, SAMPLE_RATE)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.RECIPE)

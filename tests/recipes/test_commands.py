@@ -94,26 +94,6 @@ def test_the_guides_defaults():
 
 
 @RECIPES
-def test_help_shows_every_flag(recipe):
-    parser = make_parser(recipe)
-    text = parser.format_help()
-    for action in parser._actions:
-        assert action.option_strings[0] in text and action.help
-
-
-@pytest.mark.parametrize("recipe", RECOGNISERS, ids=lambda recipe: recipe.RECIPE)
-def test_a_recogniser_has_the_flags_of_all_recognisers(recipe):
-    flags = set(make_parser(recipe)._option_string_actions)
-    assert flags >= {
-        "--evaluate",
-        "--verify_gpu",
-        "--transcribe",
-        "--output",
-        "--spec_augment",
-    }
-
-
-@RECIPES
 @pytest.mark.parametrize("flag", ["--resume", "--init_from", "--train_manifest", "--output_dir"])
 def test_an_empty_path_is_refused(recipe, capsys, flag):
     parser = make_parser(recipe)

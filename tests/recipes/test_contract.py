@@ -72,6 +72,11 @@ def test_however_an_update_is_cut_its_loss_and_gradient_are_the_same(exact):
     contract.check_any_cut(exact)
 
 
+def test_dropout_is_drawn_in_training_alone(case, data, tmp_path):
+    flags = [*contract.flags_of(case, data), "--dropout", "0.2", "--output_dir", tmp_path]
+    contract.check_dropout(contract.begun(case, *flags))
+
+
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_checkpointing_changes_neither_loss_nor_gradient(given, autocast):
     contract.check_checkpointing(given, autocast)
@@ -135,6 +140,12 @@ def test_training_hears_silence_noise_and_other_levels(case, given, data, tmp_pa
 # --- a run and what follows it --------------------------------------------------------------------
 
 
+def exported(case, whole) -> list:
+    """The flags of a run that starts from the export of another."""
+    data = contract.without(whole.data, "--model_dir")
+    return [*data, *case.limits.split(), "--model_dir", whole.folder / "exported"]
+
+
 def test_a_run_leaves_what_it_promises(case, whole):
     checkpoints = whole.folder / "checkpoints"
     assert len(list(checkpoints.glob("checkpoint_step_*.pt"))) == LAST
@@ -147,7 +158,7 @@ def test_a_run_leaves_what_it_promises(case, whole):
     assert case.reads_export == ("exported to" in whole.out)
     if case.transcribes:
         assert len(runs.error_lines(whole.out)) == 2 and "reference:" in whole.out
-        rows = contract.rows(whole.folder / "logs" / "transcripts.jsonl")
+        rows = runs.rows(whole.folder / "logs" / "transcripts.jsonl")
         assert len(rows) == 4 and {"file", "reference", "hypothesis"} <= rows[0].keys()
 
 
@@ -178,9 +189,19 @@ def test_the_results_again_from_the_weights_alone(case, whole, tmp_path):
 def test_a_plan_is_of_the_model_of_the_run_and_writes_nothing(case, whole, tmp_path):
     saved = runs.newest(whole.folder, case.recipe)
     shapes = {name: tensor.shape for name, tensor in saved.model.items()}
-    for start in (["--resume", saved.path, *whole.data, *case.limits.split()], whole.flags):
-        model = runs.planned(case.recipe, *start, "--output_dir", tmp_path).model
-        assert shapes.items() <= {n: t.shape for n, t in model.state_dict().items()}.items()
+    starts = {
+        "a checkpoint": ["--resume", saved.path, *whole.data, *case.limits.split()],
+        "nothing": whole.flags,
+    }
+    if case.reads_export:
+        starts["an export"] = exported(case, whole)
+    for origin, flags in starts.items():
+        model = runs.planned(case.recipe, *flags, "--output_dir", tmp_path).model
+        found = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        lacking = shapes.items() - found.items()
+        if origin == "an export":  # which may have no CTC head
+            lacking = {(name, shape) for name, shape in lacking if "ctc_head" not in name}
+        assert not lacking, origin
     assert not list(tmp_path.iterdir())
 
 
@@ -200,14 +221,28 @@ def test_an_export_alone_is_that_of_the_end(case, whole, tmp_path):
 def test_a_run_starts_from_an_export(case, whole, tmp_path):
     if not case.reads_export:
         pytest.skip("it does not read its export")
-    flags = [*contract.without(whole.data, "--model_dir"), "--model_dir", whole.folder / "exported"]
-    flags += case.limits.split()
-    model = contract.begun(case, *flags, "--output_dir", tmp_path).model
+    model = contract.begun(case, *exported(case, whole), "--output_dir", tmp_path).model
     best = checkpoint.read_weights(whole.best, case.recipe.RECIPE).model
     read = model.state_dict()
     assert all(name in read or name.startswith("ctc_head.") for name in best)
     for name in best.keys() & read.keys():
         torch.testing.assert_close(read[name], best[name], rtol=0, atol=1e-6)
+
+
+def test_align_hears_with_the_ctc_head(case, whole, konkani, tmp_path, monkeypatch):
+    """The weights have learnt little, so nothing is found."""
+    if not hasattr(case.recipe, "recogniser_to_align"):
+        pytest.skip("it aligns nothing")
+    (tmp_path / "book.txt").write_text("हांव घर वचता।", encoding="utf-8")
+    audio = runs.rows_of(konkani["val"])[0]["audio_filepath"]
+    words = ["--align", audio, tmp_path / "book.txt", "--output", tmp_path / "a.json"]
+    words += ["--resume", whole.best]
+    status, _, err = runs.run(case.recipe, *words)
+    assert status == 1 and "nothing was found" in err and not (tmp_path / "a.json").exists()
+    loaded = []
+    monkeypatch.setattr(case.recipe.alignment, "align_files", lambda _, load: loaded.append(load()))
+    runs.ran(case.recipe, *words)
+    contract.check_heard(loaded[0], case.recipe.SAMPLE_RATE)
 
 
 def test_silence_has_no_text(case, whole, silence, monkeypatch):

@@ -2,7 +2,6 @@
 nothing."""
 
 import functools
-import json
 import os
 import re
 import resource
@@ -10,9 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
-import numpy as np
 import pytest
-import soundfile
 import torch
 
 import common.parts.planned
@@ -33,6 +30,7 @@ from recipes import (
 )
 from speech.data import demo
 from speech.signal.audio import SAMPLE_RATE
+from tests.recipes import runs
 from tests.recipes.runs import planned, refused, run
 
 # Flags of each recipe, and the longest utterance that it trains on without data, seconds in an
@@ -86,18 +84,9 @@ def test_a_plan_without_data_is_of_the_longest_utterances(recipe):
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory) -> str:
     """Six utterances of noise."""
-    folder, random, rows = tmp_path_factory.mktemp("noise"), np.random.default_rng(0), []
-    for number, word in enumerate(("one", "two", "three", "four", "five", "six")):
-        soundfile.write(
-            folder / f"{number}.wav", 0.1 * random.uniform(-1, 1, 2 * SAMPLE_RATE), SAMPLE_RATE
-        )
-        rows.append(
-            json.dumps(
-                {"audio_filepath": f"{number}.wav", "text": f"{word} and more", "speaker": "a"}
-            )
-        )
-    (folder / "train.json").write_text("\n".join(rows), encoding="utf-8")
-    return str(folder / "train.json")
+    words = ("one", "two", "three", "four", "five", "six")
+    texts = [f"{word} and more" for word in words]
+    return runs.write_noise(tmp_path_factory.mktemp("noise"), texts, [2] * 6, SAMPLE_RATE)
 
 
 @EACH

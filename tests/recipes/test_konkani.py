@@ -70,17 +70,6 @@ def moved(items):
 # --- model ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("subsampling", [4, 8])
-def test_padding_changes_nothing(subsampling):
-    model = awake(make_model(subsampling=subsampling).eval())
-    items = make_items(4, seed=5)
-    together, _, lengths = model.encode(moved(items))
-    for row, item in enumerate(items):
-        alone, mask, length = model.encode(moved([item]))
-        assert mask is None and length[0] == lengths[row] == alone.shape[1]
-        assert torch.allclose(together[row, : lengths[row]], alone[0], atol=1e-10)
-
-
 @pytest.mark.parametrize("samples", [1, 100, 399, 400, 401, 559, 560, 1040, 1041, 16000, 47_999])
 @pytest.mark.parametrize("subsampling", [4, 8])
 def test_encoder_frames_predicts_what_the_encoder_makes(samples, subsampling):
@@ -334,11 +323,6 @@ def test_ctc_feasibility_agrees_with_the_loss(tokens, samples, fits):
     log_probs = torch.zeros(frames, 1, 8).log_softmax(-1)
     loss = F.ctc_loss(log_probs, torch.tensor([tokens]), [frames], [len(tokens)], blank=7)
     assert feasible.fits(frames, tokens) == fits == bool(torch.isfinite(loss))
-
-
-def test_only_whole_encoder_frames_count():
-    assert recipe.encoder_frames(4 * 4 * 160, CONFIG) == 4
-    assert recipe.encoder_frames(4 * 4 * 160 - 1, CONFIG) == 3
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The Konkani recipe's command lines on a small spoken corpus: train, kill, resume, evaluate,
 transcribe, torchrun."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -9,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
-import torch
 
 from common import checkpoint, options
 from common.errors import UsageError
@@ -94,31 +92,6 @@ def test_a_resumed_demo_warms_up_as_before():
 # --- trained, stopped and resumed -----------------------------------------------------------------
 
 
-def test_a_run_leaves_what_it_promises(reference):
-    folder, out = reference
-    assert {"best.safetensors", "best.json"} <= {
-        path.name for path in (folder / "checkpoints").iterdir()
-    }
-    assert len(checkpoint.list_checkpoints(folder / "checkpoints")) == 5
-    lines = [
-        json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert [line["step"] for line in lines if "eval/cer" in line] == [3, 6]
-    assert any("train/loss" in line and line["train/data_wait_share"] >= 0 for line in lines)
-    assert "WER" in out and "CER" in out and out.count("reference:") == 4
-    assert out.splitlines()[-1].startswith("memory: peak ")
-    rows = [
-        json.loads(line)
-        for line in (folder / "logs" / "transcripts.jsonl").read_text().splitlines()
-    ]
-    keys = {"file", "seconds", "reference", "hypothesis", "errors"}
-    assert len(rows) == 4 and rows[0].keys() == keys
-    assert all(
-        row["seconds"] == pytest.approx(soundfile.info(row["file"]).duration, abs=1e-3)
-        for row in rows
-    )
-
-
 def assert_trained_by_two(out: str, folder: Path) -> None:
     assert out.count("evaluation at step 2") == 1 and out.count("WER") == 1
     saved = newest(folder, recipe)
@@ -153,14 +126,9 @@ def test_a_bad_file_is_named_and_with_skip_bad_audio_listed(konkani, flags, tmp_
     samples, rate = soundfile.read(Path(konkani["train"]).parent / "audio" / "train_00000.wav")
     soundfile.write(audio, samples, rate)
     os.truncate(audio, audio.stat().st_size // 2)
-    rows = [
-        json.loads(line)
-        for line in Path(konkani["train"]).read_text(encoding="utf-8").splitlines()[:6]
-    ]
-    for row in rows:
-        row["audio_filepath"] = str(Path(konkani["train"]).parent / row["audio_filepath"])
+    rows = runs.rows_of(konkani["train"])[:6]
     rows.append({"audio_filepath": str(audio), "text": rows[0]["text"]})
-    (tmp_path / "train.json").write_text("\n".join(map(json.dumps, rows)))
+    runs.write_rows(tmp_path / "train.json", rows)
     flags = [
         *flags,
         "--train_manifest",
@@ -184,29 +152,22 @@ def test_a_bad_file_is_named_and_with_skip_bad_audio_listed(konkani, flags, tmp_
     )
     assert out.endswith("can be used\n") and not (tmp_path / "checked" / "checkpoints").exists()
     ran(recipe, *flags, "--skip_bad_audio", "--no_check_audio")
-    lines = [
-        json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = runs.rows(tmp_path / "logs" / "metrics.jsonl")
     assert [line["file"] for line in lines if line.get("event") == "skipped"] == [str(audio)]
 
 
 def test_long_recordings_are_cut_by_their_segments(konkani, flags, tmp_path):
-    folder, now = Path(konkani["train"]).parent, 0.0
-    rows = [
-        json.loads(line) for line in Path(konkani["train"]).read_text(encoding="utf-8").splitlines()
-    ]
-    pieces, segments = [], []
-    for row in rows:
-        samples, rate = soundfile.read(folder / row["audio_filepath"])
+    pieces, segments, now = [], [], 0.0
+    for row in runs.rows_of(konkani["train"]):
+        samples, rate = soundfile.read(row["audio_filepath"])
         segments.append({"start": now, "end": now + len(samples) / rate, "text": row["text"]})
         pieces.append(samples)
         now += len(samples) / rate
     soundfile.write(tmp_path / "long.wav", np.concatenate(pieces), rate)
     assert now > 15
-    (tmp_path / "long.json").write_text(
-        json.dumps({"audio_filepath": "long.wav", "segments": segments}) + "\n"
-    )
-    manifest, limit = ["--train_manifest", tmp_path / "long.json"], ["--max_duration", "5"]
+    rows = [{"audio_filepath": "long.wav", "segments": segments}]
+    manifest = ["--train_manifest", runs.write_rows(tmp_path / "long.json", rows)]
+    limit = ["--max_duration", "5"]
     flags = [*flags, *SHORT, *manifest, *limit, "--output_dir", tmp_path]
     status, err = refused(recipe, *flags)
     assert status == 1 and "--use_chunking" in err
@@ -237,7 +198,7 @@ def test_transcribe_files_folders_and_long_recordings(best, konkani, tmp_path):
         "--output",
         tmp_path / "out.jsonl",
     )
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    rows = runs.rows(tmp_path / "out.jsonl")
     assert [Path(row["file"]).name for row in rows] == ["long.flac", "stereo.wav"]
     longest = checkpoint.read_weights(best, recipe.RECIPE).run_info["longest"]
     assert len(rows[0]["pieces"]) > 4 and all(
@@ -250,23 +211,6 @@ def test_transcribe_files_folders_and_long_recordings(best, konkani, tmp_path):
     assert status == 1 and "notes.txt cannot be used" in err and out.startswith(f"{stereo}\t")
     status, err = refused(recipe, *transcribe, tmp_path / "missing.wav")
     assert status == 2 and "missing.wav: no such file" in err
-
-
-def test_align_hears_with_the_ctc_head(best, konkani, tmp_path, monkeypatch):
-    """The weights have learnt nothing yet, so nothing is found."""
-    audio = next((Path(konkani["val"]).parent / "audio").glob("val_*"))
-    (tmp_path / "book.txt").write_text("हांव घर वचता।", encoding="utf-8")
-    words = ["--align", audio, tmp_path / "book.txt", "--output", tmp_path / "a.json"]
-    status, _, err = run(recipe, *words, "--resume", best)
-    assert status == 1 and "nothing was found" in err and not (tmp_path / "a.json").exists()
-    used = []
-    monkeypatch.setattr(recipe.alignment, "align_files", lambda _, load: used.append(load()))
-    ran(recipe, *words, "--resume", best)
-    with torch.no_grad():
-        log_probs = used[0].hear(torch.randn(10 * recipe.SAMPLE_RATE))
-    assert log_probs.shape == (round(10 / used[0].frame), len(used[0].vocabulary.spellings))
-    assert used[0].vocabulary.blank == log_probs.shape[1] - 1
-    np.testing.assert_allclose(np.exp(log_probs).sum(1), 1, rtol=1e-5)
 
 
 # --- flags ----------------------------------------------------------------------------------------

@@ -14,13 +14,13 @@ import transformers
 from common import memory, records
 from common.batches import to_device
 from common.device import Setup
-from common.engine import run_global_batch
 from common.loop import Run
 from models.parakeet import formats, start
 from models.parakeet.model import Parakeet
 from models.parakeet.settings import make_config
 from recipes import parakeet_tdt as recipe
 from speech.signal.audio import SAMPLE_RATE
+from tests import contract
 from tests.models.parakeet.test_extend import prepared
 from tests.models.parakeet.test_nemotron import pieces
 from tests.recipes import adapters, runs
@@ -40,7 +40,6 @@ NAMES = {"en-US": 0, "de-DE": 1, "de": 1, "fi-FI": 4, "auto": 7}
 TEXTS = ("abc.", "b", "cab ba.", "ca", "a c?", "bb", "ac b", "cba.")
 LANGUAGES = ("de", "de-DE", "en-US", "fi-FI", "de", "", "en-US", "auto")
 STEPS = "--batch_size 2 --gradient_accumulation_steps 1 --log_every 1 --save_every 1".split()
-TAG = "<de-DE>"
 
 
 PIECES = pieces([*TEXTS, "abc cab bca ab ca bc ac"], V)
@@ -152,21 +151,7 @@ def test_however_a_global_batch_is_cut_its_gradient_is_the_same(manifest, releas
     model = make_model(info, weights)
     if checkpointed:
         memory.checkpoint_layers(model, recipe.CHECKPOINTED)
-    terms = recipe.loss_weights(info)
-
-    def gradient(sizes: list[int]) -> torch.Tensor:
-        rest = iter(items)
-        batches = [recipe.collate([next(rest) for _ in range(size)]) for size in sizes]
-        totals = {name: sum(batch["counts"][name] for batch in batches) for name in terms}
-        model.zero_grad()
-        outcome = run_global_batch(model, batches, totals, recipe.compute_loss, terms, Setup())
-        assert outcome.failed is None
-        return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-    whole = gradient([8])
-    assert whole.isfinite().all() and whole.norm() > 0.01
-    for sizes in ([4, 4], [1] * 8, [5, 3]):
-        assert (gradient(sizes) - whole).norm() <= 1e-9 * whole.norm()
+    contract.check_any_cut(contract.loss_of(recipe, model, items, recipe.loss_weights(info)))
 
 
 def test_the_language_and_the_lookahead_change_the_loss(manifest, released):
@@ -239,25 +224,6 @@ def test_files_are_transcribed_in_a_language_and_with_a_lookahead(trained, manif
     more = ["--language", "se-NO", "--lookahead", "1"]
     ran(recipe, *best, *files, *more, "--output_dir", tmp_path)
     assert json.loads((tmp_path / "out.jsonl").read_text())["file"].endswith("0.wav")
-
-
-def test_an_evaluation_has_a_lookahead(trained, manifest, tmp_path):
-    best = ["--resume", trained[0] / "checkpoints" / "best.safetensors"]
-    more = ["--evaluate", "--test_manifest", manifest, "--language", "de", "--lookahead", "0"]
-    assert "test set" in ran(recipe, *best, *more, "--output_dir", tmp_path)
-
-
-def test_killed_and_resumed_it_ends_with_the_same_bits(manifest, released, tmp_path):
-    flags = flags_of(manifest, released, "--language", "de", "--max_steps", "4")
-    flags += ["--gradient_checkpointing", "--resume", "auto", "--save_every", "1"]
-    ran(recipe, *flags, "--output_dir", tmp_path / "whole")
-    killing = runs.signal_after(2, 15)
-    (tmp_path / "cut").mkdir()
-    process = runs.start(runs.command(recipe, *flags), tmp_path / "cut", killing)
-    process.communicate()
-    assert process.returncode == 143
-    assert "(step 2)" in ran(recipe, *flags, "--output_dir", tmp_path / "cut")
-    runs.assert_same_state(newest(tmp_path / "cut", recipe), newest(tmp_path / "whole", recipe))
 
 
 def test_adapters_beside_a_nemotron(manifest, released, tmp_path):

@@ -30,7 +30,6 @@ from safetensors.torch import load_file, save_file
 from common import checkpoint, layers, memory, optim, records
 from common.batches import to_device
 from common.device import Setup
-from common.engine import run_global_batch
 from common.loop import Run
 from common.parts import compiling
 from models.parakeet import archive, decoding, formats, onnx, settings, start, vocabulary
@@ -44,11 +43,11 @@ from speech.data.loading import Checks, load_corpus
 from speech.signal.audio import SAMPLE_RATE, read_audio
 from speech.signal.features import valid_mask
 from speech.writing.text import train_tokenizer
-from tests import small
+from tests import contract, small
 from tests.contract import awake
 from tests.models.parakeet.test_extend import prepared
 from tests.recipes import adapters, runs
-from tests.recipes.runs import SHORT, newest, planned, ran, refused, run
+from tests.recipes.runs import SHORT, newest, ran, refused, run
 
 CPU = torch.device("cpu")
 SMALL = settings.make_config(16, 2, 2, (8, 2), 6, num_mel_bins=16, channels=4, ctc=True)
@@ -74,15 +73,11 @@ def noise(tmp_path_factory) -> tuple[str, Corpus]:
     """The manifest and the corpus of eight utterances of noise with the texts TEXTS."""
     folder, random, rows = tmp_path_factory.mktemp("noise"), np.random.default_rng(0), []
     for number, (seconds, text) in enumerate(zip(SECONDS, TEXTS, strict=True)):
-        soundfile.write(
-            folder / f"{number}.wav",
-            random.uniform(-0.5, 0.5, round(seconds * SAMPLE_RATE)),
-            SAMPLE_RATE,
-        )
+        samples = random.uniform(-0.5, 0.5, round(seconds * SAMPLE_RATE))
+        soundfile.write(folder / f"{number}.wav", samples, SAMPLE_RATE)
         rows.append({"audio_filepath": f"{number}.wav", "text": text})
-    (folder / "train.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    corpus, _ = load_corpus(str(folder / "train.json"), recipe.text.normalise, Checks())
-    return str(folder / "train.json"), corpus
+    path = str(runs.write_rows(folder / "train.json", rows))
+    return path, load_corpus(path, recipe.text.normalise, Checks())[0]
 
 
 def make_utterances(
@@ -130,20 +125,17 @@ def transformers():
     return library
 
 
-def make_theirs(transformers, config: dict, dtype: torch.dtype):
+def make_theirs(transformers, config: dict):
     """transformers' model with this configuration and random weights, in evaluation."""
     pieces = ["<unk>", *map(chr, range(97, 96 + config["vocabulary"]))]
     content = formats.hf_settings(config, pieces, {"source": {}})["config.json"]
     assert content["encoder_config"]["layerdrop"] == 0.0
     torch.manual_seed(0)
-    return awake(
-        transformers.ParakeetForTDT(transformers.ParakeetTDTConfig.from_dict(content))
-        .to(dtype)
-        .eval()
-    )
+    described = transformers.ParakeetTDTConfig.from_dict(content)
+    return awake(transformers.ParakeetForTDT(described).double().eval())
 
 
-def make_ours(theirs, config: dict, dtype: torch.dtype) -> Parakeet:
+def make_ours(theirs, config: dict) -> Parakeet:
     """Our model with the weights of theirs. The names must be the same, apart from the CTC
     head's."""
     with torch.device("meta"):
@@ -156,7 +148,7 @@ def make_ours(theirs, config: dict, dtype: torch.dtype) -> Parakeet:
         }
     assert {name: tuple(w.shape) for name, w in weights.items()} == formats.expected_shapes(config)
     model.load_state_dict(weights, strict=True, assign=True)
-    return model.to(dtype).eval()
+    return model.double().eval()
 
 
 SHAPES = {
@@ -184,12 +176,14 @@ SHAPES = {
 
 
 @torch.no_grad()
-def compare_models(transformers, config: dict, lengths: list[int], dtype: torch.dtype) -> None:
-    theirs = make_theirs(transformers, config, dtype)
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
+def test_the_model_is_that_of_transformers(transformers, changes):
+    config = {**SMALL, "ctc": False, **changes}
+    theirs = make_theirs(transformers, config)
     assert theirs.decoder.embedding.weight[config["vocabulary"]].abs().max() > 0.01
-    ours = make_ours(theirs, config, dtype)
-    features = torch.randn(len(lengths), max(lengths), config["num_mel_bins"], dtype=dtype)
-    lengths = torch.tensor(lengths)
+    ours = make_ours(theirs, config)
+    lengths = torch.tensor([97, 64, 41, 9, 1])
+    features = torch.randn(len(lengths), 97, config["num_mel_bins"]).double()
     features *= valid_mask(lengths, features.shape[1])[..., None]
     counts = lengths
     for _ in range(config["subsampling"].bit_length() - 1):
@@ -202,76 +196,19 @@ def compare_models(transformers, config: dict, lengths: list[int], dtype: torch.
         attention_mask=valid_mask(lengths, features.shape[1]).long(),
         decoder_input_ids=their_tokens,
     )
-    limit = 1e-9 if dtype == torch.float64 else 1e-4
     projected, predicted = ours.encoder_projector(encoded), ours.predict(tokens)
     logits = ours.joint.logits(projected[:, :, None], predicted[:, None])
     assert encoded.std() > 0.1 and logits.shape == output.logits.shape
     for row, count in enumerate(counts.tolist()):
-        assert (encoded[row, :count] - output.last_hidden_state[row, :count]).abs().max() < limit
-        assert (logits[row, :count] - output.logits[row, :count]).abs().max() < limit
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "fp32"])
-@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
-def test_the_model_is_that_of_transformers(transformers, changes, dtype):
-    compare_models(transformers, {**SMALL, "ctc": False, **changes}, [97, 64, 41, 9, 1], dtype)
-
-
-def test_a_layer_of_full_width_is_that_of_transformers(transformers):
-    compare_models(
-        transformers, settings.make_config(1024, 1, 8, (640, 1), 16), [72, 41], torch.float32
-    )
-
-
-@pytest.mark.parametrize("vocabulary, expected", [(1024, 617_825_926), (8192, 627_008_134)])
-def test_parameters_of_the_released_models(vocabulary, expected):
-    with torch.device("meta"):
-        model = Parakeet({**settings.SIZES["0.6b"], "vocabulary": vocabulary})
-    assert optim.count_parameters(model) == (expected, expected)
+        assert (encoded[row, :count] - output.last_hidden_state[row, :count]).abs().max() < 1e-9
+        assert (logits[row, :count] - output.logits[row, :count]).abs().max() < 1e-9
 
 
 # --- exactness ------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("subsampling", [2, 4, 8])
-def test_padding_changes_nothing(noise, subsampling):
-    info, items = make_items(noise, subsampling=subsampling)
-    model = make_model(info.config)
-    together, frames = model.encode(moved(items))
-    sums = recipe.compute_loss(model, moved(items))
-    alone = dict.fromkeys(sums, 0.0)
-    for row, item in enumerate(items):
-        encoded, (count,) = model.encode(moved([item]))
-        assert count == frames[row] == encoded.shape[1]
-        assert torch.allclose(together[row, :count], encoded[0], rtol=0, atol=1e-10)
-        alone = {
-            name: alone[name] + value
-            for name, value in recipe.compute_loss(model, moved([item])).items()
-        }
-    assert len(set(frames)) > 4 and sums.keys() == {"tdt", "ctc"}
-    for name, value in sums.items():
-        assert (
-            value.isfinite()
-            and value > 0
-            and alone[name].item() == pytest.approx(value.item(), rel=1e-10)
-        )
-
-
 def gradient_of(loss: torch.Tensor, model) -> torch.Tensor:
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
-
-
-def global_batch_gradient(
-    model, items: list[dict], sizes: list[int], weights: dict[str, float]
-) -> torch.Tensor:
-    rest = iter(items)
-    micro_batches = [recipe.collate([next(rest) for _ in range(size)]) for size in sizes]
-    totals = {name: sum(batch["counts"][name] for batch in micro_batches) for name in weights}
-    model.zero_grad()
-    outcome = run_global_batch(model, micro_batches, totals, recipe.compute_loss, weights, Setup())
-    assert outcome.failed is None and bool(outcome.sums.isfinite().all())
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
 MEAN_VOLUME = {"reduction": "mean_volume", "ctc_reduction": "mean_volume"}
@@ -292,11 +229,7 @@ def test_other_losses_have_the_same_gradient_however_a_global_batch_is_cut(
     info, items = make_items(noise, loss, **config)
     assert recipe.loss_weights(info) == weights
     model = make_model(info.config).train()
-    whole = global_batch_gradient(model, items, [8], weights)
-    assert whole.norm() > 0.01
-    for sizes in ([4, 4], [1] * 8, [5, 3]):
-        difference = global_batch_gradient(model, items, sizes, weights) - whole
-        assert difference.norm() <= 1e-10 * whole.norm()
+    contract.check_any_cut(contract.loss_of(recipe, model, items, weights))
 
 
 @pytest.mark.parametrize("kind", ["rnnt", "ctc"])
@@ -366,16 +299,6 @@ def test_compiled_and_checkpointed_layers_give_the_same_loss_and_gradients(noise
     torch._dynamo.reset()
 
 
-def test_dropout_is_drawn_in_training_alone(noise):
-    info, items = make_items(noise, ctc=False)
-    for dropouts in ((0.1, 0.0), (0.0, 0.2)):
-        model = make_model(info.config, *dropouts)
-        with torch.no_grad():
-            trained = [recipe.compute_loss(model.train(), moved(items))["tdt"] for _ in range(2)]
-            evaluated = [recipe.compute_loss(model.eval(), moved(items))["tdt"] for _ in range(2)]
-        assert trained[0] != trained[1] and evaluated[0] == evaluated[1]
-
-
 def test_training_changes_neither_the_blank_row_nor_the_statistics(noise):
     info, items = make_items(noise)
     torch.manual_seed(0)
@@ -387,8 +310,9 @@ def test_training_changes_neither_the_blank_row_nor_the_statistics(noise):
     optimizer = small.optimizer_of(
         model, 1e-2, weight_decay=0.1, settings=optim.AdamWSettings(decay_embeddings=False)
     )
+    given = contract.loss_of(recipe, model, items, {"tdt": 0.7, "ctc": 0.3})
     for _ in range(3):
-        global_batch_gradient(model, items, [4, 4], {"tdt": 0.7, "ctc": 0.3})
+        contract.update(given, model, [4, 4])
         optimizer.step()
     changed = (embedding != before).any(dim=1)
     assert (
@@ -397,20 +321,6 @@ def test_training_changes_neither_the_blank_row_nor_the_statistics(noise):
     assert any(name.endswith("num_batches_tracked") for name in statistics)
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, statistics[name]), name
-
-
-def test_the_frozen_norm_is_batch_norm_in_evaluation():
-    theirs = torch.nn.BatchNorm1d(6)
-    for tensor in (theirs.weight, theirs.bias, theirs.running_mean, theirs.running_var):
-        torch.nn.init.uniform_(tensor, 0.3, 2.0)
-    theirs.double().eval()
-    ours = network.FrozenBatchNorm(6).double()
-    ours.load_state_dict(theirs.state_dict())
-    x = torch.randn(2, 5, 6, dtype=torch.float64)
-    expected = theirs(x.transpose(1, 2)).transpose(1, 2)
-    for training in (True, False):
-        assert torch.allclose(ours.train(training)(x, None), expected, rtol=0, atol=1e-12)
-    assert ours(x.bfloat16(), None).dtype == torch.bfloat16  # the statistics are in float64
 
 
 @torch.no_grad()
@@ -451,25 +361,6 @@ def test_a_model_from_scratch_is_fitted_to_the_valid_frames_of_some_utterances(
         assert torch.allclose(norm.running_mean, frames.mean(0), rtol=1e-9, atol=1e-12)
         assert torch.allclose(norm.running_var, frames.var(0), rtol=1e-9, atol=1e-12)
         assert norm.num_batches_tracked == 0 and frames.mean(0).abs().max() > 1e-4
-
-
-def test_random_branches_are_quiet_in_a_deep_model_from_scratch(noise):
-    _, info = make_utterances(noise)
-    torch.manual_seed(0)
-    ours = start.make_model(info, None).state_dict()
-    torch.manual_seed(0)
-    usual = Parakeet(info.config, SIGMA).state_dict()
-    changed = {name for name, weight in ours.items() if not torch.equal(weight, usual[name])}
-    outputs = (
-        "feed_forward1.linear2",
-        "self_attn.o_proj",
-        "conv.pointwise_conv2",
-        "feed_forward2.linear2",
-    )
-    assert changed == {
-        f"encoder.layers.{layer}.{name}.weight" for layer in range(2) for name in outputs
-    }
-    assert all(torch.allclose(ours[name] * math.sqrt(8), usual[name]) for name in changed)
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -632,12 +523,6 @@ def test_an_export_to_onnx_has_the_programs_files_and_a_card(best, tmp_path, mon
     assert "library_name: onnx" in (tmp_path / "onnx" / "README.md").read_text(encoding="utf-8")
 
 
-def read_metrics(folder: Path) -> list[dict]:
-    return [
-        json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()
-    ]
-
-
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # of BatchNorm
 
 
@@ -649,7 +534,7 @@ def statistics_of(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def test_a_run_from_scratch_leaves_what_it_promises(scratch):
     folder, out = scratch
-    lines = read_metrics(folder)
+    lines = contract.metrics(folder)
     assert [line["step"] for line in lines if "eval/cer" in line] == [
         1,
         2,
@@ -702,7 +587,7 @@ def test_an_export_is_fine_tuned_and_evaluated_before_its_first_update(
     with runs.one_on_device(Parakeet) as models:
         out = ran(recipe, *flags)
     assert len(models) == 2  # the second one is the released model, for the comparison
-    assert [line["step"] for line in read_metrics(tmp_path) if "eval/wer" in line] == [0, 1]
+    assert [line["step"] for line in contract.metrics(tmp_path) if "eval/wer" in line] == [0, 1]
     assert json.loads((tmp_path / "checkpoints" / "best.json").read_text())["step"] in (0, 1)
     assert "compared to " in out and "learning rate 3e-05" in out
     assert "warning" not in out  # neither writes capitals
@@ -756,31 +641,9 @@ def test_transformers_loads_an_export_and_decodes_it_alike(transformers, best, r
         assert ran(recipe, "--transcribe", path, *flags) == f"{text}\n"
 
 
-def test_align_hears_with_the_ctc_head(best, released, konkani, tmp_path):
-    """The weights have learnt little, so nothing is found. Another model of the family has none."""
-    audio = next((Path(konkani["val"]).parent / "audio").glob("val_*"))
-    (tmp_path / "book.txt").write_text("हांव घर वचता।", encoding="utf-8")
-    words = ["--align", audio, tmp_path / "book.txt", "--output", tmp_path / "a.json"]
-    status, _, err = runs.run(recipe, *words, "--resume", best)
-    assert status == 1 and "nothing was found" in err and not (tmp_path / "a.json").exists()
-    args = runs.parse(recipe, *words, "--resume", best)
-    heard_by = recipe.recogniser_to_align(recipe.resolve(args), Setup())
-    with torch.no_grad():
-        log_probs = heard_by.hear(torch.randn(5 * recipe.SAMPLE_RATE))
-    assert log_probs.shape[1] == len(heard_by.vocabulary.spellings)
-    assert abs(len(log_probs) - 5 / heard_by.frame) <= 1
-    np.testing.assert_allclose(np.exp(log_probs).sum(1), 1, rtol=1e-5)
-    status, err = refused(recipe, *words, "--model_dir", released / "hf")
-    assert status == 2 and "--align: the model has no CTC head" in err
-
-
 def test_another_style_of_the_training_texts_is_a_warning(released, konkani, json_lines, tmp_path):
-    rows = [
-        json.loads(line)
-        for line in Path(konkani["train"]).read_text(encoding="utf-8").splitlines()[:6]
-    ]
+    rows = runs.rows_of(konkani["train"])[:6]
     for number, row in enumerate(rows):
-        row["audio_filepath"] = str(Path(konkani["train"]).parent / row["audio_filepath"])
         row["text"] = row["text"] + (", Yes." if number % 2 else "")
     manifest = json_lines(tmp_path / "m.json", rows)
     flags = ["--train_manifest", manifest, "--val_manifest", konkani["val"]]
@@ -820,11 +683,10 @@ def reference(tuning, tmp_path_factory) -> Path:
 
 def test_old_utterances_and_a_watched_set(released, manifests, konkani, tmp_path):
     val, both = Path(konkani["val"]), tmp_path / "both.json"
-    rows = [json.loads(line) for line in val.read_text(encoding="utf-8").splitlines()]
+    rows = runs.rows_of(val)
     for number, row in enumerate(rows):
-        row["audio_filepath"] = str(val.parent / row["audio_filepath"])
         row["lang"] = f"k{number % 2}"
-    both.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    runs.write_rows(both, rows)
     flags = [*manifests[:2], "--val_manifest", both, "--model_dir", released / "hf"]
     flags += ["--export", tmp_path / "export"]
     out = runs.check_replay(recipe, tmp_path, konkani["train"], val, *flags)
@@ -896,13 +758,6 @@ def test_a_run_starts_from_the_weights_and_the_vocabulary_of_an_earlier_one(
 # --- evaluated and transcribed --------------------------------------------------------------------
 
 
-def test_a_released_model_is_evaluated_without_training(released, manifests, tmp_path):
-    out = ran(
-        recipe, *manifests, "--evaluate", "--model_dir", released / "hf", "--output_dir", tmp_path
-    )
-    assert "val set, the given weights, 4 utterances" in out and "compared to " not in out
-
-
 def test_transcripts_have_words_and_segments_and_long_files_are_cut(
     best, konkani, silence, tmp_path
 ):
@@ -915,10 +770,7 @@ def test_transcripts_have_words_and_segments_and_long_files_are_cut(
     soundfile.write(tmp_path / "short.wav", pieces[0], 22050)
     files = [tmp_path / "long.flac", tmp_path / "short.wav", silence]
     ran(recipe, "--transcribe", *files, "--resume", best, "--output", tmp_path / "out.jsonl")
-    rows = [
-        json.loads(line)
-        for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    rows = runs.rows(tmp_path / "out.jsonl")
     longest = checkpoint.read_weights(best, recipe.RECIPE).run_info["longest"]
     assert [Path(row["file"]).name for row in rows] == ["long.flac", "short.wav", "silence.wav"]
     assert len(rows[0]["pieces"]) > 3 and len(rows[1]["pieces"]) == 1
@@ -957,23 +809,6 @@ def test_a_loss_that_is_a_sum_becomes_a_mean(released, manifests, tmp_path):
     ]
     assert "the model's loss is a sum over a batch" in ran(recipe, *flags)
     assert newest(tmp_path, recipe).model_info["loss"]["reduction"] == "mean_volume"
-
-
-def test_a_plan_is_of_the_model_that_the_flags_ask_for(released, best, manifests, tmp_path):
-    tuned = len(formats.read_model(released / "hf")[0])
-    archive = released / "nemo" / "model.nemo"
-    for flags in (
-        ["--model_dir", released / "hf"],
-        ["--model_file", archive, *manifests, "--export", tmp_path / "export"],
-        ["--init_from", best, *manifests],
-    ):
-        model = planned(recipe, *flags, "--output_dir", tmp_path).model
-        assert len(model.state_dict()) in (tuned, tuned + 2)  # Hugging Face's form has no CTC head
-    assert not list(tmp_path.iterdir())
-    model = planned(
-        recipe, "--from_scratch", "--model_size", "0.6b", "--output_dir", tmp_path
-    ).model
-    assert optim.count_parameters(model) == (627_008_134, 627_008_134)
 
 
 # --- a language that the vocabulary cannot write --------------------------------------------------
@@ -1105,15 +940,8 @@ SIGNS = ("(", ")", "%", "°")
 @pytest.fixture(scope="module")
 def signs(konkani, tmp_path_factory) -> list:
     """The flags of a fine-tuning on texts with signs that the released model lacks."""
-    rows = []
-    folder = Path(konkani["train"]).parent
-    for line in Path(konkani["train"]).read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        row["audio_filepath"] = str(folder / row["audio_filepath"])
-        rows.append({**row, "text": f"({row['text']}) °%"})
-    manifest = tmp_path_factory.mktemp("signs") / "m.json"
-    lines = [json.dumps(row) for row in rows]
-    manifest.write_text("\n".join(lines), encoding="utf-8")
+    rows = [{**row, "text": f"({row['text']}) °%"} for row in runs.rows_of(konkani["train"])]
+    manifest = runs.write_rows(tmp_path_factory.mktemp("signs") / "m.json", rows)
     return ["--train_manifest", manifest, "--val_manifest", konkani["val"]]
 
 
@@ -1239,16 +1067,6 @@ def test_the_card_has_the_rates_of_the_released_model(released, manifests, refer
         assert len(before) > 1 and all(float(value) > 0 for value in before)
 
 
-def test_an_archive_needs_a_temporary_folder(released, tmp_path, monkeypatch):
-    def missing():
-        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
-
-    monkeypatch.setattr("tempfile.TemporaryDirectory", missing)
-    flags = ["--model_file", released / "nemo" / "model.nemo", "--export", tmp_path / "x"]
-    status, err = refused(recipe, *flags)
-    assert status == 2 and "model.nemo cannot be unpacked: No usable temporary directory" in err
-
-
 # --- streams --------------------------------------------------------------------------------------
 
 
@@ -1279,9 +1097,7 @@ def streaming(best, tmp_path_factory) -> Path:
 
 
 def test_a_stream_writes_what_one_pass_writes(streaming, best, tmp_path, konkani):
-    with open(konkani["val"], encoding="utf-8") as file:
-        names = [json.loads(line)["audio_filepath"] for line in file]
-    paths = [Path(konkani["val"]).parent / name for name in names]
+    paths = [row["audio_filepath"] for row in runs.rows_of(konkani["val"])]
     model = ["--resume", streaming]
     found = 0
     for number, path in enumerate(paths[:3]):
@@ -1290,8 +1106,7 @@ def test_a_stream_writes_what_one_pass_writes(streaming, best, tmp_path, konkani
         whole = ran(recipe, "--transcribe", path, "--lookahead", "3", *told)
         streamed = ran(recipe, "--transcribe", path, "--stream", "320", *told, *output)
         assert streamed.split() == whole.split()
-        lines = output[1].read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in lines]
+        rows = runs.rows(output[1])
         assert " ".join(row["text"] for row in rows).split() == whole.split()
         found += len(rows)
     assert found
@@ -1316,11 +1131,9 @@ def is_read(descriptor: int) -> bool:
 def test_standard_input_ends_with_its_writer_or_ctrl_c_and_nothing_is_lost(
     streaming, tmp_path, konkani
 ):
-    with open(konkani["val"], encoding="utf-8") as file:
-        names = [json.loads(line)["audio_filepath"] for line in file]
     data = []
-    for name in names:
-        waveform = read_audio(str(Path(konkani["val"]).parent / name), SAMPLE_RATE)
+    for row in runs.rows_of(konkani["val"]):
+        waveform = read_audio(row["audio_filepath"], SAMPLE_RATE)
         data.append((waveform * 32767).round().to(torch.int16).numpy())
     samples = np.concatenate(data)
     soundfile.write(tmp_path / "a.wav", samples, SAMPLE_RATE, subtype="PCM_16")
@@ -1345,6 +1158,6 @@ def test_standard_input_ends_with_its_writer_or_ctrl_c_and_nothing_is_lost(
         status = 128 + signal.SIGTERM if ending == "terminated" else 0
         assert process.returncode == status, err
         assert out == expected
-        rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+        rows = runs.rows(output)
         assert " ".join(row["text"] for row in rows).split() == expected.split()
         assert "Traceback" not in err and err.count("\n") == 1 + (ending == "terminated")

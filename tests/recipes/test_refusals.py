@@ -156,6 +156,7 @@ OF_ONE = {
         ("{train} --add_tokens % --model_dir {hf}", "makes a model with it, which --model_dir"),
         ("{train} --from_scratch --vocab_size 5", "--vocab_size 5 is too few for the "),
         ("--evaluate --model_dir {hf}", "trained on other data than the demo corpus"),
+        ("{align} --model_dir {hf}", "--align: the model has no CTC head"),
         ("--resume {saved}", "trained on other data than the demo corpus"),
     ],
     wav2vec2_ctc: [
@@ -228,6 +229,7 @@ def here(tmp_path_factory, konkani) -> Path:
     rows = [{"audio_filepath": f"{number}.mp3", "text": "xin chào"} for number in range(2)]
     (folder / "mp3.json").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     (folder / "cut.nemo").write_bytes(bytes(1000))
+    (folder / "a.txt").write_text("xin chào", encoding="utf-8")
     shutil.copy(next(Path(konkani["val"]).parent.rglob("*.wav")), folder / "a.wav")
     return folder
 
@@ -245,6 +247,7 @@ def test_a_mistake_is_answered_in_one_line_before_anything_is_trained(
         "start": case.model,
         "train_file": konkani["train"],
         "long": "x" * 300,
+        "align": f"--align {here}/a.wav {here}/a.txt --output {tmp_path}/a.json",
         "huge": "--d_model 8192 --encoder_layers 128 --decoder_layers 128",
     }
     words = words.format(**names).split()

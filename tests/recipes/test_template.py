@@ -1,7 +1,5 @@
 """recipes/template.py as a user runs it. test_copying.py adapts copies of it."""
 
-import re
-
 import pytest
 import torch
 
@@ -21,13 +19,6 @@ def trained(konkani, tmp_path_factory):
     folder = tmp_path_factory.mktemp("template")
     data = ("--train_manifest", konkani["train"], "--val_manifest", konkani["val"])
     return folder, data, runs.ran(template, *data, *SHORT, "--output_dir", folder)
-
-
-def test_a_run_reports_its_results(trained):
-    folder, _, out = trained
-    assert re.search(r"\nval set, weights of the best evaluation, 4 utterances\n", out)
-    assert len(runs.error_lines(out)) == 2
-    assert (folder / "logs" / "transcripts.jsonl").read_text().count("\n") == 4
 
 
 def test_transcribing_gives_a_line_for_each_file(trained, wav, tmp_path):

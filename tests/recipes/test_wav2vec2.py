@@ -22,17 +22,15 @@ from transformers import HubertForCTC, Wav2Vec2ForCTC, Wav2Vec2Model
 from common import checkpoint
 from common.batches import to_device
 from common.device import Setup
-from common.engine import run_global_batch
 from common.loop import Run
 from models.wav2vec2 import formats, settings, start, texts, vocabulary
-from models.wav2vec2.model import Wav2Vec2, frames
 from models.wav2vec2.tokenizer import SPACE
 from recipes import wav2vec2_ctc as recipe
-from speech.data import feasible
 from speech.data.columns import Corpus
 from speech.data.loading import Checks, load_corpus
 from speech.signal.audio import SAMPLE_RATE
 from speech.writing import text
+from tests import contract
 from tests.models.wav2vec2.small import sentencepiece_state
 from tests.models.wav2vec2.test_formats import (
     GROUP,
@@ -140,30 +138,18 @@ def moved(items: list[dict]) -> dict:
     return next(to_device([recipe.collate(items)], CPU))
 
 
-def train_on(model: Wav2Vec2, items: list[dict], sizes: list[int]) -> None:
-    rest = iter(items)
-    micro_batches = [recipe.collate([next(rest) for _ in range(size)]) for size in sizes]
-    totals = {"ctc": sum(batch["counts"]["ctc"] for batch in micro_batches)}
-    model.zero_grad()
-    given = (model.train(), micro_batches, totals, recipe.compute_loss, recipe.LOSS_WEIGHTS)
-    assert run_global_batch(*given, Setup()).failed is None
-
-
 def test_however_a_global_batch_is_cut_its_gradient_is_the_same(noise, tmp_path, monkeypatch):
     """Also with the group norm of other models, and if the loss is computed again in backward,
     utterance by utterance."""
     items, _, model = make_items(noise, write_released(tmp_path, **GROUP))
-
-    def gradient(*sizes: int) -> torch.Tensor:
-        train_on(model, items, sizes)
-        return torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
-
-    whole = gradient(8)
-    assert whole.norm() > 0.01
-    for at_once in (recipe.AT_ONCE, 1):
-        monkeypatch.setattr(recipe, "AT_ONCE", at_once)
-        for sizes in ([8], [1] * 8, [5, 3]):
-            assert (gradient(*sizes) - whole).norm() <= 1e-10 * whole.norm()
+    given = contract.loss_of(recipe, model.train(), items, recipe.LOSS_WEIGHTS)
+    contract.check_any_cut(given)
+    contract.update(given, model, [7])
+    whole = contract.gradient(model)
+    monkeypatch.setattr(recipe, "AT_ONCE", 1)
+    contract.check_any_cut(given)
+    contract.update(given, model, [7])
+    assert (contract.gradient(model) - whole).norm() <= 1e-10 * whole.norm()
 
 
 @torch.no_grad()
@@ -196,14 +182,6 @@ def test_usual_masks_go_with_the_start(noise, released, unsupervised):
     new = recipe.Utterances(asked, corpus_of(noise, info), start.tokenizer_of(info), info, True)
     assert (kept.masks, new.masks) == (start.KEPT_HEAD_MASKS, start.NEW_HEAD_MASKS)
     assert info.has_new_head and kept.layer_drop == new.layer_drop == start.LAYER_DROP
-
-
-@pytest.mark.parametrize("tokens, samples", [([1, 2, 3], 1040), ([1, 1, 2], 1040), ([1], 1)])
-def test_ctc_feasibility_agrees_with_the_loss(tokens, samples):
-    count = frames(samples, TINY)
-    log_probs = torch.zeros(count, 1, 8).log_softmax(-1)
-    loss = F.ctc_loss(log_probs, torch.tensor([tokens]), [count], [len(tokens)], blank=7)
-    assert feasible.fits(count, tokens) == bool(torch.isfinite(loss))
 
 
 def test_what_cannot_be_trained_on_is_left_out(noise, released, tmp_path, capsys):
@@ -432,7 +410,7 @@ def test_a_released_model_transcribes_and_says_where_it_is_unsure(noise, release
     files = [audio / "0.wav", audio / "2.wav"]
     flags = ["--model_dir", released, "--output", tmp_path / "out.jsonl"]
     ran(recipe, "--transcribe", *files, *flags)
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    rows = runs.rows(tmp_path / "out.jsonl")
     theirs = Wav2Vec2ForCTC.from_pretrained(released).eval()
     tokenizer = start.make_tokenizer(formats.read_model(released)[2]["tokenizer"], len(PIECES))
     for file, row in zip(files, rows, strict=True):
@@ -511,20 +489,3 @@ def test_adapters_in_fp16_beside_convolutions_in_fp32(noise, released, tmp_path)
     flags = [*noise, "--model_dir", released, *SHORT, "--lora", "2", "--mixed_precision", "fp16"]
     ran(recipe, *flags, "--output_dir", tmp_path)
     assert newest(tmp_path, recipe).progress.step == 2
-
-
-def test_a_plan_is_of_the_model_that_the_flags_ask_for(noise, released, unsupervised, tmp_path):
-    for folder, rows in ((released, 6), (unsupervised, 10)):
-        flags = [*noise, "--model_dir", folder, "--output_dir", tmp_path]
-        model = runs.planned(recipe, *flags).model
-        assert model.lm_head.weight.shape == (rows, 32)
-    status, out, err = runs.run(recipe, *flags, "--dry_run", "8GB")
-    assert status == 0 and "Verdict: fits" in out, err
-    # Without data, of a model that writes another script.
-    write_json(tmp_path / "vocab.json", {"[PAD]": 4, "|": 0, "[UNK]": 3, "ሀ": 1, "ለ": 2, "ሐ": 5})
-    folder = shutil.copytree(released, tmp_path / "amharic")
-    shutil.move(tmp_path / "vocab.json", folder / "vocab.json")
-    planned = runs.planned(recipe, "--model_dir", folder, "--output_dir", tmp_path, "--dry_run")
-    assert planned.model.lm_head.weight.shape == (6, 32)
-    shutil.rmtree(folder)
-    assert not list(tmp_path.iterdir())

@@ -19,7 +19,7 @@ from common import checkpoint
 from common.batches import to_device
 from common.parts import compiling
 from models.whisper import formats, packs, start
-from models.whisper.model import HOP, Whisper
+from models.whisper.model import Whisper
 from models.whisper.tokenizer import (
     LANGUAGES,
     WhisperTokenizer,
@@ -27,16 +27,14 @@ from models.whisper.tokenizer import (
     read_tokenizer,
     special_tokens,
     train_bpe,
-    train_symbols,
 )
 from recipes import whisper_morse as morse
 from recipes import whisper_vietnamese as vietnamese
 from speech.data.columns import Codes
-from speech.morse import synthesis
 from speech.morse.synthesis import Choice
 from speech.signal.audio import SAMPLE_RATE, read_audio
 from tests.recipes import runs
-from tests.recipes.runs import SHORT, TINY, error_lines, newest, planned, ran, refused
+from tests.recipes.runs import SHORT, TINY, error_lines, newest, planned, ran
 from tests.speech.morse.sets import write_set
 
 BOTH = pytest.mark.parametrize("recipe", [morse, vietnamese], ids=["morse", "vietnamese"])
@@ -59,11 +57,7 @@ def released(spoken, tmp_path_factory):
     OpenAI's base.pt."""
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("released")
-    texts = [
-        json.loads(line)["text"]
-        for line in Path(spoken["train"]).read_text(encoding="utf-8").splitlines()
-    ]
-    tokenizer = train_bpe(texts, 300, "vi")
+    tokenizer = train_bpe([row["text"] for row in runs.rows(spoken["train"])], 300, "vi")
     config = formats.make_config(16, (1, 1), 2, vocabulary=tokenizer.size)
     special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), tokenizer.eos)
     torch.manual_seed(0)
@@ -167,29 +161,7 @@ def test_the_vietnamese_demo_and_its_results_again(tmp_path, monkeypatch):
     assert error_lines(again) == error_lines(out) and len(error_lines(out)) == 2
 
 
-# --- stopped and resumed --------------------------------------------------------------------------
-
-
 # --- data -----------------------------------------------------------------------------------------
-
-
-def make_utterances(recipe, spoken, *flags, training: bool = True):
-    """The training set as a recipe's main makes it, and a tiny model's info."""
-    source = CLIPS if recipe is morse else data_flags(spoken)
-    args = runs.parse(
-        recipe, *TINY, *source, "--from_scratch", "--spec_augment", "--pad_share", "0.3", *flags
-    )
-    if recipe is morse:
-        asked, source = recipe.resolve(args)
-        corpus = recipe.read_data(asked, source)["train"]
-        tokenizer = train_symbols(morse.SYMBOLS, "en")
-    else:
-        asked = recipe.resolve(args)
-        corpus = recipe.read_data(asked)["train"]
-        tokenizer = train_bpe(corpus.texts, 300, "vi")
-    info = start.Family(asked).create(lambda: tokenizer)
-    info.config["max_source_positions"] = 300  # 6 s: padding to 30 s would take long
-    return recipe.Utterances(asked, corpus, tokenizer, info, training), info
 
 
 def test_a_folder_of_recordings_is_trained_on_and_evaluated(tmp_path):
@@ -202,42 +174,6 @@ def test_a_folder_of_recordings_is_trained_on_and_evaluated(tmp_path):
     shutil.move(path, tmp_path / "before.json")
     ran(morse, *flags, "--evaluate")
     assert path.read_text() == (tmp_path / "before.json").read_text()
-
-
-def test_long_recordings_are_cut_by_their_segments_or_rejected(spoken, tmp_path):
-    rows = [
-        json.loads(line) for line in Path(spoken["train"]).read_text(encoding="utf-8").splitlines()
-    ]
-    pieces, segments, now = [], [], 0.0
-    for row in rows * 4:
-        samples = read_audio(
-            str(Path(spoken["train"]).parent / row["audio_filepath"]), SAMPLE_RATE
-        ).numpy()
-        seconds = len(samples) / SAMPLE_RATE
-        segments.append(
-            {"start": round(now, 3), "end": round(now + seconds, 3), "text": row["text"]}
-        )
-        pieces.append(samples)
-        now += seconds
-    soundfile.write(tmp_path / "long.wav", np.concatenate(pieces), SAMPLE_RATE)
-    assert now > 31
-    manifest = tmp_path / "long.json"
-    manifest.write_text(
-        json.dumps({"audio_filepath": "long.wav", "segments": segments}, ensure_ascii=False) + "\n"
-    )
-    flags = [
-        "--train_manifest",
-        manifest,
-        "--val_manifest",
-        spoken["val"],
-        "--from_scratch",
-        *TINY,
-        *SHORT,
-    ]
-    status, err = refused(vietnamese, *flags, "--output_dir", tmp_path)
-    assert status == 1 and "--use_chunking" in err
-    ran(vietnamese, *flags, "--use_chunking", "--max_duration", "12", "--output_dir", tmp_path)
-    assert 6 < newest(tmp_path, vietnamese).run_info["data"]["longest"] <= 12
 
 
 # --- exactness ------------------------------------------------------------------------------------
@@ -326,8 +262,7 @@ def with_times(spoken, tmp_path_factory):
     "unlisted" has a tokenizer without the time tokens, as older folders have it."""
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("with times")
-    lines = Path(spoken["train"]).read_text(encoding="utf-8").splitlines()
-    bpe = train_bpe([json.loads(line)["text"] for line in lines], 300, "vi")
+    bpe = train_bpe([row["text"] for row in runs.rows(spoken["train"])], 300, "vi")
     # The multilingual vocabularies end with an empty token. CTranslate2 knows them by it: without
     # it faster-whisper leaves language and task out of its prompts.
     vocab = {**bpe.vocab, "": len(bpe.vocab)}
@@ -360,17 +295,14 @@ def recorded(spoken, tmp_path_factory):
         rows = []
         parts = []
         now = 0
-        lines = Path(spoken[split]).read_text(encoding="utf-8").splitlines() * copies
-        for row in map(json.loads, lines):
-            clip = Path(spoken[split]).parent / row["audio_filepath"]
-            samples = read_audio(str(clip), SAMPLE_RATE).numpy()
+        for row in runs.rows_of(spoken[split]) * copies:
+            samples = read_audio(row["audio_filepath"], SAMPLE_RATE).numpy()
             place = {"offset": now / SAMPLE_RATE, "duration": len(samples) / SAMPLE_RATE}
             rows.append({"audio_filepath": f"{split}.wav", "text": row["text"], **place})
             parts += [samples, np.zeros(round(0.8 * SAMPLE_RATE), np.float32)]
             now += len(parts[-2]) + len(parts[-1])
         soundfile.write(folder / f"{split}.wav", np.concatenate(parts), SAMPLE_RATE)
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        (folder / f"{split}.json").write_text(text, encoding="utf-8")
+        runs.write_rows(folder / f"{split}.json", rows)
     return ["--train_manifest", folder / "train.json", "--val_manifest", folder / "val.json"]
 
 
@@ -513,11 +445,8 @@ def test_old_packs_and_a_watched_set(with_times, recorded, spoken, tmp_path, mon
 def test_old_clips_and_watched_ones(spoken, tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "MAX_NEW_TOKENS", 4)
     for split in ("train", "val", "test"):
-        rows = [json.loads(line) for line in Path(spoken[split]).read_text().splitlines()]
-        for row in rows:
-            row["text"] = "SOS"
-            row["audio_filepath"] = str(Path(spoken[split]).parent / row["audio_filepath"])
-        (tmp_path / f"{split}.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = [{**row, "text": "SOS"} for row in runs.rows_of(spoken[split])]
+        runs.write_rows(tmp_path / f"{split}.json", rows)
     train, val, test = (tmp_path / f"{split}.json" for split in ("train", "val", "test"))
     flags = ["--train_manifest", train, "--val_manifest", val, "--from_scratch", *TINY]
     runs.check_replay(morse, tmp_path, test, val, *flags)
@@ -559,14 +488,13 @@ def test_what_is_trained_on_by_default(
 
 
 def test_segments_are_utterances_only_for_training_with_times(with_times, recorded, tmp_path):
-    rows = list(map(json.loads, Path(recorded[1]).read_text(encoding="utf-8").splitlines()))
+    rows = runs.rows(recorded[1])
     segments = [
         {"start": row["offset"], "end": row["offset"] + row["duration"], "text": row["text"]}
         for row in rows
     ]
-    manifest = tmp_path / "long.json"
     row = {"audio_filepath": str(Path(recorded[1]).parent / "train.wav"), "segments": segments}
-    manifest.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    manifest = runs.write_rows(tmp_path / "long.json", [row])
     flags = ["--train_manifest", manifest, *recorded[2:], "--use_chunking"]
     data = make_packs(with_times, flags, tmp_path)
     assert len(data) == len(rows) and data.packs.has_next.sum() == len(rows) - 1
@@ -668,33 +596,6 @@ def exported_with_times(with_times, recorded, tmp_path_factory):
     return folder / "out"
 
 
-def test_a_released_model_is_evaluated_before_training(exported_with_times, with_times):
-    best = json.loads((exported_with_times.parent / "checkpoints" / "best.json").read_text())
-    first, _ = best["evaluations"][0]
-    assert (first, best["made_by"]["base"]) == (0, str(with_times / "unlisted"))
-
-
-def test_half_of_the_padded_windows_end_in_zeros_for_features(spoken, tmp_path):
-    """As in faster-whisper and openai-whisper's `transcribe`; the others end in silence."""
-    data, info = make_utterances(vietnamese, spoken, "--output_dir", tmp_path)
-    items = [data.item(index, epoch) for index in range(len(data)) for epoch in range(9)]
-    padded = [item for item in items if len(item["audio"]) > item["heard"]]
-    filled = [item for item in padded if item["fill_from"] < len(item["audio"]) // HOP]
-    assert 0.3 < len(filled) / len(padded) < 0.7
-    item = filled[0]
-    assert item["fill_from"] == item["heard"] // HOP
-    model = start.make_model(info)
-    heard = []
-    model.encoder.register_forward_pre_hook(lambda module, inputs: heard.append(inputs[0]))
-    (batch,) = to_device([vietnamese.collate([item])], torch.device("cpu"))
-    model.encode(batch)
-    assert heard[0][..., item["fill_from"] :].abs().max() == 0
-    assert heard[0].shape[2] == len(item["audio"]) // HOP
-    assert heard[0][..., item["fill_from"] - 1].abs().max() > 0
-    single = next(each for each in items if len(each["audio"]) == each["heard"])
-    assert single["fill_from"] == len(item["audio"]) // HOP  # nothing is filled
-
-
 def test_transformers_reads_long_recordings_by_an_exports_times(exported_with_times, recorded):
     transformers = pytest.importorskip("transformers")
     text = (exported_with_times / "generation_config.json").read_text(encoding="utf-8")
@@ -737,18 +638,11 @@ def test_faster_whisper_reads_an_export(exported_with_times, recorded, tmp_path)
 def memorise(recipe, spoken, folder: Path, sentences: list[str] | None = None) -> list[tuple]:
     """Trains a model in `folder` that knows two sentences by heart, padded to its longest input.
     Returns [(file, sentence)]. `sentences` take the place of what is said."""
-    rows = [
-        json.loads(line) for line in Path(spoken["train"]).read_text(encoding="utf-8").splitlines()
-    ]
-    rows = sorted(rows, key=lambda row: row["duration"])
+    rows = sorted(runs.rows_of(spoken["train"]), key=lambda row: row["duration"])
     rows = [rows[0], rows[-1]]
     for row, sentence in zip(rows, sentences or [row["text"] for row in rows], strict=True):
-        row["audio_filepath"] = str(Path(spoken["train"]).parent / row["audio_filepath"])
         row["text"] = sentence
-    manifest = folder / "two.json"
-    manifest.write_text(
-        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
-    )
+    manifest = runs.write_rows(folder / "two.json", rows)
     files = ["--train_manifest", manifest, "--val_manifest", manifest, "--output_dir", folder]
     flags = (
         "--from_scratch --model_size base --d_model 32 --max_steps 50 --learning_rate 1e-2"
@@ -775,10 +669,7 @@ def test_transformers_decodes_an_export_as_we_do(memorised, tmp_path):
     paths = [path for path, _ in pairs]
     best = folder / "checkpoints" / "best.safetensors"
     ran(vietnamese, "--transcribe", *paths, "--resume", best, "--output", tmp_path / "ours.jsonl")
-    ours = [
-        json.loads(line)["text"]
-        for line in (tmp_path / "ours.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    ours = [row["text"] for row in runs.rows(tmp_path / "ours.jsonl")]
     assert ours == [sentence for _, sentence in pairs]
     model = transformers.WhisperForConditionalGeneration.from_pretrained(folder / "exported").eval()
     processor = transformers.WhisperProcessor.from_pretrained(folder / "exported")
@@ -847,41 +738,7 @@ def test_compared_to_a_baseline(memorised, released, tmp_path):
     )
 
 
-def test_long_files_are_transcribed_in_overlapping_pieces(released, tmp_path):
-    clips = [
-        synthesis.synthesise(0, number, synthesis.CONDITIONS["clean"]).audio for number in range(12)
-    ]
-    soundfile.write(tmp_path / "long.wav", np.concatenate(clips)[: 35 * SAMPLE_RATE], SAMPLE_RATE)
-    flags = [
-        "--transcribe",
-        tmp_path / "long.wav",
-        "--model_dir",
-        released / "hf",
-        "--language",
-        "vi",
-    ]
-    ran(morse, *flags, "--output", tmp_path / "out.jsonl")
-    (row,) = [
-        json.loads(line)
-        for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-    assert row["seconds"] == 35 and len(row["pieces"]) == 2
-    assert row["pieces"][0]["start"] == 0 and row["pieces"][1]["end"] == 35
-    # what both pieces heard is in one of them
-    assert row["pieces"][0]["end"] == row["pieces"][1]["start"]
-
-
 # --- mistakes at the command line -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("code", "token"), [("kok", "kok"), ("zh-TW", "zh-tw"), ("sr-Latn", "sr-latn"), ("VI", "vi")]
-)
-def test_languages_from_scratch(code, token):
-    args = runs.parse(morse, "--language", code)
-    assert args.language == token and train_symbols(morse.SYMBOLS, args.language).languages == [
-        token
-    ]
 
 
 CONTRADICTIONS = [  # what was saved, flags, and a part of the message
@@ -890,12 +747,6 @@ CONTRADICTIONS = [  # what was saved, flags, and a part of the message
         "scratch",
         "--ctc_weight 0.3",
         "--ctc_weight 0.3 (the checkpoint's encoder has no output layer)",
-    ),
-    ("scratch", "--language en", "--language en (the checkpoint has vi)"),
-    (
-        "tuned",
-        "--from_scratch",
-        "--from_scratch (the checkpoint's model began from released weights; a script adds this",
     ),
     (
         "tuned",
@@ -942,24 +793,6 @@ def test_a_manifest_of_morse_keeps_what_it_holds_out(tmp_path, wav, json_lines):
     ]
     ran(morse, *flags)
     assert len(newest(tmp_path, morse).run_info["data"]["held_out"]) == 1
-
-
-@BOTH
-def test_a_plan_is_of_the_model_that_the_flags_ask_for(recipe, released, tmp_path):
-    flags = ["--language", "vi", "--output_dir", tmp_path, "--export", tmp_path / "export"]
-    if recipe is morse:
-        flags += CLIPS
-    expected = formats.read_config(released / "hf")
-    for origin in (
-        ["--model_dir", released / "hf"],
-        ["--model_file", released / "openai" / "base.pt"],
-    ):
-        model = planned(recipe, *flags, *origin, "--freeze_encoder").model
-        assert model.config == expected and not any(
-            p.requires_grad for p in model.encoder.parameters()
-        )
-    assert planned(recipe, *flags, *TINY, "--from_scratch").model.config["d_model"] == 16
-    assert not list(tmp_path.iterdir())
 
 
 def test_without_data_a_released_size_has_the_released_vocabulary(spoken, tmp_path):

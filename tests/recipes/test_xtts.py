@@ -17,11 +17,11 @@ import yaml
 from safetensors.torch import load_file
 
 from common import checkpoint, memory, optim, records
-from common.batches import split_batch, to_device
+from common.batches import to_device
 from common.device import LossScale, Setup
 from common.engine import run_global_batch
 from common.errors import DataError
-from models.xtts import decoding, formats, new_tokens, speaking, start, texts
+from models.xtts import decoding, formats, speaking, start, texts
 from models.xtts import model as xtts
 from models.xtts.codec import DVAE, SAMPLE_RATE, SAMPLES_PER_CODE, Mel, code_count
 from models.xtts.decoding import Sampling
@@ -34,7 +34,7 @@ from speech.data.columns import Corpus, Strings
 from speech.data.splits import Checks, load_corpus
 from speech.decoding import judge
 from tests import small
-from tests.contract import awake
+from tests.contract import awake, metrics
 from tests.models.xtts.small import (
     CONFIG,
     FIXTURES,
@@ -48,7 +48,7 @@ from tests.models.xtts.small import (
     write_released,
 )
 from tests.recipes import adapters, runs
-from tests.recipes.runs import newest, planned, ran, refused
+from tests.recipes.runs import newest, ran, refused
 
 CPU = torch.device("cpu")
 COQUI = json.loads((FIXTURES / "cases.json").read_text(encoding="utf-8"))["sizes"]
@@ -76,22 +76,10 @@ def tiny():
 @pytest.fixture(scope="module")
 def noise(tmp_path_factory) -> tuple[str, Corpus]:
     """The manifest and the corpus of eight clips of noise with the texts TEXTS."""
-    folder, random, rows = (
-        tmp_path_factory.mktemp("noise"),
-        np.random.default_rng(0),
-        ["audio_file|text|speaker_name"],
-    )
-    for number, (seconds, text) in enumerate(zip(SECONDS, TEXTS, strict=True)):
-        samples = random.normal(size=round(seconds * SAMPLE_RATE)) * (0.02 + 0.1 * random.random())
-        samples *= 1 + np.sin(np.arange(len(samples)) / (300 + 400 * number))
-        soundfile.write(folder / f"{number}.wav", samples.clip(-1, 1), SAMPLE_RATE)
-        rows.append(f"{number}.wav|{text}|voice {number % 2}")
-    (folder / "train.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
-    corpus, _ = load_corpus(
-        str(folder / "train.csv"), recipe.text.normalise, Checks(max_duration=11.6)
-    )
+    path = runs.write_noise(tmp_path_factory.mktemp("noise"), TEXTS, SECONDS, SAMPLE_RATE, 2)
+    corpus, _ = load_corpus(path, recipe.text.normalise, Checks(max_duration=11.6))
     assert len(corpus) == 8
-    return str(folder / "train.csv"), corpus
+    return path, corpus
 
 
 def make_frozen(dtype=torch.float64) -> Frozen:
@@ -264,22 +252,6 @@ def test_greedy_codes_and_latents_are_coquis(theirs, capsys):
     assert (speech.latents - cases["greedy_latents"][0]).abs().max() < 1e-5
 
 
-@torch.no_grad()
-def test_the_stop_of_the_text_is_seen_by_the_codes(theirs, capsys):
-    cases = coquis("gpt_cases")
-    settings = Sampling(temperature=1.0, top_k=1, top_p=1.0, repetition_penalty=1.0, max_codes=2)
-    sample = functools.partial(
-        decoding.sample, theirs, COQUI, cases["style"][1:2], [cases["text"][1].tolist()], settings
-    )
-    before = sample()[0].latents
-    row = theirs.text_embedding.weight[COQUI["stop_text"]]
-    kept = row.clone()
-    row *= -1
-    after = sample()[0].latents
-    row.copy_(kept)
-    assert (after[0] - before[0]).abs().max() > 1e-3
-
-
 # --- exactness ------------------------------------------------------------------------------------
 
 
@@ -298,18 +270,6 @@ def window_gradient(
     )
     assert outcome.failed is None
     return outcome.sums, torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
-def test_dropout_is_drawn_in_training_alone(noise):
-    items, model, frozen = make_items(noise)[:2], make_model(0.1), make_frozen()
-    with torch.no_grad():
-        trained = [
-            recipe.compute_loss(model.train(), moved(items), frozen)["mel"] for _ in range(2)
-        ]
-        evaluated = [
-            recipe.compute_loss(model.eval(), moved(items), frozen)["mel"] for _ in range(2)
-        ]
-    assert trained[0] != trained[1] and evaluated[0] == evaluated[1]
 
 
 def test_the_explicit_product_is_the_fused_attention(noise, monkeypatch):
@@ -348,7 +308,7 @@ def test_positions_one_after_the_other_are_a_full_forward(sdpa):
 # --- data -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seconds", [0.5, 2.0, 3.0, 6.0, 11.6])
+@pytest.mark.parametrize("seconds", [0.5, 3.0, 11.6])
 def test_ten_thousand_slices(noise, monkeypatch, seconds):
     data, samples = make_utterances(noise), round(seconds * SAMPLE_RATE)
     waveform, codes = torch.arange(1.0, samples + 1), code_count(samples)
@@ -372,17 +332,7 @@ def test_ten_thousand_slices(noise, monkeypatch, seconds):
         assert all(SLICE[0] <= length <= SLICE[1] or length == samples // 2 for length in lengths)
 
 
-def test_the_slice_depends_on_seed_epoch_and_clip_alone(noise):
-    data, again, other = (
-        make_utterances(noise),
-        make_utterances(noise),
-        make_utterances(noise, "--seed", "2"),
-    )
-    items = [data.item(2, 0), data.item(2, 1), other.item(2, 0)]
-    assert torch.equal(again.item(2, 1)["slice"], items[1]["slice"])
-    assert len({item["heard"] for item in items}) > 1 and not torch.equal(
-        items[0]["slice"], items[1]["slice"]
-    )
+def test_an_evaluation_hears_the_beginning_of_a_clip(noise):
     evaluated = make_utterances(noise, training=False)
     for epoch in (0, 3):
         item = evaluated.item(2, epoch)
@@ -422,34 +372,6 @@ def test_the_counts_are_those_of_the_targets_and_no_stop_is_lost(noise, monkeypa
     )
 
 
-@torch.no_grad()
-def test_pieces_of_a_batch_that_is_too_large_have_the_same_loss(noise):
-    items, model, frozen = make_items(noise), make_model(), make_frozen()
-    whole, terms = recipe.collate(items), dict.fromkeys(WEIGHTS, 0.0)
-    for piece in split_batch(whole, 3):
-        pieces = recipe.compute_loss(model, next(to_device([piece], CPU)), frozen)
-        terms = {name: terms[name] + value.item() for name, value in pieces.items()}
-    expected = recipe.compute_loss(model, moved(items), frozen)
-    assert terms == {
-        name: pytest.approx(value.item(), rel=1e-10) for name, value in expected.items()
-    }
-
-
-def test_a_clip_of_two_seconds_alone_has_a_finite_loss(noise):
-    data, model, frozen = (
-        make_utterances(noise),
-        make_model(dtype=torch.float32).train(),
-        make_frozen(torch.float32),
-    )
-    for epoch in range(5):
-        batch = moved([data.item(6, epoch)])
-        terms = recipe.compute_loss(model, batch, frozen)
-        assert (
-            all(bool(value.isfinite()) for value in terms.values()) and batch["counts"]["mel"] >= 4
-        )
-        assert bool(gradient_of(sum(terms.values()), model).isfinite().all())
-
-
 # --- precision ------------------------------------------------------------------------------------
 
 
@@ -483,8 +405,8 @@ def test_a_clip_that_became_longer_after_the_check_is_named(noise, tmp_path):
 # --- memory options -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layers", [0, 1, 2])
-def test_frozen_layers_have_no_gradient_and_do_not_change(noise, layers):
+def test_frozen_layers_have_no_gradient_and_do_not_change(noise):
+    layers = 1
     model = make_model(dtype=torch.float32).train()
     start.freeze(model, layers)
     expected = {
@@ -597,12 +519,6 @@ def tuned(places, tmp_path_factory) -> tuple[Path, str]:
     return folder, ran(recipe, *tuning(places, *flags))
 
 
-def read_metrics(folder: Path) -> list[dict]:
-    return [
-        json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()
-    ]
-
-
 def best_of(folder: Path) -> tuple[dict, ModelInfo]:
     saved = checkpoint.read_weights(folder / "checkpoints" / "best.safetensors", recipe.RECIPE)
     return saved.model, info_of(saved)
@@ -614,7 +530,7 @@ def info_of(saved: checkpoint.Saved) -> ModelInfo:
 
 def test_released_weights_are_evaluated_first_and_their_export_is_read_again(tuned, places):
     folder, out = tuned
-    lines = read_metrics(folder)
+    lines = metrics(folder)
     assert [line["step"] for line in lines if "eval/mel" in line] == [0, 1, 2]
     losses = [line for line in lines if "train/loss" in line]
     for line in losses:
@@ -699,28 +615,6 @@ def test_an_export_alone_has_the_voices_of_speaker_wav(tuned, places, tmp_path):
             torch.testing.assert_close(value, other, rtol=1e-3, atol=1e-4)
 
 
-def test_a_plan_is_of_the_model_that_the_flags_ask_for(tuned, places, tmp_path, tmp_path_factory):
-    def tokens(*flags) -> int:
-        # The tiny model has no positions for the longest clips of a released one.
-        flags = (*flags, "--output_dir", tmp_path, "--max_duration", "3")
-        plan = planned(recipe, *flags, "--export", tmp_path / "export")
-        assert not list(tmp_path.iterdir()) and len(plan.model.gpt.h) == 2
-        return len(plan.model.text_head.bias)
-
-    folder = tuned[0] / "checkpoints"
-    count = tokens("--model_dir", places.model)
-    assert tokens("--resume", folder / "checkpoint_step_00000002.pt") == count
-    assert tokens(*tuning(places, "--init_from", folder / "best.safetensors")) == count
-    amharic = write_amharic(places, tmp_path_factory.mktemp("amharic"))
-    assert (
-        tokens("--train_csv", amharic, "--model_dir", places.model, "--extend_vocab", "bpe") > count
-    )
-    assert (
-        tokens(*tuning(places, "--custom_model", places.model / "model.pth", "--language", "xx"))
-        == count
-    )
-
-
 def test_a_language_that_the_vocabulary_lacks_gets_a_token(tuned, places):
     folder, out = tuned
     best, info = best_of(folder)
@@ -740,36 +634,6 @@ def test_a_language_that_the_vocabulary_lacks_gets_a_token(tuned, places):
         == reader.encode("no")
     )
     assert reader.encode("no", "de") == [ids["[de]"], ids["n"], ids["o"]]
-
-
-def test_new_rows_are_drawn_like_the_old_ones(places, capsys):
-    asked = recipe.resolve(runs.parse(recipe, *tuning(places)))
-    info, weights, _ = chosen(asked)
-    again = chosen(asked)[1]
-    before = formats.read_model(places.model)[0]["gpt"]
-    for name in ("text_embedding.weight", "text_head.weight", "text_head.bias"):
-        assert torch.equal(weights[name][:-1], before[name]) and torch.equal(
-            weights[name], again[name]
-        )
-        assert ((weights[name][-1] - before[name].mean(0)).abs() < 5 * before[name].std(0)).all()
-    model = xtts.make_model(info.config, weights)
-    assert model.text_embedding.weight.shape == (ROWS + 1, 16) == model.text_head.weight.shape
-
-
-def test_a_language_that_the_vocabulary_has_gets_none(places, tmp_path):
-    ran(
-        recipe,
-        *tuning(places, *PLAIN),
-        "--max_steps",
-        "1",
-        "--language",
-        "de",
-        "--output_dir",
-        tmp_path,
-    )
-    info = info_of(newest(tmp_path, recipe))
-    assert not info.carried and info.config["text_tokens"] == ROWS
-    assert texts.Texts(info).encode("no")[0] == WITHOUT_AM["model"]["vocab"]["[de]"]
 
 
 def test_the_language_of_a_row_goes_before_that_of_the_flag(places, json_lines, tmp_path):
@@ -795,15 +659,10 @@ def test_the_language_of_a_row_goes_before_that_of_the_flag(places, json_lines, 
     assert german[0] == WITHOUT_AM["model"]["vocab"]["[de]"] and german[1:] == others[0][2:]
 
 
-@pytest.mark.parametrize("form", ["xtts. and an optimizer", "plain"])
-def test_the_gpt_of_an_already_tuned_file(tuned, places, tmp_path, form):
+def test_the_gpt_of_an_already_tuned_file(places, tmp_path):
+    """Its forms: tests/models/xtts/test_formats.py."""
     source = formats.read_model(write_released(tmp_path / "source", seed=2))[0]
-    prefix = "" if form == "plain" else "xtts."
-    weights = {f"{prefix}gpt.{name}": w for name, w in source["gpt"].items()}
-    torch.save(
-        weights if form == "plain" else {"model": weights, "optimizer": {"state": {}}},
-        tmp_path / "tuned.pth",
-    )
+    torch.save({f"gpt.{name}": w for name, w in source["gpt"].items()}, tmp_path / "tuned.pth")
     flags = ["--custom_model", tmp_path / "tuned.pth", "--language", "en", "--output_dir", tmp_path]
     ran(recipe, *tuning(places, *PLAIN, *flags), "--max_steps", "1", "--freeze_layers", "2")
     state = newest(tmp_path, recipe).model
@@ -836,23 +695,9 @@ def same_folders(a: Path, b: Path) -> bool:
     )
 
 
-def test_an_export_alone(tuned, places, tmp_path):
-    best = tuned[0] / "checkpoints" / "best.safetensors"
-    out = ran(recipe, "--resume", best, "--export", tmp_path / "a", "--output_dir", tmp_path)
-    assert f"exported to {tmp_path / 'a'}: " in out and same_folders(
-        tmp_path / "a", tuned[0] / "coqui"
-    )
-    ran(
-        recipe,
-        "--model_dir",
-        places.model,
-        "--export",
-        tmp_path / "b",
-        "--language",
-        "en",
-        "--output_dir",
-        tmp_path,
-    )
+def test_a_released_model_is_exported_as_it_is(places, tmp_path):
+    flags = ["--model_dir", places.model, "--language", "en", "--output_dir", tmp_path]
+    ran(recipe, *flags, "--export", tmp_path / "b")
     assert same_folders(tmp_path / "b", places.model)
     assert not (tmp_path / "checkpoints").exists()
 
@@ -862,16 +707,6 @@ def test_a_training_follows_the_hours_of_speech(places):
     assert tuned.task.fine_tunes and tuned.task.evaluate_first
     seconds = [soundfile.info(places.folder / f"{number}.wav").duration for number in range(6)]
     assert tuned.global_batches.hours == pytest.approx(sum(seconds) / 3600)
-
-
-def test_an_export_is_fine_tuned_again(tuned, places, tmp_path):
-    flags = [*manifests(places), *PLAIN, "--max_steps", "1", "--output_dir", tmp_path]
-    ran(recipe, *flags, "--model_dir", tuned[0] / "coqui")
-    info, before = info_of(newest(tmp_path, recipe)), info_of(newest(tuned[0], recipe))
-    assert info.config == before.config and info.vocab == before.vocab
-    assert texts.Texts(info).encode("no") == texts.Texts(before).encode("no"), (
-        "another prefix than before"
-    )
 
 
 def test_texts_are_spoken_with_the_vocoder(tuned, places, tmp_path):
@@ -901,47 +736,22 @@ def test_texts_are_spoken_with_the_vocoder(tuned, places, tmp_path):
     assert {path.name for path in tmp_path.glob("n*.wav")} == {"n_001.wav", "n_002.wav"}
 
 
-def test_weights_that_overflow_speak_nothing(places, tmp_path):
-    model = shutil.copytree(places.model, tmp_path / "model")
-    content = torch.load(model / "model.pth", weights_only=True)
-    content["model"]["gpt.gpt.h.0.mlp.c_fc.weight"].fill_(1e38)
-    torch.save(content, model / "model.pth")
-    output = tmp_path / "o.wav"
-    speak = ["--synthesize", "hello", "--speaker_wav", places.wav, "--output", output]
-    status, err = refused(recipe, *speak, "--model_dir", model)
-    assert status == 2 and "values are not finite" in err and not output.exists()
-
-
 # --- what is written ------------------------------------------------------------------------------
 
 
-def everything(folder: Path) -> dict[str, bytes | None]:
-    """The content of each regular file in a folder, and the names of the others."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
-        for path in folder.rglob("*")
-    }
-
-
 def test_a_new_run_moves_all_of_the_earlier_one_aside(places, tmp_path):
-    precious = tmp_path / "precious.wav"
-    precious.write_text("precious")
     folder = tmp_path / "out"
     flags = tuning(places, *PLAIN, "--max_steps", "1", "--speak_held_out", "2")
     ran(recipe, *flags, "--output_dir", folder)
-    first = everything(folder)
+    best = (folder / "checkpoints" / "best.safetensors").read_bytes()
     speech = folder / "speech"
-    (speech / "001_reference.wav").unlink()
-    (speech / "001_reference.wav").symlink_to(precious)
     (speech / "mine.txt").write_text("mine")
     ran(recipe, *flags, "--seed", "1", "--output_dir", folder)
-    assert precious.read_text() == "precious"
     earlier = folder / "earlier-1" / "speech"
     assert (earlier / "mine.txt").read_text() == "mine"
-    assert (earlier / "001_reference.wav").is_symlink()
-    assert not (speech / "001_reference.wav").is_symlink() and not (speech / "mine.txt").exists()
+    assert not (speech / "mine.txt").exists()
     moved_to = folder / "checkpoints" / "earlier-1" / "best.safetensors"
-    assert moved_to.read_bytes() == first["checkpoints/best.safetensors"]
+    assert moved_to.read_bytes() == best
     # The same run, spoken again: its own sentences are replaced, those of somebody else are kept.
     (speech / "mine.txt").write_text("mine")
     out = ran(recipe, *flags, "--seed", "1", "--output_dir", folder, "--resume", "auto")
@@ -989,12 +799,6 @@ def test_the_voice_comes_from_another_clip_of_the_speaker(noise, monkeypatch):
     ]
 
 
-def test_a_speaker_with_two_clips_never_hears_the_one_that_is_learned(noise, monkeypatch):
-    monkeypatch.setattr(recipe, "read_utterance", numbered)
-    data = make_utterances((noise[0], noise[1].select(np.array([5, 0, 3]))), condition="other")
-    assert set(voices_of(data, 0)) == {2} and set(voices_of(data, 2)) == {0}
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_a_speaker_with_one_clip_is_heard_in_it(noise, training):
     part = noise[0], noise[1].select(np.array([5, 0, 3]))
@@ -1022,30 +826,19 @@ def test_the_sums_of_the_languages_are_the_total(noise):
     items = [
         {**item, "language": ("am", "de", "am")[number % 3]} for number, item in enumerate(items)
     ]
-    results = []
-    for sizes in ([8], [1] * 8, [3, 5]):
-        rest = iter(items)
-        batches = [recipe.collate([next(rest) for _ in range(size)]) for size in sizes]
-        results.append(recipe.evaluate(frozen, ["am", "de"], model, batches))
-    for result in results:
-        assert result.keys() == {"text", "mel", "text_am", "text_de", "mel_am", "mel_de"}
-        for name, (total, count) in result.items():
-            assert (total, count) == (
-                pytest.approx(results[0][name][0], rel=1e-10),
-                results[0][name][1],
-            )
-        for name in WEIGHTS:
-            parts = [result[f"{name}_{language}"] for language in ("am", "de")]
-            assert sum(total for total, _ in parts) == pytest.approx(result[name][0], rel=1e-10)
-            assert (
-                sum(count for _, count in parts) == result[name][1]
-                and min(total for total, _ in parts) > 0
-            )
+    batches = [recipe.collate(items[:3]), recipe.collate(items[3:])]
+    result = recipe.evaluate(frozen, ["am", "de"], model, batches)
+    assert result.keys() == {"text", "mel", "text_am", "text_de", "mel_am", "mel_de"}
+    for name in WEIGHTS:
+        parts = [result[f"{name}_{language}"] for language in ("am", "de")]
+        assert sum(total for total, _ in parts) == pytest.approx(result[name][0], rel=1e-10)
+        assert sum(count for _, count in parts) == result[name][1]
+        assert min(total for total, _ in parts) > 0
     german = [item for item in items if item["language"] == "de"]
     alone = recipe.evaluate(frozen, ["de"], model, [recipe.collate(german)])
     assert alone.keys() == set(WEIGHTS)
     for name in WEIGHTS:
-        total, count = results[0][f"{name}_de"]
+        total, count = result[f"{name}_de"]
         assert alone[name] == (pytest.approx(total, rel=1e-10), count)
     nothing = recipe.evaluate(frozen, ["am", "de", "en"], model, [recipe.collate(german)])
     assert nothing["mel_en"] == (0, 0) == nothing["text_am"] and nothing["mel_de"] == nothing["mel"]
@@ -1128,7 +921,6 @@ AMHARIC = (
 )
 MODES = {
     "phonemes": ["--use_amharic_g2p"],
-    "characters": ["--extend_vocab", "characters"],
     "bpe": ["--extend_vocab", "bpe", "--vocab_size", "40"],
 }
 
@@ -1157,7 +949,7 @@ def test_amharic_is_trained_exported_spoken_and_resumed(places, short_slices, tm
     assert "characters that the vocabulary lacks" not in out and out.count("): 8 utterances") == 2
     info = info_of(newest(tmp_path, recipe))
     rows = info.config["text_tokens"]
-    first, *_ = [line["eval/text"] for line in read_metrics(tmp_path) if "eval/text" in line]
+    first, *_ = [line["eval/text"] for line in metrics(tmp_path) if "eval/text" in line]
     if mode == "phonemes":
         assert info.text.g2p and info.text.extend_vocab is None and rows == ROWS + 1
     else:
@@ -1189,102 +981,16 @@ def test_amharic_is_trained_exported_spoken_and_resumed(places, short_slices, tm
     assert resumed.progress.step == 3 and info_of(resumed) == info
 
 
-def test_the_biases_of_new_tokens_alone_are_fitted(places, short_slices, tmp_path, monkeypatch):
-    fit, calls = new_tokens.fit_new_tokens, []
-
-    def spy(model, count, forward):
-        before = {name: w.clone() for name, w in model.state_dict().items()}
-        fit(model, count, forward)
-        changed = {
-            name: w != before[name]
-            for name, w in model.state_dict().items()
-            if not torch.equal(w, before[name])
-        }
-        calls.append(
-            (count, changed, before["text_head.bias"], model.text_head.bias.detach().clone())
-        )
-
-    monkeypatch.setattr(new_tokens, "fit_new_tokens", spy)
-    manifest = write_amharic(places, tmp_path)
-    flags = [
-        "--train_csv",
-        manifest,
-        "--eval_csv",
-        manifest,
-        *PLAIN,
-        "--max_steps",
-        "1",
-        "--output_dir",
-        tmp_path,
-    ]
-    ran(recipe, *flags, "--model_dir", places.model, *MODES["characters"])
-    ((count, changed, before, after),) = calls
-    assert list(changed) == ["text_head.bias"] and count > 10
-    assert not changed["text_head.bias"][:-count].any() and changed["text_head.bias"][-count:].all()
-    shifts = (after - before)[-count:]
-    assert (shifts - shifts[0]).abs().max() < 1e-5, "they are not shifted by one number"
-    ran(recipe, *flags, "--max_steps", "2", "--resume", "auto")
-    assert len(calls) == 1, "a resumed run has fitted them again"
-
-
 def test_texts_are_shown_one_a_line(places, tuned, tmp_path):
+    """What they become: tests/models/xtts/test_texts.py."""
     best = tuned[0] / "checkpoints" / "best.safetensors"
     (tmp_path / "lines.txt").write_text("ሰላም 3\n\nhello\n", encoding="utf-8")
-    for source in ([], ["--use_amharic_g2p"], ["--model_dir", places.model], ["--resume", best]):
-        for wanted in (["ሰላም 3", "hello"], [tmp_path / "lines.txt"]):
-            status, out, err = runs.run(
-                recipe, "--show_text", *wanted, *source, "--output_dir", tmp_path
-            )
-            shown = [
-                line
-                for line in out.splitlines()
-                if not line.startswith(("These weights", "language am: "))
-            ]
-            assert status == 0 and len(shown) == 2 and shown[1] == "hello", (out, err)
-            assert ("ሰላም" in shown[0]) != ("--use_amharic_g2p" in source) and "3" not in shown[0]
-            lacks = err.count("warning: ")
-            assert lacks == (len(source) == 2), err
-    assert not list(tmp_path.rglob("*.pt"))
-
-
-# --- checked, not trained -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("source", ["released", "neither"])
-def test_data_are_checked_and_nothing_is_trained(places, tmp_path, source):
-    written = ["ሰላም", "hello", "the end", "on", "no", "and", "hello on", "end"]
-    if source == "released":
-        written[0] = "ኩኩ።"
-    rows = [f"{places.folder}/{number}.wav|{text}|a" for number, text in enumerate(written)]
-    (tmp_path / "cut.wav").write_bytes((places.folder / "1.wav").read_bytes()[:30])
-    soundfile.write(tmp_path / "silent.wav", np.zeros(SAMPLE_RATE), SAMPLE_RATE)
-    soundfile.write(tmp_path / "short.wav", 0.1 * np.ones(SAMPLE_RATE // 5), SAMPLE_RATE)
-    (tmp_path / "not.wav").write_text("text", encoding="utf-8")
-    rows += [f"{tmp_path}/{name}.wav|on|a" for name in ("cut", "silent", "short", "not", "gone")]
-    rows += [f"{places.folder}/1.wav||a"]
-    (tmp_path / "m.csv").write_text(
-        "\n".join(["audio_file|text|speaker_name", *rows]), encoding="utf-8"
-    )
-    flags = ["--model_dir", places.model] if source == "released" else []
-    output = tmp_path / "output"
-    data = [
-        "--check_data",
-        "--train_csv",
-        tmp_path / "m.csv",
-        "--eval_csv",
-        places.val,
-        "--output_dir",
-        output,
-    ]
-    status, out, err = runs.run(recipe, *data, *flags)
-    assert status == 0, err
-    usable = 7 if source == "released" else 8
-    assert f"checked: {usable} utterances in train, 2 utterances in val can be used" in out
-    assert "training speech: " in out and out.count("silent.wav") == out.count("gone.wav") == 1
-    assert ("none of the text's letters: --use_amharic_g2p or --extend_vocab" in out) == (
-        source == "released"
-    )
-    assert not list(output.rglob("*.pt")) and not list(output.rglob("*.safetensors"))
+    for source in ([], ["--model_dir", places.model], ["--resume", best]):
+        words = ["--show_text", tmp_path / "lines.txt", *source, "--output_dir", tmp_path]
+        status, out, err = runs.run(recipe, *words)
+        first, last = out.splitlines()[-2:]
+        assert status == 0 and "ሰላም" in first and "3" not in first and last == "hello", (out, err)
+        assert err.count("warning: ") == (len(source) == 2), err
 
 
 # --- mistakes -------------------------------------------------------------------------------------
@@ -1305,16 +1011,11 @@ MISTAKES = [  # flags, a part of the message
         "--model_dir {model} --version v2.0.3",
         "--version v2.0.3: its vocabulary has 6681 tokens, and these weights have",
     ),
-    ("--model_dir {model} --version v3", "argument --version: invalid choice: 'v3'"),
     ("--model_dir {model} --language አማርኛ", "--language አማርኛ: it must be a code such as am or en"),
     ("--model_dir {model} --freeze_layers 3", "--freeze_layers 3: the GPT has 2 layers"),
     (
         "--model_dir {model} --export {folder}",
         "--export {folder}: it holds files that are not replaced",
-    ),
-    (
-        "--model_dir {model} --max_audio_length 9 --max_duration 3",
-        "argument --max_audio_length: 9 is out of range",
     ),
     ("--language de --resume {tuned}", "--language de (the checkpoint has am) conflicts"),
     ("--condition other --resume {tuned}", "--condition other (the checkpoint has same) conflicts"),
@@ -1330,8 +1031,6 @@ MISTAKES = [  # flags, a part of the message
         "--model_dir {model} --export {here}/x --speaker_wav {wav} {same}",
         "{wav} and {same}: both would be the voice 5",
     ),
-    ("--resume auto", "there is no checkpoint to resume"),
-    ("--model_dir {model} --train_csv {here}/gone.csv", "gone.csv"),
 ]
 SPEAKING_MISTAKES = [
     ("--synthesize hello --speaker_wav {wav} --judge {wav}", "--judge and --synthesize"),
@@ -1347,20 +1046,8 @@ SPEAKING_MISTAKES = [
     ),
     ("--synthesize hello --speaker_wav {wav}", "no weights at "),
     (
-        "--synthesize hello --speaker_wav {wav} --model_dir {model} --top_p 0",
-        "argument --top_p: 0 is out of range",
-    ),
-    (
-        "--synthesize hello --speaker_wav {wav} --model_dir {model} --batch_size 3",
-        "--batch_size and --synthesize",
-    ),
-    (
         "--synthesize {empty} --speaker_wav {wav} --model_dir {model}",
         "--synthesize: there is no text",
-    ),
-    (
-        "--synthesize hello --speaker_wav {wav} --model_dir {model} --export {here}/x",
-        "--synthesize and --export",
     ),
     (
         "--synthesize hello --speaker_wav {wav} --model_dir {model} --output {here}/no/such/o.wav",
@@ -1453,15 +1140,3 @@ def test_what_has_no_positions_or_no_letters_is_rejected(places, tmp_path):
         recipe, *tuning(places), "--train_csv", tmp_path / "m.csv", "--strict_data", *flags
     )
     assert status == 1 and err.startswith("error: ") and err.count("\n") == 1
-
-
-def test_a_model_that_says_nothing(places, capsys):
-    asked = recipe.resolve(runs.parse(recipe, *tuning(places)))
-    info, weights, frozen = chosen(asked)
-    weights["mel_head.bias"][info.config["stop_audio"]] = 1e4
-    model = xtts.make_model(info.config, weights).eval()
-    voice = [torch.randn(SAMPLE_RATE) * 0.1]
-    synthesiser = start.synthesiser_of(info, model, frozen, texts.Texts(info))
-    voice = speaking.voice_of(synthesiser, voice)
-    [waveform] = speaking.speak(synthesiser, ["hello. no"], voice, Sampling())
-    assert waveform.ndim == 1 and bool(waveform.isfinite().all())
