@@ -35,12 +35,23 @@ def pieces_of(path: Path) -> dict[Place, dict]:
             row = json.loads(line)
             for piece in row["pieces"]:
                 place = (str(row["file"]), float(piece["start"]), float(piece["end"]))
-                found[place] = {"text": str(piece["text"]), "sure": piece.get("confidence")}
+                sure = confidence(row.get("words", []), place[1], place[2])
+                found[place] = {"text": str(piece["text"]), "sure": sure}
         except (ValueError, KeyError, TypeError):
             raise DataError(
                 f"{path}:{number} is no transcript with pieces, as --transcribe --output writes it"
             ) from None
     return found
+
+
+def confidence(words: list[dict], start: float, end: float) -> float | None:
+    """The confidence of a piece: the mean of those of its words, by their lengths."""
+    total = count = 0.0
+    for word in words:
+        if start <= (word["start"] + word["end"]) / 2 < end and "confidence" in word:
+            total += len(word["text"]) * word["confidence"]
+            count += len(word["text"])
+    return round(total / count, 3) if count else None
 
 
 def reason_of(piece: dict, least: float, other: dict | None, most: float, compares: bool) -> str:

@@ -201,18 +201,10 @@ def row_fields(row, needs: str, columns: Columns | None = None) -> Fields:
     check_encoding(audio + text + label + speaker + language)
     offset, duration = _times(row, columns)
     channel = _channel(row.get(columns.channel))
-    return Fields(
-        audio.strip(),
-        text,
-        label,
-        offset,
-        duration,
-        columns.unit,
-        channel,
-        speaker,
-        language,
-        row.get(DRAFTED) in (True, "True", "true"),
+    fields = Fields(
+        audio.strip(), text, label, offset, duration, columns.unit, channel, speaker, language
     )
+    return fields._replace(drafted=row.get(DRAFTED) in (True, "True", "true"))
 
 
 def _times(row: dict, columns: Columns) -> tuple[float, float]:

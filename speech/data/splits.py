@@ -392,19 +392,17 @@ def run_info(
 
 def about_sets(corpora: dict[str, Corpus]) -> dict[str, dict]:
     """{split: its utterances, hours and languages, as far as the manifest has them, and how many
-    of its texts a recogniser wrote, if there are such}, of SPLITS."""
-    found = {}
-    for name, corpus in corpora.items():
-        if name not in SPLITS:
-            continue
-        found[name] = {
+    of its texts a recogniser wrote}, of SPLITS."""
+    return {
+        name: {
             "utterances": len(corpus),
             "hours": float(corpus.seconds.sum()) / 3600,
             "languages": sorted(filter(None, corpus.languages.names)),
+            "drafted": int(np.count_nonzero(corpus.drafted)),
         }
-        if corpus.drafted is not None and corpus.drafted.any():
-            found[name]["drafted"] = int(corpus.drafted.sum())
-    return found
+        for name, corpus in corpora.items()
+        if name in SPLITS
+    }
 
 
 def some_items(data, seed: int | None, count: int) -> list[dict]:

@@ -22,21 +22,8 @@ def join_records(records: list[dict], pieces: list[Piece], cutting: Cutting) -> 
     joined = cutting.join(records, pieces)
     timed = []
     for start, end, part in joined.pieces:
-        piece = {"start": start / SAMPLE_RATE, "end": end / SAMPLE_RATE, "text": part}
-        timed.append({**piece, **confidence(joined.parts.get("words", []), piece)})
+        timed.append({"start": start / SAMPLE_RATE, "end": end / SAMPLE_RATE, "text": part})
     return {"text": joined.text, "pieces": timed, **joined.parts}
-
-
-def confidence(words: list[dict], piece: dict) -> dict:
-    """The "confidence" of a piece: the mean of those of its `words`, by their lengths. Empty if
-    they have none."""
-    total = count = 0.0
-    for word in words:
-        is_inside = piece["start"] <= (word["start"] + word["end"]) / 2 < piece["end"]
-        if is_inside and "confidence" in word:
-            total += len(word["text"]) * word["confidence"]
-            count += len(word["text"])
-    return {"confidence": round(total / count, 3)} if count else {}
 
 
 @torch.no_grad()

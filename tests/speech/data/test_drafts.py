@@ -11,14 +11,18 @@ import soundfile
 from common.errors import DataError
 from models import card
 from speech.data import splits
+from speech.data.drafts import confidence
 from speech.data.loading import Checks
 from speech.data.splits import RunInfo
-from speech.decoding.transcribing import confidence
 from speech.writing.text import normalise
 
 
 def transcript(pieces: list[dict]) -> str:
-    row = {"file": "tape.wav", "text": "all", "seconds": 8.0, "pieces": pieces, "words": []}
+    words = []
+    for each in pieces:
+        if "sure" in each:
+            words.append({**each, "confidence": each.pop("sure")})
+    row = {"file": "tape.wav", "text": "all", "seconds": 8.0, "pieces": pieces, "words": words}
     return json.dumps(row) + "\n"
 
 
@@ -36,13 +40,13 @@ def tape(tmp_path):
     noise = np.random.default_rng(0).normal(0, 0.1, 8 * 16_000)
     soundfile.write(tmp_path / "tape.wav", noise, 16_000)
     pieces = [
-        piece(0, "a b c d e", confidence=0.9),
-        piece(1, "a b c d f", confidence=0.9),
-        piece(2, "x", confidence=0.7),
+        piece(0, "a b c d e", sure=0.9),
+        piece(1, "a b c d f", sure=0.9),
+        piece(2, "x", sure=0.7),
         piece(3, ""),
     ]
     (tmp_path / "drafts.jsonl").write_text(transcript(pieces))
-    plain = [pieces[0], piece(1, "a b q d", confidence=0.8), *pieces[2:]]
+    plain = [piece(0, "a b c d e", sure=0.9), piece(1, "a b q d", sure=0.8), piece(2, "x")]
     (tmp_path / "plain.jsonl").write_text(transcript(plain))
     return tmp_path
 
@@ -77,7 +81,7 @@ def test_what_is_sure_is_kept_and_the_rest_is_counted(tape):
     [
         ("{}", "drafts.jsonl:1 is no transcript"),
         (transcript([piece(0, "a")]), "nothing is kept"),
-        (transcript([piece(0, "a", confidence=0.1)]), "nothing is kept"),
+        (transcript([piece(0, "a", sure=0.1)]), "nothing is kept"),
     ],
 )
 def test_what_gives_nothing_is_one_line(tape, content, message):
@@ -106,7 +110,7 @@ def test_drafts_never_evaluate(tape, capsys):
     assert len(corpora["test"]) == 5
     assert "a recogniser wrote the text, which can judge none" in capsys.readouterr().out
     sets = splits.about_sets(corpora)
-    assert sets["train"]["drafted"] == 10 and "drafted" not in sets["test"]
+    assert sets["train"]["drafted"] == 10 and sets["test"]["drafted"] == 0
     about = card.About("template", data=RunInfo([], 2.0, False, sets))
     assert "A recogniser wrote the texts of 10 of these utterances." in card.data_table(about)
     drafted = manifest(tape, "drafted.json", [True] * 3)
@@ -120,6 +124,6 @@ def test_the_confidence_of_a_piece_is_that_of_its_words():
         {"start": 1.9, "end": 2.2, "text": "d", "confidence": 0.4},  # most of it is in the next
         {"start": 2.5, "end": 3.0, "text": "e"},
     ]
-    assert confidence(words, {"start": 0.0, "end": 2.0}) == {"confidence": 0.8}
-    assert confidence(words, {"start": 0.0, "end": 4.0}) == {"confidence": 0.7}
-    assert confidence(words[2:], {"start": 0.0, "end": 4.0}) == {}
+    assert confidence(words, 0.0, 2.0) == 0.8
+    assert confidence(words, 0.0, 4.0) == 0.7
+    assert confidence(words[2:], 0.0, 4.0) is None

@@ -131,7 +131,7 @@ def test_what_a_checkpoint_keeps_about_the_data(tmp_path, wav, json_lines):
     assert list(again["val"].texts) == list(corpora["val"].texts)
     data = splits.resolve(parse("--train_manifest", path, "--val_manifest", path))
     assert splits.run_info(data, load_splits(data, normalise)).held_out == []
-    of_set = {"utterances": 54, "hours": pytest.approx(54 / 3600), "languages": []}
+    of_set = {"utterances": 54, "hours": pytest.approx(54 / 3600), "languages": [], "drafted": 0}
     assert kept.sets["train"] == of_set and kept.sets["val"]["utterances"] == 6
     assert splits.run_info(splits.resolve(parse()), corpora) == splits.RunInfo(
         [], kept.longest, True, kept.sets
