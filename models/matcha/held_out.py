@@ -40,7 +40,7 @@ def draw(path: Path, voice: Voice, corpus: Corpus) -> None:
     counts = torch.tensor([frames.shape[1]], device=device)
     speaker = torch.from_numpy(speaker_numbers(corpus, voice.speakers)[:1]).to(device)
     means, log_frames, _ = model.encode(tokens, lengths, speaker)
-    path = alignment.search(means, frames, lengths, counts)[0]
+    searched = alignment.search(means, frames, lengths, counts)[0]
     predicted = alignment.path_of(alignment.ends_of(log_frames, lengths, 1.0), frames.shape[1])[0]
     likely = (-torch.cdist(frames, means).square() / 2)[0].softmax(1)
     matplotlib = require("matplotlib", PICTURE)
@@ -51,7 +51,7 @@ def draw(path: Path, voice: Voice, corpus: Corpus) -> None:
     axes.imshow(
         likely.t().float().cpu().numpy(), origin="lower", aspect="auto", cmap="gray_r", vmax=1
     )
-    axes.plot(path.tolist(), label="found in the recording", linewidth=1)
+    axes.plot(searched.tolist(), label="found in the recording", linewidth=1)
     axes.plot(predicted.tolist(), label="predicted", linewidth=1, linestyle="--")
     axes.set(xlabel="frames", ylabel="tokens", title="Which token each frame belongs to")
     axes.legend(loc="upper left")

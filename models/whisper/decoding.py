@@ -455,8 +455,8 @@ def by_language(
         parts = inputs
         if len(rows) < len(prompts):
             parts = [each if each is None else each[rows] for each in inputs]
-        texts = decode(replace(search, prompt=prompt), *parts)
-        for row, text in zip(rows, texts, strict=True):
+        decoded = decode(replace(search, prompt=prompt), *parts)
+        for row, text in zip(rows, decoded, strict=True):
             texts[row] = text
     return texts
 
