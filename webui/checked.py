@@ -14,7 +14,6 @@ from speech.data.finding import find_audio
 from speech.data.headers import probe
 from speech.data.manifest import has_lines, parse
 from webui.places import Places
-from webui.uploads import UPLOADED_AS
 
 ROW = re.compile(r"  +([\d.]+)  (.+)")  # what `Rejections.table` prints, and similar tables
 EXAMPLE = " " * 11  # begins the lines below a row
@@ -134,8 +133,9 @@ def _of_line(manifest: Path, number: int, rest: str, row, places: Places) -> Exa
     except (ValueError, Failure):
         return Example(f"line {number}: {rest}".rstrip(": "))
     shown = printable(path)
-    uploaded = row.get(UPLOADED_AS)  # the lines of the user's own table have other numbers
-    name = printable(str(uploaded or os.path.relpath(path, folder)))
+    uploaded = places.own_name(Path(path))  # the lines of the user's own table have other numbers
+    is_uploaded = uploaded != os.path.basename(path)
+    name = printable(uploaded if is_uploaded else os.path.relpath(path, folder))
     place = PLACE.match(rest.removeprefix(shown))
     unit = fields.unit or 1.0
     start = 0.0 if math.isnan(fields.offset) else fields.offset * unit
@@ -143,7 +143,7 @@ def _of_line(manifest: Path, number: int, rest: str, row, places: Places) -> Exa
     is_whole = abs(offset - start) < 0.01  # and not a piece of the row
     seconds = fields.duration * unit if is_whole else math.nan
     words = rest.replace(shown, name) or name
-    words = words if uploaded else f"line {number}: {words}"
+    words = words if is_uploaded else f"line {number}: {words}"
     return _playable(words, path, offset, seconds, places)
 
 
@@ -154,7 +154,7 @@ def _of_path(text: str, places: Places) -> Example:
         if os.path.isabs(path):
             place = PLACE.match(text[end:])
             offset = float(place[1]) if place else 0.0
-            shown = os.path.basename(path) + text[end:]
+            shown = printable(places.own_name(Path(path))) + text[end:]
             example = _playable(shown, path, offset, math.nan, places)
             if example.path:
                 return example

@@ -1,8 +1,8 @@
 """The two folders that the page may use: the data, and the runs with what was uploaded."""
 
 import glob
+import json
 import os
-import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -19,7 +19,7 @@ from speech.data.folders import write_folder
 from speech.data.headers import AUDIO_SUFFIXES
 from speech.data.manifest import parse
 from webui import uploads
-from webui.uploads import NOT_USED, START, TABLE_SUFFIXES
+from webui.uploads import NAMES, NOT_USED, START, TABLE_SUFFIXES
 
 UPLOADS_BYTES = 10 << 30  # of all uploads; the guard counts them
 UPLOADS = "uploads"  # the folder in `Places.runs`
@@ -82,9 +82,18 @@ class Places:
                     return short
         return str(path)
 
+    def own_name(self, path: Path) -> str:
+        """The name of a file as its owner knows it, who may have uploaded it."""
+        if path.parent.parent == self.runs / UPLOADS:
+            with suppress(OSError, ValueError, AttributeError):
+                names = json.loads((path.parent / NAMES).read_text(encoding="ascii"))
+                return str(names.get(path.name, path.name))
+        return path.name
+
     def manifests(self, folder: str = "") -> list[str]:
         """Tables of recordings below the folders, or below one `folder` of them, to choose from;
-        also files of annotations, and a pattern for those in one folder."""
+        also files of annotations, and a pattern for those in one folder. Those of one upload are one
+        table."""
         bases = [self.inside(folder)] if folder else [self.data, self.runs / UPLOADS]
         below = list(self._below(bases))
         annotated = [path for path in below if is_annotations(path)]
@@ -93,8 +102,14 @@ class Places:
         if not folder:
             tables += self._drafts()
         tables = [path for path in tables if _is_manifest(path)]
-        several = [pattern for pattern, count in patterns.items() if count > 1]
-        return self._names([*tables, *several, *annotated])
+        several = {pattern for pattern, count in patterns.items() if count > 1}
+        uploads = self.runs / UPLOADS
+        single = [
+            path
+            for path in annotated
+            if path.parent / f"*{path.suffix}" not in several or path.parent.parent != uploads
+        ]
+        return self._names([*tables, *several, *single])
 
     def table(self, path: str | Path) -> Path:
         """`file`, or a pattern of files of annotations that are all inside."""
@@ -202,8 +217,17 @@ class Places:
         return ""
 
     def remove_upload(self, upload: str | Path) -> None:
-        """Removes what `save_upload` has returned. Raises `UsageError` for any other path."""
-        shutil.rmtree(self._upload(upload))
+        """Removes what `save_upload` has returned. Raises `UsageError` for any other path. The empty
+        folder stays, so that its number does not become another upload's: a draft may name it."""
+        folder = self._upload(upload)
+        for entry in _entries(folder):
+            if entry.name != NOT_USED:  # last: what is left can be removed again
+                Path(entry.path).unlink()
+        (folder / NOT_USED).unlink()
+
+    def is_corrected(self, upload: str | Path) -> bool:
+        """Whether somebody has corrected texts of an upload."""
+        return any(self._upload(upload).glob(f"*{CORRECTED}"))
 
     def _upload(self, path: str | Path) -> Path:
         real = self.inside(path)

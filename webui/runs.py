@@ -260,8 +260,10 @@ def remove(run: Run, places: Places) -> None:
     except OSError as error:
         raise RunError(f"{run.folder} cannot be removed: {error.strerror}") from None
     for number in uploads:
+        upload = run.folder.parent / UPLOADS / number
         with contextlib.suppress(Failure):
-            places.remove_upload(run.folder.parent / UPLOADS / number)
+            if not places.is_corrected(upload):  # somebody's hours
+                places.remove_upload(upload)
 
 
 def _uploads(run: Run) -> set[str]:

@@ -17,7 +17,7 @@ from speech.data.headers import audio_suffix
 from speech.data.manifest import parse
 
 MANIFEST = "manifest.jsonl"  # of an upload
-UPLOADED_AS = "uploaded_as"  # the key in its rows of a file's own name
+NAMES = ".names.json"  # of an upload: {copy: the file's own name}
 NOT_USED = "not_used.txt"  # of an upload: a table of what was left out, as `Rejections` prints it
 NOT_AUDIO = "file is not audio that can be read here"
 REPLACED = "a later file of this name is used"
@@ -33,6 +33,7 @@ class Sorted:
     tables: dict[str, Path] = field(default_factory=dict)
     annotations: dict[str, Path] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)  # of the copies, as their owner knows them
 
     def copy_of(self, name: str) -> str:
         """The copy of the file that a table calls `name`. Raises `ValueError` if there is none."""
@@ -76,6 +77,7 @@ def fill(folder: Path, files: list[str], names: list[str]) -> str:
     else:
         for name in (name for name, copy in found.copies.items() if not copy):
             rejected.add(NOT_AUDIO, printable(name))
+    (folder / NAMES).write_text(json.dumps(found.names), encoding="ascii")
     (folder / NOT_USED).write_text(rejected.table(), encoding="utf-8", errors="backslashreplace")
     if not count:
         reasons = "; ".join(
@@ -104,6 +106,7 @@ def _sort(folder: Path, dropped: list[tuple[Path, str]], rejected: Rejections) -
         suffix = audio_suffix(file)
         if suffix:
             found.copies[name] = f"{number:04}{suffix}"
+            found.names[found.copies[name]] = name
             shutil.copyfile(file, folder / found.copies[name])
         elif Path(name).suffix.lower() in TABLE_SUFFIXES:
             found.tables[name] = file
@@ -138,7 +141,7 @@ def _write_manifest(found: Sorted, path: Path, rejected: Rejections) -> int:
                     rejected.add(str(error), f"{table}:{line}: {audio}")
                     continue
                 others = {field: value for field, value in row.items() if field not in AUDIO_KEYS}
-                file.write(json.dumps({key: copy, **others, UPLOADED_AS: audio}) + "\n")
+                file.write(json.dumps({key: copy, **others}) + "\n")
                 count += 1
     except Failure as failure:
         raise UsageError(str(failure).replace(str(table), name)) from None
@@ -168,6 +171,7 @@ def _copy_annotations(found: Sorted, folder: Path, rejected: Rejections) -> str:
             continue
         unused.pop(audio, None)
         copied.append(f"{Path(found.copies[audio]).stem}.{number}{suffix}")
+        found.names[copied[-1]] = name
         shutil.copyfile(file, folder / copied[-1])
     _list_unused(unused, "there are no annotations of this file", rejected)
     if len(copied) > 1:

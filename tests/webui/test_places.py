@@ -154,8 +154,9 @@ def test_upload_of_clips_and_a_table(here, tmp_path, wav):
         "lang": "de",
         "offset": "0.1",
         "duration": "0.5",
-        "uploaded_as": "one.wav",
     }
+    assert here.own_name(manifest.with_name("0003.wav")) == "ärger.wav"
+    assert here.own_name(manifest) == "manifest.jsonl"
     assert two["audio_file"] == "0002.wav" and five["audio_file"] == "0003.wav"
     names = sorted(path.name for path in manifest.parent.glob("0*"))
     assert names == ["0001.wav", "0002.wav", "0003.wav", "0004.flac"]
@@ -174,7 +175,7 @@ def test_upload_of_json_keeps_segments(here, tmp_path, wav, json_lines):
     table = json_lines(tmp_path / "t.jsonl", [{**good, **other}, b"{broken", {"text": "no"}, [1]])
     manifest = here.save_upload([wav(tmp_path / "up.wav"), table], ["a.wav", "t.jsonl"])
     (row,) = rows_of(manifest)
-    assert row == {**good, "audio_filepath": "0001.wav", "uploaded_as": "a.wav"}
+    assert row == {**good, "audio_filepath": "0001.wav"}
     assert "2  no audio path" in here.not_used(manifest)
     assert "t.jsonl:2" in here.not_used(manifest)
 
@@ -220,12 +221,15 @@ def test_upload_of_annotations(here, tmp_path, wav):
     assert "lost.txt: its audio was not uploaded" in notes and "readme.txt" in notes
     assert here.manifests() == ["uploads/1/0002.0.txt"]
 
+    assert here.own_name(upload) == "talk.txt"
+
     eaf = written(tmp_path / "x.eaf", EAF)
     upload = here.save_upload([*clips, eaf, eaf], [*names, "talk.eaf", "second.eaf"])
     assert upload == here.runs / "uploads/2/*.eaf"
     assert [row["text"] for row in rows_of(upload)] == ["one", "one"]
     assert {row["audio_filepath"] for row in rows_of(upload)} == {f"{upload.parent}/0003.wav"}
     assert here.table(here.name(upload)) == upload
+    assert here.manifests() == ["uploads/1/0002.0.txt", "uploads/2/*.eaf"]  # one table
     here.remove_upload(upload)
     with pytest.raises(UsageError, match=r"several formats: talk\.eaf, talk\.txt; give one"):
         here.save_upload([clips[0], eaf, files[0]], ["talk.wav", "talk.eaf", "talk.txt"])
@@ -241,9 +245,11 @@ def test_upload_without_a_table(here, tmp_path, wav):
     second = here.save_upload([wav(tmp_path / "a.wav")], ["a.wav"])
     assert second.name == "2"
     here.remove_upload(first)
-    assert not first.exists() and second.exists()
+    assert not any(first.iterdir()) and any(second.iterdir())
     here.remove_upload(second / "0001.wav")
-    assert not second.exists()
+    assert not any(second.iterdir()) and not here.uploads()
+    # A draft of the second one must not play another recording.
+    assert here.save_upload([wav(tmp_path / "a.wav")], ["a.wav"]).name == "3"
 
 
 def test_only_uploads_are_removed(here, wav):
