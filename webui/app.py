@@ -202,8 +202,8 @@ def make_app(page, places, settings):
     import gradio as gr
     from starlette.applications import Starlette
 
+    from webui import editor, media
     from webui.guard import OLD_TOKEN, Guard
-    from webui.media import routes
 
     sizes = ("0.625rem", "0.75rem", "0.875rem", "1rem", "1.125rem", "1.375rem", "1.625rem")
     theme = gr.themes.Base(
@@ -217,7 +217,7 @@ def make_app(page, places, settings):
         input_placeholder_color_dark="*neutral_400",
     )
     app = gr.mount_gradio_app(
-        Starlette(routes=routes(places)),
+        Starlette(routes=[*media.routes(places), *editor.routes(places)]),
         page,
         path="/",
         footer_links=[],

@@ -47,13 +47,13 @@ HEADERS = {
 # What the page asks for. Gradio has more routes: a description of all events, links that restore
 # states, routes that fetch addresses. None of them answers.
 GET = set(
-    "/ /theme.css /favicon.ico /audio /download /gradio_api/app_id /gradio_api/queue/data"
+    "/ /theme.css /favicon.ico /audio /download /editor /home /gradio_api/app_id /gradio_api/queue/data"
     " /gradio_api/upload_progress".split()
 )
 GET_BELOW = ("/assets/", "/static/", "/gradio_api/heartbeat/")
 FILE = "/gradio_api/file="
 UPLOAD = "/gradio_api/upload"
-POST = {UPLOAD, "/gradio_api/queue/join", "/gradio_api/cancel", "/gradio_api/reset"}
+POST = {UPLOAD, "/texts", "/gradio_api/queue/join", "/gradio_api/cancel", "/gradio_api/reset"}
 EVENT_BYTES = 16 << 20  # of an event; files come by uploads
 DRAIN_SECONDS = 5.0  # to read a refused upload, because a browser reads the reason only after that
 

@@ -1,116 +1,20 @@
-"""A page in one file, without a network, on which a person hears each utterance beside its text,
-the least certain first, and accepts, mends or rejects it."""
+"""The editor of texts: a page on which a person hears each utterance beside its text, and accepts,
+mends or leaves it out. It is one file without a network for --align; webui/ serves it, too."""
 
 import base64
 import hashlib
 import html
 import json
+from pathlib import Path
 from urllib.parse import quote
 
 BEGINS = b"<!doctype html>\n<!-- speech-recipes --align -->"
-
-STYLE = """
-body { font: 16px/1.4 system-ui, sans-serif; margin: 1rem auto; max-width: 60rem; }
-header { background: #fff; border-bottom: 1px solid #999; padding: .5rem; }
-header { position: sticky; top: 0; }
-.row { align-items: center; display: flex; flex-wrap: wrap; gap: .5rem; padding: .4rem; }
-.row textarea { flex: 1 1 20rem; font: inherit; min-width: 0; }
-.row small { color: #555; overflow-wrap: anywhere; width: 11rem; }
-.accepted { background: #e2f4e2; }
-.mended { background: #e2ecf8; }
-.rejected { background: #f4e2e2; }
-button { font: inherit; padding: .2rem .6rem; }
-@media (max-width: 40rem) {
-  body { margin: 0; }
-  .row textarea { flex-basis: 100%; min-height: 4.5rem; }
-  .row small { flex: 1; width: auto; }
-  button { min-height: 2.75rem; min-width: 4rem; }
-}
-"""
-
-# Texts come in as values of text areas and as textContent, so they cannot become HTML.
-SCRIPT = """
-"use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
-const rows = data.rows;
-const key = "align " + data.digest;
-const player = new Audio();
-player.preload = "none";
-let end = Infinity;
-let states = {};
-try { states = JSON.parse(localStorage.getItem(key)) || {}; } catch (error) { states = {}; }
-
-function make(name, text, parent) {
-  const element = document.createElement(name);
-  element.textContent = text;
-  parent.append(element);
-  return element;
-}
-
-function remember() {
-  try { localStorage.setItem(key, JSON.stringify(states)); } catch (error) { /* a full disk */ }
-  const counts = { accepted: 0, mended: 0, rejected: 0 };
-  for (const state of Object.values(states)) counts[state.what] += 1;
-  document.getElementById("count").textContent =
-    `${rows.length} utterances, ${counts.accepted} accepted, ${counts.mended} mended,` +
-    ` ${counts.rejected} rejected`;
-}
-
-function play(row) {
-  end = row.offset + row.duration;
-  player.src = `${row.source}#t=${row.offset},${end}`;
-  player.play().catch((error) => {
-    document.getElementById("count").textContent = `${row.audio_filepath}: ${error.message}`;
-  });
-}
-
-// The event "timeupdate" comes four times a second: the next word would be heard.
-setInterval(() => {
-  if (player.currentTime >= end) player.pause();
-}, 20);
-
-function show(row, number) {
-  const line = make("div", "", document.getElementById("list"));
-  const text = document.createElement("textarea");
-  const mark = (what) => {
-    if (what) states[number] = { what, text: text.value };
-    line.className = `row ${states[number] ? states[number].what : ""}`;
-    remember();
-  };
-  make("button", "Play", line).addEventListener("click", () => play(row));
-  make("small", `${row.audio_filepath} ${row.offset.toFixed(1)} s, confidence ` +
-    `${row.confidence}`, line);
-  text.value = states[number] ? states[number].text : row.text;
-  text.dir = "auto";
-  text.rows = Math.ceil(row.text.length / 60);
-  text.addEventListener("input", () => mark("mended"));
-  line.append(text);
-  make("button", "Accept", line).addEventListener("click", () => {
-    mark(text.value === row.text ? "accepted" : "mended");
-  });
-  make("button", "Reject", line).addEventListener("click", () => mark("rejected"));
-  mark(null);
-}
-
-document.getElementById("save").addEventListener("click", () => {
-  const kept = [];
-  rows.forEach((row, number) => {
-    const state = states[number] || { what: "", text: row.text };
-    if (state.what === "rejected" || !state.text.trim()) return;
-    const { source, place, ...record } = row;
-    kept.push([place, JSON.stringify({ ...record, text: state.text.trim() })]);
-  });
-  kept.sort((one, other) => one[0] - other[0]);
-  const lines = kept.map((each) => each[1] + "\\n").join("");
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([lines], { type: "application/json" }));
-  link.download = data.name;
-  link.click();
-});
-
-rows.forEach(show);
-remember();
-"""
+SCRIPT = Path(__file__).with_name("editor.js").read_text(encoding="utf-8")
+STYLE = Path(__file__).with_name("editor.css").read_text(encoding="utf-8")
+ABOUT = (
+    "The least certain first. What you do not touch is kept as it is. Put the saved file in this"
+    " page's folder."
+)
 
 
 def review(utterances: list[dict], name: str) -> str:
@@ -118,28 +22,53 @@ def review(utterances: list[dict], name: str) -> str:
     "confidence"} whose paths are relative to the page's folder. `name`: that of the file that the
     page saves."""
     rows = []
-    for place, row in enumerate(utterances):
-        source = quote(row["audio_filepath"].encode("utf-8", "surrogateescape"))
-        rows.append({**row, "source": source, "place": place})
+    for number, record in enumerate(utterances):
+        source = quote(record["audio_filepath"].encode("utf-8", "surrogateescape"))
+        shown = {key: record[key] for key in ("text", "offset", "duration", "confidence")}
+        row = {**shown, "number": number, "name": record["audio_filepath"], "source": source}
+        rows.append({**row, "record": record})
     rows.sort(key=lambda row: row["confidence"])
     content = json.dumps(utterances, ensure_ascii=True)
     digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
-    data = json.dumps({"rows": rows, "name": name, "digest": digest}, ensure_ascii=True)
-    data = data.replace("<", "\\u003c")  # no text can end the element that it is in
+    data = {"rows": rows, "name": name, "key": digest}
+    return editor(data, name, html.escape(ABOUT), "Save the corrected manifest")
+
+
+def editor(data: dict, title: str, about: str, save: str) -> str:
+    """The page with `data`: {"rows", "key" of what a browser keeps of them, "name" of the file that
+    is saved} or, in place of the name, the "address" that changes are sent to, with "table".
+    `about`: HTML; `save`: what its button says."""
+    content = json.dumps(data, ensure_ascii=True)
+    content = content.replace("<", "\\u003c")  # no text can end the element that it is in
     allowed = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; script-src 'sha256-{allowed}'; style-src 'unsafe-inline';"
-        " media-src 'self' file: blob:"
+        " connect-src 'self'; media-src 'self' file: blob:"
     )
     return f"""{BEGINS.decode()}
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
-<title>{html.escape(name)}</title><style>{STYLE}</style></head><body>
-<header><button id="save">Save the corrected manifest</button> <span id="count"></span><br>
-<small>The least certain first. What you do not touch is kept as it is. Put the saved file in this
-page's folder.</small></header>
+<title>{html.escape(title)}</title><style>{STYLE}</style></head><body>
+<header><div><button id="save">{html.escape(save)}</button>
+<button id="next">Next that is not done</button>
+<label>Show <select id="which"><option>all<option>not done<option>done<option>left out</select></label>
+<label>Search <input id="search" type="search" size="12"></label>
+<label>Go to <input id="jump" type="number" min="1" placeholder="number"></label>
+<label>Speed <select id="speed"><option>0.5<option>0.75<option selected>1<option>1.25<option>1.5
+</select></label></div>
+<div id="count" role="status"></div><div id="warning" role="alert"></div>
+<details><summary>Keys, and what is saved where</summary><p><kbd>Esc</kbd> play or pause,
+<kbd>F1</kbd> back two seconds, <kbd>F3</kbd> slower, <kbd>F4</kbd> faster,
+<kbd>Ctrl</kbd> <kbd>Enter</kbd> done, and the next, <kbd>Ctrl</kbd> <kbd>Shift</kbd>
+<kbd>Enter</kbd> the next, <kbd>Ctrl</kbd> <kbd>S</kbd> save</p>
+<p>{about}</p></details></header>
 <main id="list"></main>
-<script type="application/json" id="data">{data}</script>
+<div id="tools" class="tools" hidden><canvas id="wave"></canvas>
+<label>Begin <input id="begin" type="number" min="0" step="0.05"></label>
+<label>End <input id="stop" type="number" min="0" step="0.05"></label>
+<button id="split">Split at the red line and the cursor</button>
+<button id="join">Join with the next</button></div>
+<script type="application/json" id="data">{content}</script>
 <script>{SCRIPT}</script></body></html>
 """

@@ -263,13 +263,13 @@ def test_a_draft_is_corrected_and_trained_on(page, folders):
     see(page, re.compile("its texts are in the table draft_1/draft.jsonl"))
     tab(page, "Data")
     choose(page, "Table of the recordings", "draft_1/draft.jsonl")
-    press(page, re.compile("^Correct the texts"))
-    see(page, "draft_1/draft.jsonl: texts 1 to 2 of 2")
-    fill(page, "Text 2", "abcdefgh")
-    picture(page, "correct")
-    press(page, "Save")
-    see(page, "draft_1/corrected.jsonl: texts 1 to 2 of 2")
-    expect_value(page, "Table of the recordings", "combobox", "draft_1/corrected.jsonl")
+    with page.context.expect_page() as opened:
+        page.get_by_role("link", name="Listen and correct the texts").click()
+    editor = opened.value
+    editor.get_by_label("Text", exact=True).nth(1).fill("abcdefgh")
+    editor.keyboard.press("Control+Enter")
+    editor.get_by_text("2 texts, 1 done, 0 left out; all is saved").wait_for()
+    see(page, re.compile("1 of 2 texts are done"))
     saved = (runs / "draft_1" / "corrected.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["text"] for line in saved][1] == "abcdefgh"
     press(page, "Train with these data")

@@ -1,17 +1,16 @@
 """Texts that are corrected on the page."""
 
 import json
+import threading
 
-import gradio as gr
 import pytest
 
-from common.errors import UsageError
+from common.errors import DataError, UsageError
 from speech.data.columns import Rejections, Segments
-from speech.data.manifest import Reading, parse, read_manifest
+from speech.data.manifest import Reading, read_manifest
 from webui import corrections
-from webui.context import Context
+from webui.corrections import DONE, LEFT_OUT, Table
 from webui.places import CORRECTED, DRAFT, Places
-from webui.tabs import drafts
 
 
 @pytest.fixture
@@ -33,102 +32,148 @@ def draft(here, json_lines, wav):
         {"file": files[1], "text": "won to", "seconds": 3.0, "pieces": pieces, "words": []},
         {"file": files[2], "text": "", "seconds": 3.0, "pieces": []},
     ]
-    return here.runs / "one" / json_lines(here.runs / "one" / DRAFT, rows)
+    return Table(here.runs / "one" / json_lines(here.runs / "one" / DRAFT, rows))
+
+
+def edit(number: int, known: str, **fields) -> dict:
+    return {"numbers": [number], "known": [[known]], "rows": [fields]}
+
+
+def texts(here, table: Table) -> list[str]:
+    return [row["text"] for row in corrections.texts_of(table, here)[0]]
+
+
+def trained(table: Table) -> list[tuple]:
+    """(text, offset, duration) that a recipe reads."""
+    corpus = read_manifest(str(table.latest), Rejections(), str, Segments(wanted=False), Reading())
+    return list(zip(corpus.texts, corpus.offsets.tolist(), corpus.durations.tolist(), strict=True))
 
 
 def test_a_draft_is_corrected_and_trained_on(here, draft):
-    found = corrections.texts_of(draft)
-    assert [text.text for text in found] == ["helo", "won", "", "to", ""]
-    assert [text.offset for text in found] == [0, 0, 1, 2, 0]
-    assert [text.seconds for text in found] == [3, 1, 1, 1, None]
-    before = draft.read_bytes()
-    changes = [(found[0], "hello"), (found[2], " and\n a "), (found[4], "three")]
-    target = corrections.correct(here, draft, changes)
-    assert target == draft.with_name(CORRECTED) and draft.read_bytes() == before
-    rows = [row for _, row in parse(target, Rejections())]
-    assert [row["text"] for row in rows] == ["hello", "won and a to", "three"]
-    assert corrections.begun(draft) == target == corrections.begun(target)
-    segments = Segments(wanted=True)
-    corpus = read_manifest(str(target), Rejections(), str, segments, Reading())
-    assert list(corpus.texts) == ["hello", "won and a to", "three"]
-    again = corrections.texts_of(target)
-    corrections.correct(here, target, [(again[3], "two")])
-    assert [text.text for text in corrections.texts_of(target)][3] == "two"
+    rows, left_out = corrections.texts_of(draft, here)
+    assert [row["text"] for row in rows] == ["helo", "won", "", "to", ""] and not left_out
+    assert [row.get("offset") for row in rows] == [0, 0, 1, 2, None]
+    before = draft.path.read_bytes()
+    changes = [edit(0, "helo", text="hello"), edit(2, "", text=" and\n a ", edited=DONE)]
+    answers = corrections.replace(here, draft, [*changes, edit(4, "", text="three")])
+    assert [each["rows"][0]["text"] for each in answers] == ["hello", "and a", "three"]
+    assert draft.latest == draft.path.with_name(CORRECTED) and draft.path.read_bytes() == before
+    assert texts(here, draft) == ["hello", "won", "and a", "to", "three"]
+    assert trained(draft)[:3] == [("hello", 0, 3), ("won", 0, 1), ("and a", 1, 1)]
+    corrections.replace(here, Table(draft.latest), [edit(3, "to", edited=LEFT_OUT)])
+    rows, _ = corrections.texts_of(draft, here)
+    assert [row.get("edited") for row in rows] == [None, None, DONE, LEFT_OUT, None]
+    assert rows[3]["text"] == "" and corrections.text_in(rows[3]) == "to"
+    corrections.replace(here, draft, [edit(3, "to", edited="")])
+    assert texts(here, draft)[3] == "to"
     assert here.manifests() == [f"one/{CORRECTED}", f"one/{DRAFT}"]
 
 
 def test_nothing_is_replaced_in_silence(here, draft):
-    (first, *_, last) = corrections.texts_of(draft)
-    target = corrections.correct(here, draft, [(first, "hello")])
-    with pytest.raises(UsageError, match="changed meanwhile"):  # another tab is at the draft
-        corrections.correct(here, draft, [(last, "three")])
-    with pytest.raises(UsageError, match="changed meanwhile"):
-        corrections.correct(here, target, [(first, "helo")])
-    assert corrections.texts_of(target)[0].text == "hello"
+    corrections.replace(here, draft, [edit(0, "helo", text="hello")])
+    (answer,) = corrections.replace(here, draft, [edit(0, "helo", text="hallo")])
+    assert answer["refused"] and answer["rows"][0]["text"] == "hello"
+    answers = corrections.replace(
+        here, draft, [edit(9, "", text="x"), edit(0, "helo", edited=DONE)]
+    )
+    assert [each.get("refused") for each in answers] == [True, None]  # a mark replaces no text
+    # An answer was lost: the text is there, or it is one of those that were sent.
+    (answer,) = corrections.replace(here, draft, [edit(0, "helo", text="hello")])
+    assert "refused" not in answer
+    again = {"numbers": [0], "known": [["helo", "hello"]], "rows": [{"text": "hello you"}]}
+    corrections.replace(here, draft, [again])
+    assert texts(here, draft)[0] == "hello you"
+
+
+def test_requests_at_once_lose_nothing(here, draft):
+    def write(number: int) -> None:
+        for word in range(5):
+            known = ["helo", "won", "", "to", ""][number] if not word else str(word - 1)
+            corrections.replace(here, draft, [edit(number, known, text=str(word))])
+
+    threads = [threading.Thread(target=write, args=[number]) for number in range(5)]
+    [each.start() for each in threads]
+    [each.join() for each in threads]
+    assert texts(here, draft) == ["4"] * 5
+
+
+def test_pieces_are_moved_split_and_joined(here, draft):
+    halves = [{"text": "he", "offset": 0, "duration": 1.5}, {"text": "lo", "offset": 1.5}]
+    split = {"numbers": [0], "known": [["helo"]], "rows": [halves[0], {**halves[1], "duration": 1}]}
+    (answer,) = corrections.replace(here, draft, [split])
+    assert [row["number"] for row in answer["rows"]] == [0, 5]
+    assert trained(draft)[:3] == [("he", 0, 1.5), ("lo", 1.5, 1), ("won", 0, 1)]
+    joined = {"numbers": [0, 5], "known": [["he"], ["lo"]]}
+    joined["rows"] = [{"text": "he lo", "offset": 0.25, "duration": 2}]
+    stale = {**joined, "known": [["he"], ["low"]]}
+    apart = {**joined, "numbers": [0, 1], "known": [["he"], ["won"]]}
+    answers = corrections.replace(here, draft, [stale, apart, joined])
+    assert [each.get("refused") for each in answers] == [True, True, None]
+    assert trained(draft)[0] == ("he lo", 0.25, 2) and texts(here, draft)[1] == "won"
+    for wrong in ({"offset": -1}, {"duration": float("inf")}, {"edited": "x"}, {"text": 3}):
+        with pytest.raises(UsageError, match="no change of texts"):
+            corrections.replace(here, draft, [edit(0, "he lo", **wrong)])
 
 
 def test_what_cannot_be_corrected(here, draft, json_lines):
-    table = here.data / "t.jsonl"
-    json_lines(table, [{"audio": "0.wav", "text": "one"}])
-    (text,) = corrections.texts_of(table)
+    table = Table(here.data / "t.jsonl")
+    json_lines(table.path, [{"audio": "0.wav", "text": "one"}])
     with pytest.raises(UsageError, match="only reads this folder"):
-        corrections.correct(here, table, [(text, "two")])
+        corrections.replace(here, table, [edit(0, "one", text="two")])
     segments = [{"start": 0, "end": 1, "text": "one"}]
-    for row in ({"audio": "0.wav", "segments": segments}, {"text": "one"}, b"{broken", [1]):
-        json_lines(draft, [row])
-        with pytest.raises(UsageError, match=r"cannot be corrected|texts of segments"):
-            corrections.texts_of(draft)
+    for row in (
+        {"audio": "0.wav", "segments": segments},
+        {"audio": "a", "text": "1", "sentence": "2"},
+    ):
+        json_lines(draft.path, [row])
+        with pytest.raises(UsageError, match=r"texts of segments|several columns"):
+            corrections.texts_of(draft, here)
+    json_lines(draft.path, [{"audio": "0.wav", "text": "one"}, b"{broken", [1], {"text": "none"}])
+    rows, left_out = corrections.texts_of(draft, here)
+    assert len(rows) == 1 and "line 3" in left_out and "no audio path" in left_out
+    draft.corrected.write_text('{"broken')
+    with pytest.raises(DataError, match="damaged"):
+        corrections.texts_of(draft, here)
 
 
-def test_pages_of_texts(here, json_lines, wav):
-    """Save and turn, from the first text of a draft to the last."""
-    count = drafts.SLOTS + 3
-    rows = [{"file": wav(here.data / "a.wav"), "text": f"text {n}"} for n in range(count)]
-    json_lines(here.runs / "one" / DRAFT, rows)
-    actions = {}
-    with gr.Blocks() as page:
-        drafts.build_editor(Context(here, {}, None), gr.Dropdown([]))
-    for each in page.fns.values():
-        actions.setdefault(each.fn.__name__, []).append(each.fn)
-    (show,) = actions["show"]
-    (follow,) = actions["follow"]
-    _, _, ahead = actions["run"]  # of partial functions, which have no names
-    now, where, *slots = show(f"one/{DRAFT}")
-    assert f"texts 1 to {drafts.SLOTS} of {count}" in where and "<audio" in slots[1]
-    texts = [text.text for text in now.texts]
-    now, where, *slots, table = ahead(now, "TEXT 0", *texts[1:])
-    assert now.table == table.value == f"one/{CORRECTED}" and slots[2] == f"text {drafts.SLOTS}"
-    assert [row.visible for row in slots[::3]] == [True] * 3 + [False] * (drafts.SLOTS - 3)
-    assert follow(table.value, True, now)[0] == gr.skip() == follow("other", False, now)[0]
-    first, *_ = (here.runs / table.value).read_text().splitlines()
-    assert json.loads(first)["text"] == "TEXT 0"
-    with pytest.raises(gr.Error, match="there is no table"):
-        ahead(drafts.Shown(), *texts)
+def test_an_earlier_form_is_read(here, draft):
+    """Corrected tables once had the form of their drafts."""
+    draft.corrected.write_bytes(draft.path.read_bytes())
+    assert texts(here, draft) == ["helo", "won", "", "to", ""]
+    corrections.replace(here, draft, [edit(1, "won", text="one")])
+    assert trained(draft)[1] == ("one", 0, 1)
 
 
-def test_tables_of_one_folder_have_their_own_corrections(here, draft, wav):
+def test_every_table_has_its_own_corrections(here, draft, wav):
     folder = here.runs / "one"
     for name in "ab":
         wav(folder / f"{name}.wav", 3)
         (folder / f"{name}.srt").write_text(f"1\n00:00:00,000 --> 00:00:01,000\n{name}\n")
-    (folder / "a.csv").write_text("audio_file,text\na.wav,csv\n")
-    tables = [draft, folder / "a.srt", folder / "b.srt", folder / "a.csv"]
-    for table in tables:
-        assert corrections.begun(table) == table
-        (text, *_) = corrections.texts_of(table)
-        target = corrections.correct(here, table, [(text, f"mended {table.name}")])
-        assert corrections.begun(target) == target
-    for table in tables:
-        assert corrections.texts_of(corrections.begun(table))[0].text == f"mended {table.name}"
-
-
-def test_a_table_with_parts_of_files(here, draft, wav):
-    wav(here.runs / "one" / "0.wav", 3)
-    (here.runs / "one" / "t.csv").write_text(
-        "audio_file,transcript,offset,duration\n0.wav,a,1,0.5\n"
+    (folder / "c.srt").write_text("1\n00:00:00,000 --> 00:00:01,000\nits audio is gone\n")
+    (folder / "a.csv").write_text(
+        "begin_ms,audio_file,transcript,dur_ms,tone\n500,a.wav,c,1500,H\n"
     )
-    (text,) = corrections.texts_of(here.runs / "one" / "t.csv")
-    assert (text.offset, text.seconds, text.text) == (1.0, 0.5, "a")
-    target = corrections.correct(here, here.runs / "one" / "t.csv", [(text, "b")])
-    row = json.loads(target.read_text())
-    assert row == {"audio_file": "0.wav", "transcript": "b", "offset": "1", "duration": "0.5"}
+    names = ["draft.jsonl", "a.srt", "b.srt", "*.srt", "a.csv"]
+    tables = [Table(folder / name) for name in names]
+    tables += [Table(folder / "a.eaf", tier) for tier in ("", "An_na", "An/na")]
+    assert len({table.corrected for table in tables}) == 8
+    for table in tables[:5]:
+        assert table.latest == table.path
+        rows, left_out = corrections.texts_of(table, here)
+        corrections.replace(
+            here, table, [edit(0, rows[0]["text"], text=f"mended {table.path.name}")]
+        )
+        assert left_out.startswith("file of annotations cannot be used") == ("*" in table.path.name)
+    for table in tables[:5]:
+        assert texts(here, table)[0] == f"mended {table.path.name}"
+    rows, _ = corrections.texts_of(tables[3], here)
+    assert [row["from"] for row in rows] == ["a.srt", "b.srt"]
+    (row,) = map(json.loads, tables[4].corrected.read_text().splitlines())
+    times = {"offset": 0.5, "duration": 1.5}
+    assert row == {
+        "audio_filepath": "a.wav",
+        "text": "mended a.csv",
+        **times,
+        "tone": "H",
+        "number": 0,
+    }

@@ -1,10 +1,12 @@
 """The Data tab without a browser: what its buttons do."""
 
+import re
+
 import gradio as gr
 import pytest
 
 from tests.webui.test_app import started
-from webui import catalogue
+from webui import catalogue, corrections
 from webui.checked import Example, Row, Section
 from webui.context import Context
 from webui.places import Places
@@ -162,11 +164,21 @@ def test_a_draft_is_trained_on_in_pieces(page, here, wav, json_lines):
     (here.runs / "one").mkdir()
     row = {"file": wav(here.data / "a.wav"), "text": "one", "pieces": []}
     json_lines(here.runs / "one/draft.jsonl", [row])
-    (here.runs / "one/corrected.jsonl").write_bytes((here.runs / "one/draft.jsonl").read_bytes())
     options = [""] * len(data.OPTIONS)
+    name = "one/draft.jsonl"
+    first, *others = re.findall('href="([^"]+)"', call("follow", name, "", ""))
+    assert first == "editor?table=one%2Fdraft.jsonl"
+    assert others[0] == "home?table=one%2Fdraft.jsonl&amp;form=.eaf" and len(others) == 4
+    settings, _ = call("to_training", {}, name, None, "konkani_conformer", *options)
+    assert settings["values"] == {"train_manifest": name, "use_chunking": "on"}
+    change = {"numbers": [0], "known": [["one"]], "rows": [{"text": "two", "edited": "done"}]}
+    corrections.replace(here, corrections.Table(here.runs / name), [change])
+    said = call("follow", name, "", "")
+    assert "1 of 1 texts are done, 0 are left out" in said
+    assert call("follow", name, "", said) == gr.skip()
     for name in ("one/draft.jsonl", "one/corrected.jsonl"):
         settings, _ = call("to_training", {}, name, None, "konkani_conformer", *options)
-        assert settings["values"] == {"train_manifest": name, "use_chunking": "on"}
+        assert settings["values"]["train_manifest"] == "one/corrected.jsonl"
 
 
 def test_texts_are_shown_as_text(here, wav):

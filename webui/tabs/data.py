@@ -2,16 +2,20 @@
 why it cannot use the rest."""
 
 import functools
+import html
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import gradio as gr
 
 from common.errors import Failure, UsageError
-from webui import checked, commands, views
+from speech.data.annotations.rows import has_tiers
+from webui import checked, commands, corrections, editor, views
 from webui.catalogue import Recipe
 from webui.context import Context
+from webui.corrections import Table
 from webui.places import DRAFT, Places
 from webui.tabs import drafts
 from webui.tabs.events import on
@@ -35,6 +39,7 @@ OPTIONS = {
     "audio_root": "Folder of the audio files",
 }
 MISSING = "A table of their texts is missing: add it, or let a recogniser write a draft (below)."
+TEXTS_SECONDS = 5.0  # between two looks at what the editor has saved
 EVALUATION = ("dev", "val", "valid", "validation", "eval")  # names of tables beside a train.*
 HELP = (
     "<p>The table says what is spoken in each file. Its first line is <code>audio_file|text</code>,"
@@ -55,6 +60,7 @@ class Controls:
     files: gr.File
     folder: gr.File
     said: gr.Markdown
+    texts: gr.Markdown
     recipe: gr.Dropdown
     options: list[gr.Dropdown]
     check: gr.Button
@@ -70,6 +76,7 @@ def build(context: Context, shared: Shared) -> None:
     recipes = {name: each for name, each in context.recipes.items() if _can_check(each)}
     controls = _controls(context, recipes, shared)
     _connect_tables(places, shared, controls)
+    _connect_texts(places, shared, controls)
     _connect_uploads(places, controls)
     _connect_check(places, recipes, shared, controls)
 
@@ -84,6 +91,7 @@ def _controls(context: Context, recipes: dict[str, Recipe], shared: Shared) -> C
         evaluation = gr.Dropdown([], label="Table for evaluation", info=info, **custom)
     dropped = _dropped()
     said = gr.Markdown(HELP, **HTML)
+    texts = gr.Markdown(**HTML)
     drafts.build_draft(context, shared, dropped, lambda pairs: _save(places, pairs, True))
     names = [(f"{name}: {each.title}", name) for name, each in recipes.items()]
     first = next(iter(recipes), None)
@@ -99,7 +107,6 @@ def _controls(context: Context, recipes: dict[str, Recipe], shared: Shared) -> C
     result = gr.Markdown(**HTML)
     with gr.Accordion("All that the check has printed", open=False):
         printed = gr.Textbox(label="Printed text", lines=12, max_lines=24, interactive=False)
-    drafts.build_editor(context, table)
     with gr.Accordion("Remove uploaded files", open=False):
         info = "a training that uses it cannot be resumed afterwards"
         uploads = gr.Dropdown([], label="Upload", info=info)
@@ -109,6 +116,7 @@ def _controls(context: Context, recipes: dict[str, Recipe], shared: Shared) -> C
         evaluation,
         *dropped,
         said,
+        texts,
         recipe,
         options,
         check,
@@ -158,6 +166,45 @@ def _connect_tables(places: Places, shared: Shared, controls: Controls) -> None:
     on(functools.partial(gr.on, None), refresh, None, refreshed)  # when the page is loaded
     on(shared.tab.select, refresh, tables, refreshed)
     on(controls.table.input, pick, controls.table, tables, show_progress="hidden")
+
+
+def _connect_texts(places: Places, shared: Shared, controls: Controls) -> None:
+    """The way to the editor, and what was done there."""
+    tier = controls.options[list(OPTIONS).index("tier")]
+
+    def follow(name: str | None, tier: str | None, before: str):
+        said = ""
+        with suppress(Failure):  # of a name that is being typed, which the buttons report
+            said = _texts(places, name, tier or "") if name else ""
+        return gr.skip() if said == before else said
+
+    inputs = [controls.table, tier, controls.texts]
+    for trigger in (
+        controls.table.change,
+        tier.change,
+        shared.tab.select,
+        gr.Timer(TEXTS_SECONDS).tick,
+    ):
+        on(trigger, follow, inputs, controls.texts, show_progress="hidden")
+
+
+def _texts(places: Places, name: str, tier: str) -> str:
+    """How far the texts of a table are corrected, and a link to their editor. Raises `Failure`."""
+    if places.inside(name).is_dir():
+        return ""
+    table = editor.table_of(places, name, tier)
+    corrections.check_writable(places, table)
+    link = html.escape(editor.address(places, table))
+    parts = [f'<a href="{link}" target="_blank" class="to-texts">Listen and correct the texts</a>']
+    if table.corrected.is_file():
+        rows, _ = corrections.texts_of(table, places)
+        done = sum(row.get("edited") == corrections.DONE for row in rows)
+        out = sum(row.get("edited") == corrections.LEFT_OUT for row in rows)
+        used = views.text(places.name(table.corrected))
+        parts.append(f"{done} of {len(rows)} texts are done, {out} are left out.")
+        parts.append(f"Check and training take the corrected texts: <b>{used}</b>.")
+    parts.append(editor.links_home(places, table))
+    return f"<p>{' '.join(parts)}</p>"
 
 
 def _connect_uploads(places: Places, controls: Controls) -> None:
@@ -220,16 +267,18 @@ def _connect_check(
     def settings_of(chosen, other, name, *values) -> dict:
         if name not in recipes:
             raise UsageError("choose for which training the recordings are")
-        path = _file(places, chosen, "Table of the recordings")
-        settings = {"recipe": name, "values": {"train_manifest": shlex.quote(places.name(path))}}
+        given = dict(zip(OPTIONS, values, strict=True))
+        tier = given["tier"] or ""
+        latest = [Table(_file(places, chosen, "Table of the recordings"), tier).latest]
         if other:
-            path = _file(places, other, "Table for evaluation")
-            settings["values"]["val_manifest"] = shlex.quote(places.name(path))
+            latest.append(Table(_file(places, other, "Table for evaluation"), tier).latest)
+        paths = (shlex.quote(places.name(path)) for path in latest)
+        settings = {"recipe": name, "values": dict(zip(MANIFESTS, paths, strict=False))}
         known = {option.name for option in recipes[name].options}
-        for option, value in zip(OPTIONS, values, strict=True):
-            if value and option in known:
-                settings["values"][option] = value
-        if (path.parent / DRAFT).is_file() and "use_chunking" in known:
+        if latest[0].suffix == ".jsonl" and not any(has_tiers(str(path)) for path in latest):
+            known.discard("tier")  # it was taken when the texts were corrected
+        settings["values"] |= {key: value for key, value in given.items() if value and key in known}
+        if (latest[0].parent / DRAFT).is_file() and "use_chunking" in known:
             settings["values"].setdefault("use_chunking", "on")  # its recordings have pieces
         return settings
 
