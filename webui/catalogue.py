@@ -29,6 +29,14 @@ OWN = {
     "output_dir": "the page gives every run a folder of its own",
     "dry_run": "the button “Will it fit?” gives it",
 }
+# What a form calls the options that every training asks.
+LABELS = {
+    "train_manifest": "Recordings to learn from",
+    "val_manifest": "Recordings to evaluate on",
+    "model_dir": "Released model to begin from",
+    "model_file": "Released model to begin from, one file",
+    "language": "Language",
+}
 PATHS = re.compile(r"\b(?:\w*DIR|\w*FILE|\w*PATH)\b")  # in a metavar
 SWITCHES = (options.OnOff, argparse.BooleanOptionalAction)
 
@@ -88,6 +96,15 @@ class Recipe:
             if option.name == name:
                 return option
         raise UsageError(f"{self.name} has no option --{printable(name[:40])}")
+
+
+def labelled(message: str) -> str:
+    """A message in which flags have the names of their fields, too."""
+
+    def named(match: re.Match) -> str:
+        return f"“{LABELS[match[1]]}” ({match[0]})" if match[1] in LABELS else match[0]
+
+    return re.sub(r"--(\w+)", named, message)
 
 
 class Parser(options.Parser):

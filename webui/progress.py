@@ -12,6 +12,7 @@ from common.checkpoint import list_checkpoints, step_of
 from common.errors import UsageError
 from common.report import shown
 from webui import launch, outputs
+from webui.catalogue import labelled
 from webui.outputs import CHECKPOINTS
 from webui.places import DRAFT
 from webui.runs import Run, is_alive, processes
@@ -34,6 +35,7 @@ NUMBERS = (
     ("data_wait_share", "waiting for data", "{:.0f} %", 100),
     ("gpu_utilisation", "GPU busy", "{:.0f} %", 100),
 )
+UNITS = {"cer": "letters", "wer": "words"}  # that error rates count
 QUIET_SECONDS = 120  # without a line, after which the last one does not tell the time that is left
 STOPPED = tuple(128 + number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
@@ -62,7 +64,7 @@ def state(run: Run) -> State:
     if is_draft(run):
         return State("running", "it transcribes")
     if recipe is None and not _has_locked(run):
-        return State("starting", _last_line(run) or "it loads its libraries")
+        return State("starting", "it loads its libraries")
     return State("running", _position(run))
 
 
@@ -78,11 +80,6 @@ def _has_locked(run: Run) -> bool:
         begun = (run.folder / launch.LOCK).stat().st_mtime_ns
         return (run.folder / launch.RECIPE_LOCK).stat().st_mtime_ns >= begun
     return False
-
-
-def _last_line(run: Run) -> str:
-    """The last line that a run has printed since its last start."""
-    return outputs.last_line(outputs.attempts(run.folder)[-1])
 
 
 # --- how far it is --------------------------------------------------------------------------------
@@ -111,7 +108,7 @@ def _position(run: Run) -> str:
     """The stage and the step of a run, and how long it takes."""
     now = _last_numbers(run)
     if "step" not in now:
-        place = f"no step yet: {_last_line(run) or 'it prepares its data'}"
+        place = "it prepares its data; the log below says what it does"
     elif "total" not in now:
         place = f"step {now['step']}"
     else:
@@ -200,7 +197,7 @@ def _ended(run: Run) -> State:
     if not isinstance(status, int) or status < 0 or status in KILLED:
         return State("killed", f"{_killer(status)}; {_saved(run)}")
     errors = [line for line in text.split("\n") if line.startswith("error: ")]
-    return State("failed", errors[-1] if errors else outputs.last_line(text))
+    return State("failed", labelled(errors[-1]) if errors else outputs.last_line(text))
 
 
 def _status_in(text: str) -> int | None:
@@ -255,7 +252,15 @@ def _best(run: Run) -> str:
 
 
 def _results(values: dict) -> str:
-    """The results of an evaluation, error rates first and losses last."""
+    """The results of an evaluation in words, error rates first and losses last."""
     kept = {name: value for name, value in values.items() if name not in ("step", "epoch")}
-    names = sorted(kept, key=lambda name: (name not in ("cer", "wer"), "loss" in name))
-    return ", ".join(f"{name} {shown(name, kept[name])}" for name in names[:4])
+    said = []
+    for name, unit in UNITS.items():
+        if name in kept:
+            rate = kept.pop(name)
+            said.append(f"{100 * rate:.0f} of 100 {unit} wrong ({name} {shown(name, rate)})")
+    names = sorted(kept, key=lambda name: "loss" in name)[: 4 - len(said)]
+    others = ", ".join(f"{name} {shown(name, kept[name])}" for name in names)
+    if others and not said:
+        others += " (of each, less is better, but your ear decides)"
+    return ", ".join(filter(None, [*said, others]))

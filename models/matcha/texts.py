@@ -97,6 +97,9 @@ def check_texts(texts: Iterable[str], voice: Voice) -> None:
             raise UsageError(f"--synthesize {text[:40]!r}: {': '.join(problem)}")
         lacking = Counter(outside(voice.tokens.numbers)(heard))
         if not any(c.isalnum() for c in heard if c not in lacking):
-            raise UsageError(f"--synthesize {text[:40]!r}: the voice has none of its letters")
+            letters = "".join(token for token in voice.tokens.numbers if token.isalnum())
+            raise UsageError(
+                f"--synthesize {text[:40]!r}: the voice has none of its letters, but {letters[:60]}"
+            )
         if lacking:
             print(f"warning: {text[:40]!r}: the voice lacks {named(lacking)}", file=sys.stderr)

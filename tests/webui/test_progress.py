@@ -65,7 +65,7 @@ def test_a_command_line_run_is_known_by_its_weights(tmp_path):
     assert names == ["best.safetensors", "checkpoint_step_00000009.pt"]
     (run.folder / "logs").mkdir()
     (run.folder / "logs" / "transcripts.jsonl").touch()
-    best = "best at step 7: cer 12.50 %, loss 2.500"
+    best = "best at step 7: 12 of 100 letters wrong (cer 12.50 %), loss 2.500"
     assert progress.state(run) == progress.State("finished", best)
 
 
@@ -94,7 +94,8 @@ def test_progress_is_read_as_the_report_writes_it(tmp_path, capfd):
         "memory": "1.0 GiB",
         "waiting for data": "20 %",
         "GPU busy": "75 %",
-        "evaluation": "wer 50.00 %, cer 25.00 %, loss 3.000 at step 100",
+        "evaluation": "25 of 100 letters wrong (cer 25.00 %), 50 of 100 words wrong (wer 50.00 %),"
+        " loss 3.000 at step 100",
     }
     assert progress.numbers(run) == numbers
     with held(run.folder / "checkpoints" / ".lock"):
@@ -108,7 +109,8 @@ def test_progress_is_read_as_the_report_writes_it(tmp_path, capfd):
         # It has been started again, and has not come so far.
         (run.folder / "run.log").write_text(f"{out}=== 2026-01-01 11:00:00 === x\nreading a.json")
         assert progress.numbers(run) == {}
-        assert progress.state(run) == progress.State("running", "no step yet: reading a.json")
+        assert progress.state(run).word == "running"
+        assert progress.state(run).detail.startswith("it prepares its data")
         with open(run.folder / "run.log", "a") as log:
             log.write("skipped: a.wav\n" * 1000)
         assert progress.state(run) == progress.State("running", "step 110")

@@ -4,7 +4,7 @@ import gradio as gr
 import pytest
 
 from common.errors import UsageError
-from webui import catalogue, runs
+from webui import catalogue, plans, runs
 from webui.context import Context
 from webui.places import Places
 from webui.tabs import events, export, train, watch
@@ -55,6 +55,30 @@ def test_the_panel_names_its_run_and_the_best_weights_can_be_kept(context):
     assert "Download best.safetensors</a> (100 bytes)" in about and "\n" not in about
     about = export._kept(run, "there is no recipe")  # of a copy that was removed
     assert "there is no recipe" in about and "Download best.safetensors</a>" in about
+
+
+def test_a_run_is_compared_with_those_of_its_recipe(context):
+    for name, recipe in (("a", KONKANI), ("b", KONKANI), ("c", "xtts_amharic")):
+        runs.create(context.places.runs, name, {"recipe": recipe}, [])
+    found = runs.list_runs(context.places.runs)
+    first, other = watch._choices(found, "a", "c", "c")
+    assert len(first.choices) == 3 and first.value == "a"
+    assert [value for _, value in other.choices] == [watch.NONE, "b"]
+    assert other.value == watch.NONE  # another recipe's results mean something else
+
+
+def test_a_verdict_says_whose_memory_it_is(monkeypatch):
+    verdict = plans.Verdict("fits", [], [], [], {}, "")
+    monkeypatch.setattr(plans, "this_card", lambda: None)
+    said = train._said(verdict, "8gb")
+    assert "It fits." in said and "Predicted for 8gb" in said and train.NO_GPU in said
+    monkeypatch.setattr(plans, "this_card", lambda: "a card")
+    assert train.NO_GPU not in train._said(verdict, "")
+
+
+def test_messages_name_the_fields():
+    said = catalogue.labelled("--train_manifest a.csv: no such file; see --tier")
+    assert said == "“Recordings to learn from” (--train_manifest) a.csv: no such file; see --tier"
 
 
 def test_the_command_that_uses_the_best_weights():

@@ -17,7 +17,7 @@ from webui.catalogue import Recipe
 from webui.context import Context
 from webui.corrections import Table
 from webui.places import DRAFT, Places
-from webui.tabs import drafts
+from webui.tabs import drafts, which
 from webui.tabs.events import on
 from webui.tabs.shared import HTML, Shared, with_own_names
 from webui.uploads import is_table
@@ -31,6 +31,7 @@ CHECKS = ".check"  # folder in --runs of what is kept of the recordings between 
 OPTIONS = {
     "language": "Language of the texts",
     "model_dir": "Released model",
+    "model_file": "Released model, one file",
     "vocab_file": "Vocabulary",
     "use_amharic_g2p": "Amharic as phonemes",
     "extend_vocab": "More characters in the vocabulary",
@@ -93,6 +94,7 @@ def _controls(context: Context, recipes: dict[str, Recipe], shared: Shared) -> C
     said = gr.Markdown(HELP, **HTML)
     texts = gr.Markdown(**HTML)
     drafts.build_draft(context, shared, dropped, lambda pairs: _save(places, pairs, True))
+    asked = gr.Column()
     names = [(f"{name}: {each.title}", name) for name, each in recipes.items()]
     first = next(iter(recipes), None)
     recipe = gr.Dropdown(names, value=first, label="For which training")
@@ -101,6 +103,13 @@ def _controls(context: Context, recipes: dict[str, Recipe], shared: Shared) -> C
         for name, label in OPTIONS.items():
             look = _look(places, recipes.get(first), name)
             options.append(gr.Dropdown(label=label, **custom, **look))
+
+    def looks(name: str, values: dict[str, str]) -> list:
+        return _looks(places, recipes.get(name), values)
+
+    with asked:
+        tier = options[list(OPTIONS).index("tier")]
+        which.build(places, [table, tier], [recipe, *options], looks)
     with gr.Row():
         check = gr.Button("Check", variant="primary", min_width=140)
         train = gr.Button("Train with these data", min_width=140)
@@ -108,7 +117,7 @@ def _controls(context: Context, recipes: dict[str, Recipe], shared: Shared) -> C
     with gr.Accordion("All that the check has printed", open=False):
         printed = gr.Textbox(label="Printed text", lines=12, max_lines=24, interactive=False)
     with gr.Accordion("Remove uploaded files", open=False):
-        info = "a training that uses it cannot be resumed afterwards"
+        info = "its corrected texts go, too; a training that uses it cannot be resumed afterwards"
         uploads = gr.Dropdown([], label="Upload", info=info)
         remove = gr.Button("Remove it for good", variant="stop")
     return Controls(
@@ -262,7 +271,7 @@ def _connect_check(
     """The check for a recipe, and the way to its training."""
 
     def adapt(name: str | None) -> list:
-        return [gr.Dropdown(**_look(places, recipes.get(name), option)) for option in OPTIONS]
+        return _looks(places, recipes.get(name), {})
 
     def settings_of(chosen, other, name, *values) -> dict:
         if name not in recipes:
@@ -300,7 +309,10 @@ def _connect_check(
 
     chosen = [controls.table, controls.evaluation, controls.recipe, *controls.options]
     shown = [controls.result, controls.printed]
-    on(controls.recipe.change, adapt, controls.recipe, controls.options)
+    on(controls.recipe.input, adapt, controls.recipe, controls.options)
+    changes = [each.change for each in chosen]  # a check is of what was chosen
+    forget = functools.partial(gr.on, changes)
+    on(forget, lambda: ("", ""), None, shown, show_progress="hidden", trigger_mode="once")
     wait = on(controls.check.click, begin, chosen, shown, show_progress="hidden")
     run = on(wait.success, run_check, chosen, shown, concurrency_limit=2)
     on(run.failure, lambda: "", None, controls.result)
@@ -361,9 +373,20 @@ def _look(places: Places, recipe: Recipe | None, name: str) -> dict:
     if option is None:
         return {"visible": False, "value": ""}
     choices = list(option.choices) or [""]
-    if name == "model_dir":
+    if name in ("model_dir", "model_file"):
         choices += places.models()
     return {"visible": True, "info": option.help, "choices": choices, "value": ""}
+
+
+def _looks(places: Places, recipe: Recipe | None, values: dict[str, str]) -> list:
+    """The controls of all OPTIONS for a recipe, with some values."""
+    controls = []
+    for name in OPTIONS:
+        look = _look(places, recipe, name)
+        if look["visible"] and name in values:
+            look["value"] = values[name]
+        controls.append(gr.update(**look))
+    return controls
 
 
 # --- the check ------------------------------------------------------------------------------------

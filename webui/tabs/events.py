@@ -7,6 +7,7 @@ import gradio as gr
 
 from common.errors import Failure
 from webui import views
+from webui.catalogue import labelled
 
 SECONDS = 30  # that a message is shown
 
@@ -21,7 +22,7 @@ def on(trigger: Callable, action: Callable, inputs=None, outputs=None, **setting
             return action(*values)
         except Failure as failure:
             # Gradio shows messages as HTML, and this one may name a file.
-            text = views.text(failure)
+            text = views.text(labelled(str(failure)))
             raise gr.Error(text, duration=SECONDS, print_exception=False) from None
 
     return trigger(run, inputs, outputs, api_visibility="private", **settings)

@@ -1,5 +1,6 @@
 """The Train tab: a form with the options of a recipe, whether the run fits, and its start."""
 
+import functools
 import re
 import shlex
 from contextlib import suppress
@@ -9,7 +10,7 @@ import gradio as gr
 
 from common.errors import Failure, UsageError
 from webui import commands, outputs, plans, runs, views
-from webui.catalogue import Option, Recipe
+from webui.catalogue import LABELS, Option, Recipe
 from webui.commands import AUTO
 from webui.context import Context
 from webui.tabs.events import on
@@ -20,27 +21,23 @@ STARTS = ("model_dir", "model_file")
 MANIFESTS = ("train_manifest", "val_manifest", "test_manifest")
 WEIGHTS = ("init_from", "resume")  # whose values may be weights of other runs
 LISTED = (*STARTS, *MANIFESTS, *WEIGHTS)  # options with a list of paths
-# What every training asks, in plain words: (label, what it is). They are open, all else is folded.
+# What the options of `LABELS` are, in plain words. They are open, all else is folded.
 OPEN = {
-    "train_manifest": (
-        "Recordings to learn from",
-        "a table of files and their texts, as on the Data tab; none: a small demo, if the recipe"
-        " has one",
-    ),
-    "val_manifest": (
-        "Recordings to evaluate on",
-        "none: a part of the others is kept for it",
-    ),
-    "model_dir": (
-        "Released model to begin from",
-        "its folder; with little speech, this counts most",
-    ),
-    "language": ("Language", ""),
+    "train_manifest": "a table of files and their texts, as on the Data tab; none: a small demo, if"
+    " the recipe has one",
+    "val_manifest": "none: a part of the others is kept for it",
+    "model_dir": "its folder; with little speech, this counts most",
+    "model_file": "its file; with little speech, this counts most",
+    "language": "",
 }
 DATA = "data"  # the group of options that stay when another recipe is chosen
 PICKED = re.compile(r"tier: (\S+) \(auto\)")  # what a preset script says
 CPU = "cpu"  # the tier without a GPU
 HERE = "the GPU of this computer"
+NO_GPU = (
+    "This computer has no NVIDIA GPU: what is started here is trained on the CPU. The demo takes"
+    " minutes, a small model of your data hours, and a released model days."
+)
 WIDTH = 260  # of a control at least, pixels
 PLAN_SECONDS = 900.0
 # By itself gradio does not see that controls are used by events that are made later.
@@ -111,6 +108,7 @@ def build(context: Context, shared: Shared) -> None:
             form = _form(context, state[0])
             _follow(context, shared, form, parts)
             _connect(context, form, parts, shared, state, drawn)
+            _forget(form, parts)
 
 
 def _mark(kind: str, number: int) -> str:
@@ -137,7 +135,7 @@ def _parts() -> Parts:
             allow_custom_value=True,
             **LIVE,
         )
-    with gr.Row():
+    with gr.Row(elem_classes="drawn-form"):
         start = gr.Button("Start", variant="primary", min_width=140)
         plan = gr.Button("Will it fit?", min_width=140)
         show = gr.Button("Show the command", min_width=140)
@@ -241,8 +239,8 @@ def _picked(notes: list[str]) -> str:
 
 def _control(context: Context, option: Option, value: str, preset: dict[str, str]):
     """The control of an option."""
-    label, about = OPEN.get(option.name, ("", ""))
-    settings = {"label": label or option.flag, "info": about or option.help}
+    label = LABELS.get(option.name, option.flag)
+    settings = {"label": label, "info": OPEN.get(option.name) or option.help}
     if option.own:
         return gr.Textbox(placeholder=option.own, interactive=False, min_width=WIDTH, **settings)
     settings |= LIVE
@@ -394,7 +392,7 @@ def _connect(
         advice = dict(verdict.flags)
         if advice and card and settings["tier"] == AUTO and _picked(notes) not in ("", CPU):
             advice["tier"] = _picked(notes)  # the one for that card, not for this computer's
-        said, details = _said(verdict), _details(verdict, notes)
+        said, details = _said(verdict, card), _details(verdict, notes)
         return said, advice, gr.Button(visible=bool(advice)), details
 
     def use(advice: dict) -> list:
@@ -426,13 +424,29 @@ def _connect(
     )
 
 
-def _said(verdict: plans.Verdict) -> str:
-    """Whether a run fits, as HTML."""
+def _forget(form: Form, parts: Parts) -> None:
+    """A verdict goes when what it is about changes."""
+
+    def nothing() -> tuple:
+        return "", {}, gr.Button(visible=False), ""
+
+    asked = [control.input for control in (parts.card, *form.controls)]
+    shown = [parts.planned, parts.advice, parts.use, parts.details]
+    once = {"show_progress": "hidden", "trigger_mode": "once"}
+    on(functools.partial(gr.on, asked), nothing, None, shown, **once)
+
+
+def _said(verdict: plans.Verdict, card: str) -> str:
+    """Whether a run fits into the memory of a `card`, "" for this computer's, as HTML."""
     word = {"fits": "It fits.", "tight": "It is tight.", "does not fit": "It does not fit."}
     after = {"fits": "With these flags it fits:", "tight": "With these flags it is tight:"}
     title = f"{word.get(verdict.word, verdict.word)} {after.get(verdict.after, '')}"
     listed = "".join(f"<li>{views.text(line)}</li>" for line in verdict.advice)
-    return f"<div><p><b>{views.text(title)}</b></p><ul>{listed}</ul></div>"
+    about = f"Predicted for {card}. " if card else ""
+    if not plans.this_card():
+        about += NO_GPU
+    title = f"<p><b>{views.text(title)}</b> {views.text(about)}</p>"
+    return f"<div>{title}<ul>{listed}</ul></div>"
 
 
 def _details(verdict: plans.Verdict, notes: list[str]) -> str:

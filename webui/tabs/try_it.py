@@ -9,7 +9,6 @@ from common.errors import Failure, UsageError
 from speech.writing.text import for_scoring
 from webui import runs, trials, views
 from webui.context import Context
-from webui.runs import Run
 from webui.tabs.choice import OF_RUN, Choice, Chosen, changed, choose, connect, model_of
 from webui.tabs.events import on
 from webui.tabs.shared import HTML, Shared, with_own_names
@@ -35,14 +34,14 @@ def build(context: Context, shared: Shared) -> None:
         heard = _hearing(context, choice)
     with gr.Column(visible=False) as speaking:
         said = _speaking(context, choice)
-    clip = said[0]
+    clip, *_, typed = said
 
-    def look(voice: str | None, *values) -> list:
-        return _look(context, voice, Chosen(*values))
+    def look(voice: str | None, text: str, *values) -> list:
+        return _look(context, voice, text, Chosen(*values))
 
     triggers = connect(context, shared.tab.select, shared.chosen, choice)
     for trigger in triggers:
-        on(trigger, look, [clip, *choice.all()], [state, hearing, speaking, *heard, *said])
+        on(trigger, look, [clip, typed, *choice.all()], [state, hearing, speaking, *heard, *said])
 
 
 # --- controls -------------------------------------------------------------------------------------
@@ -169,23 +168,24 @@ def _speaking(context: Context, choice: Choice) -> list:
 
     inputs = [text, upload, clip, temperature, seed, *choice.all()]
     on(button.click, speak, inputs, [result, history])
-    return [clip, history, held_out]
+    return [clip, history, held_out, text]
 
 
 def _words(context: Context, model: Model, chosen: Chosen) -> tuple[str, ...]:
     return trials.on_device(model, context.places, chosen.device, chosen.allowed)
 
 
-def _look(context: Context, voice: str | None, chosen: Chosen) -> list:
+def _look(context: Context, voice: str | None, text: str, chosen: Chosen) -> list:
     """The controls for the chosen model: a message; the two panels; whether there is a released
-    model beside it, worst and best utterances; voices, history and held-out sentences."""
+    model beside it, worst and best utterances; voices, history and held-out sentences; a sentence
+    to speak in an empty field, because a voice has the letters of its language alone."""
     try:
         recipe, run, model = model_of(context, chosen)
     except Failure as failure:
         nothing = "There is no run with weights yet: the Train tab starts one."
         message = nothing if chosen.kind == OF_RUN and not chosen.run else str(failure)
         hidden = [gr.Column(visible=False)] * 2
-        return [f"<p>{views.text(message)}</p>", *hidden, *[gr.skip()] * 6]
+        return [f"<p>{views.text(message)}</p>", *hidden, *[gr.skip()] * 7]
     hears = "transcribe" in recipe.commands
     speaks = "synthesize" in recipe.commands
     message = "" if hears or speaks else f"{recipe.name} has nothing to try here."
@@ -199,6 +199,7 @@ def _look(context: Context, voice: str | None, chosen: Chosen) -> list:
     worst = _utterances(context, ranked[:SHOWN], WORST, MARKS) or NO_EVALUATION
     voices = trials.voices(context.places, run, model.folder) if speaks else []
     clips = [path for _, path in voices]
+    sentences = trials.held_out(context.places, run) if run and speaks else []
     chosen_voice = voice if voice in clips else next(iter(clips), None)
     return [
         f"<p>{views.text(message)}</p>" if message else "",
@@ -209,7 +210,8 @@ def _look(context: Context, voice: str | None, chosen: Chosen) -> list:
         _utterances(context, ranked[SHOWN:][: -SHOWN - 1 : -1], "The best utterances"),
         gr.Dropdown(choices=voices, **changed(chosen_voice, voice)),
         _history(context, model) if speaks else "",
-        _held_out(context, run) if run and speaks else "",
+        _held_out(context, sentences),
+        sentences[0]["text"] if sentences and not text else gr.skip(),
     ]
 
 
@@ -279,9 +281,9 @@ def _history(context: Context, model: Model) -> str:
     return views.table(header, rows, "What was said") if rows else ""
 
 
-def _held_out(context: Context, run: Run) -> str:
+def _held_out(context: Context, sentences: list[dict]) -> str:
     rows = []
-    for row in trials.held_out(context.places, run):
+    for row in sentences:
         sounds = [row.get(kind, "") for kind in trials.KINDS]
         texts = [views.text(row["text"]), views.text(row["speaker"])]
         rows.append([*texts, *(_player(context, path) if path else "" for path in sounds)])

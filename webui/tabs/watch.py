@@ -32,14 +32,13 @@ def build(context: Context, shared: Shared) -> None:
     log = gr.Markdown(**HTML)
     with gr.Accordion("Remove a run", open=False):
         typed = gr.Textbox(
-            label="Name of the run", info="its weights, its log and its uploads are deleted"
+            label="Name of the run",
+            info="its weights, its log, its draft and its uploads are deleted",
         )
         remove = gr.Button("Remove it for good", variant="stop")
 
     def choose(wanted: str, name: str | None, second: str) -> tuple:
-        """The dropdowns with all runs: `wanted` is chosen, or else the newest unless one is."""
-        names = [run.name for run in runs.list_runs(folder)]
-        return one_of(names, wanted, name), one_of([NONE, *names], None, second)
+        return _choices(runs.list_runs(folder), wanted, name, second)
 
     def look(name: str | None, second: str) -> tuple:
         return _look(runs.list_runs(folder), name, second)
@@ -60,6 +59,8 @@ def build(context: Context, shared: Shared) -> None:
     shown = [listed, status, plots, log, stop, resume, take]
     for trigger in (gr.Timer(SECONDS).tick, chosen.change, other.change):
         on(trigger, look, both, shown, show_progress="hidden")
+    follow = {"show_progress": "hidden"}
+    on(chosen.input, lambda name, second: choose(name, name, second)[1], both, other, **follow)
     on(shared.tab.select, choose, [shared.chosen, *both], both)
     on(chosen.input, lambda name: name, chosen, shared.chosen)
     on(stop.click, lambda *names: act(runs.stop, *names), both, shown)
@@ -71,6 +72,15 @@ def build(context: Context, shared: Shared) -> None:
         [shared.settings, shared.tabs],
     )
     on(remove.click, removed, [typed, *both], [typed, *both])
+
+
+def _choices(found: list[Run], wanted: str, name: str | None, second: str) -> tuple:
+    """The dropdowns: of all runs `wanted` is chosen, or else the newest unless one is; and of the
+    other runs of its recipe, with which it can be compared."""
+    recipes = {run.name: run.recipe for run in found}
+    first = next((each for each in (wanted, name, *recipes) if each in recipes), None)
+    same = [each for each in recipes if each != first and recipes[each] == recipes[first]]
+    return one_of(list(recipes), wanted, name), one_of([NONE, *same], None, second)
 
 
 def _look(found: list[Run], name: str | None, second: str) -> tuple:
