@@ -24,7 +24,6 @@ from speech.data.columns import (
     report_rejections,
 )
 from speech.data.loading import MOST_CHARACTERS, Checks, held_out_keys, load_corpus
-from speech.writing.changes import Changes
 
 DRAW = 1  # joins the seed of --max_samples, whose order must not be that of the held-out part
 HELD_OUT = 0.05  # share of the training data to evaluate on if there is no --val_manifest
@@ -296,6 +295,8 @@ def read_manifests(
     joined segments, and no text that a recogniser wrote. If there is a "train" but no "val", a part of these rows is held out: if
     possible `checks.held_out`, whatever the seed and `max_samples` are now. Raises `DataError` and
     `UsageError`."""
+    from speech.writing.changes import Changes  # a transcription reads no manifests
+
     corpora = {}
     normalise = Changes(normalise)
     for split, path in manifests.items():
