@@ -1,8 +1,9 @@
-"""--align: recordings and their texts to a manifest of utterances, a list of what is left out, and
-a page on which a person listens to them."""
+"""--align: recordings and their texts to a manifest of utterances or files of annotations, a list of
+what is left out, and a page on which a person listens to them."""
 
 import functools
 import glob
+import math
 import os
 import sys
 import unicodedata
@@ -24,10 +25,13 @@ from speech.alignment.cutting import Cuts
 from speech.alignment.letters import Vocabulary
 from speech.alignment.sentences import read_book
 from speech.data import splits
+from speech.data.annotations import writing
+from speech.data.headers import probe
 from speech.decoding import transcripts
 from speech.signal.audio import audio_files
 
 MANIFEST = b'{"audio_filepath":'  # how the lines of both lists begin, also those of the page
+DOUBTFUL_SHARE = 0.1  # of the utterances of a recording, the least certain, to listen to first
 TEXTS = (".txt", ".text", ".md")  # suffixes of texts
 OTHER = "it is for transcripts; leave the first out"
 NO_WEIGHTS = "a flat start reads no weights; leave one out"
@@ -48,13 +52,15 @@ NEEDS = (
 
 @dataclass(frozen=True)
 class Request:
-    """The `pairs` (recording, text) of --align, and the files to write: the `manifest`, the list of
-    what is `left_out` of it, and the `page`; `is_flat`: without a recogniser."""
+    """The `pairs` (recording, text) of --align, and what to write: the `manifest` and its `page`, or
+    the files of `annotations` by recording, and the list of what is `left_out`; `is_flat`: without a
+    recogniser."""
 
     pairs: list[tuple[Path, Path]]
-    manifest: Path
+    manifest: Path | None
+    annotations: dict[Path, Path]
     left_out: Path
-    page: Path
+    page: Path | None
     is_flat: bool
 
 
@@ -108,19 +114,31 @@ def resolve(args) -> Request | None:
     """What --align asks for, None without it. Raises `UsageError`."""
     if not args.align:
         return None
-    manifest = Path(args.output)
-    if manifest.is_dir():
-        raise UsageError(f"--output {manifest}: it is a folder; name a file such as aligned.json")
-    if manifest.suffix == ".html" or transcripts.is_subtitles(manifest):
-        raise UsageError(f"--output {manifest}: it will be a manifest; name a file such as x.json")
-    others = (f"{manifest.stem}_left_out.json", f"{manifest.stem}.html")
-    left_out, review = (manifest.with_name(name) for name in others)
     pairs = find_pairs(*args.align)
     inputs = [*(path for pair in pairs for path in pair), *options.paths_in(args, "output")]
-    for path, begins in ((manifest, MANIFEST), (left_out, MANIFEST), (review, page.BEGINS)):
+    output = transcripts.output_of(args.output, args.output_format, args.align[:1])
+    if args.output_format == "jsonl":
+        raise UsageError("--output_format jsonl: a manifest is of all; name it as --output x.json")
+    manifest, review = output.table, None
+    if manifest:
+        review = manifest.with_suffix(".html")
+        left_out = manifest.with_name(f"{manifest.stem}_left_out.json")
+        _require(inputs, (manifest, MANIFEST), (review, page.BEGINS))
+    else:
+        transcripts.check_output(output, inputs)
+        beside = Path(args.output)
+        left_out = beside.with_name(f"{beside.stem}_left_out.json")
+        if output.folder:
+            left_out = output.folder / "left_out.json"
+    _require(inputs, (left_out, MANIFEST))
+    return Request(pairs, manifest, output.files, left_out, review, args.flat_start)
+
+
+def _require(inputs: list, *outputs: tuple[Path, bytes]) -> None:
+    """Raises `UsageError` if one of the files, which begin so, must not be written."""
+    for path, begins in outputs:
         is_earlier = functools.partial(transcripts.begins_with, begins)
         files.require_output(path, "--output", inputs, is_earlier)
-    return Request(pairs, manifest, left_out, review, args.flat_start)
 
 
 def find_pairs(audio: str, text: str) -> list[tuple[Path, Path]]:
@@ -164,7 +182,7 @@ def _name_in(folder: str, path: Path) -> str:
 
 @torch.no_grad()
 def align_files(request: Request, load: Callable[[], Recogniser]) -> None:
-    """Aligns every pair and writes the three files, by the recogniser that `load` returns; a flat
+    """Aligns every pair and writes what the request asks for, by the recogniser that `load` returns; a flat
     start loads none. A pair that cannot be read is named on stderr and the others are aligned; then
     `DataError` is raised, and also if nothing could be kept."""
     recogniser = None if request.is_flat else load()
@@ -181,7 +199,9 @@ def align_files(request: Request, load: Callable[[], Recogniser]) -> None:
                 print(f"error: {error}", file=sys.stderr)
                 failed += 1
                 continue
-            name = {"audio_filepath": _path_from(request.manifest.parent, audio)}
+            name = {"audio_filepath": _path_from(request.left_out.parent, audio)}
+            if request.annotations and cuts.utterances:
+                write_annotations(request.annotations[audio], audio, cuts.utterances)
             utterances += ({**name, **row} for row in cuts.utterances)
             left_out += ({**name, **row} for row in (*cuts.texts, *cuts.sounds))
             print(summary(audio, cuts), flush=True)
@@ -260,11 +280,40 @@ def summary(audio: Path, cuts: Cuts) -> str:
     return "\n".join(lines)
 
 
+def write_annotations(path: Path, audio: Path, utterances: list[dict]) -> None:
+    """Writes the utterances of a recording for ELAN, Praat or as subtitles. The least certain are
+    marked as doubtful. Raises `RunError`."""
+    order = sorted(range(len(utterances)), key=lambda place: utterances[place]["confidence"])
+    doubtful = set(order[: math.ceil(DOUBTFUL_SHARE * len(order))])
+    rows = [
+        {
+            "start": row["offset"],
+            "end": row["offset"] + row["duration"],
+            "text": row["text"],
+            "draft": row["text"],
+            "confidence": math.exp(row["confidence"]),
+            "doubtful": place in doubtful,
+        }
+        for place, row in enumerate(utterances)
+    ]
+    transcripts.write_whole(path, writing.content(path, rows, audio, probe(str(audio))[0]))
+
+
 def _write(request: Request, utterances: list[dict], left_out: list[dict]) -> None:
-    """Writes the three files; other ones under these names get another name. Raises `RunError`."""
-    transcripts.write(request.manifest, utterances)
+    """Writes the manifest and the page, and the list of what is left out; other ones under these
+    names get another name. Raises `RunError`."""
+    if request.manifest:
+        transcripts.write(request.manifest, utterances)
     if not transcripts.write(request.left_out, left_out):
         transcripts.keep_earlier(request.left_out)  # of another run
+    seconds = sum(row["duration"] for row in utterances)
+    told = f"{len(utterances)} utterances, {seconds / 3600:.2f} h, in"
+    rest = f"what is left out in {request.left_out}" if left_out else "nothing is left out"
+    if not request.manifest:
+        several = len(request.annotations) > 1
+        place = request.left_out.parent if several else next(iter(request.annotations.values()))
+        print(f"{told} {place}; {rest}")
+        return
     content = page.review(utterances, request.manifest.name)
 
     def fill(target: Path) -> None:
@@ -274,9 +323,4 @@ def _write(request: Request, utterances: list[dict], left_out: list[dict]) -> No
         files.write_file(request.page, fill)
     except OSError as error:
         raise RunError(f"--output {request.page}: {error.strerror}") from None
-    seconds = sum(row["duration"] for row in utterances)
-    rest = f"what is left out in {request.left_out}" if left_out else "nothing is left out"
-    print(
-        f"{len(utterances)} utterances, {seconds / 3600:.2f} h, in {request.manifest}; {rest};"
-        f" listen to them in {request.page}"
-    )
+    print(f"{told} {request.manifest}; {rest}; listen to them in {request.page}")

@@ -53,7 +53,7 @@ NEEDS = (
     ("check_data", ("train_manifest", "test_manifest"), ""),
     ("use_chunking", ("train_manifest", "test_manifest"), ""),
     ("text_column", ("train_manifest", "test_manifest"), ""),
-    ("tier", ("train_manifest", "test_manifest"), ""),
+    ("tier", ("train_manifest", "test_manifest", "transcribe"), ""),
 )
 
 
@@ -210,7 +210,7 @@ def resolve(
         raise UsageError(
             f"--min_duration {args.min_duration:g} is not below --max_duration {max_duration:g}"
         )
-    if args.tier:
+    if args.tier and manifests:
         require_tiers(itertools.chain(*manifests.values()))
     planned = options.plans(args)
     # A check leaves nothing in the current folder.

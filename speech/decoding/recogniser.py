@@ -5,16 +5,17 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from common import memory, options
-from common.errors import UsageError
 from common.options import ALONE, TRAINS, USUAL, OnOff, flag
 from speech.data import splits
 from speech.decoding import language_model
 from speech.writing.text import as_whisper
 
+FORMS = ("eaf", "TextGrid", "srt", "vtt", "jsonl")  # of --output_format
 MOST_BEAMS = 500  # hypotheses
 AUGMENTATIONS = ("spec_augment", "speed_perturbation", "wave_augment")
 NOT_BEGUN = 0.75  # CER above which a model has not begun to write
@@ -29,6 +30,8 @@ EXCLUDES = (
 )
 NEEDS = (
     ("output", ("transcribe", "align"), ""),
+    ("output_format", ("output",), "name the folder to write to"),
+    ("only_empty", ("transcribe",), ""),
     ("piece_seconds", ("transcribe",), ""),
 )
 
@@ -57,7 +60,8 @@ class DecodingOptions:
     """The flags' settings of decoding and transcribing, None for flags that a recipe lacks, and
     where results are written, the seed that chooses examples, and `Task.augmented_share` of a model
     that cannot write yet, None in a demo and in a recipe that does not augment by default.
-    `timestamps`: whether transcripts are printed with times."""
+    `annotated`: the `annotated.Plan`, if --transcribe names files of annotations. `timestamps`: whether
+    transcripts are printed with times."""
 
     # fmt: off
     decoding: str | None = flag(None, None, None, "")  # by the recipe's methods
@@ -72,13 +76,20 @@ class DecodingOptions:
         "transcribe files and folders with the weights of --resume"
         " (OUTPUT_DIR/checkpoints/best.safetensors)", USUAL, ALONE, nargs="+")
     output: str | None = flag(
-        options.file, None, "FILE",
-        "write the transcripts to this file as JSON Lines, or subtitles to x.srt or x.vtt", USUAL)
+        options.path, None, "FILE",
+        "write the transcripts to this file: x.jsonl, or of one recording x.eaf (ELAN), x.TextGrid"
+        " (Praat), x.srt or x.vtt; or to this folder, with --output_format", USUAL)
+    output_format: str | None = flag(
+        FORMS, None, None, "write a file for each recording to the folder --output")
+    only_empty: bool = flag(
+        None, False, None,
+        "with --transcribe x.eaf: hear the annotations without a text only", action="store_true")
     piece_seconds: float | None = flag(
         options.number(float, 1.0), None, "S",
         "cut recordings at silences into pieces of at most S seconds, to train on with"
         " --use_chunking (as long as the model reads)")
     # fmt: on
+    annotated: Any = None
     timestamps: bool = False
     batch_size: int = 8
     log_dir: Path = Path("logs")
@@ -161,23 +172,15 @@ def resolve(
             setattr(args, name, augment)
     if beam_size and args.beam_size is None:
         args.beam_size = beam_size
-    output = getattr(args, "output", None)
-    if output and not getattr(args, "align", None):
-        from speech.decoding import transcripts
-        from speech.writing import subtitles
+    plan = None
+    if getattr(args, "transcribe", None):
+        from speech.decoding import annotated
 
-        if (suffix := Path(output).suffix.lower()) in subtitles.OTHERS:
-            known = ", ".join(subtitles.FORMATS)
-            raise UsageError(
-                f"--output {output}: {suffix} cannot be written; name a file {known} or .jsonl"
-            )
-        if transcripts.is_subtitles(output) and not has_times:
-            needed = "add --timestamps" if "timestamps" in vars(args) else "name a .jsonl file"
-            raise UsageError(f"--output {output}: subtitles need times; {needed}")
-        transcripts.check_output(output, options.paths_in(args, "output"))
+        plan = annotated.resolve(args, has_times)
     return options.read_record(
         DecodingOptions,
         args,
+        annotated=plan,
         timestamps=getattr(args, "timestamps", False),
         batch_size=args.eval_batch_size,
         log_dir=args.log_dir,

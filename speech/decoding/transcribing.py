@@ -1,16 +1,16 @@
 """What --transcribe does: files and folders to texts, in pieces where they are long."""
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 
 from common import batches, memory
 from common.device import Setup
-from common.errors import DataError, UsageError
+from common.errors import DataError
 from common.layers import finite_layers
-from speech.decoding import transcripts
+from speech.decoding import annotated, transcripts
 from speech.decoding.long import BY_SILENCES, Cutting, Piece, by_length, unless_silent
 from speech.decoding.recogniser import DecodingOptions
 from speech.signal.audio import SAMPLE_RATE, audio_files, read_audio
@@ -36,20 +36,14 @@ def transcribe_files(
     parts: tuple[str, ...] = (),
 ) -> None:
     """Transcribes the files and folders of --transcribe. Prints the text of each file, after its
-    name and a tab if there are several, or writes JSON Lines to --output, or subtitles.
+    name and a tab if there are several, or writes what --output asks for. Of files of annotations,
+    it writes copies (see `annotated`).
 
     `decode(batch on device)` returns the texts of a batch of waveforms, or records: "text" and
     lists of timed `parts`, such as "words". Recordings over `longest` seconds are cut, and their
     texts joined, by `cutting` (None: `by_length`); with --piece_seconds they are cut at silences.
     If `longest` is None, they are not cut, and `decode` gets one at a time. A file that cannot be
-    read is named on stderr and the others are transcribed; then `DataError` is raised. Raises
-    `UsageError` for subtitles of several recordings."""
-    recordings = audio_files(how.transcribe)
-    if how.output and transcripts.is_subtitles(how.output) and len(recordings) > 1:
-        raise UsageError(
-            f"--output {how.output}: subtitles are of one recording, and --transcribe names"
-            f" {len(recordings)}; name one, or a .jsonl file"
-        )
+    read is named on stderr and the others are transcribed; then `DataError` is raised."""
     if how.piece_seconds:
         longest = min(longest, how.piece_seconds)
         cutting = BY_SILENCES
@@ -57,16 +51,32 @@ def transcribe_files(
         cutting = by_length(longest)
     records_of = decoder(decode, setup, parts)
 
-    def transcript(path: Path, waveform: torch.Tensor) -> dict:
-        row = {"file": str(path), "text": "", "seconds": len(waveform) / SAMPLE_RATE}
+    def hear(name: str, waveforms: list[torch.Tensor]) -> list[dict]:
         if longest is None:
-            return {**row, **records_of([waveform], str(path))[0]}
-        pieces = cutting.cut(waveform, SAMPLE_RATE, longest)
+            return [records_of([waveform], name)[0] for waveform in waveforms]
+        pieces = [cutting.cut(waveform, SAMPLE_RATE, longest) for waveform in waveforms]
+        cut = [each[a:b] for each, own in zip(waveforms, pieces, strict=True) for a, b in own]
         records = []
-        for first in range(0, len(pieces), how.batch_size):
-            several = pieces[first : first + how.batch_size]
-            records += records_of([waveform[a:b] for a, b in several], str(path))
-        return {**row, **join_records(records, pieces, cutting)}
+        for first in range(0, len(cut), how.batch_size):
+            records += records_of(cut[first : first + how.batch_size], name)
+        rest = iter(records)
+        return [join_records([*itertools.islice(rest, len(own))], own, cutting) for own in pieces]
+
+    with finite_layers():
+        if how.annotated:
+            count, failed = annotated.hear(how.annotated, hear)
+        else:
+            count, failed = transcribe_recordings(how, hear)
+    if failed:
+        raise DataError(f"{failed} of {count} files could not be transcribed")
+
+
+def transcribe_recordings(
+    how: DecodingOptions, hear: Callable[[str, list[torch.Tensor]], list[dict]]
+) -> tuple[int, int]:
+    """Prints or writes the transcripts of recordings, by `hear(name, waveforms)`. Returns how many
+    there are, and how many could not be read."""
+    recordings = audio_files(how.transcribe)
 
     def rows() -> Iterator[dict]:
         for path in recordings:
@@ -75,17 +85,19 @@ def transcribe_files(
             except DataError as error:
                 print(f"error: {error}", file=sys.stderr)
                 continue
-            yield transcript(path, waveform)
+            row = {"file": str(path), "text": "", "seconds": len(waveform) / SAMPLE_RATE}
+            yield {**row, **hear(str(path), [waveform])[0]}
 
-    with finite_layers():
-        if how.output:
-            done = transcripts.write(Path(how.output), rows())
+    if how.output is None:
+        done = transcripts.show(rows(), len(recordings) > 1, how.timestamps)
+    else:
+        output = transcripts.output_of(how.output, how.output_format, how.transcribe)
+        by_piece = how.piece_seconds is not None
+        if output.table:
+            done = transcripts.write(output.table, rows())
         else:
-            done = transcripts.show(rows(), len(recordings) > 1, how.timestamps)
-    if done < len(recordings):
-        raise DataError(
-            f"{len(recordings) - done} of {len(recordings)} files could not be transcribed"
-        )
+            done = transcripts.write_files(output.files, rows(), by_piece)
+    return len(recordings), len(recordings) - done
 
 
 def decoder(

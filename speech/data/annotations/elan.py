@@ -43,6 +43,15 @@ class Dependent(NamedTuple):
     text: str
 
 
+class Segment(NamedTuple):
+    """An annotation by its name in the file, with its time in seconds."""
+
+    name: str
+    start: float
+    end: float
+    text: str
+
+
 @dataclass
 class Raw:
     """A tier as it is written."""
@@ -161,13 +170,10 @@ def read(path: Path) -> Document:
     damaged or not ELAN's."""
     reader = Reader(path)
     reader.read()
-    times: dict[Key, tuple[float, float]] = {}
+    times = times_in(reader)
     for number, raw in enumerate(reader.tiers):
-        places = slot_times(raw.timed, reader.slots)
         for each in raw.timed:
-            start, end = places.get(each.first, math.nan), places.get(each.last, math.nan)
-            times[number, each.name] = start, end
-            raw.tier.annotations.append(Annotation(start, end, each.text))
+            raw.tier.annotations.append(Annotation(*times[number, each.name], each.text))
     dependent = linked(reader.tiers)
     links = {(number, each.name): each for number, tier in enumerate(dependent) for each in tier}
     for raw, annotations in zip(reader.tiers, dependent, strict=True):
@@ -182,6 +188,41 @@ def read(path: Path) -> Document:
         for url, relative, origin in reader.media
     ]
     return Document([raw.tier for raw in reader.tiers], media)
+
+
+def times_in(reader: Reader) -> dict[Key, tuple[float, float]]:
+    """The times of the annotations that have time slots; NaN where they are not clear."""
+    times: dict[Key, tuple[float, float]] = {}
+    for number, raw in enumerate(reader.tiers):
+        places = slot_times(raw.timed, reader.slots)
+        for each in raw.timed:
+            start, end = places.get(each.first, math.nan), places.get(each.last, math.nan)
+            times[number, each.name] = start, end
+    return times
+
+
+def segments(path: Path) -> list[tuple[Tier, list[Segment]]]:
+    """The tiers of an .eaf with their annotations, each with its own time or that of the one that
+    it depends on; NaN if others share that time. Raises `UsageError` and `DataError`."""
+    reader = Reader(path)
+    reader.read()
+    times = times_in(reader)
+    dependent = linked(reader.tiers)
+    parents = {
+        (number, each.name): each.parent for number, tier in enumerate(dependent) for each in tier
+    }
+    result = []
+    for number, (raw, below) in enumerate(zip(reader.tiers, dependent, strict=True)):
+        shared = Counter(each.parent for each in below)
+        found = [Segment(each.name, *times[number, each.name], each.text) for each in raw.timed]
+        for each in below:
+            key = each.parent if shared[each.parent] == 1 else NO_KEY
+            for _ in range(LEVELS):
+                key = parents.get(key, key)
+            found.append(Segment(each.name, *times.get(key, (math.nan, math.nan)), each.text))
+        raw.tier.annotations += (Annotation(*each[1:]) for each in found)
+        result.append((raw.tier, found))
+    return result
 
 
 def participant(tier: Tier, tiers: dict[str, Tier]) -> str:

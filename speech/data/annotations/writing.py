@@ -1,8 +1,9 @@
 """The one writer of files of annotations, which ELAN, Praat and players of subtitles open.
 
 A row is an utterance {"start", "end", "text"} in seconds of its recording. It may have a "speaker";
-the "draft" that a model wrote in place of its text; a "confidence" from 0 to 1; and "words" {"start",
-"end", "text"} of this text, which may have a "confidence", too."""
+the "draft" that a model wrote in place of its text; a "confidence" from 0 to 1; "words" {"start",
+"end", "text"} of this text, which may have a "confidence", too; and, without words, "doubtful", if
+another measure than the confidence says so."""
 
 import itertools
 import mimetypes
@@ -172,7 +173,8 @@ def doubts_in(row: dict) -> str:
     """A mark and the doubtful words of a row; "" if there is no doubt."""
     judged = [word for word in row.get("words", ()) if "confidence" in word]
     if not judged:
-        return DOUBT_MARK if row.get("confidence", 1.0) < DOUBT else ""
+        is_doubtful = row.get("doubtful", row.get("confidence", 1.0) < DOUBT)
+        return DOUBT_MARK if is_doubtful else ""
     words = [word["text"] for word in judged if word["confidence"] < DOUBT]
     return " ".join([DOUBT_MARK, *words]) if words else ""
 

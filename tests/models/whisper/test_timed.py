@@ -452,7 +452,10 @@ def test_the_longest_passage_that_was_dropped(reference, hypothesis, words):
     ("line", "message"),
     [
         ("--transcribe {audio}/a.wav --output {here}/a.srt", "subtitles need times; add --timest"),
-        ("--transcribe {audio} --timestamps --output {here}/a.vtt", "and --transcribe names 2"),
+        (
+            "--transcribe {audio} --timestamps --output {here}/a.vtt",
+            "it is of one recording, and 2 are named",
+        ),
         ("--transcribe {audio} --timestamps --output {here}/own.srt", "did not write it"),
         ("--transcribe {audio} --timestamps --piece_seconds 5", "cuts recordings to train on"),
         ("--timestamps", "--timestamps goes with --transcribe"),

@@ -14,6 +14,7 @@ from common.device import Setup
 from common.errors import DataError, Stopped, UsageError
 from speech.alignment import command
 from speech.alignment.letters import HOLE, of_characters, of_pieces
+from speech.data.annotations import elan
 from speech.data.loading import Checks, load_corpus
 from speech.signal.audio import SAMPLE_RATE
 from speech.writing.text import normalise
@@ -77,6 +78,7 @@ def request(*words: str) -> command.Request | None:
     parser = options.Parser("")
     command.add_arguments(parser)
     parser.add_argument("--output")
+    parser.add_argument("--output_format")
     parser.add_argument("--resume")
     return command.resolve(parser.parse_args(words))
 
@@ -130,6 +132,32 @@ def test_a_tape_and_its_book(folder, capsys):
     assert not rejected.counts
     assert list(corpus.texts) == [row["text"] for row in utterances]
     assert corpus.seconds.tolist() == pytest.approx([row["duration"] for row in utterances])
+
+
+def test_files_for_elan_in_place_of_the_manifest(folder, capsys):
+    """One for each recording of a folder; the least certain utterance is marked."""
+    for place in ("tapes", "books"):
+        (folder / place).mkdir()
+    for name in "ab":
+        tape(folder / f"tapes/{name}.wav", LINES)
+        (folder / f"books/{name}.txt").write_text("\n".join(LINES), encoding="utf-8")
+    words = ("--align", "tapes", "books", "--output", "new")
+    command.align_files(request(*words), recogniser)
+    utterances = [row for row in rows_of(folder / "new") if row["audio_filepath"] == "tapes/b.wav"]
+    (folder / "new").unlink()
+    command.align_files(request(*words, "--output_format", "eaf"), recogniser)
+    assert sorted(path.name for path in (folder / "new").iterdir()) == ["a.eaf", "b.eaf"]
+    tiers = {tier.name: tier.annotations for tier in elan.read(folder / "new" / "b.eaf").tiers}
+    assert list(tiers) == ["utterances", "draft", "doubtful", "confidence"]
+    found = [(each.start, each.end - each.start, each.text) for each in tiers["utterances"]]
+    expected = [(row["offset"], row["duration"], row["text"]) for row in utterances]
+    assert [each[2] for each in found] == [each[2] for each in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one[:2] == pytest.approx(other[:2], abs=0.002)
+    assert [each.text for each in tiers["doubtful"]] == ["?"]
+    least = min(utterances, key=lambda row: row["confidence"])
+    assert tiers["doubtful"][0].start == pytest.approx(least["offset"], abs=0.002)
+    assert "in new; nothing is left out" in capsys.readouterr().out
 
 
 def test_a_flat_start_needs_no_recogniser(folder, capsys):
@@ -245,8 +273,9 @@ def test_the_list_of_what_is_left_out_is_that_of_the_last_run(folder, capsys):
         ("tape.wav book.html --output a.json", "a plain one in UTF-8"),
         ("book.txt tape.wav --output a.json", "a recording and then its text"),
         ("*.wav *.txt --output a.json", "two files or two folders"),
-        ("tape.wav book.txt --output a.srt", "it will be a manifest"),
-        ("tape.wav book.txt --output book.txt", "this command reads it"),
+        ("tape.wav book.txt --output a.html", ".html cannot be written"),
+        ("tape.wav book.txt --output book.txt", ".txt cannot be written"),
+        ("tape.wav book.txt --output a --output_format jsonl", "name it as --output x.json"),
         ("tape.wav book.txt --output other.json", "it exists"),
         ("tape.wav book.txt --output .", "it is a folder"),
         ("tape.wav book.txt --output none/a.json", "name a file in a folder"),

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import options
 from common.device import Setup
-from common.errors import DataError, UsageError
+from common.errors import DataError
 from speech.decoding import recogniser, transcribing, transcripts
 from speech.writing import subtitles
 
@@ -152,7 +151,8 @@ def test_words_of_a_recogniser_are_written_and_corrections_kept(wav, tmp_path, c
     how = recogniser.DecodingOptions(transcribe=[path], output=str(output))
 
     def write() -> str:
-        transcripts.check_output(how.output, [path])
+        asked = transcripts.output_of(how.output, None, how.transcribe)
+        transcripts.check_output(asked, [path])
         transcribing.transcribe_files(how, decode, Setup(), 30.0, parts=("words", "segments"))
         return output.read_text(encoding="utf-8")
 
@@ -176,13 +176,3 @@ def test_if_nothing_can_be_transcribed_earlier_transcripts_stay(tmp_path):
         transcribing.transcribe_files(how, None, Setup(), 30.0)
     assert output.read_text() == "1\nearlier"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.wav", "good.srt"]
-
-
-@pytest.mark.parametrize("suffix", [".ass", ".LRC", ".sub"])
-def test_other_subtitles_are_refused(suffix, tmp_path):
-    parser = options.Parser("test")
-    recogniser.add_arguments(parser)
-    options.add_arguments(parser)
-    args = parser.parse_args(["--transcribe", "a.wav", "--output", str(tmp_path / f"a{suffix}")])
-    with pytest.raises(UsageError, match=f"{suffix.lower()} cannot be written; name a file .srt"):
-        recogniser.resolve(args, is_demo=False, has_times=True)

@@ -1,0 +1,216 @@
+"""A copy of an .eaf with tiers beside those that it has. What was there stays as it is written, byte
+for byte, but for the paths of media relative to the file, which another folder changes, and the
+number of the last annotation, from which ELAN counts on."""
+
+import itertools
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import unquote
+from xml.etree import ElementTree
+from xml.parsers import expat
+from xml.sax.saxutils import quoteattr
+
+from common import files
+from common.errors import DataError
+from speech.data.annotations import writing
+from speech.data.annotations.document import BYTE_ORDERS
+
+ORDER = (  # of elements in the root, by ELAN's schema
+    *("LICENSE", "HEADER", "TIME_ORDER", "TIER", "LINGUISTIC_TYPE", "LOCALE", "LANGUAGE"),
+    *("CONSTRAINT", "CONTROLLED_VOCABULARY", "LEXICON_REF", "REF_LINK_SET", "EXTERNAL_REF"),
+)
+RELATIVE = {  # attributes with paths that are relative to the file, and with absolute ones
+    "MEDIA_DESCRIPTOR": ("RELATIVE_MEDIA_URL", "MEDIA_URL"),
+    "LINKED_FILE_DESCRIPTOR": ("RELATIVE_LINK_URL", "LINK_URL"),
+}
+ENCODING = re.compile(rb"""<\?xml[^>]*?encoding\s*=\s*["']([\w.:-]+)["']""")
+LAST_NUMBER = re.compile(rb"(<PROPERTY\b[^>]*>\s*)\d+")
+NUMBER = re.compile(r"a(\d+)")  # how ELAN calls annotations
+
+
+@dataclass(frozen=True)
+class NewTier:
+    """A tier to add, `name`, of a `kind` of `writing.TYPES`: `texts` of annotations of the tier
+    `parent`, by their names in the file. `speaker` is the parent's."""
+
+    name: str
+    kind: str
+    parent: str
+    speaker: str
+    texts: Sequence[tuple[str, str]]
+
+
+@dataclass
+class Written:
+    """Where the elements of a file in UTF-8 begin, and which names it has. `starts`: (element,
+    byte, attributes) of those in the root and of RELATIVE, `end`: the byte of the root's end."""
+
+    starts: list[tuple[str, int, dict[str, str]]] = field(default_factory=list)
+    end: int = 0
+    last: int = 0  # the highest number of an annotation
+    number: int | None = None  # the byte of the PROPERTY that has it
+
+    def names(self, element: str, attribute: str) -> set[str]:
+        return {each[2].get(attribute, "") for each in self.starts if each[0] == element}
+
+    def place_for(self, element: str) -> int:
+        """The byte where a new element goes: before those that follow it by ELAN's schema."""
+        following = ORDER[ORDER.index(element) + 1 :]
+        return next((start for name, start, _ in self.starts if name in following), self.end)
+
+
+def parsed(content: bytes) -> Written:
+    """Where the elements of an .eaf in UTF-8 are. `elan.Reader` has checked the file."""
+    written = Written()
+    parser = expat.ParserCreate("utf-8")
+    path: list[str] = []
+
+    def begin(element: str, attributes: dict[str, str]) -> None:
+        if len(path) == 1 or element in RELATIVE:
+            written.starts.append((element, parser.CurrentByteIndex, attributes))
+        if element == "PROPERTY" and attributes.get("NAME") == "lastUsedAnnotationId":
+            written.number = parser.CurrentByteIndex
+        if number := NUMBER.fullmatch(attributes.get("ANNOTATION_ID", "")):
+            written.last = max(written.last, int(number[1]))
+        path.append(element)
+
+    def end(element: str) -> None:
+        path.pop()
+        if not path:
+            written.end = parser.CurrentByteIndex
+
+    parser.StartElementHandler = begin
+    parser.EndElementHandler = end
+    parser.Parse(content, True)
+    return written
+
+
+def write(source: Path, target: Path, tiers: Sequence[NewTier]) -> None:
+    """Writes the copy of `source` with these tiers to `target`, aside and then renamed. Their names
+    are changed if others have them. Raises `DataError` and `OSError`."""
+    content = with_tiers(source.read_bytes(), source, target, tiers)
+    files.write_file(target, lambda temporary: temporary.write_bytes(content))
+
+
+def with_tiers(content: bytes, source: Path, target: Path, tiers: Sequence[NewTier]) -> bytes:
+    """The `content` of the .eaf `source` with these tiers, for the path `target`."""
+    encoding = encoding_of(content)
+    try:
+        content = content.decode(encoding).encode("utf-8")
+    except (UnicodeDecodeError, LookupError):
+        raise DataError(f"{source}: its encoding is not {encoding}; save it with ELAN") from None
+    written = parsed(content)
+    changes = moved_links(content, written, source, target)
+    added, last = added_elements(written, tiers)
+    changes += (
+        (written.place_for(each.tag), written.place_for(each.tag), xml_of(each)) for each in added
+    )
+    if written.number is not None:
+        found = LAST_NUMBER.match(content, written.number)
+        if found:
+            changes.append((found.start(), found.end(), found[1] + str(last).encode()))
+    pieces = []
+    done = 0
+    for start, end, new in sorted(changes, key=lambda change: change[:2]):
+        pieces += content[done:start], new
+        done = end
+    whole = b"".join([*pieces, content[done:]])
+    return whole.decode("utf-8").encode(encoding, "xmlcharrefreplace")
+
+
+def encoding_of(content: bytes) -> str:
+    """Python's name of the encoding of an XML file."""
+    if content[:2] in BYTE_ORDERS:
+        return "utf-16-le" if content[:2] == BYTE_ORDERS[0] else "utf-16-be"
+    found = ENCODING.match(content.removeprefix(b"\xef\xbb\xbf"))
+    return found[1].decode() if found else "utf-8"
+
+
+def xml_of(element: ElementTree.Element) -> bytes:
+    """An element as ELAN indents those in the root, with the indentation of the one after it."""
+    return f"{writing.as_xml(element, level=1)}\n    ".encode()
+
+
+def added_elements(
+    written: Written, tiers: Sequence[NewTier]
+) -> tuple[list[ElementTree.Element], int]:
+    """The elements of the new tiers, of their types and of their constraint where they are missing;
+    and the highest number of an annotation then."""
+    elements = []
+    ids = itertools.count(written.last + 1)
+    last = written.last
+    taken = written.names("TIER", "TIER_ID")
+    types: dict[str, str] = {}
+    associated = writing.ASSOCIATED
+    for tier in tiers:
+        if tier.kind not in types:
+            types[tier.kind] = type_named(written, tier.kind)
+            if types[tier.kind] not in written.names("LINGUISTIC_TYPE", "LINGUISTIC_TYPE_ID"):
+                elements.append(writing.type_element(types[tier.kind], associated))
+        name = free_name(tier.name, taken)
+        taken.add(name)
+        element = writing.tier_element(name, types[tier.kind], tier.parent, tier.speaker)
+        for parent, text in tier.texts:
+            last = next(ids)
+            writing.add_reference(element, f"a{last}", parent, writing.one_line(text))
+        elements.append(element)
+    if associated not in written.names("CONSTRAINT", "STEREOTYPE"):
+        elements.append(writing.constraint_element(associated))
+    return elements, last
+
+
+def type_named(written: Written, kind: str) -> str:
+    """A type for tiers of a `kind`: that of the file if it has the same constraint."""
+    own = {"CONSTRAINTS": writing.ASSOCIATED, "LINGUISTIC_TYPE_ID": kind}
+    for element, _, attributes in written.starts:
+        if element == "LINGUISTIC_TYPE" and own.items() <= attributes.items():
+            return kind
+    return free_name(kind, written.names("LINGUISTIC_TYPE", "LINGUISTIC_TYPE_ID"))
+
+
+def free_name(name: str, taken: set[str]) -> str:
+    """`name`, with a number if it is taken."""
+    numbered = (f"{name}-{number}" for number in itertools.count(2))
+    return next(each for each in itertools.chain([name], numbered) if each not in taken)
+
+
+# --- media ----------------------------------------------------------------------------------------
+
+
+def moved_links(
+    content: bytes, written: Written, source: Path, target: Path
+) -> list[tuple[int, int, bytes]]:
+    """(start, end, new bytes) of each relative path of a medium that is there, as seen from the
+    copy's folder."""
+    changes = []
+    for element, start, attributes in written.starts:
+        if element not in RELATIVE:
+            continue
+        relative, absolute = RELATIVE[element]
+        medium = medium_at(source, attributes.get(relative, ""), attributes.get(absolute, ""))
+        url = writing.relative_url(medium, target) if medium else None
+        if url is None or url == attributes.get(relative):
+            continue
+        new = f"{relative}={quoteattr(url)}".encode()
+        value = re.compile(rb"\b" + relative.encode() + rb"""\s*=\s*("[^"]*"|'[^']*')""")
+        if relative in attributes:
+            found = value.search(content, start)
+            changes.append((found.start(), found.end(), new))
+        else:
+            place = start + len(f"<{element}")
+            changes.append((place, place, b" " + new))
+    return changes
+
+
+def medium_at(source: Path, relative: str, absolute: str) -> Path | None:
+    """The file that a relative path, or the name of an absolute one, is beside `source`."""
+    names = [relative.removeprefix("file:"), absolute.replace("\\", "/").split("/")[-1]]
+    for name in filter(None, names):
+        for written in (name, unquote(name)):
+            path = Path(os.path.normpath(source.parent / written))
+            if path.is_file():
+                return path
+    return None
