@@ -7,7 +7,7 @@ from scratch.
 
 Data: JSON Lines {"audio_filepath": "a.wav", "text": "हांव घर वचता"}, CSV/TSV with a header, or
 LJSpeech's metadata.csv; any sample rate; utterances of up to 30 s. Any language: the characters are
-taken from the training text.
+taken from the training text, or the letters from an orthography profile (--profile).
 
 Long recordings with their text: --align tape.wav book.txt --output aligned.json cuts utterances to
 train on (docs/aligning.md).
@@ -28,7 +28,7 @@ import functools
 import math
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -70,7 +70,8 @@ from speech.decoding.search import joint_beam, rescored_beam
 from speech.signal import augment, nemo_features
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.signal.features import random_masks, spec_augment, valid_mask
-from speech.writing import metrics, text, unknown
+from speech.writing import alphabet, metrics, text
+from speech.writing.alphabet import Characters
 
 RECIPE = Path(__file__).stem
 CARD = card.Form(
@@ -117,6 +118,7 @@ LAYERS = options.number(int, 1, 128)
 # Rows for `Parser.refuse`.
 EXCLUDES = (
     ("transcribe", "export", "give one of them"),
+    ("profile", "vocab_file", "both say what the letters are; give one of them"),
     *(
         (f"decoding {other}", "lm on", "it is a part of --decoding rescore")
         for other in ("greedy", "beam")
@@ -131,6 +133,7 @@ class ModelInfo:
 
     config: Annotated[dict, CONFIG]
     characters: list[str]
+    letters: list[list[str]] = field(default_factory=list)  # rows of an orthography profile
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,7 @@ def add_arguments(parser) -> None:
     recogniser.add_arguments(parser, ("greedy", "rescore", "beam"), "rescore", BEAM_SIZE)
     language_model.add_arguments(parser)
     alignment.add_arguments(parser)
+    alphabet.add_arguments(parser)
     options.add_record(parser, "model (the checkpoint decides when resuming)", Flags)
     options.add_arguments(parser)
     parser.refuse(EXCLUDES, NEEDS)
@@ -179,26 +183,28 @@ def resolve(args) -> recogniser.DecodingOptions:
 # --- data -----------------------------------------------------------------------------------------
 
 
-def read_data(args, config: dict, earlier_run: splits.RunInfo | None = None) -> dict[str, Corpus]:
+def read_data(
+    args, config: dict, letters: Characters, earlier_run: splits.RunInfo | None = None
+) -> dict[str, Corpus]:
     """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
-    given. What `earlier_run`, which is resumed or used, held out is held out again. A planned
-    run without data is of the longest texts that CTC can align in a model with this `config`."""
+    given. What `earlier_run`, which is resumed or used, held out is held out again. Texts are
+    prepared as their `letters` ask for it. A planned run without data is of the longest texts that
+    CTC can align in a model with this `config`."""
     folder = Path(args.output_dir) / "data" / "konkani_demo"
     words, voices = demo.KONKANI_WORDS, demo.KONKANI_VOICES
     most_tokens = encoder_frames(int(args.max_duration * SAMPLE_RATE), config)
     return splits.load_splits(
         splits.resolve(args, earlier_run),
-        text.normalise,
+        letters.prepare,
         demo=lambda: demo.speech_corpus(folder, words, voices, DEMO_SIZES),
         stand_in=lambda: splits.stand_in(args.max_duration, most_tokens),
     )
 
 
-def check_texts(args, corpora: dict[str, Corpus], characters: list[str]) -> None:
+def check_texts(args, corpora: dict[str, Corpus], tokenizer) -> None:
     """Prints which characters the model lacks. Raises `DataError` if they are many."""
-    lacking = unknown.outside(characters)
-    is_own = not args.vocab_file
-    unknown.check_unknown(corpora, lacking, args.allow_unknown, NEW_VOCABULARY, is_own)
+    how = (args.allow_unknown, NEW_VOCABULARY, not args.vocab_file)
+    tokenizer.letters.check(corpora, tokenizer.characters, *how)
 
 
 def encoder_frames(samples, config: dict):
@@ -718,6 +724,8 @@ def report_results(
     """Prints error rates and examples of the test set, or of "val" without one, decoded by
     --decoding, with and without the language model. `weights`: which weights of the `folder` the
     model has, for the title."""
+    if tokenizer.letters.rows:
+        how = replace(how, cut=tokenizer.letters.cut)
     decode = functools.partial(final_texts, how, tokenizer, model)
     tokens = language_model_tokens(how, tokenizer)
     results.report(how, model, decode, evaluation, weights, tokens=tokens, folder=folder)
@@ -759,14 +767,21 @@ def check_heads(config: dict) -> None:
         raise UsageError(f"--d_model {d} must be a multiple of twice --attention_heads {heads}")
 
 
-def make_tokenizer(args, saved: ModelInfo | None, texts) -> text.CharTokenizer:
-    """The tokenizer of the checkpoint, of --vocab_file, or of the characters of the `texts`."""
-    own = text.load_vocab_file(args.vocab_file) if args.vocab_file else None
+def make_tokenizer(
+    args, saved: ModelInfo | None, letters: Characters, texts=()
+) -> text.CharTokenizer:
+    """The tokenizer of the checkpoint, of --vocab_file, or of the `letters` that `texts` have."""
+    own = text.load_vocab_file(args.vocab_file, letters) if args.vocab_file else None
     if saved is None:
-        return own or text.CharTokenizer(text.characters_of(texts))
+        return own or text.CharTokenizer(letters.vocabulary(texts), letters)
     if own and own.characters != saved.characters:
         raise UsageError("--vocab_file has other characters than the checkpoint: leave it out")
-    return text.CharTokenizer(saved.characters)
+    return text.CharTokenizer(saved.characters, letters)
+
+
+def letters_of(args, saved: ModelInfo | None) -> Characters:
+    """What a letter is by the checkpoint, or by --profile."""
+    return alphabet.choose(args.profile, None if saved is None else saved.letters)
 
 
 def check_data(args) -> None:
@@ -775,11 +790,12 @@ def check_data(args) -> None:
     saved = checkpoint.resume(args.resume, args.checkpoint_dir, RECIPE)
     model_info, earlier_run = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
     config = choose_config(args, model_info)
-    corpora = read_data(args, config, earlier_run)
+    letters = letters_of(args, model_info)
+    corpora = read_data(args, config, letters, earlier_run)
     texts = corpora["train"].texts if "train" in corpora else ()
-    tokenizer = make_tokenizer(args, model_info, texts)
+    tokenizer = make_tokenizer(args, model_info, letters, texts)
     if tokenizer.characters:
-        check_texts(args, corpora, tokenizer.characters)
+        check_texts(args, corpora, tokenizer)
         corpora = drop_untrainable(args, corpora, tokenizer, config)
     splits.report_checked(corpora, from_scratch=not (saved or args.init_from))
 
@@ -831,7 +847,7 @@ def trained(args, setup: device.Setup) -> tuple[Conformer, text.CharTokenizer, s
     choose_config(args, model_info)  # refuses flags that contradict it
     model = make_model(model_info, saved=saved)
     checkpoint.load_weights(model, saved.model)
-    tokenizer = text.CharTokenizer(model_info.characters)
+    tokenizer = make_tokenizer(args, model_info, letters_of(args, model_info))
     return model.to(setup.device).eval(), tokenizer, earlier_run
 
 
@@ -858,7 +874,7 @@ def recogniser_to_align(args) -> alignment.Recogniser:
         setup,
         log_probs,
         frame=model.frame_samples / SAMPLE_RATE,
-        vocabulary=of_characters(tokenizer.index, model.eos, model.eos + 1),
+        vocabulary=of_characters(tokenizer.index, model.eos, model.eos + 1, tokenizer.letters),
         longest=earlier_run.longest,
     )
 
@@ -871,9 +887,9 @@ def evaluate_only(args, how: recogniser.DecodingOptions) -> None:
     weights = checkpoint.path_to_use(args.resume, args.checkpoint_dir)
     if args.evaluate:
         check_folder(args.log_dir)
-        corpora = read_data(args, model.config, earlier_run)
+        corpora = read_data(args, model.config, tokenizer.letters, earlier_run)
         corpora.pop("train", None)
-        check_texts(args, corpora, tokenizer.characters)
+        check_texts(args, corpora, tokenizer)
         sets = make_sets(args, corpora, tokenizer, model.config)
         evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
         with setup.autocast():
@@ -976,11 +992,12 @@ def main(args) -> None:
     run = begin(args, RECIPE)
     model_info, earlier_run = checkpoint.read_infos(run.resumed, ModelInfo, splits.RunInfo)
     config = choose_config(args, model_info)
-    corpora = read_data(args, config, earlier_run)
-    tokenizer = make_tokenizer(args, model_info, corpora["train"].texts)
-    check_texts(args, corpora, tokenizer.characters)
+    letters = letters_of(args, model_info)
+    corpora = read_data(args, config, letters, earlier_run)
+    tokenizer = make_tokenizer(args, model_info, letters, corpora["train"].texts)
+    check_texts(args, corpora, tokenizer)
     corpora = drop_untrainable(args, corpora, tokenizer, config)
-    model_info = ModelInfo(config, tokenizer.characters)
+    model_info = ModelInfo(config, tokenizer.characters, letters.kept())
     with run.model_device():
         model = make_model(model_info, args.dropout, args.label_smoothing, saved=run.resumed)
     describe(model)

@@ -6,7 +6,7 @@
 
 Data: JSON Lines {"audio_filepath": "a.wav", "text": "हांव घर वचता"}, CSV/TSV with a header, or
 LJSpeech's metadata.csv; any sample rate; utterances of up to 30 s. Any language: the characters are
-taken from the training text.
+taken from the training text, or the letters from an orthography profile (--profile).
 
 Memory: the demo is predicted to need 0.6 GiB, CUDA's own 0.5 GiB among them; --dry_run 8GB predicts
 any command. Expect a character error rate of 1 to 2 % on the demo's held-out sentences after its
@@ -18,7 +18,8 @@ Sources: CTC (Graves et al. 2006); gated convolutions (Dauphin et al. 2017).
 
 import functools
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -46,7 +47,8 @@ from speech.decoding import language_model, recogniser, results
 from speech.decoding.ngram import Fusion
 from speech.signal.audio import SAMPLE_RATE, read_utterance
 from speech.signal.features import FeatureNorm, LogMel, frames, valid_mask
-from speech.writing import metrics, text, unknown
+from speech.writing import alphabet, metrics
+from speech.writing.alphabet import Characters
 
 RECIPE = Path(__file__).stem
 LOSS_WEIGHTS = {"ctc": 1.0}
@@ -68,6 +70,7 @@ class ModelInfo:
     width: Annotated[int, range(1, 8193)]
     layers: Annotated[int, range(1, 129)]
     characters: list[str]
+    letters: list[list[str]] = field(default_factory=list)  # rows of an orthography profile
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ def add_arguments(parser) -> None:
     splits.add_arguments(parser, allow_unknown=True)
     recogniser.add_decoding(parser)
     language_model.add_arguments(parser)
+    alphabet.add_arguments(parser)
     options.add_record(parser, "model", Flags)
     options.add_arguments(parser)
 
@@ -91,16 +95,19 @@ def resolve(args) -> recogniser.DecodingOptions:
     return recogniser.resolve(args, is_demo)
 
 
-def read_data(args, earlier_run: splits.RunInfo | None = None) -> dict[str, Corpus]:
+def read_data(
+    args, letters: Characters, earlier_run: splits.RunInfo | None = None
+) -> dict[str, Corpus]:
     """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
-    given. What `earlier_run`, which is resumed or used, held out is held out again. Texts that
-    are too long for their audio are not trained on."""
+    given. What `earlier_run`, which is resumed or used, held out is held out again. Texts are
+    prepared as their `letters` ask for it. Those that are too long for their audio are not trained
+    on."""
     from speech.data import demo
 
     folder = Path(args.output_dir) / "data" / "template_demo"
     corpora = splits.load_splits(
         splits.resolve(args, earlier_run),
-        text.normalise,
+        letters.prepare,
         demo=lambda: demo.speech_corpus(
             folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES, DEMO_SIZES
         ),
@@ -110,22 +117,36 @@ def read_data(args, earlier_run: splits.RunInfo | None = None) -> dict[str, Corp
     def frames_of(seconds: float) -> int:
         return encoder_frames(int(seconds * SAMPLE_RATE))
 
-    return feasible.without_infeasible(corpora, frames_of, args.strict_data)
+    return feasible.without_infeasible(corpora, frames_of, args.strict_data, letters.cut)
 
 
-def check_texts(args, corpora: dict[str, Corpus], characters: list[str]) -> None:
+def letters_of(args, info: ModelInfo | None) -> Characters:
+    """What a letter is by a checkpoint, or by --profile."""
+    return alphabet.choose(args.profile, None if info is None else info.letters)
+
+
+def check_texts(args, corpora: dict[str, Corpus], info: ModelInfo) -> None:
     """Prints which characters the model lacks. Raises `DataError` if they are many."""
-    lacking = unknown.outside(characters)
-    unknown.check_unknown(corpora, lacking, args.allow_unknown, NEW_CHARACTERS, is_own=True)
+    letters = alphabet.choose(None, info.letters)
+    letters.check(corpora, info.characters, args.allow_unknown, NEW_CHARACTERS)
+
+
+def encoding(info: ModelInfo) -> Callable[[str], list[int]]:
+    """The function that returns the tokens of a text; the blank, which is no character's, stands for
+    what the model lacks."""
+    numbers = {character: token for token, character in enumerate(info.characters)}
+    cut = alphabet.choose(None, info.letters).cut
+    return lambda transcript: [numbers.get(letter, len(numbers)) for letter in cut(transcript)]
 
 
 class Utterances:
     """A set of utterances as the model takes them. Characters that the model does not have are left
     out."""
 
-    def __init__(self, corpus: Corpus, characters: list[str]):
+    def __init__(self, corpus: Corpus, info: ModelInfo):
         self.corpus = corpus
-        self.tokens = {character: token for token, character in enumerate(characters)}
+        self.encode = encoding(info)
+        self.unknown = len(info.characters)
 
     def __len__(self) -> int:
         return len(self.corpus)
@@ -140,7 +161,7 @@ class Utterances:
     def item(self, index: int, epoch: int) -> dict:
         """One utterance. Whatever is random here depends on (seed, epoch, index) alone."""
         transcript = self.corpus.texts[index]
-        tokens = [self.tokens[character] for character in transcript if character in self.tokens]
+        tokens = [token for token in self.encode(transcript) if token != self.unknown]
         waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
         return {
             "audio": waveform,
@@ -190,7 +211,9 @@ class Layer(nn.Module):
 class Network(nn.Module):
     def __init__(self, info: ModelInfo, dropout: float = 0.0):
         super().__init__()
+        self.info = info
         self.characters = info.characters
+        self.letters = alphabet.choose(None, info.letters)
         self.blank = len(info.characters)
         self.log_mel = LogMel(SAMPLE_RATE, N_MELS)
         self.feature_norm = FeatureNorm(N_MELS)
@@ -245,7 +268,8 @@ def texts_of(model: Network, batch: dict, fusion: Fusion | None = None) -> list[
             from speech.decoding.search import LM_BEAM, ctc_prefix_beam
 
             path, _ = ctc_prefix_beam(row[:length].numpy(), LM_BEAM, model.blank, fusion)[0]
-        texts.append("".join(model.characters[token] for token in path if token != model.blank))
+        written = [model.characters[token] for token in path if token != model.blank]
+        texts.append(model.letters.joined(written))
     return texts
 
 
@@ -269,6 +293,8 @@ def report_results(
 ) -> None:
     """Prints error rates and examples of the test set, or of "val" without one, with and without
     the language model. `weights`: which weights of the `folder` the model has, for the title."""
+    if model.letters.rows:
+        how = replace(how, cut=model.letters.cut)
     decode = functools.partial(texts_of, model)
     tokens = language_model_tokens(model)
     results.report(how, model, decode, evaluation, weights, tokens=tokens, folder=folder)
@@ -276,14 +302,10 @@ def report_results(
 
 def language_model_tokens(model: Network) -> language_model.Tokens:
     """The tokens of the language model. The character between its sentences is a space."""
-    tokens = {character: token for token, character in enumerate(model.characters)}
-
-    def encode(transcript: str) -> list[int]:
-        return [tokens.get(character, unknown) for character in transcript]
-
-    unknown = size = len(tokens)
-    space = tokens.get(" ", size + 1)
-    return language_model.Tokens(encode, size + 2, space, " " in tokens, unknown)
+    size = len(model.characters)
+    has_space = " " in model.characters
+    space = model.characters.index(" ") if has_space else size + 1
+    return language_model.Tokens(encoding(model.info), size + 2, space, has_space, size)
 
 
 def trained(args, setup: device.Setup) -> tuple[Network, splits.RunInfo]:
@@ -313,10 +335,10 @@ def evaluate_only(args, how: recogniser.DecodingOptions) -> None:
     setup = device.setup(args)
     model, earlier_run = trained(args, setup)
     check_folder(args.log_dir)
-    corpora = read_data(args, earlier_run)
+    corpora = read_data(args, letters_of(args, model.info), earlier_run)
     corpora.pop("train", None)
-    check_texts(args, corpora, model.characters)
-    sets = {name: Utterances(corpora[name], model.characters) for name in corpora}
+    check_texts(args, corpora, model.info)
+    sets = {name: Utterances(corpora[name], model.info) for name in corpora}
     evaluation = {name: EvalBatches(args, sets[name], collate, setup) for name in sets}
     with setup.autocast():
         folder = checkpoint.path_to_use(args.resume, args.checkpoint_dir).parent
@@ -326,23 +348,24 @@ def evaluate_only(args, how: recogniser.DecodingOptions) -> None:
 def main(args) -> None:
     how = resolve(args)
     if args.check_data:
-        return splits.report_checked(read_data(args), from_scratch=True)
+        return splits.report_checked(read_data(args, letters_of(args, None)), from_scratch=True)
     if args.transcribe:
         return transcribe(args, how)
     if args.evaluate:
         return evaluate_only(args, how)
     run = begin(args, RECIPE)
     model_info, earlier_run = checkpoint.read_infos(run.resumed, ModelInfo, splits.RunInfo)
-    corpora = read_data(args, earlier_run)
+    letters = letters_of(args, model_info)
+    corpora = read_data(args, letters, earlier_run)
     if model_info is None:
-        characters = sorted(set("".join(corpora["train"].texts)))
-        model_info = ModelInfo(WIDTH, LAYERS, characters)
-    check_texts(args, corpora, model_info.characters)
+        characters = sorted(letters.vocabulary(corpora["train"].texts))
+        model_info = ModelInfo(WIDTH, LAYERS, characters, letters.kept())
+    check_texts(args, corpora, model_info)
     checkpoint.check_network(run.resumed, lambda: Network(model_info))
     with run.model_device():
         model = Network(model_info, args.dropout)
 
-    sets = {name: Utterances(corpora[name], model_info.characters) for name in corpora}
+    sets = {name: Utterances(corpora[name], model_info) for name in corpora}
     global_batches = GlobalBatches(args, sets.pop("train"), collate, run.setup)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
     task = Task(

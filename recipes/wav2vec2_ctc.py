@@ -9,7 +9,7 @@ Data: JSON Lines {"audio_filepath": "a.wav", "text": "nagode sosai"}, CSV/TSV wi
 LJSpeech's metadata.csv; any sample rate; utterances of up to 20 s, longer ones with --use_chunking
 if the manifest has segment times. Texts are prepared as the released model writes, in lower case
 and without punctuation (--keep_text leaves them as they are). A vocabulary of one's own takes them
-as they are written.
+as they are written, or as an orthography profile says (--profile).
 
 --model_file takes omniASR's files (Apache-2.0; they know 1,600 languages), --model_dir a Hugging
 Face folder: Wav2Vec2ForCTC, or a self-supervised model, which gets a new head. MMS and what comes
@@ -79,6 +79,7 @@ from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.signal.features import span_mask
 from speech.writing import metrics, unknown
+from speech.writing.profile import Profile
 
 RECIPE = Path(__file__).stem
 LOSS_WEIGHTS = {"ctc": 1.0}
@@ -124,11 +125,15 @@ def resolve(args) -> Wav2Vec2Options:
 
 
 def read_data(
-    asked: Wav2Vec2Options, earlier_run: RunInfo | None, style: Style | None
+    asked: Wav2Vec2Options,
+    earlier_run: RunInfo | None,
+    style: Style | None,
+    letters: Profile | None = None,
 ) -> dict[str, Corpus]:
     """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
     given. What `earlier_run`, which is resumed or used, held out is held out again. Texts are
-    prepared in a model's `style`; None leaves them as they are."""
+    prepared in a model's `style`, or by the profile of the `letters`; None leaves them as they
+    are."""
 
     def make_demo() -> dict[str, str]:
         folder = Path(asked.output_dir) / "data" / "konkani_demo"
@@ -140,7 +145,7 @@ def read_data(
     data = splits.again(asked.data, earlier_run)
     if style and data.manifests:
         print("texts are prepared as the model writes (--keep_text leaves them as they are)")
-    as_the_model = functools.partial(prepare, style=style)
+    as_the_model = letters.prepare if letters else functools.partial(prepare, style=style)
     return splits.load_splits(data, as_the_model, make_demo, stand_in)
 
 
@@ -163,15 +168,20 @@ def check_texts(asked: Wav2Vec2Options, corpora: dict[str, Corpus], info: ModelI
     """Prints which characters the vocabulary lacks, and which it changes. Raises `DataError` if
     many are lacking."""
     tokenizer = tokenizer_of(info)
-    is_own = info.own_vocabulary
-    unknown.check_unknown(corpora, tokenizer.lacking, asked.allow_unknown, NEW_VOCABULARY, is_own)
+    how = (asked.allow_unknown, NEW_VOCABULARY, info.own_vocabulary)
+    if tokenizer.profile:
+        return tokenizer.profile.check(corpora, tokenizer.characters, *how)
+    unknown.check_unknown(corpora, tokenizer.lacking, *how)
     unknown.note_rewritten(corpora, tokenizer)
 
 
 def check_data(asked: Wav2Vec2Options) -> None:
     """--check_data. The texts are compared with the vocabulary of the model that flags name."""
     info = start.given_info(asked, RECIPE)
-    corpora = read_data(asked, None, info.read_style() if info else None)
+    letters = asked.letters
+    if info and info.tokenizer and asked.vocab is None:
+        letters = tokenizer_of(info).profile
+    corpora = read_data(asked, None, info.read_style() if info else None, letters)
     tokenizer = None
     if info and info.config["vocabulary"] and asked.vocab in (None, "released"):
         tokenizer = tokenizer_of(info)
@@ -400,17 +410,20 @@ def report_results(
     `model` is then moved to the host. `weights`: which weights of the `folder` the model has, for
     the title."""
     tokenizer = tokenizer_of(info)
+    how = asked.how
+    if tokenizer.profile:
+        how = dataclasses.replace(how, cut=tokenizer.profile.cut)
     decode = functools.partial(decoding.transcripts, model, tokenizer)
     tokens = language_model.tokens_of(tokenizer)
     rows, eval_batches = results.report(
-        asked.how, model, decode, evaluation, weights, tokens=tokens, folder=folder
+        how, model, decode, evaluation, weights, tokens=tokens, folder=folder
     )
     if compares and asked.origin.path and info.had_head:
         info, untrained = start.Family(asked).released_model()
         memory.replace_on_device(model, untrained)
         decode = functools.partial(decoding.transcripts, untrained, tokenizer_of(info))
         released_rows = recogniser.decode_texts(untrained, decode, eval_batches)
-        results.print_improvement(released_rows, rows, asked.origin.path, asked.how)
+        results.print_improvement(released_rows, rows, asked.origin.path, how)
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -448,7 +461,9 @@ def recogniser_to_align(asked: Wav2Vec2Options, setup: device.Setup) -> alignmen
         setup,
         log_probs,
         frame=frame_samples(info.config) / SAMPLE_RATE,
-        vocabulary=of_characters(tokenizer.numbers(), model.blank, tokenizer.size),
+        vocabulary=of_characters(
+            tokenizer.numbers(), model.blank, tokenizer.size, tokenizer.profile
+        ),
         longest=(earlier_run or RELEASED).longest,
     )
 
@@ -461,7 +476,8 @@ def evaluate_only(asked: Wav2Vec2Options, setup: device.Setup, batches_of: Calla
     weights = released.weights_file(asked.origin)
     if asked.evaluate:
         check_folder(asked.log_dir)
-        corpora = read_data(asked, earlier_run or RELEASED, info.read_style())
+        letters = tokenizer_of(info).profile
+        corpora = read_data(asked, earlier_run or RELEASED, info.read_style(), letters)
         corpora.pop("train", None)
         check_texts(asked, corpora, info)
         sets = make_sets(asked, info, corpora)
@@ -560,13 +576,15 @@ def main(args) -> None:
     # Texts are read as the model writes, so it is known before the data.
     read = functools.cache(functools.partial(read_data, asked, earlier_run))
     info, model = start.Family(asked).first_model(
-        run, lambda info: in_its_letters(read(info.read_style()), info)["train"].texts
+        run,
+        lambda info: in_its_letters(read(info.read_style(), asked.letters), info)["train"].texts,
     )
+    tokenizer = tokenizer_of(info)
     if not asked.spec_augment:
         model.masked_spec_embed.requires_grad_(False)  # no frame becomes it
-    corpora = dict(in_its_letters(read(info.read_style()), info))
+    corpora = dict(in_its_letters(read(info.read_style(), tokenizer.profile), info))
     check_texts(asked, corpora, info)
-    corpora = drop_untrainable(asked, corpora, info.config, tokenizer_of(info))
+    corpora = drop_untrainable(asked, corpora, info.config, tokenizer)
     sets = make_sets(asked, info, corpora)
 
     global_batches = GlobalBatches(args, sets.pop("train"), collate, run.setup)

@@ -95,7 +95,7 @@ class RunInfo:
 
 
 def add_arguments(parser) -> None:
-    start.add_arguments(parser, SIZES, "en", usual="en")
+    start.add_arguments(parser, SIZES, "en", usual="en", task=options.LEAVE_OUT)
     splits.add_arguments(parser)
     replay.add_arguments(parser)
     watching.add_arguments(parser)

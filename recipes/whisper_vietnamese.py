@@ -63,7 +63,7 @@ from models.whisper.start import (
     say_language,
     with_longest,
 )
-from models.whisper.tokenizer import WhisperTokenizer, train_bpe
+from models.whisper.tokenizer import TRANSLATE, WhisperTokenizer, train_bpe
 from speech.data import demo, replay, splits, watching
 from speech.data.columns import Corpus
 from speech.decoding import recogniser, results, transcribing
@@ -71,7 +71,7 @@ from speech.decoding.recogniser import SPEEDS, decode_set, decode_texts
 from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.signal.features import random_masks
-from speech.writing import metrics, text
+from speech.writing import chrf, metrics, text
 from speech.writing.languages import described
 from speech.writing.text import (
     in_lower_case as for_scoring,  # as PhoWhisper's error rates are computed
@@ -94,7 +94,9 @@ OWN_VOCABULARY = "trained weights have their own vocabulary; leave the first out
 EXCLUDES = (  # rows for `Parser.refuse`
     *(("vocab_size", model, OWN_VOCABULARY) for model in released.MODELS),
     ("vocab_size", options.COMMAND, OWN_VOCABULARY),
+    ("task translate", "long", "translations are scored by utterance; leave the second out"),
 )
+NEEDS = (("task", (*released.MODELS, "resume"), "a new model hears too little to translate"),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +131,7 @@ def add_arguments(parser) -> None:
     own = options.add_record(parser, "Vietnamese", Flags)
     packs.add_arguments(parser, own)
     comparing.add_arguments(parser, own)
-    parser.refuse(EXCLUDES)
+    parser.refuse(EXCLUDES, NEEDS)
     rate = (None, "by the model's width, and whether it is fine-tuned")
     options.add_arguments(parser, learning_rate=rate)
     parser.usual("language")
@@ -392,7 +394,8 @@ def evaluate(
     model: Whisper,
     eval_batches,
 ) -> dict[str, tuple[float, float]]:
-    """The losses named in `terms`, CER and WER of one greedy pass, as (numerator, denominator)."""
+    """The losses named in `terms`, CER and WER of one greedy pass, or chrF of translations, as
+    (numerator, denominator)."""
 
     def decode_batch(batch: dict) -> tuple[list[str], dict]:
         encoded, mask = model.encode(batch)
@@ -402,6 +405,8 @@ def evaluate(
         return texts, losses(model, batch, encoded, mask)
 
     rows, sums = decode_set(model, decode_batch, eval_batches, terms)
+    if tokenizer.task == TRANSLATE:
+        return {**sums, **chrf.in_evaluation(rows)}
     return {**sums, **metrics.score(rows, for_scoring)}
 
 
@@ -436,20 +441,22 @@ def report_results(
     --decoding, and what `measure_times` finds now and found before training; with --compare_to also
     a baseline's, for which the model is moved to the host. `weights`: which weights the model has,
     for the title."""
-    decode = functools.partial(final_texts, model, *make_search(asked, info))
-    rows, eval_batches = results.report(asked.how, model, decode, evaluation, weights, for_scoring)
+    tokenizer, search = make_search(asked, info)
+    decode = functools.partial(final_texts, model, tokenizer, search)
+    how = dataclasses.replace(asked.how, translates=tokenizer.task == TRANSLATE)
+    rows, eval_batches = results.report(how, model, decode, evaluation, weights, for_scoring)
     measured = "val" if "val" in evaluation else "test"  # as before training
     if times := measure_times(evaluation[measured].dataset.data, info, model):
         first_times = kept_times.from_list(times_before)
         print(kept_times.report(times, first_times, measured))
         if warning := kept_times.warning(times, first_times):
             print(warning)
-            results.add_warning(asked.how, warning)
+            results.add_warning(how, warning)
     if asked.compare_to:
         baseline, search = comparing.baseline(asked, RECIPE, asked.compare_to, model, info)
         texts_of = functools.partial(final_texts, baseline, *search)
         theirs = decode_texts(baseline, texts_of, eval_batches)
-        results.print_improvement(theirs, rows, asked.compare_to, asked.how, for_scoring)
+        results.print_improvement(theirs, rows, asked.compare_to, how, for_scoring)
 
 
 def report_long(asked: Asked, info: ModelInfo, model: Whisper) -> None:
@@ -584,6 +591,7 @@ def make_task(
     terms = loss_weights(asked, info)
     last_steps = decoding.last_steps(search, info.config)
     family = start.Family(asked)
+    translates = tokenizer.task == TRANSLATE
     return Task(
         RECIPE,
         compute_loss,
@@ -591,8 +599,8 @@ def make_task(
         functools.partial(evaluate, tokenizer, search, rate, terms),
         info,
         run_info,
-        metric="cer",
-        higher_is_better=False,
+        metric="chrf" if translates else "cer",
+        higher_is_better=translates,
         augmented_share=None if info.pretrained else asked.how.augmented_share,
         not_begun=None if info.pretrained else recogniser.not_begun,
         reports=results.REPORTS,

@@ -19,6 +19,9 @@ from models.wav2vec2.model import Wav2Vec2
 from models.wav2vec2.tokenizer import STATE, Wav2Vec2Tokenizer, make_tokenizer
 from speech.data.splits import RunInfo
 from speech.decoding import recogniser
+from speech.writing import alphabet, profile
+from speech.writing.alphabet import ProfileFlags
+from speech.writing.profile import Profile
 
 # Peak learning rates. Meta's advice for omniASR's head is 1e-5. A new head on a self-supervised
 # encoder needs more: of published models of XLS-R with an hour of speech, those at 3e-4 write words
@@ -161,10 +164,11 @@ class RegularisationFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wav2Vec2Options(StartFlags, TextFlags, RegularisationFlags, recogniser.Request):
-    """The request of the flags. `origin`: where the model starts."""
+class Wav2Vec2Options(StartFlags, TextFlags, ProfileFlags, RegularisationFlags, recogniser.Request):
+    """The request of the flags. `origin`: where the model starts; `letters`: what --profile says."""
 
     origin: Origin
+    letters: Profile | None
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -173,7 +177,8 @@ class Wav2Vec2Options(StartFlags, TextFlags, RegularisationFlags, recogniser.Req
 def add_arguments(parser) -> None:
     group = released.add_arguments(parser, FORMS, settings.SIZES, "300m")
     options.add_record(parser, group, StartFlags)
-    options.add_record(parser, "text and vocabulary", TextFlags)
+    writing = options.add_record(parser, "text and vocabulary", TextFlags)
+    alphabet.add_arguments(parser, writing)
     adapters.add_arguments(parser, has_peft=True)
     options.add_record(parser, "regularisation", RegularisationFlags)
     parser.refuse(EXCLUDES, NEEDS)
@@ -186,6 +191,7 @@ def resolve(args, is_demo: bool) -> Wav2Vec2Options:
         args,
         export_format=args.export_format or "hf",
         origin=released.resolve(args, FORMS, settings.SIZES, "300m", is_demo),
+        letters=profile.choose(args.profile),
         **recogniser.Request.resolve(args, recogniser.resolve(args, is_demo, has_times=True)),
     )
 
@@ -231,6 +237,9 @@ class Family(released.Family):
         flags = super().conflicts(info, saved)
         if asked.keep_text and info.style:
             flags.append("--keep_text (the checkpoint's model was trained on prepared texts)")
+        kept = tokenizer_of(info).profile if info.tokenizer else None
+        if asked.letters not in (None, kept):
+            flags.append(f"--profile {asked.profile} (the checkpoint's model has other units)")
         if asked.vocab not in (None, info.vocab):
             flags.append(f"--vocab {asked.vocab} (the checkpoint's model has --vocab {info.vocab})")
         if self.origin.path and info.pretrained:
@@ -248,7 +257,8 @@ class Family(released.Family):
         """Its vocabulary are the characters of the training texts, which are left as they are."""
         config = dict(self.origin.size)
         empty = ModelInfo(config, {}, {}, pretrained=False, vocab="own")
-        state = vocabulary.padded(vocabulary.own(source(empty)), config["vocabulary"])
+        state = vocabulary.own(source(empty), self.asked.letters)
+        state = vocabulary.padded(state, config["vocabulary"])
         tokenizer = Wav2Vec2Tokenizer(state)
         config |= {"vocabulary": tokenizer.size, "blank": tokenizer.blank}
         settings.check_config(config, "--from_scratch")
@@ -343,6 +353,8 @@ def with_vocabulary(
 ) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
     """A released model with the vocabulary that --vocab asks for. Raises `DataError`."""
     kind = asked.vocab or ("released" if info.config["vocabulary"] else "own")
+    if asked.letters and kind != "own":
+        raise UsageError("--profile: the model has letters of its own; add --vocab own")
     if not info.config["vocabulary"] and kind != "own":
         raise UsageError(
             f"--vocab {kind}: {asked.origin.path} is a self-supervised model and has no vocabulary;"
@@ -351,7 +363,7 @@ def with_vocabulary(
     read_texts = training_texts(info)
     info = dataclasses.replace(info, vocab=kind)
     if kind == "own":
-        state = vocabulary.own(read_texts)
+        state = vocabulary.own(read_texts, asked.letters)
     elif kind == "extended":
         state = vocabulary.extended(tokenizer_of(info), read_texts, info.read_style())
     else:

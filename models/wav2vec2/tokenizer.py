@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from common.errors import UsageError, first_line
 from common.records import mismatch
+from speech.writing import profile
 from speech.writing.text import SentencePieceTokenizer, sentencepiece_messages
 from speech.writing.unknown import not_encoded
 
@@ -41,7 +42,7 @@ STATE = (
     {"kind": {"sentencepiece"}, "model": str},
     {
         "kind": {"characters"}, "pieces": _are_pieces, "delimiter": str, "blank": _ID,
-        "unknown": (type(None), _ID), "lower": bool,
+        "unknown": (type(None), _ID), "lower": bool, "profile?": profile.are_rows,
     },
 )  # fmt: skip
 
@@ -52,7 +53,7 @@ class Wav2Vec2Tokenizer:
     """Attributes: `kind` ("sentencepiece" or "characters"), `size` (V), `blank` (an id), `unknown`
     (an id, or None: then what is unknown is left out), `pieces` (V strings, with U+2581 for the
     space), `is_lower` (whether its capitals stand for a text in lower case), `characters` (what the
-    other pieces write).
+    other pieces write), `profile` (the `profile.Profile` whose units they are, or None).
 
     `spaces`, `delimiters` and `parted` are for `speech.decoding.words`."""
 
@@ -72,6 +73,7 @@ class Wav2Vec2Tokenizer:
         self.blank = backend.blank
         self.unknown = backend.unknown
         self.is_lower = self.kind == "characters" and state["lower"]
+        self.profile = profile.of_rows(state.get("profile", []))
         self.size = len(self.pieces)
         self._written = ["" if piece in SPECIAL else piece for piece in self.pieces]
         self._written[self.blank] = ""
@@ -86,6 +88,8 @@ class Wav2Vec2Tokenizer:
         and special tokens; U+FFFD for the unknown piece."""
         text = "".join(self._written[token] for token in tokens)
         text = " ".join(text.replace(SPACE, " ").split())
+        if self.profile:
+            text = profile.composed(text)
         return text.lower() if self.is_lower else text
 
     def numbers(self) -> dict[str, int]:
@@ -145,10 +149,13 @@ class _Characters:
         self.ids = {piece: i for i, piece in enumerate(self.pieces) if piece not in special}
         self.space = self.ids.pop(SPACE, None)
         self.lengths = sorted({1, *map(len, self.ids)}, reverse=True)
+        self.profile = profile.of_rows(state.get("profile", []))
 
     def cut(self, text: str) -> list[list[str]]:
         """The words of a text, each as its pieces, the longest first, or single characters."""
         words = (text.upper() if self.is_lower else text).split()
+        if self.profile:
+            return [self.profile.cut(word) for word in words]
         if self.lengths == [1]:
             return [[*word] for word in words]
         parts = []

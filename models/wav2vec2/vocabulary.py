@@ -16,6 +16,8 @@ from models import new_rows
 from models.wav2vec2.texts import Style
 from models.wav2vec2.tokenizer import MOST, SPACE, Wav2Vec2Tokenizer, with_added
 from speech.writing import unknown
+from speech.writing.profile import Profile
+from speech.writing.text import characters_of
 
 ROWS = ("lm_head.weight", "lm_head.bias")  # the tensors with a row for each piece
 BLANK = "<blank>"  # in `row_names`, also of omniASR, whose <pad> is another piece
@@ -71,11 +73,10 @@ def extended(tokenizer: Wav2Vec2Tokenizer, texts: Iterable[str], style: Style | 
     return with_added(tokenizer.state(), added)
 
 
-def own(texts: Iterable[str]) -> dict:
-    """The state of a tokenizer of the characters of `texts`. Raises `DataError`."""
-    characters: set[str] = set()
-    for text in texts:
-        characters.update(text)
+def own(texts: Iterable[str], letters: Profile | None = None) -> dict:
+    """The state of a tokenizer of the characters of `texts`, or of the units of an orthography
+    profile. Raises `DataError`."""
+    characters = set(letters.vocabulary(texts) if letters else characters_of(texts))
     # The delimiter would be a space.
     characters = _letters(characters - {SPACE}, None)
     if not characters or len(characters) > MOST - 3:
@@ -83,7 +84,7 @@ def own(texts: Iterable[str]) -> dict:
             f"--vocab own: the training texts have {len(characters):,} characters; a vocabulary has"
             f" from 1 to {MOST - 3:,}"
         )
-    return {
+    state = {
         "kind": "characters",
         "pieces": [PAD, UNKNOWN, SPACE, *sorted(characters)],
         "delimiter": SPACE,
@@ -91,6 +92,7 @@ def own(texts: Iterable[str]) -> dict:
         "unknown": 1,
         "lower": False,
     }
+    return {**state, "profile": letters.kept()} if letters else state
 
 
 def padded(state: dict, size: int) -> dict:

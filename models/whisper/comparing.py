@@ -90,6 +90,7 @@ def baseline(
 ) -> tuple[Whisper, tuple[WhisperTokenizer, Search]]:
     """The model at `path` on the device of `model`, which is moved to the host, and its search.
     `own`: the record of `model`. Raises `UsageError` and `RunError`."""
+    asked = dataclasses.replace(asked, task=own.tokenizer["task"])
     info, weights = read(asked, recipe, path, own.tokenizer["language"])
     other = make_model(info, weights=weights).eval()
     memory.replace_on_device(model, other)

@@ -21,7 +21,10 @@ from models.whisper import decoding, formats, scratch
 from models.whisper.model import FRAME, LAYERS, Whisper
 from models.whisper.tokenizer import (
     STATE,
+    TASKS,
+    TRANSLATE,
     WhisperTokenizer,
+    in_task,
     language_code,
     make_tokenizer,
     read_tokenizer,
@@ -53,6 +56,12 @@ FORMS = released.Forms(
     fetch="hf download openai/whisper-base --local-dir whisper-base",
 )
 TOKENS = range(formats.CONFIG["vocab_size"][-1])
+TRANSLATIONS = """
+from transformers import pipeline
+
+translate = pipeline("automatic-speech-recognition", "FOLDER")
+print(translate("recording.wav", generate_kwargs={"task": "translate"})["text"])
+"""
 
 # Rows for `Parser.refuse`: flags that exclude each other, and flags that need another one.
 OWN_SHAPE = "a released model has its own shape; leave one of them out"
@@ -119,6 +128,10 @@ class StartFlags:
         language_code, None, "NAME",
         "the language of the texts, such as sw or Swahili; one without a token borrows that of"
         " another: mdw=ln ()")
+    task: str | None = flag(
+        TASKS, None, None,
+        "what the texts are: what is said in --language, or its translation into another language"
+        " (transcribe)")
     freeze_encoder: bool = flag(
         OnOff, False, None, "train the decoder only, with inputs of 30 s (off)", USUAL, TRAINS)
     # fmt: on
@@ -167,12 +180,14 @@ class WhisperOptions(StartFlags, TrainingFlags, recogniser.Request):
 # --- flags ----------------------------------------------------------------------------------------
 
 
-def add_arguments(parser, sizes: dict[str, dict], language: str | None, usual: str) -> None:
+def add_arguments(
+    parser, sizes: dict[str, dict], language: str | None, usual: str, **changes
+) -> None:
     """`sizes`: names of model sizes to configurations; `language`: the default, which the help calls
-    `usual`."""
+    `usual`; `changes`: as in `options.add_record`."""
     model = released.add_arguments(parser, FORMS, sizes, "base")
     parser.hints["--align"] = "recipes/wav2vec2_ctc.py aligns a recording with its text"
-    options.add_record(parser, model, StartFlags, language=(language, usual))
+    options.add_record(parser, model, StartFlags, language=(language, usual), **changes)
     adapters.add_arguments(parser, has_peft=True)
     options.add_record(parser, "losses and padding", TrainingFlags)
     parser.refuse(EXCLUDES, NEEDS)
@@ -290,6 +305,8 @@ class Family(released.Family):
         told = make_tokenizer(info.tokenizer)
         if "language" in origin.given and not told.speaks(asked.language):
             flags.append(f"--language {asked.language} (the checkpoint has {told.told})")
+        if asked.task not in (None, told.task):
+            flags.append(f"--task {asked.task} (the checkpoint has {told.task})")
         if file := asked.tokenizer_file:
             tokenizer = read_tokenizer(file, told.told, info.config["vocab_size"])
             if tokenizer.vocab != info.tokenizer["vocab"]:
@@ -361,10 +378,14 @@ class Family(released.Family):
             note = (
                 f"Its language has no token in Whisper: it is trained with {token}, and told by it."
             )
+        if tokenizer.task == TRANSLATE:
+            spoken = languages.described(tokenizer.spoken)
+            note += f" It translates speech in {spoken} into the language of its training texts."
         return replace(about, languages=(tokenizer.spoken,), note=note)
 
     def form(self, info: ModelInfo) -> card.Form:
-        return card.Form("transformers", card.RECOGNITION, FORMS.family, card.PIPELINE)
+        use = TRANSLATIONS if info.tokenizer["task"] == TRANSLATE else card.PIPELINE
+        return card.Form("transformers", card.RECOGNITION, FORMS.family, use)
 
     def write(
         self, info: ModelInfo, weights: dict[str, torch.Tensor], texts: dict[str, str]
@@ -382,6 +403,7 @@ def read_released(asked: WhisperOptions, path: str) -> tuple[ModelInfo, dict[str
     tokenizer = read_tokenizer(
         asked.tokenizer_file or extras["tokenizer"], asked.language, config["vocab_size"]
     )
+    tokenizer = in_task(tokenizer, asked.task)
     generation = dict(extras["generation"])
     for name in SUPPRESSED:
         ids = generation.get(name) or []
@@ -471,9 +493,10 @@ def learning_rate(info: ModelInfo) -> float:
 def say_language(tokenizer: WhisperTokenizer) -> None:
     """Prints the language of the texts, and whose token stands for it."""
     text = languages.described(tokenizer.spoken)
+    what = "speech, which the texts translate" if tokenizer.task == TRANSLATE else "texts"
     if tokenizer.spoken != tokenizer.language:
         text += f", with Whisper's token of {languages.described(tokenizer.language)}"
-    print(f"language of the texts: {text}")
+    print(f"language of the {what}: {text}")
 
 
 def check_languages(corpora: dict[str, Corpus], tokenizer: WhisperTokenizer) -> None:

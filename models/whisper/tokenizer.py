@@ -77,7 +77,8 @@ RELATED = {
 OWN_CODES = {"jv": "jw"}  # Whisper's, by ISO's
 # The name of a language's token, which may have been added to a released vocabulary.
 LANGUAGE = re.compile(r"<\|([A-Za-z]{2,3}(?:[-_][A-Za-z0-9]+)*)\|>")
-TASKS = ("translate", "transcribe")
+TRANSLATE = "translate"
+TASKS = (TRANSLATE, "transcribe")
 EOS = "<|endoftext|>"
 START = "<|startoftranscript|>"
 NO_TIMESTAMPS = "<|notimestamps|>"
@@ -220,7 +221,8 @@ class WhisperTokenizer:
         if multilingual:
             self.prompt += [specials[f"<|{self.language}|>"], specials[f"<|{task}|>"]]
         self.timed_prompt = list(self.prompt)
-        self.space = "" if self.language in UNSPACED else " "
+        is_unspaced = self.language in UNSPACED and task != TRANSLATE
+        self.space = "" if is_unspaced else " "
         if self.no_timestamps is not None:
             self.prompt.append(self.no_timestamps)
 
@@ -574,6 +576,16 @@ def read_tokenizer(
             "it belongs to another model; give this model's"
         )
     return tokenizer
+
+
+def in_task(tokenizer: WhisperTokenizer, task: str | None) -> WhisperTokenizer:
+    """A tokenizer with the prompt of a task, None for its own. Raises `UsageError` for an
+    English-only model, whose prompt has none."""
+    if task in (None, tokenizer.task):
+        return tokenizer
+    if not tokenizer.multilingual:
+        raise UsageError(f"--task {task}: this is an English-only model; take a multilingual one")
+    return make_tokenizer({**tokenizer.state(), "task": task})
 
 
 def _tokenizer_file(folder: Path, vocab_size: int | None) -> Path:

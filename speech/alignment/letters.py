@@ -1,7 +1,7 @@
 """What a recogniser's tokens spell, and a text in its tokens."""
 
 import unicodedata
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,12 +20,14 @@ class Vocabulary:
     encode: Callable[[str], list[int]]
 
 
-def of_characters(index: dict[str, int], blank: int, size: int) -> Vocabulary:
-    """The vocabulary of a model with `size` outputs whose characters have the numbers `index`."""
+def of_characters(index: dict[str, int], blank: int, size: int, letters=None) -> Vocabulary:
+    """The vocabulary of a model with `size` outputs whose characters have the numbers `index`, or
+    whose units of a `profile.Profile` have them."""
     spellings = [""] * size
     for character, number in index.items():
         spellings[number] = character
-    return Vocabulary(spellings, blank, lambda text: encode(text, index))
+    cut = letters.cut if letters else list
+    return Vocabulary(spellings, blank, lambda text: encode(cut(text), index))
 
 
 def of_pieces(pieces: list[str], space: str, blank: int, unknown: int, encode) -> Vocabulary:
@@ -49,15 +51,15 @@ def of_pieces(pieces: list[str], space: str, blank: int, unknown: int, encode) -
     return Vocabulary([*spellings, ""], blank, with_holes)
 
 
-def encode(text: str, index: dict[str, int]) -> list[int]:
-    """The tokens of a text. A letter that `index` has in the other case only is written in that
+def encode(text: Iterable[str], index: dict[str, int]) -> list[int]:
+    """The tokens of a text, by its characters or units. A letter that `index` has in the other case only is written in that
     one, runs of letters that it lacks become one HOLE, and other characters that it lacks are left
     out."""
     tokens: list[int] = []
     for character in text:
         if known := in_known_case(character, index):
             tokens.append(index[known])
-        elif is_letter(character) and tokens[-1:] != [HOLE]:
+        elif is_letter(character[0]) and tokens[-1:] != [HOLE]:
             tokens.append(HOLE)
     return tokens
 

@@ -61,7 +61,8 @@ class DecodingOptions:
     where results are written, the seed that chooses examples, and `Task.augmented_share` of a model
     that cannot write yet, None in a demo and in a recipe that does not augment by default.
     `annotated`: the `annotated.Plan`, if --transcribe names files of annotations. `timestamps`: whether
-    transcripts are printed with times."""
+    transcripts are printed with times. `translates`: whether the texts are in another language than
+    the speech. `cut`: of an orthography profile, by which errors are counted in units, too."""
 
     # fmt: off
     decoding: str | None = flag(None, None, None, "")  # by the recipe's methods
@@ -91,6 +92,8 @@ class DecodingOptions:
     # fmt: on
     annotated: Any = None
     timestamps: bool = False
+    translates: bool = False
+    cut: Callable[[str], list[str]] | None = None
     batch_size: int = 8
     log_dir: Path = Path("logs")
     seed: int = 0

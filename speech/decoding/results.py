@@ -17,7 +17,7 @@ from speech.data.columns import Codes
 from speech.decoding import language_model
 from speech.decoding.ngram import Fusion
 from speech.decoding.recogniser import NORMALISERS, DecodingOptions, decode_texts
-from speech.writing import metrics
+from speech.writing import chrf, metrics
 from speech.writing.text import NAMES, for_scoring, in_lower_case, mark_share, style
 
 AS_SENT = "as sent"  # what tables call the comparison of symbols that are no writing
@@ -89,14 +89,20 @@ def print_results(
     perhaps timed "words"), and writes all of them with their "errors" to transcripts.jsonl. The
     texts are compared after `normalise`, and as `readings_of` says. The error rates are also
     written to results.json. If the set has several `languages`, by "index", there are also error
-    rates of each, in the first of the readings. Raises `RunError`."""
+    rates of each, in the first of the readings. Translations have chrF in place of error rates.
+    Raises `RunError`."""
     print(f"\n{title}")
-    errors = metrics.read_by(rows, readings_of(rows, how, normalise))
-    rates = metrics.rates(errors)
-    print(metrics.error_table(errors, rates))
-    results = {"title": title, "rates": rates}
+    errors = {}
+    results = {"title": title}
+    if how.translates:
+        results["chrf"] = chrf.of_corpus(rows)
+        print(f"chrF2: {100 * results['chrf']:.2f}")
+    else:
+        errors = metrics.read_by(rows, readings_of(rows, how, normalise), how.cut)
+        results["rates"] = metrics.rates(errors)
+        print(metrics.error_table(errors, results["rates"]))
     spoken = [languages[row["index"]] for row in rows] if languages else []
-    if len(set(spoken)) > 1:
+    if errors and len(set(spoken)) > 1:
         rows = [{**row, "language": name} for row, name in zip(rows, spoken, strict=True)]
         results["languages"] = metrics.rates_by(spoken, next(iter(errors.values())))
         print(metrics.table_by("language", results["languages"]))
@@ -133,7 +139,8 @@ def write_report(how: DecodingOptions, name: str, text: str) -> None:
 def write_results(how: DecodingOptions, results: dict) -> None:
     """Writes results.json: the "title" of the results, the "rates" of `metrics.rates`, those of
     several "languages" (`metrics.rates_by`), and, if a model was "compared_to", its rates as
-    "before"; "watched" sets (`Watched.by_step`); a "warning". Raises `RunError`."""
+    "before"; of translations "chrf" and "chrf_before"; "watched" sets (`Watched.by_step`); a
+    "warning". Raises `RunError`."""
     write_report(how, "results.json", json.dumps(results, ensure_ascii=False, indent=1) + "\n")
 
 
@@ -183,8 +190,16 @@ def print_improvement(
     """Prints how much lower the error rates of `rows` are than those of the rows `before` of the
     model at `path`, of the same utterances, and adds the latter to results.json. `normalise` as in
     `print_results`, which is called before. Raises `RunError`."""
+    if how.translates:
+        old = chrf.of_corpus(before)
+        print(
+            f"compared to {path} on the same {len(rows)} utterances: its chrF2 is {100 * old:.2f}"
+        )
+        compared = {"compared_to": path, "chrf_before": old}
+        write_results(how, {**read_results(how.log_dir), **compared})
+        return
     readings = readings_of(rows, how, normalise, warns=False)
-    old, new = (metrics.read_by(each, readings) for each in (before, rows))
+    old, new = (metrics.read_by(each, readings, how.cut) for each in (before, rows))
     table = metrics.improvement_table(old, new)
     print(f"compared to {path} on the same {len(rows)} utterances:\n{table}")
     compared = {"compared_to": path, "before": metrics.rates(old)}

@@ -10,11 +10,14 @@ from common.errors import require
 from speech.writing.text import for_scoring, in_unspaced
 
 UNITS = {"wer": "words", "cer": "characters"}
+OF_PROFILE = {**UNITS, "uer": "units"}  # of a recogniser with an orthography profile
 RESAMPLES = 1000  # sets that are drawn for an interval
 SEED = 0  # of the drawing: the same texts have the same interval
 SHARE = 95  # per cent of the drawn sets that an interval holds
 
 Normaliser = Callable[[str], str]
+Cut = Callable[[str], list[str]]
+SPACE = "\u2581"  # in place of a space that is counted
 
 
 @dataclass
@@ -52,7 +55,7 @@ def errors_of_each(
     references: list[str], hypotheses: list[str], unit: str, normalise: Normaliser = for_scoring
 ) -> list[Errors]:
     """The edit distance of each pair, in "words" or "characters" (including spaces), after
-    `normalise` on both sides."""
+    `normalise` on both sides. What `normalise` divides by spaces are words."""
     jiwer = require("jiwer", "WER and CER")
     process = jiwer.process_words if unit == "words" else jiwer.process_characters
     counted = []
@@ -101,19 +104,26 @@ def rate(pair: tuple[float, float]) -> float:
 
 
 def read_by(
-    rows: list[dict], readings: dict[str, Normaliser]
+    rows: list[dict], readings: dict[str, Normaliser], cut: Cut | None = None
 ) -> dict[str, dict[str, list[Errors]]]:
     """The errors of each of `rows` ({"reference", "hypothesis"}), as {reading: {"wer": [...],
-    "cer": [...]}}. `readings`: ways to compare texts, by name."""
-    references = [row["reference"] for row in rows]
-    hypotheses = [row["hypothesis"] for row in rows]
-    return {
-        reading: {
-            name: errors_of_each(references, hypotheses, unit, normalise)
-            for name, unit in UNITS.items()
+    "cer": [...]}}, with "uer" if `cut` cuts texts into units, of which a space is one. `readings`:
+    ways to compare texts, by name."""
+    pairs = [[row[side] for row in rows] for side in ("reference", "hypothesis")]
+    found = {}
+    for reading, normalise in readings.items():
+        found[reading] = {
+            name: errors_of_each(*pairs, unit, normalise) for name, unit in UNITS.items()
         }
-        for reading, normalise in readings.items()
-    }
+        if cut:
+            found[reading]["uer"] = errors_of_each(*pairs, "words", in_units(normalise, cut))
+    return found
+
+
+def in_units(normalise: Normaliser, cut: Cut) -> Normaliser:
+    """`normalise`, with the units of a text divided by spaces; its own spaces become another
+    sign."""
+    return lambda text: " ".join(cut(normalise(text).strip().replace(" ", SPACE)))
 
 
 def errors_of_row(errors: dict[str, dict[str, list[Errors]]], number: int) -> dict:
@@ -121,7 +131,8 @@ def errors_of_row(errors: dict[str, dict[str, list[Errors]]], number: int) -> di
     [errors, length]}}: intervals can be computed from these alone."""
     return {
         reading: {
-            UNITS[name]: [each[number].total, each[number].length] for name, each in found.items()
+            OF_PROFILE[name]: [each[number].total, each[number].length]
+            for name, each in found.items()
         }
         for reading, found in errors.items()
     }
@@ -276,14 +287,14 @@ def improvement_table(
     ]
     ends = iter(intervals_of_differences(*every))
     for reading in before:
-        ends_of = {name: next(ends) for name in UNITS}
+        ends_of = {name: next(ends) for name in before[reading]}
         is_same = (before[reading], after[reading]) == (before[first], after[first])
         if reading != first and is_same:
             lines.append(f"{reading}: the same")
             continue
         if len(before) > 1:
             lines.append(f"{reading}:")
-        for name in UNITS:
+        for name in before[reading]:
             pair = before[reading][name], after[reading][name]
             old, new = (sum(each, Errors()).rate for each in pair)
             points = f"{100 * (old - new):8.2f} {shown(ends_of[name])}"

@@ -150,13 +150,15 @@ def style(texts: list[str]) -> dict[str, float]:
 
 
 class CharTokenizer:
-    """One token per character. `pieces`, by id, are as a `SentencePieceTokenizer` has them; these
-    and the attributes after it are for `speech.decoding.timed`."""
+    """One token per character, or per unit of a `profile.Profile`. `pieces`, by id, are as a
+    `SentencePieceTokenizer` has them; these and the attributes after it are for
+    `speech.decoding.timed`."""
 
     parted = frozenset()
 
-    def __init__(self, characters: list[str]):
+    def __init__(self, characters: list[str], letters=None):
         self.characters = characters
+        self.letters = letters  # an `alphabet.Characters` or a `profile.Profile`
         self.index = {character: i + 1 for i, character in enumerate(characters)}
         self.size = len(characters) + 1
         self.unknown = 0
@@ -169,10 +171,12 @@ class CharTokenizer:
         return False
 
     def encode(self, text: str) -> list[int]:
-        return [self.index.get(character, self.unknown) for character in text]
+        units = self.letters.cut(text) if self.letters else text
+        return [self.index.get(unit, self.unknown) for unit in units]
 
     def decode(self, tokens: list[int]) -> str:
-        return "".join(self.characters[token - 1] if token else "\ufffd" for token in tokens)
+        written = [self.characters[token - 1] if token else "\ufffd" for token in tokens]
+        return self.letters.joined(written) if self.letters else "".join(written)
 
 
 class SentencePieceTokenizer:
@@ -214,7 +218,7 @@ def characters_of(texts: Iterable[str]) -> list[str]:
     return sorted(counts, key=lambda character: (-counts[character], character))
 
 
-def load_vocab_file(path: str) -> CharTokenizer:
+def load_vocab_file(path: str, letters=None) -> CharTokenizer:
     """The tokenizer of a vocab.json: {"char2idx": {character: number}}, or only the mapping. Its
     special tokens (<pad>, <blank> ...) are left out, because blank and end belong to the model.
     Raises `UsageError`."""
@@ -230,7 +234,7 @@ def load_vocab_file(path: str) -> CharTokenizer:
         )
     if not numbers:
         raise UsageError(f"--vocab_file {path}: no single characters in it")
-    return CharTokenizer(sorted(numbers, key=numbers.get))
+    return CharTokenizer(sorted(numbers, key=numbers.get), letters)
 
 
 def train_tokenizer(texts: Iterable[str], kind: str, vocab_size: int) -> SentencePieceTokenizer:
