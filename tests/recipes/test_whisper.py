@@ -587,6 +587,31 @@ def test_time_tokens_that_a_folder_does_not_list(with_times):
     assert spaces == [" ", "", ""]
 
 
+def test_a_translation_has_its_token_chrf_and_card(data, released, tmp_path):
+    begins = ["--model_dir", released / "hf", "--task", "translate"]
+    exported = tmp_path / "exported"
+    out = ran(
+        vietnamese, *data, *begins, *SHORT, "--output_dir", tmp_path, "--export", exported,
+        "--compare_to", released / "hf",
+    )  # fmt: skip
+    assert "language of the speech, which the texts translate: " in out
+    assert "\nchrF2: " in out and "its chrF2 is" in out and "WER" not in out
+    best = tmp_path / "checkpoints" / "best.safetensors"
+    assert json.loads(best.with_suffix(".json").read_text())["metric"] == "chrf"
+    results = json.loads((tmp_path / "logs" / "results.json").read_text())
+    assert 0 <= results["chrf"] <= 1 and 0 <= results["chrf_before"] <= 1
+    generation = json.loads((exported / "generation_config.json").read_text())
+    assert generation["task"] == "translate"
+    card = (exported / "README.md").read_text(encoding="utf-8")
+    assert 'generate_kwargs={"task": "translate"}' in card and "It translates speech in" in card
+    use = ["--resume", best, "--output_dir", tmp_path]
+    assert "\nchrF2: " in ran(vietnamese, "--evaluate", *data[-2:], *use)  # without the flag
+    _, said = refused(vietnamese, "--evaluate", *data[-2:], *use, "--task", "transcribe")
+    assert "--task transcribe (the checkpoint has translate)" in said
+    _, said = refused(vietnamese, *data, "--from_scratch", "--task", "translate")
+    assert "--task" in said and "--model_dir" in said
+
+
 @pytest.fixture(scope="module")
 def exported_with_times(with_times, recorded, tmp_path_factory):
     """The export of a run with times from the folder that does not list them."""

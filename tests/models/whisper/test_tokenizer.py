@@ -144,6 +144,21 @@ def with_language(
     return whisper_tokenizer.make_tokenizer({**tokenizer.state(), "language": code, "task": task})
 
 
+def test_a_translation_has_its_token_and_the_spaces_of_another_language():
+    made = with_language(BPE, BPE.languages[0])
+    translating = whisper_tokenizer.in_task(made, "translate")
+    place = made.prompt.index(made.specials["<|transcribe|>"])
+    assert translating.prompt[place] == made.specials["<|translate|>"]
+    assert translating.space == " " and translating.timed_prompt[place] == translating.prompt[place]
+    kept = whisper_tokenizer.make_tokenizer(translating.state())
+    assert kept.prompt == translating.prompt == whisper_tokenizer.in_task(kept, None).prompt
+    english = whisper_tokenizer.make_tokenizer(
+        {**BPE.state(), "multilingual": False, "language": "en"}
+    )
+    with pytest.raises(UsageError, match="English-only"):
+        whisper_tokenizer.in_task(english, "translate")
+
+
 def three_forms(tmp_path) -> dict[str, whisper_tokenizer.WhisperTokenizer]:
     full = whisper_tokenizer.read_tokenizer(
         tiktoken_file(tmp_path / "multilingual.tiktoken", BPE, empty=True), "vi"
