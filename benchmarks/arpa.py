@@ -16,6 +16,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from speech.decoding.arpa import lines_of
 from speech.decoding.ngram import NGram
 
 OFFSET = 100  # of NeMo's names of tokens
@@ -75,7 +76,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "lm.arpa")
         names = {token: chr(token + OFFSET) for token in range(model.size)}
-        path.write_text("".join(f"{line}\n" for line in model.arpa(names)), encoding="utf-8")
+        path.write_text("".join(f"{line}\n" for line in lines_of(model, names)), encoding="utf-8")
         for name, program in PROGRAMS.items():
             if importlib.util.find_spec(name) is None:
                 print(f"{name}: not installed")

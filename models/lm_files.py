@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from models import card
-from speech.decoding import language_model
+from speech.decoding import arpa, language_model
 from speech.decoding.language_model import LanguageModelFlags, Tokens
 from speech.decoding.ngram import LM_WEIGHT
 
@@ -88,7 +88,7 @@ def beside(weights: Path | None, named: Names, form: card.Form) -> tuple[dict[st
     fusion = language_model.in_search(LanguageModelFlags(), named.tokens, weights.parent)
     if fusion is None:  # somebody has removed the texts
         return {}, form
-    texts = {ARPA: "".join(f"{line}\n" for line in fusion.model.arpa(named.names))}
+    texts = {ARPA: "".join(f"{line}\n" for line in arpa.lines_of(fusion.model, named.names))}
     if named.lines:
         texts[TOKENS] = "".join(f"{line}\n" for line in named.lines)
     return texts, replace(form, with_lm=named.use)

@@ -858,7 +858,7 @@ def transcribe(args, how: recogniser.DecodingOptions) -> None:
     fusion = language_model.in_search(how.lm, language_model_tokens(how, tokenizer), folder)
     texts_of = functools.partial(timed_texts, how, tokenizer, model, fusion)
     cutting = by_length(earlier_run.longest, windows.by_time(tokenizer, model.frame_samples))
-    transcribing.transcribe_files(how, texts_of, setup, earlier_run.longest, cutting, PARTS)
+    transcribing.transcribe_files(how, texts_of, setup, earlier_run.longest, cutting, PARTS, fusion)
 
 
 def recogniser_to_align(args) -> alignment.Recogniser:

@@ -470,7 +470,7 @@ def transcribe(asked: ParakeetOptions, setup: device.Setup) -> None:
     decode = functools.partial(decoding.transcripts, model, tokenizer, fusion=fusion)
     longest = (earlier_run or RELEASED).longest
     cutting = by_length(longest, windows.by_time(tokenizer, decoding.frame_samples(model.config)))
-    transcribing.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
+    transcribing.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS, fusion)
 
 
 def recogniser_to_align(asked: ParakeetOptions, setup: device.Setup) -> alignment.Recogniser:

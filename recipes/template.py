@@ -326,7 +326,7 @@ def transcribe(args, how: recogniser.DecodingOptions) -> None:
     folder = checkpoint.path_to_use(args.resume, args.checkpoint_dir).parent
     fusion = language_model.in_search(how.lm, language_model_tokens(model), folder)
     decode = functools.partial(texts_of, model, fusion=fusion)
-    transcribing.transcribe_files(how, decode, setup, earlier_run.longest)
+    transcribing.transcribe_files(how, decode, setup, earlier_run.longest, fusion=fusion)
 
 
 @torch.no_grad()

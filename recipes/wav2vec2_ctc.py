@@ -445,7 +445,7 @@ def transcribe(asked: Wav2Vec2Options, setup: device.Setup) -> None:
     decode = functools.partial(decoding.transcripts, model, tokenizer, fusion=fusion)
     longest = (earlier_run or RELEASED).longest
     cutting = by_length(longest, windows.by_time(tokenizer, frame_samples(info.config)))
-    transcribing.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
+    transcribing.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS, fusion)
 
 
 def recogniser_to_align(asked: Wav2Vec2Options, setup: device.Setup) -> alignment.Recogniser:

@@ -66,7 +66,7 @@ from models.whisper.start import (
 from models.whisper.tokenizer import TRANSLATE, WhisperTokenizer, train_bpe
 from speech.data import demo, replay, splits, watching
 from speech.data.columns import Corpus
-from speech.decoding import recogniser, results, transcribing
+from speech.decoding import recogniser, recordings, results, transcribing
 from speech.decoding.recogniser import SPEEDS, decode_set, decode_texts
 from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
@@ -472,7 +472,7 @@ def report_long(asked: Asked, info: ModelInfo, model: Whisper) -> None:
     if path := asked.compare_to:
         baseline, search = comparing.baseline(asked, RECIPE, path, model, info)
         their_rows = timed.decode_corpus(baseline, *search, corpus, f"--compare_to {path}")
-    results.print_recordings(rows, their_rows, path, asked.how, for_scoring)
+    recordings.print_recordings(rows, their_rows, path, asked.how, for_scoring)
 
 
 # --- main -----------------------------------------------------------------------------------------

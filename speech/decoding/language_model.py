@@ -187,7 +187,8 @@ def make(
         if left_out := len(lines) - len(every):
             print(f"language model of {name}: {left_out} held-out sentences are left out")
         if every:
-            choices[name] = Fusion(NGram(map(tokens.of, every), tokens.size, tokens.mark))
+            ngram = NGram(map(tokens.of, every), tokens.size, tokens.mark)
+            choices[name] = Fusion(ngram, encode=tokens.of)
     helps = True if flags.lm == "on" else None
     if helps is None and folder and not more:
         helps = kept(folder)

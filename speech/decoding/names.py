@@ -80,6 +80,16 @@ class WithNames:
         """The state in which a sentence begins."""
         return (self.fusion.start if self.fusion else 0, WORD_START)
 
+    def restart(self) -> None:
+        """The next search begins a recording."""
+        if self.fusion:
+            self.fusion.restart()
+
+    def follow(self, text: str) -> None:
+        """The next search begins where a text, the one of the last search, ends."""
+        if self.fusion:
+            self.fusion.follow(text)
+
     def step(self, state: tuple[int, int], token: int) -> tuple[float, tuple[int, int]]:
         """What a token adds to the score of a hypothesis, and the state after it."""
         number, place = state

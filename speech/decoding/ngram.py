@@ -6,9 +6,8 @@ between sentences. So a sentence begins after a mark and ends with one, an n-gra
 meaning everywhere, and a piece of a long recording can begin anywhere."""
 
 import functools
-import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,66 +103,37 @@ class NGram:
         """The log-probability that a sentence ends after a state: 0 where it has just ended."""
         return 0.0 if state == self.start else self.step(state, self.mark)[0]
 
-    def arpa(self, names: dict[int, str]) -> Iterator[str]:
-        """The lines of an ARPA file, the form that other programs read, of the tokens that have
-        names. There <s> and </s> stand for a mark at the beginning and at the end of a sentence,
-        also of a mark that has no name."""
-        grams = [()]  # of each node
-        lines: list[list[str]] = [[] for _ in range(self.order)]
-        contexts, tokens = np.divmod(self.keys, self.size)
-        for place, (context, token) in enumerate(
-            zip(contexts.tolist(), tokens.tolist(), strict=True)
-        ):
-            gram = (*grams[context], token)
-            if len(gram) < self.order:
-                grams.append(gram)
-            log_prob = f"{self.probabilities[place] / math.log(10):.6f}"
-            back_off = ""
-            if len(gram) < self.order:
-                back_off = f"\t{self.back_off[place + 1] / math.log(10):.6f}"
-            for words, is_end in self._written(gram, names):
-                first = "-99" if words == "<s>" else log_prob
-                lines[len(gram) - 1].append(f"{first}\t{words}{'' if is_end else back_off}")
-        unseen = f"{(self.back_off[0] - math.log(self.size)) / math.log(10):.6f}"
-        seen = set(tokens[contexts == 0].tolist())
-        lines[0] += [f"{unseen}\t{name}\t0" for token, name in names.items() if token not in seen]
-        lines[0].append(f"{unseen}\t<unk>")
-        yield "\\data\\"
-        yield from (f"ngram {n}={len(rows)}" for n, rows in enumerate(lines, start=1))
-        for n, rows in enumerate(lines, start=1):
-            yield f"\n\\{n}-grams:"
-            yield from rows
-        yield "\n\\end\\"
 
-    def _written(self, gram: tuple[int, ...], names: dict[int, str]) -> Iterator[tuple[str, bool]]:
-        """The forms of an n-gram in an ARPA file, and whether a sentence ends with it."""
-        words = [[names[token]] if token in names else [] for token in gram]
-        if gram[0] == self.mark:
-            words[0].append("<s>")
-        if gram[-1] == self.mark:
-            words[-1].append("</s>")
-        for form in itertools.product(*words):
-            yield " ".join(form), form[-1] == "</s>"
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Fusion:
     """A language model in a beam search: its `model`, the `weight` of its log-probabilities beside
-    CTC's, and the `bonus` of every token, without which it would prefer short texts."""
+    CTC's, and the `bonus` of every token, without which it would prefer short texts. `encode`: a
+    text to its tokens. `start`: the state in which the next search begins."""
 
     model: NGram
     weight: float = LM_WEIGHT
     bonus: float = LM_BONUS
+    encode: Callable[[str], list[int]] | None = None
+
+    def __post_init__(self):
+        self.restart()
+
+    def restart(self) -> None:
+        """The next search begins a recording."""
+        self.start = self.model.start
+
+    def follow(self, text: str) -> None:
+        """The next search begins where a text, the one of the last search, ends."""
+        tokens = self.encode(text)
+        state = self.start
+        for token in (*tokens, self.model.mark) if tokens else ():
+            _, state = self.model.step(state, token)
+        self.start = state
 
     def step(self, state: int, token: int) -> tuple[float, int]:
         """What a token adds to the score of a hypothesis, and the state after it."""
         log_prob, following = self.model.step(state, token)
         return self.weight * log_prob + self.bonus, following
-
-    @property
-    def start(self) -> int:
-        """The state in which a sentence begins."""
-        return self.model.start
 
     def end(self, state: int) -> float:
         """What the end of a sentence adds to the score of a hypothesis."""

@@ -17,7 +17,7 @@ from speech.data.columns import Codes
 from speech.decoding import language_model
 from speech.decoding.ngram import Fusion
 from speech.decoding.recogniser import NORMALISERS, DecodingOptions, decode_texts
-from speech.writing import chrf, metrics
+from speech.writing import metrics
 from speech.writing.text import NAMES, for_scoring, in_lower_case, mark_share, style
 
 AS_SENT = "as sent"  # what tables call the comparison of symbols that are no writing
@@ -95,6 +95,8 @@ def print_results(
     errors = {}
     results = {"title": title}
     if how.translates:
+        from speech.writing import chrf
+
         results["chrf"] = chrf.of_corpus(rows)
         print(f"chrF2: {100 * results['chrf']:.2f}")
     else:
@@ -191,6 +193,8 @@ def print_improvement(
     model at `path`, of the same utterances, and adds the latter to results.json. `normalise` as in
     `print_results`, which is called before. Raises `RunError`."""
     if how.translates:
+        from speech.writing import chrf
+
         old = chrf.of_corpus(before)
         print(
             f"compared to {path} on the same {len(rows)} utterances: its chrF2 is {100 * old:.2f}"
@@ -243,24 +247,3 @@ def warn_of_style(texts: list[str], rows: list[dict]) -> None:
                     flush=True,
                 )
     texts.clear()
-
-
-def print_recordings(
-    rows: list[dict],
-    before: list[dict] | None,
-    path: str | None,
-    how: DecodingOptions,
-    normalise: Callable[[str], str],
-) -> None:
-    """Prints the error rates of whole recordings and what they lose in a row, from their `rows`,
-    which are written to the log folder; then those of the model at `path` from its rows `before`.
-    Raises `RunError`."""
-    readings = readings_of(rows, how, normalise)
-    errors = metrics.read_by(rows, readings)
-    print(metrics.error_table(errors, metrics.rates(errors)))
-    print(metrics.recordings_table(rows, normalise))
-    write_rows(rows, how, LONG)
-    if before:
-        print(f"{path} on the same recordings:")
-        print(metrics.recordings_table(before, normalise))
-        print(metrics.improvement_table(metrics.read_by(before, readings), errors))

@@ -11,7 +11,8 @@ from common.device import Setup
 from common.errors import DataError
 from common.layers import finite_layers
 from speech.decoding import annotated, transcripts
-from speech.decoding.long import BY_SILENCES, Cutting, Piece, by_length, unless_silent
+from speech.decoding.long import BY_PAUSES, BY_SILENCES, Cutting, Piece, by_length, unless_silent
+from speech.decoding.ngram import Fusion
 from speech.decoding.recogniser import DecodingOptions
 from speech.signal.audio import SAMPLE_RATE, audio_files, read_audio
 
@@ -34,6 +35,7 @@ def transcribe_files(
     longest: float | None,
     cutting: Cutting | None = None,
     parts: tuple[str, ...] = (),
+    fusion: Fusion | None = None,
 ) -> None:
     """Transcribes the files and folders of --transcribe. Prints the text of each file, after its
     name and a tab if there are several, or writes what --output asks for. Of files of annotations,
@@ -42,8 +44,10 @@ def transcribe_files(
     `decode(batch on device)` returns the texts of a batch of waveforms, or records: "text" and
     lists of timed `parts`, such as "words". Recordings over `longest` seconds are cut, and their
     texts joined, by `cutting` (None: `by_length`); with --piece_seconds they are cut at silences.
-    If `longest` is None, they are not cut, and `decode` gets one at a time. A file that cannot be
-    read is named on stderr and the others are transcribed; then `DataError` is raised."""
+    If `longest` is None, they are not cut, and `decode` gets one at a time. In pieces that do not
+    overlap, the language model that `decode` uses (`fusion`) begins where the piece before ended. A
+    file that cannot be read is named on stderr and the others are transcribed; then `DataError` is
+    raised."""
     if how.piece_seconds:
         longest = min(longest, how.piece_seconds)
         cutting = BY_SILENCES
@@ -55,12 +59,22 @@ def transcribe_files(
         if longest is None:
             return [records_of([waveform], name)[0] for waveform in waveforms]
         pieces = [cutting.cut(waveform, SAMPLE_RATE, longest) for waveform in waveforms]
+        if fusion and cutting in (BY_SILENCES, BY_PAUSES):
+            return [in_order(name, *pair) for pair in zip(waveforms, pieces, strict=True)]
         cut = [each[a:b] for each, own in zip(waveforms, pieces, strict=True) for a, b in own]
         records = []
         for first in range(0, len(cut), how.batch_size):
             records += records_of(cut[first : first + how.batch_size], name)
         rest = iter(records)
         return [join_records([*itertools.islice(rest, len(own))], own, cutting) for own in pieces]
+
+    def in_order(name: str, waveform: torch.Tensor, pieces: list[Piece]) -> dict:
+        fusion.restart()
+        records = []
+        for begin, end in pieces:
+            records += records_of([waveform[begin:end]], name)
+            fusion.follow(records[-1]["text"])
+        return join_records(records, pieces, cutting)
 
     with finite_layers():
         if how.annotated:

@@ -34,7 +34,7 @@ from speech.data.columns import Codes
 from speech.morse.synthesis import Choice
 from speech.signal.audio import SAMPLE_RATE, read_audio
 from tests.recipes import runs
-from tests.recipes.runs import SHORT, TINY, error_lines, newest, planned, ran
+from tests.recipes.runs import SHORT, TINY, error_lines, newest, planned, ran, refused
 from tests.speech.morse.sets import write_set
 
 BOTH = pytest.mark.parametrize("recipe", [morse, vietnamese], ids=["morse", "vietnamese"])

@@ -23,8 +23,9 @@ from models.whisper import decoding, formats, timed
 from models.whisper.model import FRAME, Whisper
 from models.whisper.tokenizer import WhisperTokenizer, read_tokenizer, special_tokens, train_bpe
 from recipes import whisper_vietnamese as vietnamese
+from speech.decoding.recordings import longest_deletion
 from speech.signal.audio import SAMPLE_RATE
-from speech.writing import metrics, subtitles
+from speech.writing import subtitles
 from tests.recipes.runs import ran, refused
 
 CONFIG = {**formats.make_config(32, (1, 1), 2), "vocab_size": 51_865}
@@ -445,7 +446,7 @@ def test_recordings_are_listened_to_before_any_is_decoded(folder, tmp_path, one_
     ],
 )
 def test_the_longest_passage_that_was_dropped(reference, hypothesis, words):
-    assert metrics.longest_deletion(reference, hypothesis, vietnamese.for_scoring) == words
+    assert longest_deletion(reference, hypothesis, vietnamese.for_scoring) == words
 
 
 @pytest.mark.parametrize(

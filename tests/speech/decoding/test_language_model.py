@@ -2,13 +2,20 @@
 
 import json
 
+import numpy as np
 import pytest
+import soundfile
 
 from common import options
+from common.device import Setup
 from common.errors import UsageError
 from speech.decoding import language_model
 from speech.decoding.language_model import LanguageModelFlags
+from speech.decoding.long import BY_OVERLAP, BY_SILENCES
 from speech.decoding.names import NAME_BONUS, are_names
+from speech.decoding.recogniser import DecodingOptions
+from speech.decoding.transcribing import transcribe_files
+from speech.signal.audio import SAMPLE_RATE
 from speech.writing.text import CharTokenizer
 
 TOKENIZER = CharTokenizer([" ", *"abcdefgh"])
@@ -164,3 +171,34 @@ def test_of_very_many_texts_a_part_is_kept(monkeypatch):
     monkeypatch.setattr(language_model, "MOST_CHARACTERS", 1000)
     assert language_model.as_file(texts)["texts.txt"].split() == texts[::4]
     assert language_model.as_file([]) == {"texts.txt": ""}
+
+
+def test_pieces_of_a_recording_begin_where_the_one_before_ended(folder, tmp_path, capsys):
+    """But those that overlap, and another recording, begin anew."""
+    (folder / "texts.txt").write_text("abc def\n")
+    fusion = language_model.in_search(LanguageModelFlags(), TOKENS, folder)
+    after = [fusion.start]
+    for token in TOKENIZER.encode("abc def "):
+        after.append(fusion.step(after[-1], token)[1])
+    assert after[4] != after[0]
+    speech = np.random.default_rng(1).normal(size=SAMPLE_RATE)
+    recording = np.concatenate([speech, np.zeros(SAMPLE_RATE // 2), speech])
+    for name in ("a.wav", "b.wav"):
+        soundfile.write(tmp_path / name, 0.1 * recording, SAMPLE_RATE)
+
+    def starts(cutting) -> list[int]:
+        heard = []
+
+        def decode(batch):
+            heard.extend([fusion.start] * len(batch["audio"]))
+            return ["" if len(heard) == 3 else "abc"] * len(batch["audio"])
+
+        names = [str(tmp_path / "a.wav"), str(tmp_path / "b.wav")]
+        how = DecodingOptions(transcribe=names)
+        transcribe_files(how, decode, Setup(), 1.5, cutting, fusion=fusion)
+        return heard
+
+    assert starts(BY_SILENCES) == [after[0], after[4], after[0], after[0]]
+    fusion.restart()
+    assert set(starts(BY_OVERLAP)) == {after[0]}
+    assert "abc" in capsys.readouterr().out

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
+from speech.decoding import arpa
 from speech.decoding.ngram import NGram, discounts_of
 
 MARK = 0
@@ -97,7 +98,7 @@ def test_its_arpa_file_is_read_as_the_format_says(first, mark):
     if mark is None:
         del names[MARK]
         first = "<s>"
-    lines = [line for text in model.arpa(names) for line in text.split("\n")]
+    lines = [line for text in arpa.lines_of(model, names) for line in text.split("\n")]
     assert lines[0] == "\\data\\" and lines[-1] == "\\end\\"
     grams = read_arpa(lines)
     declared = [int(line.split("=")[1]) for line in lines if line.startswith("ngram ")]

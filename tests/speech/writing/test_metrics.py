@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from speech.decoding.recordings import recordings_table
 from speech.writing import metrics
 from speech.writing.metrics import Errors, count_errors
 from speech.writing.text import for_scoring, in_lower_case
@@ -164,7 +165,7 @@ def test_the_interval_of_a_difference_is_paired():
 
 def recording_lines(reference, hypothesis):
     row = {"file": "a.wav", "seconds": 60.0, "reference": reference, "hypothesis": hypothesis}
-    return [line.split() for line in metrics.recordings_table([row]).splitlines()]
+    return [line.split() for line in recordings_table([row]).splitlines()]
 
 
 @pytest.mark.parametrize(
