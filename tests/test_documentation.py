@@ -167,19 +167,28 @@ def test_flags_exist(page):
         known |= flags_of_the_page()
     outside = re.sub(r"`[^`]+`|<!--.*?-->", "", FENCE.sub("", read(page)))
     assert FLAG.findall(outside) == [], "a flag is written without backticks"
+    others = {line: script for line in code(page) if (script := script_of(line))}
+    known |= {flag for script in others.values() for flag in FLAG.findall(script)}
     for line in code(page):
         if line.startswith(("hf download ", "pip ", "#SBATCH ", "srun ", "ct2-")):
             continue
-        if line.startswith("python benchmarks/"):
-            script = read(ROOT / line.split()[1])
-            assert [flag for flag in FLAG.findall(line) if flag not in script] == [], line
-        else:
-            named = re.match(r"python recipes/(\w+)\.py ", line)
-            flags = flags_of(named[1]) if named and named[1] in RECIPES else known
-            flags |= SPELLINGS
-            if line.startswith("torchrun ") or page.stem == "several_gpus":
-                flags |= TORCHRUN
-            assert [flag for flag in FLAG.findall(line) if flag not in flags] == [], line
+        named = re.match(r"python recipes/(\w+)\.py ", line)
+        flags = flags_of(named[1]) if named and named[1] in RECIPES else known
+        flags |= SPELLINGS
+        if line.startswith("torchrun ") or page.stem == "several_gpus":
+            flags |= TORCHRUN
+        if line in others:
+            flags = set(FLAG.findall(others[line]))
+        assert [flag for flag in FLAG.findall(line) if flag not in flags] == [], line
+
+
+def script_of(line: str) -> str | None:
+    """The source of a command that is no recipe."""
+    named = re.match(r"python (?:-m ([\w.]+)|(benchmarks/\w+\.py))\s", f"{line} ")
+    if not named or line.startswith(EXTEND):
+        return None
+    path = ROOT / (named[2] or named[1].replace(".", "/") + ".py")
+    return read(path) if path.is_file() else None
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -208,7 +217,8 @@ def accept(line: str, folder: Path) -> None:
     """Parses a command; a preset script prints the recipe's command in `folder`, which is then
     parsed."""
     if line.startswith(EXTEND):
-        extend.make_parser().parse_args(shlex.split(line)[3:])
+        if words := shlex.split(line)[4:]:  # else it only names the command
+            extend.make_parser().parse_args(["parakeet", *words])
         return
     words = shlex.split(line)
     if found := SCRIPT.match(line):
