@@ -12,9 +12,13 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common
+
+common.spin_briefly()
+
+import numpy as np
 
 from speech.decoding.arpa import lines_of
 from speech.decoding.ngram import NGram

@@ -132,11 +132,14 @@ def check_texts(args, corpora: dict[str, Corpus], info: ModelInfo) -> None:
 
 
 def encoding(info: ModelInfo) -> Callable[[str], list[int]]:
-    """The function that returns the tokens of a text; the blank, which is no character's, stands for
-    what the model lacks."""
+    """The function that returns the tokens of a text, by `encode`."""
     numbers = {character: token for token, character in enumerate(info.characters)}
-    cut = alphabet.choose(None, info.letters).cut
-    return lambda transcript: [numbers.get(letter, len(numbers)) for letter in cut(transcript)]
+    return functools.partial(encode, numbers, alphabet.choose(None, info.letters).cut)
+
+
+def encode(numbers: dict[str, int], cut: Callable[[str], list[str]], transcript: str) -> list[int]:
+    """The tokens of a text; the blank, which is no character's, stands for what the model lacks."""
+    return [numbers.get(letter, len(numbers)) for letter in cut(transcript)]
 
 
 class Utterances:

@@ -14,7 +14,7 @@ from models import card
 from models.whisper import formats
 from models.whisper import start as whisper
 from models.whisper.tokenizer import train_bpe
-from models.xtts import start as xtts
+from models.xtts import exports
 from speech.data.columns import Codes
 from speech.data.splits import RunInfo
 from speech.writing.text import NAMES, for_scoring, in_lower_case
@@ -203,7 +203,7 @@ def test_coquis_licence_holds_whatever_the_base_is_called(tmp_path):
     made = {**MADE, "metric": "mel", "mel": 3.5, "evaluations": [[0, 4.25], [400, 3.5]]}
     del made["cer"], made["wer"]
     about = card.About("xtts_amharic", "my-voice", weights(tmp_path, made), licence=card.CPML)
-    text = card.readme("m", about, xtts.CARD)
+    text = card.readme("m", about, exports.CARD)
     block = block_of(text)
     assert block["license"] == "other" and block["license_name"] == "coqui-public-model-license"
     assert "**non-commercial use only**" in text and "base_model" not in block

@@ -169,7 +169,13 @@ def evaluate_only(args) -> None:
     with setup.autocast():
         report_results(model, evaluation, "the given weights")
 """
+OF_LETTERS = ("check_texts", "letters_of", "encoding", "encode")
 MAIN_WITHOUT_TEXT = (
+    (
+        "from speech.writing import alphabet, metrics\n",
+        "from speech.writing import metrics, text\n",
+    ),
+    ("from speech.writing.alphabet import Characters\n", ""),
     ("    how = resolve(args)\n", "    resolve(args)\n"),
     ("    if args.transcribe:\n        return transcribe(args, how)\n", ""),
     ("return evaluate_only(args, how)", "return evaluate_only(args)"),
@@ -179,7 +185,10 @@ MAIN_WITHOUT_TEXT = (
     ),
     ('        beside=language_model.as_file(corpora["train"].texts),\n', ""),
     ("        reports=results.REPORTS,\n", ""),
-    ("    check_texts(args, corpora, model_info.characters)\n", ""),
+    ("    check_texts(args, corpora, model_info)\n", ""),
+    ("read_data(args, letters_of(args, None))", "read_data(args)"),
+    ("    letters = letters_of(args, model_info)\n", ""),
+    ("read_data(args, letters, earlier_run)", "read_data(args, earlier_run)"),
 )
 
 KEYWORDS = """
@@ -346,7 +355,7 @@ def keyword_recipe(source: str) -> str:
     source = redefine(
         source,
         WITHOUT_TEXT + KEYWORDS,
-        removed=("check_texts", "transcribe", "language_model_tokens"),
+        removed=(*OF_LETTERS, "transcribe", "language_model_tokens"),
     )
     return replace(
         source,
@@ -354,12 +363,15 @@ def keyword_recipe(source: str) -> str:
         ('LOSS_WEIGHTS = {"ctc": 1.0}', 'LOSS_WEIGHTS = {"class": 1.0}\nSTAND_INS = ("yes", "no")'),
         *MAIN_WITHOUT_TEXT,
         (
-            '        characters = sorted(set("".join(corpora["train"].texts)))\n',
+            '        characters = sorted(letters.vocabulary(corpora["train"].texts))\n',
             "        train_set = corpora['train']\n"
             "        classes = sorted({train_set.label(i) for i in range(len(train_set))})\n",
         ),
-        ("ModelInfo(WIDTH, LAYERS, characters)", "ModelInfo(WIDTH, LAYERS, classes)"),
-        ("model_info.characters) for name", "model_info.classes) for name"),
+        (
+            "ModelInfo(WIDTH, LAYERS, characters, letters.kept())",
+            "ModelInfo(WIDTH, LAYERS, classes)",
+        ),
+        ("model_info) for name", "model_info.classes) for name"),
         ('metric="cer",', 'metric="accuracy",'),
         ("higher_is_better=False", "higher_is_better=True"),
     )
@@ -367,9 +379,7 @@ def keyword_recipe(source: str) -> str:
 
 def frame_recipe(source: str) -> str:
     task = replace(redefine(KEYWORDS, FRAMES, removed=("texts_of",)), *OF_FRAMES)
-    source = redefine(
-        source, WITHOUT_TEXT + task, removed=("check_texts", "transcribe", "texts_of")
-    )
+    source = redefine(source, WITHOUT_TEXT + task, removed=(*OF_LETTERS, "transcribe", "texts_of"))
     return replace(
         source,
         *SMALL[:2],
@@ -379,9 +389,12 @@ def frame_recipe(source: str) -> str:
         ),
         ("import checkpoint, device, options\n", "import checkpoint, device, memory, options\n"),
         *MAIN_WITHOUT_TEXT,
-        ('        characters = sorted(set("".join(corpora["train"].texts)))\n', ""),
-        ("ModelInfo(WIDTH, LAYERS, characters)", "ModelInfo(WIDTH, LAYERS, classes=2)"),
-        ("model_info.characters) for name", "model_info.classes) for name"),
+        ('        characters = sorted(letters.vocabulary(corpora["train"].texts))\n', ""),
+        (
+            "ModelInfo(WIDTH, LAYERS, characters, letters.kept())",
+            "ModelInfo(WIDTH, LAYERS, classes=2)",
+        ),
+        ("model_info) for name", "model_info.classes) for name"),
         ('metric="cer",', 'metric="error",'),
     )
 

@@ -8,6 +8,7 @@ from common.batches import to_device
 from common.loop import Task
 from recipes import template
 from speech.data import splits
+from speech.writing.alphabet import Characters
 from tests.recipes import runs
 
 SHORT = (*runs.SHORT, "--save_every", "1", "--eval_every", "1")
@@ -31,9 +32,9 @@ def test_transcribing_gives_a_line_for_each_file(trained, wav, tmp_path):
 def test_characters_that_the_model_does_not_have_are_left_out(konkani):
     args = runs.parse(template, "--train_manifest", konkani["train"])
     template.resolve(args)
-    corpus = template.read_data(args)["train"]
+    corpus = template.read_data(args, Characters())["train"]
     first = corpus.texts[0]
-    item = template.Utterances(corpus, [first[0]]).item(0, 0)
+    item = template.Utterances(corpus, template.ModelInfo(8, 1, [first[0]])).item(0, 0)
     assert item["tokens"].tolist() == [0] * first.count(first[0]) and item["text"] == first
 
 
@@ -45,11 +46,12 @@ def test_a_text_that_is_too_long_for_its_audio_is_in_no_loss(wav, json_lines, tm
     flags = ("--train_manifest", manifest, "--val_manifest", manifest)
     args = runs.parse(template, *flags, "--output_dir", tmp_path)
     template.resolve(args)
-    corpora = template.read_data(args)
+    corpora = template.read_data(args, Characters())
     assert list(corpora["train"].texts) == ["ab"] and len(corpora["val"]) == 2
     assert "1  text is too long for its audio (CTC needs a fr" in capsys.readouterr().out
-    data = template.Utterances(corpora["val"], ["a", "b"])
-    model = template.Network(template.ModelInfo(8, 1, ["a", "b"])).eval()
+    info = template.ModelInfo(8, 1, ["a", "b"])
+    data = template.Utterances(corpora["val"], info)
+    model = template.Network(info).eval()
     both, alone = (template.collate([data.item(i, 0) for i in rows]) for rows in ((0, 1), (0,)))
     batches = [next(to_device([batch], torch.device("cpu"))) for batch in (both, alone)]
     with torch.no_grad():

@@ -170,10 +170,11 @@ def read(path: Path) -> Document:
     damaged or not ELAN's."""
     reader = Reader(path)
     reader.read()
-    times = times_in(reader)
+    times: dict[Key, tuple[float, float]] = {}
     for number, raw in enumerate(reader.tiers):
-        for each in raw.timed:
-            raw.tier.annotations.append(Annotation(*times[number, each.name], each.text))
+        for each, (start, end) in zip(raw.timed, times_of(raw, reader), strict=True):
+            times[number, each.name] = start, end
+            raw.tier.annotations.append(Annotation(start, end, each.text))
     dependent = linked(reader.tiers)
     links = {(number, each.name): each for number, tier in enumerate(dependent) for each in tier}
     for raw, annotations in zip(reader.tiers, dependent, strict=True):
@@ -190,15 +191,13 @@ def read(path: Path) -> Document:
     return Document([raw.tier for raw in reader.tiers], media)
 
 
-def times_in(reader: Reader) -> dict[Key, tuple[float, float]]:
-    """The times of the annotations that have time slots; NaN where they are not clear."""
-    times: dict[Key, tuple[float, float]] = {}
-    for number, raw in enumerate(reader.tiers):
-        places = slot_times(raw.timed, reader.slots)
-        for each in raw.timed:
-            start, end = places.get(each.first, math.nan), places.get(each.last, math.nan)
-            times[number, each.name] = start, end
-    return times
+def times_of(raw: Raw, reader: Reader) -> list[tuple[float, float]]:
+    """The times of a tier's annotations that have time slots; NaN where they are not clear. Several
+    annotations may have one name."""
+    places = slot_times(raw.timed, reader.slots)
+    return [
+        (places.get(each.first, math.nan), places.get(each.last, math.nan)) for each in raw.timed
+    ]
 
 
 def segments(path: Path) -> list[tuple[Tier, list[Segment]]]:
@@ -206,7 +205,12 @@ def segments(path: Path) -> list[tuple[Tier, list[Segment]]]:
     it depends on; NaN if others share that time. Raises `UsageError` and `DataError`."""
     reader = Reader(path)
     reader.read()
-    times = times_in(reader)
+    own = [times_of(raw, reader) for raw in reader.tiers]
+    times = {
+        (number, each.name): place
+        for number, raw in enumerate(reader.tiers)
+        for each, place in zip(raw.timed, own[number], strict=True)
+    }
     dependent = linked(reader.tiers)
     parents = {
         (number, each.name): each.parent for number, tier in enumerate(dependent) for each in tier
@@ -214,7 +218,10 @@ def segments(path: Path) -> list[tuple[Tier, list[Segment]]]:
     result = []
     for number, (raw, below) in enumerate(zip(reader.tiers, dependent, strict=True)):
         shared = Counter(each.parent for each in below)
-        found = [Segment(each.name, *times[number, each.name], each.text) for each in raw.timed]
+        found = [
+            Segment(each.name, *place, each.text)
+            for each, place in zip(raw.timed, own[number], strict=True)
+        ]
         for each in below:
             key = each.parent if shared[each.parent] == 1 else NO_KEY
             for _ in range(LEVELS):

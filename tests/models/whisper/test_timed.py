@@ -457,7 +457,7 @@ def test_the_longest_passage_that_was_dropped(reference, hypothesis, words):
             "--transcribe {audio} --timestamps --output {here}/a.vtt",
             "it is of one recording, and 2 are named",
         ),
-        ("--transcribe {audio} --timestamps --output {here}/own.srt", "did not write it"),
+        ("--transcribe {audio}/a.wav --timestamps --output {here}/own.srt", "did not write it"),
         ("--transcribe {audio} --timestamps --piece_seconds 5", "cuts recordings to train on"),
         ("--timestamps", "--timestamps goes with --transcribe"),
         ("--long {audio}/../two.json", "--long goes with --evaluate"),
