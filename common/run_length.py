@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from common.batches import GlobalBatches
 from common.progress import Progress
 
-# Updates of a fine-tuning: at least, and from an hour of speech on. A task may know better. With 300
-# updates of an hour, AdamW moves no weight far enough for a new language.
+# Updates of a fine-tuning: at least, and from an hour of speech on. A task may know better. With
+# 300 updates of an hour, AdamW moves no weight far enough for a new language.
 UPDATES = (300, 2000)
 FINE_TUNING_EPOCHS = 10  # at least
 EPOCHS = 100  # from scratch

@@ -265,8 +265,9 @@ def write_export(
     folder: str | Path, fill: Callable[[Path], object], card: str | dict[str, str] = ""
 ) -> list[str]:
     """Calls `fill(temporary_folder)`, adds the text of a `card`, or texts by the names of their
-    files, renames that folder to `folder` and returns the file names. Replaces an empty folder or an earlier export that nobody has
-    changed, and refuses any other. Raises `UsageError` and `RunError`."""
+    files, renames that folder to `folder` and returns the file names. Replaces an empty folder or
+    an earlier export that nobody has changed, and refuses any other. Raises `UsageError` and
+    `RunError`."""
     folder = Path(folder)
     require_export(folder)
 

@@ -1,5 +1,5 @@
-"""--align: recordings and their texts to a manifest of utterances or files of annotations, a list of
-what is left out, and a page on which a person listens to them."""
+"""--align: recordings and their texts to a manifest of utterances or files of annotations, a list
+of what is left out, and a page on which a person listens to them."""
 
 import functools
 import glob
@@ -52,9 +52,9 @@ NEEDS = (
 
 @dataclass(frozen=True)
 class Request:
-    """The `pairs` (recording, text) of --align, and what to write: the `manifest` and its `page`, or
-    the files of `annotations` by recording, and the list of what is `left_out`; `is_flat`: without a
-    recogniser."""
+    """The `pairs` (recording, text) of --align, and what to write: the `manifest` and its `page`,
+    or the files of `annotations` by recording, and the list of what is `left_out`; `is_flat`:
+    without a recogniser."""
 
     pairs: list[tuple[Path, Path]]
     manifest: Path | None
@@ -182,9 +182,9 @@ def _name_in(folder: str, path: Path) -> str:
 
 @torch.no_grad()
 def align_files(request: Request, load: Callable[[], Recogniser]) -> None:
-    """Aligns every pair and writes what the request asks for, by the recogniser that `load` returns; a flat
-    start loads none. A pair that cannot be read is named on stderr and the others are aligned; then
-    `DataError` is raised, and also if nothing could be kept."""
+    """Aligns every pair and writes what the request asks for, by the recogniser that `load`
+    returns; a flat start loads none. A pair that cannot be read is named on stderr and the others
+    are aligned; then `DataError` is raised, and also if nothing could be kept."""
     recogniser = None if request.is_flat else load()
     utterances: list[dict] = []
     left_out: list[dict] = []

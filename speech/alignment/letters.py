@@ -52,9 +52,9 @@ def of_pieces(pieces: list[str], space: str, blank: int, unknown: int, encode) -
 
 
 def encode(text: Iterable[str], index: dict[str, int]) -> list[int]:
-    """The tokens of a text, by its characters or units. A letter that `index` has in the other case only is written in that
-    one, runs of letters that it lacks become one HOLE, and other characters that it lacks are left
-    out."""
+    """The tokens of a text, by its characters or units. A letter that `index` has in the other case
+    only is written in that one, runs of letters that it lacks become one HOLE, and other characters
+    that it lacks are left out."""
     tokens: list[int] = []
     for character in text:
         if known := in_known_case(character, index):

@@ -292,9 +292,9 @@ def read_manifests(
     rejected.
 
     `checks.max_samples` shortens "train" to the rows of `draw`; sets that are only evaluated have
-    joined segments, and no text that a recogniser wrote. If there is a "train" but no "val", a part of these rows is held out: if
-    possible `checks.held_out`, whatever the seed and `max_samples` are now. Raises `DataError` and
-    `UsageError`."""
+    joined segments, and no text that a recogniser wrote. If there is a "train" but no "val", a part
+    of these rows is held out: if possible `checks.held_out`, whatever the seed and `max_samples`
+    are now. Raises `DataError` and `UsageError`."""
     from speech.writing.changes import Changes  # a transcription reads no manifests
 
     corpora = {}

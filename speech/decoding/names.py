@@ -9,8 +9,8 @@ import numpy as np
 from speech.decoding.ngram import Fusion
 
 NAME_BONUS = 1.0  # of every token of a name; twice as much invents names
-# A file of so many lines at most, all of them this short, is a list of names: nothing can be learned
-# from it about the language.
+# A file of so many lines at most, all of them this short, is a list of names: nothing can be
+# learned from it about the language.
 MOST_NAMES = 2_000
 NAME_WORDS = 4
 NAME_CHARACTERS = 40

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Of a language model beside CTC: of the weights 0.6 to 1.2 and bonuses 1 to 2.5 the best for held-out
-# clips of Mboshi, of an acoustic model with 21 % CER. For four models with 34 to 64 % CER the WER of
-# 0.6 and 1 was within 3 % of what the best weights for each reach.
+# Of a language model beside CTC: of the weights 0.6 to 1.2 and bonuses 1 to 2.5 the best for
+# held-out clips of Mboshi, of an acoustic model with 21 % CER. For four models with 34 to 64 % CER
+# the WER of 0.6 and 1 was within 3 % of what the best weights for each reach.
 LM_WEIGHT = 0.8
 LM_BONUS = 1.5
 ORDER = 6

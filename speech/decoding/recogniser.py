@@ -60,9 +60,10 @@ class DecodingOptions:
     """The flags' settings of decoding and transcribing, None for flags that a recipe lacks, and
     where results are written, the seed that chooses examples, and `Task.augmented_share` of a model
     that cannot write yet, None in a demo and in a recipe that does not augment by default.
-    `annotated`: the `annotated.Plan`, if --transcribe names files of annotations. `timestamps`: whether
-    transcripts are printed with times. `translates`: whether the texts are in another language than
-    the speech. `cut`: of an orthography profile, by which errors are counted in units, too."""
+    `annotated`: the `annotated.Plan`, if --transcribe names files of annotations. `timestamps`:
+    whether transcripts are printed with times. `translates`: whether the texts are in another
+    language than the speech. `cut`: of an orthography profile, by which errors are counted in
+    units, too."""
 
     # fmt: off
     decoding: str | None = flag(None, None, None, "")  # by the recipe's methods

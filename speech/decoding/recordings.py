@@ -51,9 +51,9 @@ def is_spaced(texts: Iterable[str]) -> bool:
 
 
 def recordings_table(rows: list[dict], normalise: Normaliser = for_scoring) -> str:
-    """WER, CER, what is missing and the longest passage that was dropped, for each of `rows` ({"file",
-    "seconds", "reference", "hypothesis"}) and for all of them, as lines to print. What was deleted
-    is counted in words or, in scripts without spaces between these, in characters."""
+    """WER, CER, what is missing and the longest passage that was dropped, for each of `rows`
+    ({"file", "seconds", "reference", "hypothesis"}) and for all of them, as lines to print. What
+    was deleted is counted in words or, in scripts without spaces between these, in characters."""
     unit, in_units = "words", normalise
     if not is_spaced(row["reference"] for row in rows):
         unit = "characters"

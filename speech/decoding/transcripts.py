@@ -238,8 +238,9 @@ def write(path: Path, rows: Iterable[dict]) -> int:
 
 
 def write_files(targets: dict[Path, Path], rows: Iterable[dict], by_piece: bool) -> int:
-    """Writes the file of each row, as its suffix asks for, as soon as it is there, and returns their
-    number. Earlier ones get another name. `by_piece`: see `utterances_of`. Raises `RunError`."""
+    """Writes the file of each row, as its suffix asks for, as soon as it is there, and returns
+    their number. Earlier ones get another name. `by_piece`: see `utterances_of`. Raises
+    `RunError`."""
     count = 0
     for row in rows:
         path = targets[Path(row["file"])]

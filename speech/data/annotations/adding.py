@@ -1,6 +1,6 @@
-"""A copy of an .eaf with tiers beside those that it has. What was there stays as it is written, byte
-for byte, but for the paths of media relative to the file, which another folder changes, and the
-number of the last annotation, from which ELAN counts on."""
+"""A copy of an .eaf with tiers beside those that it has. What was there stays as it is written,
+byte for byte, but for the paths of media relative to the file, which another folder changes, and
+the number of the last annotation, from which ELAN counts on."""
 
 import itertools
 import os

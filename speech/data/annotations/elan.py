@@ -283,9 +283,9 @@ def linked(tiers: list[Raw]) -> list[list[Dependent]]:
 
 def joined(annotations: list[Dependent], links: dict[Key, Dependent]) -> list[tuple[Key, str]]:
     """The texts of a tier without times of its own, as (key of the annotation with times, text).
-    All texts that depend on one are joined in their order: nobody has said when each of them begins. `links`: the
-    dependent annotations of all tiers. A text has NO_KEY if they depend on each other in a
-    circle."""
+    All texts that depend on one are joined in their order: nobody has said when each of them
+    begins. `links`: the dependent annotations of all tiers. A text has NO_KEY if they depend on
+    each other in a circle."""
     result: list[tuple[Key, str]] = []
     for _ in range(LEVELS):
         children: dict[Key, list[Dependent]] = {}

@@ -50,8 +50,8 @@ class UnclearTier(UsageError):
 @dataclass
 class Taken:
     """What was read of files of annotations. `tiers`: how many annotations of each were taken;
-    `missing`: those that are wanted and that no file has; `drafted`: how many texts a model drafted,
-    `changed`: how many of these differ from the draft."""
+    `missing`: those that are wanted and that no file has; `drafted`: how many texts a model
+    drafted, `changed`: how many of these differ from the draft."""
 
     missing: set[str]
     files: int = 0
@@ -196,8 +196,9 @@ def _rank(path: str) -> int:
 
 def choose(path: Path, tiers: list[Tier], wanted: Sequence[str]) -> list[Tier]:
     """The tiers to take: those that are `wanted`, or else those that `writing` calls utterances, or
-    the only one with texts, or the only one with texts that depends on no other. Raises `UnclearTier` if that may be a wrong one, and
-    `DataError` if none of the wanted ones is there or has a text, with a table of all."""
+    the only one with texts, or the only one with texts that depends on no other. Raises
+    `UnclearTier` if that may be a wrong one, and `DataError` if none of the wanted ones is there or
+    has a text, with a table of all."""
     are_named = any(tier.name for tier in tiers)
     table = f"\n{table_of(tiers)}" if are_named else ""
     possible = tiers
