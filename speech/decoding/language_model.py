@@ -1,6 +1,7 @@
 """The language model of a recogniser: its training texts, which are kept as texts.txt beside the
 weights, and other texts of the language. It is used where it helps on held-out utterances."""
 
+import functools
 import json
 import math
 import sys
@@ -97,11 +98,12 @@ def tokens_of(tokenizer) -> Tokens:
 @dataclass(frozen=True)
 class LanguageModel:
     """A language model that is ready to use: `choices` are those that a held-out set chooses from,
-    by the name of their texts, the one with the most texts last. `helps`: what is known of a single
+    by the name of their texts, the one with the most texts last; each is made when it is called for
+    the first time, which takes seconds for a book. `helps`: what is known of a single
     one (None: nothing yet), which the `folder` of the weights keeps, if there is one. `names`:
     token ids of names, which are used in any case, because somebody has asked for them."""
 
-    choices: dict[str, Fusion]
+    choices: dict[str, Callable[[], Fusion]]
     names: list[list[int]]
     helps: bool | None
     folder: Path | None
@@ -112,7 +114,7 @@ class LanguageModel:
         or if there is none."""
         if self.helps is False or not self.choices:
             return self.with_names(None)
-        return self.with_names([*self.choices.values()][-1])
+        return self.with_names([*self.choices.values()][-1]())
 
     def judged(self, rows_of: Callable[[Fusion | None], list[dict]], name: str) -> Fusion | None:
         """The model in the search that has the lowest error rates in the set `name`, whose rows
@@ -125,7 +127,7 @@ class LanguageModel:
         lowest = cer + wer
         print(f"language model on the {name} set: without it {percent(cer, wer)}")
         for texts, fusion in self.choices.items():
-            cer, wer = shares(rows_of(fusion))
+            cer, wer = shares(rows_of(fusion()))
             print(f"  of {texts}: {percent(cer, wer)}")
             if cer + wer < lowest:
                 lowest = cer + wer
@@ -133,7 +135,7 @@ class LanguageModel:
         print(f"  it is {'off' if best is None else f'that of {best}'}")
         if self.folder:
             keep(self.folder, best is not None)
-        return self.with_names(self.choices.get(best))
+        return self.with_names(self.choices[best]() if best else None)
 
     def with_names(self, fusion: Fusion | None) -> Fusion | None:
         """The model together with the names, which have the methods of a `Fusion`."""
@@ -187,13 +189,17 @@ def make(
         if left_out := len(lines) - len(every):
             print(f"language model of {name}: {left_out} held-out sentences are left out")
         if every:
-            ngram = NGram(map(tokens.of, every), tokens.size, tokens.mark)
-            choices[name] = Fusion(ngram, encode=tokens.of)
+            choices[name] = functools.cache(functools.partial(fusion_of, every, tokens))
     helps = True if flags.lm == "on" else None
     if helps is None and folder and not more:
         helps = kept(folder)
     listed = [tokens.of(name) for name in names]
     return LanguageModel(choices, listed, helps, None if more else folder, tokens)
+
+
+def fusion_of(texts: list[str], tokens: Tokens) -> Fusion:
+    """The language model of texts."""
+    return Fusion(NGram(map(tokens.of, texts), tokens.size, tokens.mark), encode=tokens.of)
 
 
 def further(paths: Iterable[str]) -> tuple[list[str], list[str]]:

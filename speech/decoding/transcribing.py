@@ -59,7 +59,9 @@ def transcribe_files(
         if longest is None:
             return [records_of([waveform], name)[0] for waveform in waveforms]
         pieces = [cutting.cut(waveform, SAMPLE_RATE, longest) for waveform in waveforms]
-        if fusion and cutting in (BY_SILENCES, BY_PAUSES):
+        if fusion:
+            fusion.restart()
+        if fusion and max(map(len, pieces), default=0) > 1 and cutting in (BY_SILENCES, BY_PAUSES):
             return [in_order(name, *pair) for pair in zip(waveforms, pieces, strict=True)]
         cut = [each[a:b] for each, own in zip(waveforms, pieces, strict=True) for a, b in own]
         records = []

@@ -107,7 +107,7 @@ def test_the_held_out_set_decides_about_further_texts_alone(folder, tmp_path, ca
     foreign = tmp_path / "foreign.txt"
     foreign.write_text("hh gg hh gg hh gg\n")
     lm = language_model.make(LanguageModelFlags(lm_text=[str(foreign)]), TOKENS, folder)
-    own, every = lm.choices.values()
+    own, every = (made() for made in lm.choices.values())
 
     def rows_of(fusion):
         return rows("ab cd", {None: "eh hh", own: "ef gh", every: "ef hh"}[fusion])
