@@ -126,8 +126,9 @@ def targets_of(sources: list[Path], output: str | None, form: str | None) -> dic
 
 def copy_of(source: Path, target: Path, choice: Choice) -> Copy:
     """What is heard of a file. Raises `UsageError`, and `DataError` if there is nothing."""
-    chosen = tiers_to_hear(source, elan.segments(source), choice.wanted)
-    audio, origin = rows.audio_of(source, elan.read(source).media, choice.audio_root)
+    all_tiers, media = elan.segments(source)
+    chosen = tiers_to_hear(source, all_tiers, choice.wanted)
+    audio, origin = rows.audio_of(source, media, choice.audio_root)
     unusable = 0
     tiers = []
     for tier, segments in chosen:

@@ -51,8 +51,8 @@ class Tier:
 
 @dataclass
 class Document:
-    """A file of annotations. `faults`: (reason, place) of each line that cannot be read, `notes`: of
-    what is read in another way than it is written."""
+    """A file of annotations. `faults`: (reason, place) of each line that cannot be read, `notes`:
+    of what is read in another way than it is written."""
 
     tiers: list[Tier]
     media: list[Media] = field(default_factory=list)

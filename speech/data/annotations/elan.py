@@ -184,11 +184,15 @@ def read(path: Path) -> Document:
     tiers = {raw.tier.name: raw.tier for raw in reader.tiers}
     for raw in reader.tiers:
         raw.tier.participant = participant(raw.tier, tiers)
-    media = [
+    return Document([raw.tier for raw in reader.tiers], media_of(reader))
+
+
+def media_of(reader: Reader) -> list[Media]:
+    """The recordings that a file names."""
+    return [
         Media(local_path(url), local_path(relative, relative=True), origin)
         for url, relative, origin in reader.media
     ]
-    return Document([raw.tier for raw in reader.tiers], media)
 
 
 def times_of(raw: Raw, reader: Reader) -> list[tuple[float, float]]:
@@ -200,9 +204,10 @@ def times_of(raw: Raw, reader: Reader) -> list[tuple[float, float]]:
     ]
 
 
-def segments(path: Path) -> list[tuple[Tier, list[Segment]]]:
+def segments(path: Path) -> tuple[list[tuple[Tier, list[Segment]]], list[Media]]:
     """The tiers of an .eaf with their annotations, each with its own time or that of the one that
-    it depends on; NaN if others share that time. Raises `UsageError` and `DataError`."""
+    it depends on, NaN if others share that time; and its recordings. Raises `UsageError` and
+    `DataError`."""
     reader = Reader(path)
     reader.read()
     own = [times_of(raw, reader) for raw in reader.tiers]
@@ -229,7 +234,7 @@ def segments(path: Path) -> list[tuple[Tier, list[Segment]]]:
             found.append(Segment(each.name, *times.get(key, (math.nan, math.nan)), each.text))
         raw.tier.annotations += (Annotation(*each[1:]) for each in found)
         result.append((raw.tier, found))
-    return result
+    return result, media_of(reader)
 
 
 def participant(tier: Tier, tiers: dict[str, Tier]) -> str:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from common import files
 from speech.data.annotations.document import DRAFT, UTTERANCES
 from speech.writing import subtitles
 
@@ -71,15 +70,10 @@ class Track:
     spans: list[Span] = field(default_factory=list)
 
 
-def write(path: Path, rows: Sequence[dict], audio: str | Path, seconds: float = 0.0) -> None:
-    """Writes the file of `rows` aside and renames it to `path`, whose suffix says its form: a key
-    of BEGINNINGS, also in capitals. `audio` is the recording, which an .eaf names absolutely and
-    relative to `path`; `seconds` is its length, which a TextGrid has. Raises `OSError`."""
-    files.write_text(path, content(path, rows, audio, seconds))
-
-
 def content(path: Path, rows: Sequence[dict], audio: str | Path, seconds: float = 0.0) -> str:
-    """What `write` writes."""
+    """The content of the file of `rows` at `path`, whose suffix says its form: a key of BEGINNINGS,
+    also in capitals. `audio` is the recording, which an .eaf names absolutely and relative to
+    `path`; `seconds` is its length, which a TextGrid has."""
     suffix = path.suffix.lower()
     if suffix in subtitles.FORMATS:
         return subtitles.FORMATS[suffix].whole(as_transcript(rows))

@@ -43,6 +43,10 @@ def spans_in(track):
     return [(span.start, span.end, span.text) for span in track.spans]
 
 
+def write(path, rows, audio, seconds: float = 0.0) -> None:
+    path.write_text(writing.content(path, rows, audio, seconds), encoding="utf-8")
+
+
 @given(rows_of_talks())
 def test_every_row_and_word_is_in_a_tier_without_overlaps(rows):
     tracks = {track.name: track for track in writing.tracks_of(rows)}
@@ -70,7 +74,7 @@ def test_every_row_and_word_is_in_a_tier_without_overlaps(rows):
 @given(rows_of_talks())
 def test_pympi_reads_what_is_written(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("elan") / "a.eaf"
-    writing.write(path, rows, path.with_name("b c.wav"))
+    write(path, rows, path.with_name("b c.wav"))
     tracks = writing.tracks_of(rows)
     file = Elan.Eaf(str(path))
     assert list(file.tiers) == [track.name for track in tracks]
@@ -86,7 +90,7 @@ def test_pympi_reads_what_is_written(tmp_path_factory, rows):
 @given(rows_of_talks(), st.floats(0, 20))
 def test_praatio_reads_what_is_written(tmp_path_factory, rows, seconds):
     path = tmp_path_factory.mktemp("praat") / "a.TextGrid"
-    writing.write(path, rows, "a.wav", seconds)
+    write(path, rows, "a.wav", seconds)
     tracks = writing.tracks_of(rows)
     grid = textgrid.openTextgrid(str(path), includeEmptyIntervals=True, duplicateNamesMode="error")
     assert list(grid.tierNames) == [track.name for track in tracks]
@@ -117,7 +121,7 @@ def test_what_comes_back_is_a_manifest_and_what_changed_is_counted(name, tmp_pat
         {"start": 1.5, "end": 2.0, "text": "", "draft": "c", "speaker": "Anna"},
     ]
     path = folder / name
-    writing.write(path, rows, audio, 2.0)
+    write(path, rows, audio, 2.0)
     if name == "a.TextGrid":  # which names no audio
         path = path.rename(tmp_path / name)
     read, told = manifest_of(path)
@@ -147,7 +151,7 @@ def test_subtitles_of_rows_are_read_again(suffix, tmp_path):
         {"start": 2.0, "end": 3.0, "text": " "},
     ]
     path = tmp_path / f"a{suffix}"
-    writing.write(path, rows, "a.wav")
+    write(path, rows, "a.wav")
     (tier,) = READERS[suffix.lower()](path).tiers
     found = [(each.start, each.end, each.text) for each in tier.annotations]
     assert found == [(0.0, 1.0, "hello you"), (1.5, 2.0, "bye")]
@@ -156,7 +160,7 @@ def test_subtitles_of_rows_are_read_again(suffix, tmp_path):
 @pytest.mark.parametrize("suffix", [".eaf", ".TextGrid", ".srt", ".vtt"])
 def test_own_files_begin_as_is_told(suffix, tmp_path):
     path = tmp_path / f"a{suffix}"
-    writing.write(path, [{"start": 0.0, "end": 1.0, "text": "a"}], "a.wav")
+    write(path, [{"start": 0.0, "end": 1.0, "text": "a"}], "a.wav")
     assert path.read_bytes().startswith(writing.BEGINNINGS[suffix.lower()])
     if suffix == ".eaf":
         Elan.Eaf(str(path)).to_file(str(path))
