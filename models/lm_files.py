@@ -68,10 +68,13 @@ def for_torchaudio(tokenizer, pieces: list[str], blank: int) -> Names:
     space."""
     tokens = language_model.tokens_of(tokenizer)
     lines: list[str] = []
+    taken = {""}
     for token, piece in enumerate(pieces):
         name = "".join(piece.split()).replace("\u2581", SPACE)
-        is_other = name == SPACE and token != tokens.mark
-        lines.append(f"<{token}>" if is_other or name in ("", *lines) else name)
+        if name in taken or (name == SPACE and token != tokens.mark):
+            name = f"<{token}>"
+        taken.add(name)
+        lines.append(name)
     names = {
         token: name for token, name in enumerate(lines) if token != blank and name not in SPECIAL
     }
