@@ -209,9 +209,9 @@ def drop_untrainable(
 
 
 class Utterances:
-    """A set of utterances as the model takes them. Only the training set is augmented: all of it, or
-    with a new head a share, which the loop lets grow. Augmentation, masks and skipped layers depend
-    on this share and (seed, epoch, index) alone."""
+    """A set of utterances as the model takes them. Only the training set is augmented: all of it,
+    or with a new head a share, which the loop lets grow. Augmentation, masks and skipped layers
+    depend on this share and (seed, epoch, index) alone."""
 
     augmented_share = 1.0
 

@@ -97,8 +97,9 @@ def replace(places: Places, table: Table, changes: list[dict]) -> list[dict]:
     for one is an edit, two for one a split, one for two a join. It is refused where a text is none
     of those that its sender has `known` of it.
 
-    Returns {"rows"} that are there now for each change, with "refused" where it was not made. Raises
-    `UsageError` for a table that is only read, and for changes that are none, and `RunError`."""
+    Returns {"rows"} that are there now for each change, with "refused" where it was not made.
+    Raises `UsageError` for a table that is only read, and for changes that are none, and
+    `RunError`."""
     check_writable(places, table)
     with _writing:
         rows, _ = texts_of(table, places)

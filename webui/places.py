@@ -92,8 +92,8 @@ class Places:
 
     def manifests(self, folder: str = "") -> list[str]:
         """Tables of recordings below the folders, or below one `folder` of them, to choose from;
-        also files of annotations, and a pattern for those in one folder. Those of one upload are one
-        table."""
+        also files of annotations, and a pattern for those in one folder. Those of one upload are
+        one table."""
         bases = [self.inside(folder)] if folder else [self.data, self.runs / UPLOADS]
         below = list(self._below(bases))
         annotated = [path for path in below if is_annotations(path)]
@@ -217,8 +217,9 @@ class Places:
         return ""
 
     def remove_upload(self, upload: str | Path) -> None:
-        """Removes what `save_upload` has returned. Raises `UsageError` for any other path. The empty
-        folder stays, so that its number does not become another upload's: a draft may name it."""
+        """Removes what `save_upload` has returned. Raises `UsageError` for any other path. The
+        empty folder stays, so that its number does not become another upload's: a draft may name
+        it."""
         folder = self._upload(upload)
         for entry in _entries(folder):
             if entry.name != NOT_USED:  # last: what is left can be removed again

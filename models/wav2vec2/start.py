@@ -165,7 +165,8 @@ class RegularisationFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class Wav2Vec2Options(StartFlags, TextFlags, ProfileFlags, RegularisationFlags, recogniser.Request):
-    """The request of the flags. `origin`: where the model starts; `letters`: what --profile says."""
+    """The request of the flags. `origin`: where the model starts; `letters`: what --profile
+    says."""
 
     origin: Origin
     letters: Profile | None

@@ -183,8 +183,8 @@ class WhisperOptions(StartFlags, TrainingFlags, recogniser.Request):
 def add_arguments(
     parser, sizes: dict[str, dict], language: str | None, usual: str, **changes
 ) -> None:
-    """`sizes`: names of model sizes to configurations; `language`: the default, which the help calls
-    `usual`; `changes`: as in `options.add_record`."""
+    """`sizes`: names of model sizes to configurations; `language`: the default, which the help
+    calls `usual`; `changes`: as in `options.add_record`."""
     model = released.add_arguments(parser, FORMS, sizes, "base")
     parser.hints["--align"] = "recipes/wav2vec2_ctc.py aligns a recording with its text"
     options.add_record(parser, model, StartFlags, language=(language, usual), **changes)

@@ -169,10 +169,9 @@ class WhisperTokenizer:
     Attributes: the ids `eos`, `start`, `no_timestamps`, `no_speech`, `previous` (of
     <|startofprev|>) and `timestamp_begin` (the last four are None if the vocabulary lacks them),
     `prompt` (the decoder's first tokens), `timed_prompt` (the same before a text with times),
-    `size` (of the vocabulary), `languages` (codes), `language` (the code of the token), `spoken` (the
-    language of the texts, which may have borrowed it), `space` (what a released model writes before
-    a text).
-    """
+    `size` (of the vocabulary), `languages` (codes), `language` (the code of the token), `spoken`
+    (the language of the texts, which may have borrowed it), `space` (what a released model writes
+    before a text)."""
 
     kind = "whisper"
 
@@ -453,8 +452,9 @@ def make_tokenizer(state: dict) -> WhisperTokenizer:
 
 
 def language_code(text: str) -> str:
-    """An argparse type: a language by its code or name, perhaps with the one whose token it borrows:
-    vi, Lingala, kok, zh-tw, mdw=ln. Codes are in lower case, as transformers looks them up."""
+    """An argparse type: a language by its code or name, perhaps with the one whose token it
+    borrows: vi, Lingala, kok, zh-tw, mdw=ln. Codes are in lower case, as transformers looks them
+    up."""
     parts = [languages.exact(part) for part in text.split("=")]
     for part in parts:
         is_code = re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", part) and 2 <= len(part) <= 20

@@ -491,10 +491,10 @@ def hold_out(
     whole: Corpus, rows: np.ndarray, seed: int, earlier_keys: set[str]
 ) -> tuple[Corpus, Corpus]:
     """(training part, evaluation part) of the ascending `rows` of the training set: a random part
-    is held out: HELD_OUT of it, FEWEST_HELD_OUT to MOST_HELD_OUT utterances, none of them with a
-    text that a recogniser wrote. If `earlier_keys`
-    has the keys of other utterances, of any row, these are held out instead. Raises `DataError` if
-    nothing would be left to train on."""
+    is held out: HELD_OUT of it, FEWEST_HELD_OUT (of few utterances a tenth) to MOST_HELD_OUT, none
+    of them with a text that a recogniser wrote. If `earlier_keys` has the keys of other utterances,
+    of any row, these are held out instead. Raises `DataError` if nothing would be left to train
+    on."""
     written = rows if whole.drafted is None else rows[~whole.drafted[rows]]
     if not len(written):
         raise DataError("a recogniser wrote all training texts: add --val_manifest")

@@ -1,4 +1,5 @@
-"""Marks in the middle of an audio file, by which joined ones are known; why a file cannot be used."""
+"""Marks in the middle of an audio file, by which joined ones are known; why a file cannot be
+used."""
 
 import functools
 import mmap

@@ -1,5 +1,5 @@
-"""What a letter is: each character of the texts or, with --profile, what an orthography profile says
-(profile.py, which comes in with the flag)."""
+"""What a letter is: each character of the texts or, with --profile, what an orthography profile
+says (profile.py, which comes in with the flag)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
-"""chrF2 of translations, as sacrebleu computes it (Popovic 2015): characters that are right, in runs
-of one to six, with recall counted twice as much as precision. It suits languages with long words,
-and one reference a sentence."""
+"""chrF2 of translations, as sacrebleu computes it (Popovic 2015): characters that are right, in
+runs of one to six, with recall counted twice as much as precision. It suits languages with long
+words, and one reference a sentence."""
 
 from collections import Counter
 

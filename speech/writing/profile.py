@@ -126,7 +126,8 @@ def of_rows(rows: list[list[str]]) -> Profile | None:
 
 
 def are_rows(rows) -> bool:
-    """Whether the rows, from a checkpoint, are those of a profile; a schema of `records.mismatch`."""
+    """Whether the rows, from a checkpoint, are those of a profile; a schema of
+    `records.mismatch`."""
     if mismatch(rows, [[str]], "it") or any(len(row) != 2 for row in rows):
         return False
     return not rows or fault(dict(enumerate(rows))) is None
@@ -204,8 +205,8 @@ def fault(rows: dict[int, list[str]]) -> str | None:
 
 
 class Outside:
-    """`lacking` of `unknown.check_unknown` for `characters`, the units of a profile. It keeps a word
-    for each one that it finds."""
+    """`lacking` of `unknown.check_unknown` for `characters`, the units of a profile. It keeps a
+    word for each one that it finds."""
 
     def __init__(self, characters: Iterable[str], profile: Profile):
         self.known = {*characters}

@@ -5,7 +5,17 @@ import shutil
 
 import pytest
 
+from webui.places import Places
+
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+
+
+@pytest.fixture
+def here(tmp_path):
+    """The folders of a page, empty."""
+    for name in ("data", "runs"):
+        (tmp_path / name).mkdir()
+    return Places(tmp_path / "data", tmp_path / "runs")
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ from tests.webui.test_app import started
 from webui import catalogue, corrections
 from webui.checked import Example, Row, Section
 from webui.context import Context
-from webui.places import Places
 from webui.tabs import data
 from webui.tabs.shared import Shared
 
@@ -19,13 +18,6 @@ HARMFUL = "<img src=x onerror=alert(1)>"
 @pytest.fixture(scope="module")
 def recipes():
     return catalogue.find_recipes()
-
-
-@pytest.fixture
-def here(tmp_path):
-    for name in ("data", "runs"):
-        (tmp_path / name).mkdir()
-    return Places(tmp_path / "data", tmp_path / "runs")
 
 
 @pytest.fixture

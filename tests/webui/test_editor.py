@@ -19,7 +19,6 @@ from speech.data.annotations import elan, lines, praat
 from tests.webui.test_app import started
 from tests.webui.test_browser import picture
 from webui import editor
-from webui.places import Places
 
 WAIT = 180  # seconds
 HARMFUL = "</script><img src=x onerror=alert(1)>"
@@ -28,13 +27,6 @@ EAF = """<ANNOTATION_DOCUMENT><HEADER/><TIME_ORDER><TIME_SLOT TIME_SLOT_ID="a" T
 TIER = """<TIER TIER_ID="{0}"><ANNOTATION><ALIGNABLE_ANNOTATION ANNOTATION_ID="{0}"
 TIME_SLOT_REF1="a" TIME_SLOT_REF2="b"><ANNOTATION_VALUE>{0} says</ANNOTATION_VALUE>
 </ALIGNABLE_ANNOTATION></ANNOTATION></TIER>"""
-
-
-@pytest.fixture
-def here(tmp_path):
-    for name in ("data", "runs"):
-        (tmp_path / name).mkdir()
-    return Places(tmp_path / "data", tmp_path / "runs")
 
 
 @pytest.fixture
