@@ -8,7 +8,9 @@ import zipfile
 from pathlib import Path
 
 from common.errors import Failure, UsageError
-from speech.data.annotations import writing
+from speech.data.annotations import adding, elan, writing
+from speech.data.annotations.document import OWN_TIER, UTTERANCES
+from speech.data.annotations.rows import audio_of, files_of
 from speech.data.headers import probe
 from webui import corrections
 from webui.corrections import Table
@@ -20,8 +22,8 @@ COLUMNS = ("file", "begin", "end", "speaker", "text", "edited")
 
 def taken(places: Places, table: Table, form: str) -> tuple[str, bytes]:
     """(name of the file, its content) of the latest texts of a table: a .csv of all, or a file for
-    each recording, in a .zip if there are several. Texts that are left out of a training are in
-    them. Raises `UsageError` and `DataError`."""
+    each recording, in a .zip if there are several. An .eaf from ELAN keeps all that it has. Texts
+    that are left out of a training are in them. Raises `UsageError` and `DataError`."""
     if form not in FORMS:
         raise UsageError(f"the forms are {', '.join(FORMS)}")
     rows, _ = corrections.texts_of(table, places)
@@ -38,8 +40,8 @@ def taken(places: Places, table: Table, form: str) -> tuple[str, bytes]:
     if form == ".csv":
         table_name = Path(places.own_name(table.path).replace("*", "all")).stem
         return f"{table_name}.csv", _csv({names[path]: part for path, part in timed.items()})
-    files = {}
-    for path, part in timed.items():
+    files = _copies(places, table, rows) if form == ".eaf" else {}
+    for path, part in {} if files else timed.items():
         own = Path(names[path])
         audio = path if own.name == path.name else own  # an upload lies beside its file at home
         target = audio.with_suffix(form)
@@ -52,6 +54,28 @@ def taken(places: Places, table: Table, form: str) -> tuple[str, bytes]:
         for name, file in files.items():
             archive.writestr(name, file)
     return f"texts{form}.zip", content.getvalue()
+
+
+def _copies(places: Places, table: Table, rows: list[dict]) -> dict[str, bytes]:
+    """Copies of the .eaf that a table consists of, by their owner's names, with the texts in tiers
+    beside all others. Nothing for other tables, nor for files that `writing` made: they have the
+    texts in tiers of such names, and are written anew."""
+    copies = {}
+    for path in files_of(table.path):
+        own = places.own_name(path)
+        part = [_timed(row) for row in rows if row.get("from", own) == own]
+        if path.suffix.lower() != ".eaf" or not part:
+            continue
+        document = elan.read(path)
+        if any(OWN_TIER.fullmatch(tier.name) for tier in document.tiers):
+            return {}
+        _, origin = audio_of(path, document.media)
+        for row in part:
+            row["start"] -= origin
+            row["end"] -= origin
+        tracks = [track for track in writing.tracks_of(part) if track.kind == UTTERANCES]
+        copies[own] = adding.with_tiers(path.read_bytes(), path, path, (), tracks)
+    return copies
 
 
 def _names(places: Places, paths) -> dict[Path, str]:

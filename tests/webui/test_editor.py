@@ -117,6 +117,31 @@ def test_texts_are_taken_home(client, here, wav, tmp_path):
         assert client.get("/home", params={"table": table, "form": form}).status_code == 404
 
 
+def test_an_eaf_comes_home_with_all_that_it_had(client, here, wav, tmp_path):
+    """The corrected tier is added to the person's files, of which only one was edited."""
+    names = []
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.eaf").write_text(EAF.format(TIER.format("tx") + TIER.format("gloss")))
+        names += [f"{name}.wav", f"{name}.eaf"]
+    clip = wav(tmp_path / "x.wav")
+    here.save_upload([clip, str(tmp_path / "one.eaf"), clip, str(tmp_path / "two.eaf")], names)
+    table = {"table": "uploads/1/*.eaf", "tier": "tx"}
+    rows = [{"text": "mended", "offset": 0.2, "edited": "done"}]
+    client.post(
+        "/texts",
+        json={**table, "changes": [{"numbers": [0], "known": [["tx says"]], "rows": rows}]},
+    )
+    answer = client.get("/home", params={**table, "form": ".eaf"})
+    archive = zipfile.ZipFile(io.BytesIO(answer.content))
+    assert archive.namelist() == ["one.eaf", "two.eaf"]
+    archive.extractall(tmp_path / "home")
+    for name, first in (("one", (0.2, 1.0, "mended")), ("two", (0.1, 0.9, "tx says"))):
+        before = elan.read(tmp_path / f"{name}.eaf").tiers
+        *kept, new = elan.read(tmp_path / "home" / f"{name}.eaf").tiers
+        assert kept == before and new.name == "utterances@tx"
+        assert [each[:3] for each in new.annotations] == [pytest.approx(first)]
+
+
 def test_a_draft_of_whole_files_is_taken_home(client, here, wav, json_lines):
     """One recording without times: its file alone, with the length of the recording."""
     (here.runs / "one").mkdir()

@@ -2,7 +2,9 @@
 byte for byte, but for the paths of media relative to the file, which another folder changes, and
 the number of the last annotation, from which ELAN counts on."""
 
+import bisect
 import itertools
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -29,6 +31,7 @@ RELATIVE = {  # attributes with paths that are relative to the file, and with ab
 ENCODING = re.compile(rb"""<\?xml[^>]*?encoding\s*=\s*["']([\w.:-]+)["']""")
 LAST_NUMBER = re.compile(rb"(<PROPERTY\b[^>]*>\s*)\d+")
 NUMBER = re.compile(r"a(\d+)")  # how ELAN calls annotations
+SLOT = re.compile(r"ts(\d+)")  # and slots of time
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,15 @@ class NewTier:
 @dataclass
 class Written:
     """Where the elements of a file in UTF-8 begin, and which names it has. `starts`: (element,
-    byte, attributes) of those in the root and of RELATIVE, `end`: the byte of the root's end."""
+    byte, attributes) of those in the root and of RELATIVE, `slots`: (milliseconds, byte) of those
+    with a time, sorted, `ends`: the byte of the end tag of each element in the root, the last of its name,
+    and of the root."""
 
     starts: list[tuple[str, int, dict[str, str]]] = field(default_factory=list)
-    end: int = 0
+    slots: list[tuple[float, int]] = field(default_factory=list)
+    ends: dict[str, int] = field(default_factory=dict)
     last: int = 0  # the highest number of an annotation
+    last_slot: int = 0
     number: int | None = None  # the byte of the PROPERTY that has it
 
     def names(self, element: str, attribute: str) -> set[str]:
@@ -59,7 +66,13 @@ class Written:
     def place_for(self, element: str) -> int:
         """The byte where a new element goes: before those that follow it by ELAN's schema."""
         following = ORDER[ORDER.index(element) + 1 :]
-        return next((start for name, start, _ in self.starts if name in following), self.end)
+        places = (start for name, start, _ in self.starts if name in following)
+        return next(places, self.ends["ANNOTATION_DOCUMENT"])
+
+    def place_for_slot(self, time: float) -> int:
+        """The byte where a slot of this time goes: before the first later one."""
+        later = bisect.bisect(self.slots, (time, math.inf))
+        return self.slots[later][1] if later < len(self.slots) else self.ends["TIME_ORDER"]
 
 
 def parsed(content: bytes) -> Written:
@@ -75,16 +88,21 @@ def parsed(content: bytes) -> Written:
             written.number = parser.CurrentByteIndex
         if number := NUMBER.fullmatch(attributes.get("ANNOTATION_ID", "")):
             written.last = max(written.last, int(number[1]))
+        if number := SLOT.fullmatch(attributes.get("TIME_SLOT_ID", "")):
+            written.last_slot = max(written.last_slot, int(number[1]))
+        if element == "TIME_SLOT" and "TIME_VALUE" in attributes:
+            written.slots.append((float(attributes["TIME_VALUE"]), parser.CurrentByteIndex))
         path.append(element)
 
     def end(element: str) -> None:
         path.pop()
-        if not path:
-            written.end = parser.CurrentByteIndex
+        if len(path) < 2:
+            written.ends[element] = parser.CurrentByteIndex
 
     parser.StartElementHandler = begin
     parser.EndElementHandler = end
     parser.Parse(content, True)
+    written.slots.sort()
     return written
 
 
@@ -95,8 +113,15 @@ def write(source: Path, target: Path, tiers: Sequence[NewTier]) -> None:
     files.write_file(target, lambda temporary: temporary.write_bytes(content))
 
 
-def with_tiers(content: bytes, source: Path, target: Path, tiers: Sequence[NewTier]) -> bytes:
-    """The `content` of the .eaf `source` with these tiers, for the path `target`."""
+def with_tiers(
+    content: bytes,
+    source: Path,
+    target: Path,
+    tiers: Sequence[NewTier],
+    tracks: Sequence[writing.Track] = (),
+) -> bytes:
+    """The `content` of the .eaf `source`, which has slots of time, with these tiers and `tracks`,
+    which depend on no tier, for the path `target`."""
     encoding = encoding_of(content)
     try:
         content = content.decode(encoding).encode("utf-8")
@@ -104,7 +129,11 @@ def with_tiers(content: bytes, source: Path, target: Path, tiers: Sequence[NewTi
         raise DataError(f"{source}: its encoding is not {encoding}; save it with ELAN") from None
     written = parsed(content)
     changes = moved_links(content, written, source, target)
-    added, last = added_elements(written, tiers)
+    slots, names = writing.time_slots(tracks, written.last_slot + 1)
+    for name, time in slots:
+        place = written.place_for_slot(time)
+        changes.append((place, place, xml_of(writing.slot_element(name, time), 2)))
+    added, last = added_elements(written, tiers, tracks, names)
     changes += (
         (written.place_for(each.tag), written.place_for(each.tag), xml_of(each)) for each in added
     )
@@ -129,45 +158,57 @@ def encoding_of(content: bytes) -> str:
     return found[1].decode() if found else "utf-8"
 
 
-def xml_of(element: ElementTree.Element) -> bytes:
-    """An element as ELAN indents those in the root, with the indentation of the one after it."""
-    return f"{writing.as_xml(element, level=1)}\n    ".encode()
+def xml_of(element: ElementTree.Element, level: int = 1) -> bytes:
+    """An element as ELAN indents it, with the indentation of the one after it."""
+    return f"{writing.as_xml(element, level)}\n{'    ' * level}".encode()
 
 
 def added_elements(
-    written: Written, tiers: Sequence[NewTier]
+    written: Written,
+    tiers: Sequence[NewTier],
+    tracks: Sequence[writing.Track],
+    slots: dict[tuple[int, int, int], str],
 ) -> tuple[list[ElementTree.Element], int]:
-    """The elements of the new tiers, of their types and of their constraint where they are missing;
-    and the highest number of an annotation then."""
-    elements = []
-    ids = itertools.count(written.last + 1)
+    """The elements of the new tiers and tracks, of their types and constraints where they are
+    missing; and the highest number of an annotation then. `slots`: names of `writing.time_slots`
+    for the tracks."""
     last = written.last
     taken = written.names("TIER", "TIER_ID")
-    types: dict[str, str] = {}
-    associated = writing.ASSOCIATED
+    kinds = dict.fromkeys(each.kind for each in (*tiers, *tracks))
+    types = {kind: type_named(written, kind) for kind in kinds}
+    known = written.names("LINGUISTIC_TYPE", "LINGUISTIC_TYPE_ID")
+    elements = [
+        writing.type_element(name, writing.TYPES[kind])
+        for kind, name in types.items()
+        if name not in known
+    ]
     for tier in tiers:
-        if tier.kind not in types:
-            types[tier.kind] = type_named(written, tier.kind)
-            if types[tier.kind] not in written.names("LINGUISTIC_TYPE", "LINGUISTIC_TYPE_ID"):
-                elements.append(writing.type_element(types[tier.kind], associated))
         name = free_name(tier.name, taken)
         taken.add(name)
         element = writing.tier_element(name, types[tier.kind], tier.parent, tier.speaker)
-        for parent, text in tier.texts:
-            last = next(ids)
-            writing.add_reference(element, f"a{last}", parent, writing.one_line(text))
+        for number, (parent, text) in enumerate(tier.texts, last + 1):
+            writing.add_reference(element, f"a{number}", parent, writing.one_line(text))
+        last += len(tier.texts)
         elements.append(element)
-    if associated not in written.names("CONSTRAINT", "STEREOTYPE"):
-        elements.append(writing.constraint_element(associated))
-    return elements, last
+    for element in writing.tier_elements(tracks, slots, last + 1):
+        element.set("TIER_ID", free_name(element.get("TIER_ID", ""), taken))
+        element.set("LINGUISTIC_TYPE_REF", types[element.get("LINGUISTIC_TYPE_REF", "")])
+        elements.append(element)
+    last += sum(len(track.spans) for track in tracks)
+    constraints = {writing.TYPES[kind] for kind in kinds} - {None}
+    missing = constraints - written.names("CONSTRAINT", "STEREOTYPE")
+    return [*elements, *map(writing.constraint_element, sorted(missing))], last
 
 
 def type_named(written: Written, kind: str) -> str:
     """A type for tiers of a `kind`: that of the file if it has the same constraint."""
-    own = {"CONSTRAINTS": writing.ASSOCIATED, "LINGUISTIC_TYPE_ID": kind}
-    for element, _, attributes in written.starts:
-        if element == "LINGUISTIC_TYPE" and own.items() <= attributes.items():
-            return kind
+    own = {
+        (attributes.get("LINGUISTIC_TYPE_ID"), attributes.get("CONSTRAINTS"))
+        for element, _, attributes in written.starts
+        if element == "LINGUISTIC_TYPE"
+    }
+    if (kind, writing.TYPES[kind]) in own:
+        return kind
     return free_name(kind, written.names("LINGUISTIC_TYPE", "LINGUISTIC_TYPE_ID"))
 
 

@@ -196,19 +196,10 @@ def eaf(tracks: list[Track], audio: Path, path: Path) -> str:
     )
     last = sum(len(track.spans) for track in tracks)
     _add(header, "PROPERTY", NAME="lastUsedAnnotationId").text = str(last)
-    slots = sorted(
-        (time, number, place, edge)
-        for number, track in enumerate(tracks)
-        if TYPES[track.kind] != ASSOCIATED
-        for place, span in enumerate(track.spans)
-        for edge, time in enumerate((span.start, span.end))
-    )
+    slots, names = time_slots(tracks)
     order = _add(root, "TIME_ORDER")
-    names = {}
-    for count, (time, *slot) in enumerate(slots, 1):
-        names[tuple(slot)] = f"ts{count}"
-        _add(order, "TIME_SLOT", TIME_SLOT_ID=f"ts{count}", TIME_VALUE=str(time))
-    _add_tracks(root, tracks, names)
+    order.extend(slot_element(*slot) for slot in slots)
+    root.extend(tier_elements(tracks, names))
     for kind in dict.fromkeys(track.kind for track in tracks):
         root.append(type_element(kind, TYPES[kind]))
     root.extend(constraint_element(name) for name in CONSTRAINTS)
@@ -216,24 +207,50 @@ def eaf(tracks: list[Track], audio: Path, path: Path) -> str:
     return f"{head}{as_xml(root)}\n"
 
 
-def _add_tracks(root: ElementTree.Element, tracks: list[Track], slots: dict) -> None:
-    """Adds a TIER for each track. `slots`: the name of each (track, span, edge) with a time."""
+def time_slots(
+    tracks: Sequence[Track], first: int = 1
+) -> tuple[list[tuple[str, int]], dict[tuple[int, int, int], str]]:
+    """The slots for the edges of spans with times of their own, in the order of time: (name,
+    milliseconds) of each; and their names by (track, span, edge). Numbers begin with `first`."""
+    edges = sorted(
+        (time, number, place, edge)
+        for number, track in enumerate(tracks)
+        if TYPES[track.kind] != ASSOCIATED
+        for place, span in enumerate(track.spans)
+        for edge, time in enumerate((span.start, span.end))
+    )
+    slots = [(f"ts{count}", edge[0]) for count, edge in enumerate(edges, first)]
+    return slots, {edge[1:]: name for edge, (name, _) in zip(edges, slots, strict=True)}
+
+
+def slot_element(name: str, time: int) -> ElementTree.Element:
+    """A TIME_SLOT at so many milliseconds."""
+    return ElementTree.Element("TIME_SLOT", {"TIME_SLOT_ID": name, "TIME_VALUE": str(time)})
+
+
+def tier_elements(
+    tracks: Sequence[Track], slots: dict[tuple[int, int, int], str], first: int = 1
+) -> list[ElementTree.Element]:
+    """A TIER for each track, with the names of `time_slots`; annotations are counted from `first`
+    on."""
     ids: dict[tuple[str, int], str] = {}  # of the annotations, by their tier and their start
-    numbers = itertools.count(1)
+    numbers = itertools.count(first)
+    tiers = []
     for number, track in enumerate(tracks):
         tier = tier_element(track.name, track.kind, track.parent, track.speaker)
-        root.append(tier)
+        tiers.append(tier)
         for place, span in enumerate(track.spans):
             name = f"a{next(numbers)}"
             ids[track.name, span.start] = name
             if TYPES[track.kind] == ASSOCIATED:
                 add_reference(tier, name, ids[track.parent, span.start], span.text)
                 continue
-            first, last = (slots[number, place, edge] for edge in (0, 1))
-            references = {"TIME_SLOT_REF1": first, "TIME_SLOT_REF2": last}
+            start, end = (slots[number, place, edge] for edge in (0, 1))
+            references = {"TIME_SLOT_REF1": start, "TIME_SLOT_REF2": end}
             each = _add(_add(tier, "ANNOTATION"), "ALIGNABLE_ANNOTATION", ANNOTATION_ID=name)
             each.attrib.update(references)
             _add(each, "ANNOTATION_VALUE").text = span.text
+    return tiers
 
 
 def _add(parent: ElementTree.Element, name: str, **attributes: str) -> ElementTree.Element:

@@ -6,7 +6,7 @@ import pytest
 from pympi import Elan
 
 from common.errors import DataError
-from speech.data.annotations import adding, elan
+from speech.data.annotations import adding, elan, writing
 
 # What a person, ELAN and other programs write; `unknown` is of no program.
 CONTENT = """<?xml version="1.0" encoding="UTF-8"?>
@@ -101,6 +101,30 @@ def test_pympi_and_our_reader_find_the_new_tiers_below_the_old_one(source):
     }
     assert file.linguistic_types["draft"]["CONSTRAINTS"] == "Symbolic_Association"
     assert file.properties[-1] == ("lastUsedAnnotationId", "15")
+
+
+def test_tiers_with_times_of_their_own(source):
+    """Their slots stand in the order of time; what was there is as it was."""
+    spans = [writing.Span(100, 500, "one <b>"), writing.Span(900, 1200, "two")]
+    tracks = [writing.Track("utterances@É", "utterances", speaker="É", spans=spans)]
+    content = source.read_bytes()
+    copy = adding.with_tiers(content, source, source, [DRAFTS], tracks).decode()
+    values = re.findall(r'ID="(\w+)"(?: TIME_VALUE="(\d+)")?', copy[: copy.index("</TIME_ORDER>")])
+    slots = [("ts1", "0"), ("ts2", ""), ("ts4", "100"), ("ts5", "500"), ("ts3", "900")]
+    assert values[-7:] == [*slots, ("ts6", "900"), ("ts7", "1200")]
+    target = source.with_name("copy.eaf")
+    target.write_text(copy, encoding="utf-8")
+    before, after = elan.read(source).tiers, elan.read(target).tiers
+    assert after[: len(before)] == before
+    assert [each[:3] for each in after[-1].annotations] == [
+        (0.1, 0.5, "one <b>"),
+        (0.9, 1.2, "two"),
+    ]
+    file = Elan.Eaf(str(target))
+    assert list(file.tiers) == ["tx@B", "tx@B-draft", "utterances@É"]
+    assert list(file.tiers["utterances@É"][0]) == ["a15", "a16"]
+    assert file.linguistic_types["utterances"]["TIME_ALIGNABLE"] == "true"
+    assert file.properties[-1] == ("lastUsedAnnotationId", "16")
 
 
 def test_elements_are_in_the_order_of_elans_schema(source):
