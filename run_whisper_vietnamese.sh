@@ -12,7 +12,8 @@
 # DATA: auto (default: by the hours of speech in --train_manifest), small_data (under 2 h),
 # medium_data (under 20 h), large_data.
 # An update is 24 utterances in every tier, 16 with small_data and in the demo. The tier decides how
-# many of them are on the GPU at once. large_data trains as the guide does, for 50,000 updates.
+# many of them are on the GPU at once. large_data trains as the guide does, for 50,000 updates; from
+# a released model for ten epochs, if they are fewer.
 # --print shows the command instead of running it. All flags of the recipe:
 #   python recipes/whisper_vietnamese.py --help all
 # The output is written in runs/whisper_vietnamese, unless --output_dir names another folder.
@@ -101,6 +102,7 @@ new demo: --from_scratch --model_size demo
 new large: --from_scratch --model_size large-v3 --learning_rate 1e-4
 --train_manifest: --max_target_tokens 256
 --train_manifest large_data unless --num_epochs: --max_steps 50000
+--train_manifest large_data unless --num_epochs --max_steps new: --num_epochs 10
 --train_manifest large_data: --warmup_steps 1000 --lr_schedule cosine
 --train_manifest large_data: --eval_every 1000 --save_every 1000 --keep_last 5
 '

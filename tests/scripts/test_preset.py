@@ -330,6 +330,10 @@ def test_vietnamese_defaults_are_the_guides():
     args = args_of(VIETNAMESE, "8gb", "tiny", *DATA, *MODEL, "--num_epochs", "3")
     assert (args.num_epochs, args.max_steps) == (3, None)
     assert (args.learning_rate, args.warmup_steps) == (None, 1000)
+    args = args_of(VIETNAMESE, "8gb", "tiny", *DATA, *MODEL)
+    assert (args.num_epochs, args.max_steps) == (10, 50_000)
+    args = args_of(VIETNAMESE, "8gb", "tiny", *DATA, *MODEL, "--max_steps", "70000")
+    assert (args.num_epochs, args.max_steps) == (None, 70_000)
     for word in ("small_data", "medium_data"):  # the guide's run is for much speech
         args = args_of(VIETNAMESE, "8gb", word, *DATA)
         assert (args.warmup_steps, args.max_steps, args.eval_every) == (None, None, None)
