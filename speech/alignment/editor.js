@@ -10,7 +10,7 @@ const rows = data.rows;
 for (const row of rows) row.original = row.saved = row.text;
 const STORE = `texts ${data.key} `;
 const MARGIN = 1; // seconds that are heard and seen around a text
-const DELAY = 200; // milliseconds between a key and its way to the server
+const DELAY = 200; // milliseconds from a key until it is sent
 const $ = (id) => document.getElementById(id);
 const kept = {};
 const refused = new Set(); // numbers of rows that somebody else has changed
@@ -64,8 +64,7 @@ function change(row, fields) {
   store(row.number);
   paint(row);
   count();
-  clearTimeout(timer);
-  timer = setTimeout(send, DELAY);
+  timer ||= setTimeout(send, DELAY); // keys that follow do not put it off
 }
 
 async function post(changes) {
@@ -106,6 +105,7 @@ async function sendOnce() {
 
 async function send() {
   clearTimeout(timer);
+  timer = 0;
   if (sending) { // what is typed meanwhile follows at once
     await sending.catch(() => {});
     if (Object.keys(kept).some((number) => !refused.has(Number(number)))) await send();

@@ -259,12 +259,14 @@ def test_nothing_that_is_typed_is_lost(tabs, here, wav, tmp_path):
         tab = tabs(server.address)
         tab.goto(base + address)
 
-        def write(number: int, text: str) -> None:
+        def write(number: int, text: str, delay: int = 0) -> None:
             box = tab.get_by_label("Text", exact=True).nth(number)
             box.fill("")
-            box.press_sequentially(text)
+            box.press_sequentially(text, delay=delay)
             wanted[number] = text
 
+        write(5, "without a pause, so that a killed browser takes little", delay=60)
+        assert len(saved(here)[5]) > 20  # there is no time for a pause before this line
         write(0, "typed and left alone")
         wait_for_text(here, 0, wanted[0])
         write(1, "reloaded after the last key")
