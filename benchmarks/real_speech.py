@@ -7,12 +7,14 @@
 
 CHECKOUT is a folder that holds the corpus as it is published; nothing of it is kept here:
 - mboshi: github.com/besacier/mboshi-french-parallel-corpus, full_corpus_newsplit, with the texts
-  .mb or, as `mboshi_cleaned`, .mb.cleaned; the test set is its dev, and 250 clips of train evaluate
+  .mb, as `mboshi_cleaned` .mb.cleaned, and as `mboshi_french` their translations; the test set is
+  its dev, and 250 clips of train evaluate
 - kerstin: github.com/rhasspy/dataset-voice-kerstin, verified and metadata.csv
 - digits: github.com/Jakobovski/free-spoken-digit-dataset, recordings; the test set is one speaker
 """
 
 import argparse
+import functools
 import json
 import random
 import re
@@ -51,10 +53,6 @@ def mboshi(folder: Path, form: str = ".mb") -> dict[str, list[dict]]:
     return {"train": [*clips("train")], "test": [*clips("dev")]}
 
 
-def mboshi_cleaned(folder: Path) -> dict[str, list[dict]]:
-    return mboshi(folder, ".mb.cleaned")
-
-
 def kerstin(folder: Path) -> dict[str, list[dict]]:
     lines = (folder / "metadata.csv").read_text(encoding="utf-8").splitlines()
     names = dict(line.split("|", 1) for line in lines if "|" in line)
@@ -74,7 +72,8 @@ def digits(folder: Path) -> dict[str, list[dict]]:
 
 CORPORA: dict[str, Callable[[Path], dict[str, list[dict]]]] = {
     "mboshi": mboshi,
-    "mboshi_cleaned": mboshi_cleaned,
+    "mboshi_cleaned": functools.partial(mboshi, form=".mb.cleaned"),
+    "mboshi_french": functools.partial(mboshi, form=".fr"),
     "kerstin": kerstin,
     "digits": digits,
 }
