@@ -9,6 +9,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -122,6 +123,21 @@ def wait_until(process: Process, ready: Callable[[], object], pause: float = 0.0
         time.sleep(pause)
 
 
+def run_ranks(
+    function: Callable, arguments: tuple = (), size: int = 2, machines: bool = False
+) -> None:
+    """Runs `function(rank, *arguments)` in each process of a job on the CPU, as torchrun starts
+    them: on one machine, or on a machine each. What they print is dropped, their errors are raised
+    here."""
+    import torch.multiprocessing
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    work = (function, arguments, size, machines, port)
+    torch.multiprocessing.start_processes(_rank, work, nprocs=size, start_method="forkserver")
+
+
 # --- in the new process ---------------------------------------------------------------------------
 
 
@@ -147,6 +163,28 @@ def _command(
     sys.stdout = _text_stream(1, "strict")
     sys.stderr = _text_stream(2, "backslashreplace")
     os._exit(_finish(_run(words, prelude)))
+
+
+def _rank(
+    rank: int, function: Callable, arguments: tuple, size: int, machines: bool, port: int
+) -> None:
+    import torch
+
+    environment = {
+        "RANK": rank,
+        "LOCAL_RANK": 0 if machines else rank,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": 1 if machines else size,
+        "GROUP_WORLD_SIZE": size if machines else 1,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    torch.set_num_threads(1)
+    gc.freeze()  # recovery from out of memory collects garbage, which would copy every page
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    function(rank, *arguments)
+    os._exit(0)  # as errors.exit_with_one_line does, and why
 
 
 def _redirect(descriptor: int, stream) -> None:

@@ -1,12 +1,11 @@
 """What the tests of `common` share."""
 
 import gc
-import multiprocessing.forkserver
 
 import pytest
-import torch.multiprocessing
 
 from common import report
+from tests import processes
 
 
 @pytest.fixture(autouse=True)
@@ -25,20 +24,11 @@ def small_heap():
 
 
 def pytest_collection_modifyitems(items) -> None:
-    """Starts the server of `in_processes`, so that it imports torch while other tests run."""
-    if any("in_processes" in getattr(item, "fixturenames", ()) for item in items):
-        multiprocessing.set_forkserver_preload(["pytest", "tests.small", "torch._dynamo"])
-        multiprocessing.forkserver.ensure_running()
+    """Starts the server of `run_ranks`, so that it imports torch while other tests run."""
+    if any("run_ranks" in getattr(item, "fixturenames", ()) for item in items):
+        processes.start_server()
 
 
 @pytest.fixture
-def in_processes():
-    """in_processes(function, arguments, count) runs `function(rank, *arguments)` in new processes.
-    A server that has imported torch forks them, so they start in a fraction of a second."""
-
-    def start(function, arguments: tuple, count: int) -> None:
-        torch.multiprocessing.start_processes(
-            function, arguments, nprocs=count, start_method="forkserver"
-        )
-
-    return start
+def run_ranks():
+    return processes.run_ranks

@@ -8,7 +8,6 @@ import random
 import sys
 import types
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from common.parts import processes
 from common.ranks import Ranks
 from tests import small
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # torch 2.11 on PyPI
 # torch's messages.
@@ -217,12 +215,8 @@ def test_one_rank(monkeypatch):
         processes.join(CPU)
 
 
-def work(rank: int, folder: str) -> None:
-    """One of two gloo processes: everything `Ranks` does, checked on both."""
-    os.environ.update(WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK=str(rank))
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
-    )
+def add_up(rank: int) -> None:
+    """One of two processes: everything `Ranks` does, checked on both."""
     ranks = processes.join(CPU)
     assert (ranks.rank, ranks.size, ranks.first) == (rank, 2, rank == 0)
 
@@ -233,13 +227,10 @@ def work(rank: int, folder: str) -> None:
     assert ranks.reduce([rank, 5 - rank], "max") == [1, 5]
     assert ranks.reduce([0.1 * rank, -rank], "max") == [0.1, 0.0]
     assert ranks.gather({"rank": rank, "rng": torch.ones(2) * rank})[1]["rank"] == 1
-    Path(folder, f"done {rank}").touch()
-    torch.distributed.destroy_process_group()
 
 
-def test_two_ranks(tmp_path, in_processes):
-    in_processes(work, (str(tmp_path),), 2)
-    assert {path.name for path in tmp_path.glob("done *")} == {"done 0", "done 1"}
+def test_two_ranks(run_ranks):
+    run_ranks(add_up)
 
 
 # --- precision ------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import threading
 import time
 from pathlib import Path
@@ -16,25 +15,11 @@ from common.errors import RunError
 from common.parts import machines, processes
 from tests import small
 
-
-def join(rank: int, port: int) -> ranks.Ranks:
-    """Joins a job of two machines with one process each."""
-    one = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_WORLD_SIZE": 2, "WORLD_SIZE": 2}
-    environment = {**one, "RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in environment.items()})
-    torch.set_num_threads(1)
-    return processes.join(torch.device("cpu"))
+CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def resume_and_talk(rank: int, port: int, folder: Path) -> None:
-    job = join(rank, port)
+def resume_and_talk(rank: int, folder: Path) -> None:
+    job = processes.join(CPU)
     assert job.machines == 2 and job.leader
 
     def resume(wanted: str | None, where: Path) -> checkpoint.Saved | None:
@@ -94,18 +79,17 @@ def resume_and_talk(rank: int, port: int, folder: Path) -> None:
     while not ended.exists():
         assert time.monotonic() < end  # or the first rank waits as long as this one lives
         time.sleep(0.1)
-    os._exit(0)
 
 
-def test_two_machines(tmp_path, in_processes, port):
+def test_two_machines(tmp_path, run_ranks):
     for step in (2, 3):
         flags = ["--num_epochs", "2", "--max_steps", str(step)]
         small.run(small.make_args(tmp_path / f"made{step}", *flags))
-    in_processes(resume_and_talk, (port, tmp_path), 2)
+    run_ranks(resume_and_talk, (tmp_path,), machines=True)
 
 
-def wait_for_a_stopped_rank(rank: int, port: int) -> None:
-    job = join(rank, port)
+def wait_for_a_stopped_rank(rank: int) -> None:
+    job = processes.join(CPU)
     if rank == 1:
         time.sleep(60)
     processes.AFTER_SIGNAL = 0.5
@@ -114,7 +98,7 @@ def wait_for_a_stopped_rank(rank: int, port: int) -> None:
     job.reduce([1])
 
 
-def test_a_signal_ends_a_rank_that_waits(in_processes, port):
+def test_a_signal_ends_a_rank_that_waits(run_ranks):
     with pytest.raises(ProcessExitedException) as ended:
-        in_processes(wait_for_a_stopped_rank, (port,), 2)
+        run_ranks(wait_for_a_stopped_rank, machines=True)
     assert ended.value.exit_code == 128 + signal.SIGTERM

@@ -3,8 +3,6 @@ overflow and clipping; what is cast; what is saved and loaded; the update of two
 
 import copy
 import gc
-import os
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -222,13 +220,7 @@ def run_unusual(folder: Path, flags: list[str], **task) -> nn.Module:
 def work(rank: int, folder: Path, runs: dict[str, list[str]]) -> None:
     """One of two ranks. It leaves its weights and the sizes of its states after each run. In some
     runs the second rank runs out of memory in the first backward pass."""
-    os.environ.update(WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK=str(rank))
-    store = f"file://{folder}/store of {len(runs)}"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    torch.set_num_threads(1)
-    gc.freeze()
     report.Report.draw = lambda self, metric: None
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     optimizers = []
     make = offload.Offloaded.make_optimizer
 
@@ -250,11 +242,10 @@ def work(rank: int, folder: Path, runs: dict[str, list[str]]) -> None:
         sizes = {names[p]: p.numel() for p in optimizers.pop().state}
         left[name] = model.state_dict(), dict(model.named_parameters()), sizes
     torch.save(left, folder / f"rank{rank}.pt")
-    os._exit(0)  # as errors.exit_with_one_line does, and why
 
 
-def on_two_ranks(in_processes, folder: Path, runs: dict) -> list[dict]:
-    in_processes(work, (folder, runs), 2)
+def on_two_ranks(run_ranks, folder: Path, runs: dict) -> list[dict]:
+    run_ranks(work, (folder, runs))
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
@@ -291,8 +282,8 @@ def test_several_ranks_divide_what_the_states_take():
     assert offload.host_bytes(model, None, 4) == offload.host_bytes(model, "adamw", 4) == 0
 
 
-def test_two_ranks_divide_the_update_and_give_what_one_process_gives(tmp_path, in_processes):
-    both = on_two_ranks(in_processes, tmp_path, {**RUNS, "begun": BEGUN})
+def test_two_ranks_divide_the_update_and_give_what_one_process_gives(tmp_path, run_ranks):
+    both = on_two_ranks(run_ranks, tmp_path, {**RUNS, "begun": BEGUN})
     run_unusual(tmp_path / "one", ONE)
     flags = [*RUNS["16 bits"], "--gradient_accumulation_steps", "2"]
     run_unusual(tmp_path / "one in 16 bits", flags)
@@ -316,5 +307,5 @@ def test_two_ranks_divide_the_update_and_give_what_one_process_gives(tmp_path, i
         assert bool(saved.progress.limits) == (name in ("states", "gradients"))
     # The run that has begun is resumed on one rank, and then on two again.
     run_unusual(tmp_path / "begun", [*ONE, "--resume", "auto", "--max_steps", "3"])
-    on_two_ranks(in_processes, tmp_path, {"begun": RESUMED})
+    on_two_ranks(run_ranks, tmp_path, {"begun": RESUMED})
     assert_near(newest(tmp_path / "begun"), newest(tmp_path / "one"), 1e-12)
