@@ -333,14 +333,6 @@ def test_global_batches_come_in_order_and_continue_from_any_position(workers, no
     assert [*map(names, take(made.iterate(0, 3), 3))] == seen[3:6]
 
 
-def test_ranks_share_a_global_batch():
-    shares = [take(global_batches(clips(50), rank=rank, ranks=3).iterate(), 3) for rank in range(3)]
-    alone = take(global_batches(clips(50), "--gradient_accumulation_steps", "9").iterate(), 3)
-    for number in range(3):
-        union = flat(names(share[number]) for share in shares)
-        assert sorted(union) == sorted(names(alone[number]))
-
-
 @pytest.mark.parametrize(
     ("count", "trouble", "skipped", "workers"),
     [

@@ -170,27 +170,6 @@ def test_a_term_without_a_weight_is_not_trained(tmp_path):
     assert are_equal(model, reference)
 
 
-@pytest.mark.parametrize(
-    ("flags", "largest"),
-    [
-        (cut(8, 1), 8),
-        (cut(4, 2), 4),
-        (cut(1, 8), 1),
-        ((*cut(8, 1), "--max_batch_seconds", "4"), 7),
-    ],
-)
-def test_training_ends_with_the_same_weights_however_global_batches_are_cut(
-    tmp_path, flags, largest
-):
-    sizes = []
-    noted = changing(lambda number, model, batch, terms: sizes.append(len(batch["names"])))
-    reference, _ = trained(tmp_path / "a", *cut(2, 4))
-    model, progress = trained(tmp_path / "b", *flags, compute_loss=noted)
-    assert progress.step == 2 and progress.utterances == 13  # 8 and the partial global batch of 5
-    assert max(sizes) <= largest
-    assert small.relative(small.weights(model), small.weights(reference)) < 1e-10
-
-
 def test_a_run_learns(tmp_path):
     flags = ("--num_epochs", "40", "--learning_rate", "1e-2", "--eval_every", "20")
     _, progress = trained(tmp_path, *flags)
@@ -947,21 +926,6 @@ def test_what_changes_the_order_starts_the_epoch_anew(tmp_path, capsys, flags, d
     message += " changed since the checkpoint: epoch 1 starts from its beginning"
     assert re.search(message, capsys.readouterr().out)
     assert sorted(names) == sorted(item["name"] for item in data) and progress.epoch == 1
-
-
-def test_the_same_order_continues_in_any_epoch(tmp_path, capsys):
-    class Perturbed(small.Waveforms):
-        def seconds(self, epoch):
-            factors = np.random.default_rng(epoch).uniform(0.9, 1.1, len(self))
-            return super().seconds(epoch) * factors
-
-    flags = (*cut(2, 2), "--num_epochs", "3", "--lr_schedule", "constant")
-    reference, _ = trained(tmp_path / "a", *flags, data=Perturbed())
-    for steps in ("1", "4", "7", "10", "99"):
-        length = ("--max_steps", steps, "--resume", "auto")
-        model, _ = trained(tmp_path / "b", *flags, *length, data=Perturbed())
-    assert "changed since" not in capsys.readouterr().out
-    assert are_equal(model, reference)
 
 
 def test_an_older_checkpoint_is_resumed_into_another_folder_only(tmp_path):

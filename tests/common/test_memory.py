@@ -19,7 +19,6 @@ OUT_OF_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
     MemoryError(),
     RuntimeError("CUDA error: out of memory"),
-    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError(
         "[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory: you tried"
@@ -66,28 +65,6 @@ def test_evaluation_splits_what_does_not_fit_and_names_what_never_does():
 
     with pytest.raises(RuntimeError, match="shape mismatch"):
         memory.split_on_oom(broken, batch, CPU)
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_gradient_checkpointing_changes_neither_loss_nor_gradient(dropout):
-    batch = small.collate(small.Waveforms(3))
-    kept, results = [], []
-    for checkpointed in (False, True):
-        torch.manual_seed(0)
-        model = small.Network(dropout, width=32, layers=6).double()
-        if checkpointed:
-            memory.checkpoint_layers(model, (small.Layer,))
-        numbers = []
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t, n=numbers: n.append(t.numel()) or t, lambda t: t
-        ):
-            terms = small.compute_loss(model, batch)
-        kept.append(sum(numbers))
-        loss = sum(terms.values())
-        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
-    assert kept[1] < kept[0] / 2, "nothing was recomputed"
 
 
 def test_layers_are_not_recomputed_in_evaluation():

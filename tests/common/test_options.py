@@ -40,12 +40,10 @@ def refused(parser, capsys, *words) -> str:
     "command, precision, level",
     [
         ("", "auto", None),
-        ("--mixed_precision fp16 --use_cpu_offload weights", "fp16", "weights"),
         ("--mixed_precision --use_cpu_offload --batch_size 3", "auto", "states"),
         ("--no_mixed_precision --use_cpu_offload=gradients", "no", "gradients"),
         ("--no_mixed_precision --bf16", "bf16", None),
         ("--bf16 --mixed_precision", "auto", None),
-        ("--use_cpu_offload weights --no_use_cpu_offload", "auto", None),
         ("--no_use_cpu_offload --use_cpu_offload", "auto", "states"),
     ],
 )
@@ -172,8 +170,6 @@ def test_a_recipes_own_defaults_replace_the_shared_ones_in_the_help_too():
     [
         ("", set()),
         ("--batch_size 2", {"batch_size"}),  # 2 is the default
-        ("--no_tf32 --tf32", {"tf32"}),
-        ("--bf16", {"mixed_precision"}),
         ("--mixed_precision", {"mixed_precision"}),
         ("--dropout=0.3 --resume auto", {"dropout", "resume"}),
     ],
@@ -189,15 +185,12 @@ def test_given_are_the_flags_on_the_command_line(parser, command, given):
     "command, hint",
     [
         ("--batchsize 1", "--batch_size"),
-        ("--batch-size 1", "--batch_size"),
         ("--num_workers 2", "--dataloader_num_workers"),
         ("--enable_mixed_precision=False", "--no_mixed_precision"),
         ("--mixed_precision=False", "--no_mixed_precision"),
-        ("--tf32=0", "--no_tf32"),
         ("--no-mixed-precision", "--no_mixed_precision"),
         # Abbreviations, which argparse accepts by default.
         ("--batch 1", "--batch_size"),
-        ("--resum a.pt", "--resume"),
     ],
 )
 def test_an_unknown_flag_is_refused_with_the_nearest(parser, capsys, command, hint):
@@ -211,7 +204,6 @@ def test_an_unknown_flag_is_refused_with_the_nearest(parser, capsys, command, hi
         (["--device_map=auto"], "; one device is used ("),  # as a recipe explains it
         (["--init_from", __file__, __file__], "a pattern of files needs quotes"),
         ([""], "a variable of the shell that is not set, or a space behind the backslash"),
-        ([" "], "a variable of the shell that is not set, or a space behind the backslash"),
         (["--xyzzy"], "unrecognized arguments: --xyzzy (--help all"),
         (["--tf32", "true"], "on/off flags take no value"),
         (["--tf32=True"], "on/off flags take no value"),
@@ -220,7 +212,6 @@ def test_an_unknown_flag_is_refused_with_the_nearest(parser, capsys, command, hi
         (["--bf16", "auto", "base"], "TIER and SIZE stand before all flags"),
         (["—batch_size", "1"], "write two hyphens: --batch_size"),
         (["--resume", ""], "the path is empty"),
-        (["--output_dir", ""], "the path is empty"),
     ],
 )
 def test_a_word_that_is_wrong_is_explained(parser, capsys, words, hint):
@@ -234,7 +225,6 @@ def test_a_word_that_is_wrong_is_explained(parser, capsys, words, hint):
     [
         ("", None),
         ("--dry_run", ""),
-        ("--dry_run 8GB", "8GB"),
         ("--dry_run 8 GB --bf16", "8 GB"),
         ("--bf16 --dry_run=t4", "t4"),
     ],
@@ -251,11 +241,8 @@ def test_the_card_of_a_plan_may_be_several_words(parser, command, card):
         ("--batch_size 99999999999999999999", "at most 2147483647"),
         ("--learning_rate nan", "not a number"),
         ("--learning_rate 0", "more than 0"),
-        ("--max_grad_norm -0.1", "at least 0"),
         ("--dropout 1.1", "at most 1"),
-        ("--dataloader_num_workers many", "not a whole number"),
         ("--optimizer sgd", "invalid choice"),
-        ("--use_cpu_offload all", "invalid choice"),
         ("--mixed_precision fp8", "fp16"),
         ("--resume", "expected one argument"),
         ("--tf32=true", "ignored explicit argument"),

@@ -1,19 +1,14 @@
 """Old utterances among the new ones of every global batch."""
 
-import itertools
 import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import batches
-from common.device import Setup
 from common.errors import UsageError
 from common.parts import replay
-from common.ranks import Ranks
 from tests import small
 from tests.common.test_loop import cut, watched
 
@@ -123,29 +118,6 @@ class Old(small.Waveforms):
             item["name"] = f"old {item['name']}"
 
 
-def make(tmp_path, *flags, rank: int = 0, ranks: int = 1, old=True) -> batches.GlobalBatches:
-    args = small.make_args(tmp_path, "--replay_share", "0.25", *flags)
-    setup = Setup(ranks=Ranks(rank, ranks))
-    if not old:
-        return batches.GlobalBatches(args, small.Waveforms(), small.collate, setup)
-    return replay.ReplayedBatches(args, small.Waveforms(), Old(), small.collate, setup)
-
-
-def test_cuts_and_ranks_do_not_change_a_global_batch(tmp_path):
-    def names(source) -> list[list[str]]:
-        taken = itertools.islice(source.iterate(), 9)
-        return [
-            sorted(name for batch in each.micro_batches for name in batch["names"])
-            for each in taken
-        ]
-
-    whole = names(make(tmp_path, *cut(4, 1)))
-    assert names(make(tmp_path, *cut(1, 4))) == whole
-    ranks = [names(make(tmp_path, *cut(2, 1), rank=rank, ranks=2)) for rank in (0, 1)]
-    assert [sorted(a + b) for a, b in zip(*ranks, strict=True)] == whole
-    assert [sum(name.startswith("old") for name in each) for each in whole[:4]] == [1, 1, 1, 1]
-
-
 def test_the_length_of_a_run_is_that_of_its_epochs(tmp_path, capsys):
     names = []
     args = small.make_args(tmp_path, *cut(2, 2), "--replay_share", "0.4", "--num_epochs", "3")
@@ -156,18 +128,6 @@ def test_the_length_of_a_run_is_that_of_its_epochs(tmp_path, capsys):
     assert sum(name.startswith("old") for name in names) == round(0.4 * len(names))
     total = replay.count_global_batches(13, 4, 0.4, 0, 3)
     assert progress.step == total
-
-
-def test_a_run_that_goes_on_in_the_middle_of_an_epoch_ends_with_the_same_bits(tmp_path):
-    flags = (*cut(2, 2), "--replay_share", "0.25", "--num_epochs", "2", "--dropout", "0.1")
-    flags = (*flags, "--lr_schedule", "constant")
-    other, progress = small.run(small.make_args(tmp_path / "c", *flags), old=Old())
-    for steps in ("3", "7", "99"):
-        length = ("--max_steps", steps, "--resume", "auto")
-        model, again = small.run(small.make_args(tmp_path / "b", *flags, *length), old=Old())
-        assert again.step == min(int(steps), progress.step)
-    assert torch.equal(small.weights(model), small.weights(other))
-    assert again.utterances == progress.utterances
 
 
 @pytest.mark.parametrize("change", ["share", "set"])

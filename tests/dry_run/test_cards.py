@@ -25,15 +25,11 @@ from dry_run.cards import (
     ("text", "gib", "capability"),
     [
         ("8gb", 7.7, (8, 6)),
-        (" 8 GB ", 7.7, (8, 6)),
         ("8-GB", 7.7, (8, 6)),
         ("T4", 14.6, (7, 5)),
         ("NVIDIA GeForce RTX 3060", 11.6, (8, 6)),
-        ("rtx-4090", 23.6, (8, 9)),
-        ("A100", 79.1, (8, 0)),
         ("a100_40gb", 39.4, (8, 0)),
         ("8", 8, (8, 6)),
-        ("8GiB", 8, (8, 6)),
         ("10-gib", 10, (8, 6)),
         ("11.5gib", 11.5, (8, 6)),
         (".5", 0.5, (8, 6)),
@@ -84,7 +80,6 @@ def test_workspaces_are_larger_on_hopper():
     ("text", "count", "name"),
     [
         ("2x16gb", 2, "16gb"),
-        ("8 x 8GB", 8, "8gb"),
         (" 4 X RTX 3060", 4, "RTX 3060"),
         ("2x11.5", 2, "11.5 GiB"),
         (f"{MOST_CARDS}xH100", MOST_CARDS, "H100"),

@@ -18,6 +18,10 @@ def test_every_script_is_known():
     assert set(tier_tables.SCRIPTS) == scripts
 
 
+def test_the_tables_in_the_recipes_pages_are_up_to_date():
+    assert tier_tables.write(tier_tables.SCRIPTS, check=True) == []
+
+
 def test_every_row_is_planned_to_fit():
     """Also those for adapters, which no page shows."""
     entries = tier_tables.predictions()

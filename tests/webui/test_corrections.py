@@ -10,19 +10,13 @@ from speech.data.columns import Rejections, Segments
 from speech.data.manifest import Reading, read_manifest
 from webui import corrections
 from webui.corrections import DONE, LEFT_OUT, Table
-from webui.places import CORRECTED, DRAFT, Places
-
-
-@pytest.fixture
-def here(tmp_path):
-    for name in ("data", "runs/one"):
-        (tmp_path / name).mkdir(parents=True)
-    return Places(tmp_path / "data", tmp_path / "runs")
+from webui.places import CORRECTED, DRAFT
 
 
 @pytest.fixture
 def draft(here, json_lines, wav):
     """What --transcribe writes of a clip, a recording in three pieces, and silence."""
+    (here.runs / "one").mkdir()
     files = [wav(here.data / f"{number}.wav", 3) for number in range(3)]
     times = [(0.0, 1.0, "won"), (1.0, 2.0, ""), (2.0, 3.0, "to")]
     pieces = [{"start": start, "end": end, "text": text} for start, end, text in times]

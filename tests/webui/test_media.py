@@ -10,21 +10,13 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from webui import media, views
-from webui.places import Places
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def places(tmp_path):
-    for name in ("data", "runs/a/export"):
-        (tmp_path / name).mkdir(parents=True)
-    return Places(tmp_path / "data", tmp_path / "runs")
-
-
-@pytest.fixture
-def client(places):
-    return TestClient(Starlette(routes=media.routes(places)))
+def client(here):
+    return TestClient(Starlette(routes=media.routes(here)))
 
 
 def seconds_of(content: bytes) -> float:
@@ -34,9 +26,9 @@ def seconds_of(content: bytes) -> float:
 
 
 @pytest.mark.parametrize("name", ["a.wav", "a b/ख.flac", "a&b#c?.ogg"])
-def test_recordings_are_played_from_where_they_lie(client, places, wav, name):
-    wav(places.data / name, seconds=2.0, rate=8000)
-    for path in (name, str(places.data / name)):
+def test_recordings_are_played_from_where_they_lie(client, here, wav, name):
+    wav(here.data / name, seconds=2.0, rate=8000)
+    for path in (name, str(here.data / name)):
         answer = client.get("/audio", params={"path": path})
         assert answer.status_code == 200 and answer.headers["content-type"] == "audio/wav"
         assert seconds_of(answer.content) == pytest.approx(2.0)
@@ -47,16 +39,16 @@ def test_recordings_are_played_from_where_they_lie(client, places, wav, name):
     assert seconds_of(client.get(f"/{address}").content) == pytest.approx(0.5)
 
 
-def test_long_recordings_are_cut(client, places, wav, monkeypatch):
+def test_long_recordings_are_cut(client, here, wav, monkeypatch):
     monkeypatch.setattr(media, "SECONDS", 1.0)
-    wav(places.data / "a.wav", seconds=3.0)
+    wav(here.data / "a.wav", seconds=3.0)
     for given in ({}, {"seconds": 2}):
         answer = client.get("/audio", params={"path": "a.wav", **given})
         assert seconds_of(answer.content) == pytest.approx(1.0)
 
 
-def test_players_can_move_to_another_place(client, places, wav):
-    whole = client.get("/audio", params={"path": wav(places.data / "a.wav")}).content
+def test_players_can_move_to_another_place(client, here, wav):
+    whole = client.get("/audio", params={"path": wav(here.data / "a.wav")}).content
     for wanted, part in {
         "bytes=0-": whole,
         "bytes=44-99": whole[44:100],
@@ -73,17 +65,17 @@ def test_players_can_move_to_another_place(client, places, wav):
 
 
 @pytest.mark.parametrize("address", ["/audio", "/download"])
-def test_nothing_outside_is_read(client, places, tmp_path, wav, address):
+def test_nothing_outside_is_read(client, here, tmp_path, wav, address):
     wav(tmp_path / "outside.wav")
-    (places.runs / "link.wav").symlink_to(tmp_path / "outside.wav")
-    (places.runs / "folder").symlink_to(tmp_path)
-    os.mkfifo(places.runs / "pipe.wav")
+    (here.runs / "link.wav").symlink_to(tmp_path / "outside.wav")
+    (here.runs / "folder").symlink_to(tmp_path)
+    os.mkfifo(here.runs / "pipe.wav")
     for path in [
         "",
         ".",
         "/etc/passwd",
         "../outside.wav",
-        f"{places.runs}/../outside.wav",
+        f"{here.runs}/../outside.wav",
         "link.wav",
         "folder/outside.wav",
         "pipe.wav",
@@ -97,9 +89,9 @@ def test_nothing_outside_is_read(client, places, tmp_path, wav, address):
     assert client.get(address).status_code == 404
 
 
-def test_what_is_no_audio_is_one_line(client, places, wav):
-    (places.data / "a.csv").write_text("a,b\n1,2\n")
-    wav(places.data / "a.wav")
+def test_what_is_no_audio_is_one_line(client, here, wav):
+    (here.data / "a.csv").write_text("a,b\n1,2\n")
+    wav(here.data / "a.wav")
     queries = ["path=a.csv", "path=a.wav&offset=9", "path=a.wav&seconds=x", "path=a.wav&offset=-1"]
     for query in [*queries, "path=a.wav&seconds=nan", "path=a.wav&offset=inf"]:
         answer = client.get(f"/audio?{query}")
@@ -107,13 +99,14 @@ def test_what_is_no_audio_is_one_line(client, places, wav):
         assert answer.headers["content-type"].startswith("text/plain")
 
 
-def test_files_of_runs_are_downloaded_and_no_others(client, places, wav):
-    (places.runs / "a/export/<b>.html").write_text("<script>alert(1)</script>")
+def test_files_of_runs_are_downloaded_and_no_others(client, here, wav):
+    (here.runs / "a/export").mkdir(parents=True)
+    (here.runs / "a/export/<b>.html").write_text("<script>alert(1)</script>")
     answer = client.get("/download", params={"path": "a/export/<b>.html"})
     assert answer.content == b"<script>alert(1)</script>"
     assert answer.headers["content-type"] == "application/octet-stream"
     assert answer.headers["content-disposition"].startswith("attachment")
     part = client.get("/download?path=a/export/%3Cb%3E.html", headers={"Range": "bytes=1-6"})
     assert part.status_code == 206 and part.content == b"script"
-    wav(places.data / "a.wav")
+    wav(here.data / "a.wav")
     assert client.get("/download?path=a.wav").status_code == 404

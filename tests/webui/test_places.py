@@ -8,14 +8,6 @@ from common.errors import UsageError
 from speech.data.columns import Rejections
 from speech.data.manifest import parse
 from webui import places
-from webui.places import Places
-
-
-@pytest.fixture
-def here(tmp_path):
-    for name in ("data", "runs", "elsewhere"):
-        (tmp_path / name).mkdir()
-    return Places(tmp_path / "data", tmp_path / "runs")
 
 
 def rows_of(manifest):

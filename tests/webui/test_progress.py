@@ -25,13 +25,11 @@ def make(folder: Path) -> runs.Run:
     "ended, log, word, detail",
     [
         ('{"status": 0}', "weights: x", "finished", "step 9 is saved"),
-        ('{"status": 130}', "interrupted", "stopped", "step 9 is saved"),
         ('{"status": 129}', "", "stopped", "step 9 is saved"),
         ('{"status": 2}', "error: no such flag\n", "failed", "error: no such flag"),
         ('{"status": 3}', "it does not fit", "failed", "it does not fit"),
         ('{"status": 1}', "Traceback\n  a\nKeyError: 1", "failed", "KeyError: 1"),
         ('{"status": 137}', "step", "killed", None),
-        ('{"status": "x"}', "step", "killed", None),
         ('{"status"', "error: x\n", "failed", "error: x"),
         (None, "error: x", "failed", "error: x"),
         (None, "stopped by SIGTERM: saved", "stopped", "step 9 is saved"),

@@ -6,7 +6,6 @@ import pytest
 from common.errors import UsageError
 from webui import catalogue, plans, runs
 from webui.context import Context
-from webui.places import Places
 from webui.tabs import events, export, train, watch
 from webui.tabs.shared import Shared
 
@@ -14,11 +13,8 @@ KONKANI = "konkani_conformer"
 
 
 @pytest.fixture
-def context(tmp_path):
-    for name in ("data", "runs"):
-        (tmp_path / name).mkdir()
-    recipes = {KONKANI: catalogue.find_recipes()[KONKANI]}
-    return Context(Places(tmp_path / "data", tmp_path / "runs"), recipes, None)
+def context(here):
+    return Context(here, {KONKANI: catalogue.find_recipes()[KONKANI]}, None)
 
 
 def test_start_refuses_until_the_form_shows_what_was_chosen(context, monkeypatch):

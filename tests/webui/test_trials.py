@@ -11,7 +11,6 @@ import pytest
 from common.errors import RunError, UsageError
 from webui import catalogue, commands, runs, trials
 from webui.context import Context
-from webui.places import Places
 from webui.tabs import export
 from webui.trials import CPU, GPU, Model, Wish
 
@@ -35,16 +34,9 @@ class Models:
 
 
 @pytest.fixture
-def places(tmp_path) -> Places:
-    for name in ("data", "runs"):
-        (tmp_path / name).mkdir()
-    return Places(tmp_path / "data", tmp_path / "runs")
-
-
-@pytest.fixture
-def run(places):
+def run(here):
     """A run of the page, with weights."""
-    folder = places.runs / "mine"
+    folder = here.runs / "mine"
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "logs").mkdir()
     for name in ("best.safetensors", "checkpoint_step_00000020.pt"):
@@ -52,7 +44,7 @@ def run(places):
     settings = {"recipe": "xtts_amharic", "values": {"train_manifest": "train.csv"}}
     content = {"settings": settings, "words": [], "created": 1.0}
     (folder / "run.json").write_text(json.dumps(content))
-    return runs.find(places.runs, "mine")
+    return runs.find(here.runs, "mine")
 
 
 @pytest.fixture(scope="module")
@@ -78,42 +70,42 @@ def test_weights_are_those_of_the_run(run, model):
             trials.model_of_run(run, name)
 
 
-def test_a_released_model_lies_in_the_folders(places, recipes, tmp_path):
-    (places.data / "parakeet").mkdir()
-    (places.data / "base.nemo").write_bytes(b"")
+def test_a_released_model_lies_in_the_folders(here, recipes, tmp_path):
+    (here.data / "parakeet").mkdir()
+    (here.data / "base.nemo").write_bytes(b"")
     recipe = recipes["parakeet_tdt"]
-    words = trials.released_model(places, recipe, "parakeet").words
-    assert words == (f"--model_dir={places.data / 'parakeet'}",)
-    words = trials.released_model(places, recipe, "base.nemo").words
-    assert words == (f"--model_file={places.data / 'base.nemo'}",)
-    (places.data / "xtts").mkdir()
-    words = trials.released_model(places, recipes["xtts_amharic"], "xtts", " en ").words
-    assert words == (f"--model_dir={places.data / 'xtts'}", "--language=en")
+    words = trials.released_model(here, recipe, "parakeet").words
+    assert words == (f"--model_dir={here.data / 'parakeet'}",)
+    words = trials.released_model(here, recipe, "base.nemo").words
+    assert words == (f"--model_file={here.data / 'base.nemo'}",)
+    (here.data / "xtts").mkdir()
+    words = trials.released_model(here, recipes["xtts_amharic"], "xtts", " en ").words
+    assert words == (f"--model_dir={here.data / 'xtts'}", "--language=en")
     for path in (str(tmp_path), "../x", "/etc"):
         with pytest.raises(UsageError, match="outside of the folders"):
-            trials.released_model(places, recipe, path)
+            trials.released_model(here, recipe, path)
 
 
-def test_the_model_that_a_run_began_from(places, run, recipes):
+def test_the_model_that_a_run_began_from(here, run, recipes):
     recipe = recipes["whisper_vietnamese"]
-    assert trials.released_before(places, recipe, run) is None
+    assert trials.released_before(here, recipe, run) is None
     values = {"model_dir": "base", "language": "vi", "max_steps": "3"}
     run.settings["values"] = values
-    words = (f"--model_dir={places.data / 'base'}", "--language=vi")
-    assert trials.released_before(places, recipe, run).words == words
+    words = (f"--model_dir={here.data / 'base'}", "--language=vi")
+    assert trials.released_before(here, recipe, run).words == words
     values["model_dir"] = "/etc"  # a changed run.json
     with pytest.raises(UsageError, match="outside of the folders"):
-        trials.released_before(places, recipe, run)
+        trials.released_before(here, recipe, run)
 
 
-def test_the_gpu_that_trains_is_used_only_if_that_is_allowed(places, run, model, monkeypatch):
+def test_the_gpu_that_trains_is_used_only_if_that_is_allowed(here, run, model, monkeypatch):
     monkeypatch.setattr(runs, "on_gpu", lambda folder: [])
-    assert trials.on_device(model, places, GPU, False)[-2:] == ("--device", "cuda")
+    assert trials.on_device(model, here, GPU, False)[-2:] == ("--device", "cuda")
     monkeypatch.setattr(runs, "on_gpu", lambda folder: [run])
     with pytest.raises(UsageError, match="mine is training on the GPU"):
-        trials.on_device(model, places, GPU, False)
-    assert trials.on_device(model, places, GPU, True)[-2:] == ("--device", "cuda")
-    assert trials.on_device(model, places, CPU, False) == (*model.words, "--device", "cpu")
+        trials.on_device(model, here, GPU, False)
+    assert trials.on_device(model, here, GPU, True)[-2:] == ("--device", "cuda")
+    assert trials.on_device(model, here, CPU, False) == (*model.words, "--device", "cpu")
 
 
 # --- recordings and speech ------------------------------------------------------------------------
@@ -145,9 +137,9 @@ def test_subtitles(monkeypatch, tmp_path):
     assert "00:00:00,000 --> 00:00:02,000\none" in texts[1] and "2\n00:00:02,000" in texts[1]
 
 
-def test_time_tokens_are_those_of_released_whispers(places, recipes, model):
-    (places.data / "base").mkdir()
-    released = trials.released_model(places, recipes["whisper_vietnamese"], "base")
+def test_time_tokens_are_those_of_released_whispers(here, recipes, model):
+    (here.data / "base").mkdir()
+    released = trials.released_model(here, recipes["whisper_vietnamese"], "base")
     for name, each, before, expected in (
         ("whisper_vietnamese", released, None, ["--timestamps"]),
         ("whisper_vietnamese", model, released, ["--timestamps"]),
@@ -157,9 +149,9 @@ def test_time_tokens_are_those_of_released_whispers(places, recipes, model):
         assert trials.times_of(recipes[name], each, before) == expected
 
 
-def test_what_was_said_is_kept_with_the_weights(places, run, model):
+def test_what_was_said_is_kept_with_the_weights(here, run, model):
     models = Models()
-    voice = places.data / "voice.wav"
+    voice = here.data / "voice.wav"
     texts = ["--output=/etc/passwd", "  /etc/passwd ", "ሰላም\nለዓለም"]
     for number, text in enumerate(texts):
         row = trials.speak(models, model, Wish(text, voice, 0.5, number), model.words)
@@ -176,31 +168,31 @@ def test_what_was_said_is_kept_with_the_weights(places, run, model):
             trials.speak(models, model, Wish(text, voice, 0.5, 1), model.words)
 
 
-def test_voices_are_uploads_training_clips_and_the_data(places, run, model, wav, tmp_path):
+def test_voices_are_uploads_training_clips_and_the_data(here, run, model, wav, tmp_path):
     for name in ("a", "b", "c", "d", "e"):
-        wav(places.data / f"{name}.wav", 0.2)
+        wav(here.data / f"{name}.wav", 0.2)
     wav(tmp_path / "outside.wav", 0.2)
     rows = ["audio_file|text|speaker_name", f"{tmp_path / 'outside.wav'}|x|abebe"]
     rows += [f"{name}.wav|ሰላም {name}|abebe" for name in "dcba"] + ["e.wav|ቡና|sara"]
-    (places.data / "train.csv").write_text("\n".join(rows) + "\n")
+    (here.data / "train.csv").write_text("\n".join(rows) + "\n")
     kept = trials.keep_voice(model, Path(wav(tmp_path / "mine.wav", 0.3)))
     assert kept == trials.keep_voice(model, tmp_path / "mine.wav")
-    choices = trials.voices(places, run, model.folder)
+    choices = trials.voices(here, run, model.folder)
     assert [label for label, _ in choices] == [
         f"uploaded: {kept.name}",
         *(f"training: abebe: ሰላም {name}" for name in "dcb"),
         "training: sara: ቡና",
         "a.wav",
     ]
-    assert all(places.file(path) for _, path in choices)
+    assert all(here.file(path) for _, path in choices)
 
 
-def test_sentences_that_a_run_has_spoken(places, run):
+def test_sentences_that_a_run_has_spoken(here, run):
     (run.folder / "speech").mkdir()
     for kind in trials.KINDS:
         table = f"audio_file|text|speaker_name\n1_{kind}.wav|ሰላም|abebe\n"
         (run.folder / "speech" / f"{kind}.csv").write_text(table)
-    [row] = trials.held_out(places, run)
+    [row] = trials.held_out(here, run)
     assert (row["text"], row["speaker"]) == ("ሰላም", "abebe")
     assert row["synthesis"] == str(run.folder / "speech" / "1_synthesis.wav")
 
@@ -230,8 +222,8 @@ def test_the_worst_utterances_come_first(run):
 # --- exports --------------------------------------------------------------------------------------
 
 
-def test_an_export_is_the_recipes_command(places, run, recipes, monkeypatch):
-    context = Context(places, recipes, Models())
+def test_an_export_is_the_recipes_command(here, run, recipes, monkeypatch):
+    context = Context(here, recipes, Models())
     asked = []
     answers = iter([(0, ""), (0, ""), (2, "loading\nerror: there is no such voice\n")])
 

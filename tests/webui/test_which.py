@@ -8,7 +8,6 @@ import pytest
 
 from speech.writing.languages import described
 from webui import catalogue
-from webui.places import Places
 from webui.tabs import which
 from webui.tabs.which import LARGE, NONE, SOLD, TEXT, VOICE
 
@@ -56,15 +55,13 @@ def test_the_pages_say_the_same():
     assert set(re.split(r",\s+", named)) == ours
 
 
-def test_the_answer_is_put_into_the_form(tmp_path, wav):
-    for name in ("data/whisper-base", "runs"):
-        (tmp_path / name).mkdir(parents=True)
-    places = Places(tmp_path / "data", tmp_path / "runs")
-    (places.data / "t.csv").write_text(f"audio_file,text\n{wav(places.data / 'a.wav', 90)},one\n")
+def test_the_answer_is_put_into_the_form(here, wav):
+    (here.data / "whisper-base").mkdir()
+    (here.data / "t.csv").write_text(f"audio_file,text\n{wav(here.data / 'a.wav', 90)},one\n")
     given = []
     with gr.Blocks() as page:
         which.build(
-            places,
+            here,
             [gr.Dropdown(), gr.Dropdown()],
             [gr.Dropdown()],
             lambda *v: given.append(v) or [],
@@ -76,4 +73,4 @@ def test_the_answer_is_put_into_the_form(tmp_path, wav):
     values = {"language": "sw", "model_dir": "whisper-base", "model_file": ""}
     assert given == [("whisper_vietnamese", values)]
     said, _ = answer("<b>", 60, TEXT, LARGE, None, None)
-    assert f"cd {places.data} &amp;&amp; curl -LO" in said and "1.3 GB" in said
+    assert f"cd {here.data} &amp;&amp; curl -LO" in said and "1.3 GB" in said

@@ -269,16 +269,13 @@ def test_the_list_of_what_is_left_out_is_that_of_the_last_run(folder, capsys):
         ("tape.wav missing.txt --output a.json", "No such file"),
         ("missing.wav book.txt --output a.json", "missing.wav: no such file"),
         ("tape.wav . --output a.json", "two files or two folders"),
-        (". book.txt --output a.json", "two files or two folders"),
         ("tape.wav book.html --output a.json", "a plain one in UTF-8"),
         ("book.txt tape.wav --output a.json", "a recording and then its text"),
         ("*.wav *.txt --output a.json", "two files or two folders"),
-        ("tape.wav book.txt --output a.html", ".html cannot be written"),
         ("tape.wav book.txt --output book.txt", ".txt cannot be written"),
         ("tape.wav book.txt --output a --output_format jsonl", "name it as --output x.json"),
         ("tape.wav book.txt --output other.json", "it exists"),
         ("tape.wav book.txt --output .", "it is a folder"),
-        ("tape.wav book.txt --output none/a.json", "name a file in a folder"),
     ],
 )
 def test_requests_that_are_refused(folder, words, message):

@@ -28,34 +28,6 @@ def emitted(path, log_probs, tokens, blank: int) -> float:
     return float(log_probs[np.arange(len(log_probs)), columns].sum())
 
 
-def full_table(log_probs, tokens, blank: int) -> tuple[float, list[int]]:
-    """The best score and path, by a table of all frames and states."""
-    columns = [blank]
-    for token in tokens:
-        columns += [token, blank]
-    table = np.full((len(log_probs), len(columns)), -math.inf)
-    before = np.zeros(table.shape, int)
-    for t in range(len(log_probs)):
-        for s, column in enumerate(columns):
-            choices = [(0.0, s)] if t == 0 and s < 2 else []
-            if t > 0:
-                choices = [(table[t - 1, s], s)]
-                if s > 0:
-                    choices.append((table[t - 1, s - 1], s - 1))
-                if s > 1 and s % 2 and column != columns[s - 2]:
-                    choices.append((table[t - 1, s - 2], s - 2))
-            if choices:
-                score, before[t, s] = max(choices)
-                table[t, s] = score + log_probs[t, column]
-    state = max(range(len(columns) - 2, len(columns)), key=lambda s: table[-1, s])
-    score = table[-1, state]
-    states = []
-    for t in reversed(range(len(log_probs))):
-        states.append(state)
-        state = before[t, state]
-    return float(score), states[::-1]
-
-
 @pytest.mark.parametrize("tokens", [[], [1], [1, 2], [1, 1], [2, 1, 2], [1, 1, 1]])
 def test_the_best_of_all_labellings(tokens):
     random = np.random.default_rng(len(tokens))
@@ -73,17 +45,6 @@ def test_the_best_of_all_labellings(tokens):
         assert math.isclose(path.score, max(scores))
         assert math.isclose(path.score, emitted(path, log_probs, tokens, 0))
         assert tokens_of(path, tokens) == tokens
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_the_path_of_a_full_table(seed):
-    random = np.random.default_rng(seed)
-    log_probs = random_log_probs(random, 150, 6)
-    tokens = random.integers(0, 5, 30)
-    score, states = full_table(log_probs, tokens, 5)
-    path = align(log_probs, tokens, 5)
-    assert math.isclose(path.score, score)
-    assert path.states.tolist() == states
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -97,9 +97,7 @@ def test_a_folder_says_what_it_was_made_from(tmp_path):
     "name, text",
     [
         ("README.md", "mine"),
-        ("below/new", None),
         ("a", "2"),
-        (folders.MADE_FROM, "{}"),
         (folders.MADE_FROM, "[" * 100_000),
         (folders.MADE_FROM, '{"made_from": {}, "files": [1]}'),
     ],
@@ -108,10 +106,7 @@ def test_a_folder_says_what_it_was_made_from(tmp_path):
 def test_a_folder_that_somebody_has_changed_is_not_replaced(tmp_path, name, text):
     folder = tmp_path / "export"
     folders.write_folder(folder, fill("1"), MADE)
-    if text is None:
-        (folder / name).mkdir()
-    else:
-        (folder / name).write_text(text)
+    (folder / name).write_text(text)
     before = contents(folder)
     with pytest.raises(UsageError, match=r"files that are not replaced .*choose a new folder"):
         folders.write_folder(folder, fill("2"), MADE)

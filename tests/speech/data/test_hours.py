@@ -50,7 +50,6 @@ def test_durations_are_the_manifests_or_else_the_files(tmp_path, wav, json_lines
     [
         (7190, "small_data 2\n"),
         (7210, "medium_data 2\n"),
-        (71_900, "medium_data 20\n"),
         (72_000, "large_data 20 or more\n"),
         (30, "small_data 0.0083\n"),
     ],

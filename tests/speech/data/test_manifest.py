@@ -123,11 +123,6 @@ def any_wav(tmp_path_factory) -> Path:
 
 
 TABLES = {  # name: (content, texts and speakers that are used, reasons for the rest)
-    "a comma in the text": (
-        "audio_file,text\na.wav,one\na.wav,ab, bab abba\n",
-        [("one", "")],
-        {"line has more cells than the header": 1},
-    ),
     "a comma in the text before the speaker": (
         "audio_file,text,speaker\na.wav,one,s\na.wav,ab, bab abba,s\n",
         [("one", "s")],
@@ -148,11 +143,6 @@ TABLES = {  # name: (content, texts and speakers that are used, reasons for the 
         [("one", "s")],
         {"line has fewer cells than the header": 1, "line has more cells than the header": 2},
     ),
-    "tabs, too many and too few": (
-        "path\tsentence\na.wav\tone\na.wav\na.wav\tthree\t\n",
-        [("one", "")],
-        {"line has fewer cells than the header": 1, "line has more cells than the header": 1},
-    ),
     "an index without a name": ("\tpath\tsentence\n0\ta.wav\tone\n", [("one", "")], {}),
     "only separators": (
         "audio_file,text\n,\n,,\n \na.wav,one\n",
@@ -170,11 +160,6 @@ TABLES = {  # name: (content, texts and speakers that are used, reasons for the 
         [("two", "")],
         {"line is not valid CSV": 2},
     ),
-    "a speaker of several lines": (
-        'audio_file,text,speaker\na.wav,one,"s\nt"\n',
-        [],
-        {"line is not valid CSV": 2},
-    ),
     "a file name in a text of several lines": (
         'text,n,path\n"one,a.wav\ntwo",0,a.wav\n',
         [],
@@ -184,11 +169,6 @@ TABLES = {  # name: (content, texts and speakers that are used, reasons for the 
         'text,n,path\n"one,1,a.wav\ntwo",2,a.wav\n"three",3,a.wav\n',
         [("three", "")],
         {"line is not valid CSV": 2},
-    ),
-    "the same header again": (
-        "path,text\na.wav,one\npath,text\na.wav,two\n",
-        [("one", ""), ("two", "")],
-        {"line is another header": 1},
     ),
     "another header": (
         "path,text,speaker\na.wav,one,s\n\ufeffpath,speaker,text\na.wav,t,two\n",
@@ -267,10 +247,7 @@ LJSPEECH = [
 SPEAKERS = [
     ("a.wav", "हांव घर वचता", "asha"),
     ("a", "one two", "s1"),
-    ("a.wav", "1455", "asha"),
-    ("a", "1455", "s17"),
     ("a", "asha speaks", "asha"),
-    ("a", "asha", "the text of another"),
     ("a", "p225", "baba jana shule"),
 ]
 
@@ -415,8 +392,6 @@ def test_relative_paths(tmp_path, wav, json_lines, file, name, root):
     [
         "/data/me/set/x/a.wav",
         "C:\\me\\set\\x\\a.wav",
-        "D:/set/x/a.wav",
-        "\\\\host\\share\\x\\a.wav",
     ],
 )
 def test_absolute_paths_of_another_machine(tmp_path, wav, json_lines, name):
@@ -571,38 +546,27 @@ HOSTILE_LINES = [
     (raw('"a\0b"'), manifest.UNREADABLE),
     (raw('"a"') * 2, NOT_JSON),
     (raw('"a", "text": "b"'), NOT_JSON),
-    (raw('"a", "more": [{"a": 1, "a": 2}]'), NOT_JSON),
     (raw("1" * 5000), NOT_JSON),
     (raw("Infinity"), NO_TEXT),
     (good(text=True), NO_TEXT),
-    (good(text=1.5), NO_TEXT),
-    (good(text=["a"]), NO_TEXT),
     (good(text="ए" * 10_001), "text is longer than 10000 characters"),
     (good(text="a" * 5_000_000), manifest.UNREADABLE),
     (good(text=" \u200b\t "), "text is empty"),
-    (good(text=None), "text is empty"),
     ({"audio_filepath": "good.wav"}, "no text field"),
     ({"text": "a"}, "no audio path"),
-    (good(audio_filepath=5), "no audio path"),
     (good(audio_filepath=""), "no audio path"),
     (good(audio_filepath="good.wav\0"), "no audio path"),
     (raw('"café"').decode().encode("latin-1"), NO_UTF8),
-    (raw('"a", "speaker": "é"').decode().encode("latin-1"), NO_UTF8),
     (raw('"\\ud83d"'), NO_UTF8),
     (good(offset=-1), "offset is negative"),
     (good(offset=[0]), "offset is not a number"),
     (good(duration="long"), NO_DURATION),
-    (good(duration=True), NO_DURATION),
     (good(duration=10**400), NO_DURATION),
     (good(duration="1e999"), NO_DURATION),
-    (raw('"a", "duration": Infinity'), NO_DURATION),
     (good(audio_filepath="two.wav", duration=0), TOO_LITTLE),
     (good(offset=1.0), BEYOND),
-    (good(offset=0.5, duration=0.7), BEYOND),
     (good(duration=1.6), "file is shorter than its duration in the manifest (truncated?)"),
-    (good(offset=0.2, duration=0.05), "shorter than 0.1 s (--min_duration)"),
     (good(audio_filepath="a" * 100_000), "file is missing"),
-    (good(audio_filepath="none.wav"), "file is missing"),
     (good(audio_filepath="good.wav/a.wav"), "file is missing"),
     (good(audio_filepath="folder.wav"), "not a file but a folder"),
     (good(audio_filepath="pipe.wav"), "not a regular file"),
@@ -612,7 +576,6 @@ HOSTILE_LINES = [
     (good(audio_filepath="long.wav"), "longer than 30 s (--max_duration)"),
     (good(audio_filepath="cut.wav"), "audio is truncated"),
     (good(audio_filepath="text.wav"), "audio is unreadable"),
-    (good(audio_filepath="samples.raw"), "audio is unreadable"),
 ]
 
 
@@ -628,7 +591,6 @@ def hostile_files(tmp_path, wav):
     wav(tmp_path / "click.wav", 0.001)
     (tmp_path / "cut.wav").write_bytes(good.read_bytes()[:16_000])
     (tmp_path / "text.wav").write_text("not audio")
-    (tmp_path / "samples.raw").write_bytes(bytes(8000))
     soundfile.write(tmp_path / "long.wav", np.zeros(40 * 60 * 1000), 1000)
     return tmp_path
 
@@ -695,17 +657,12 @@ NO_TABLE = "is not a text file (JSON Lines, CSV/TSV or LJSpeech metadata.csv)"
 NO_HEADER = "its first line names no audio column (one of audio_filepath, audio_file, file_name"
 HOSTILE_MANIFESTS = [  # (file name, content, a part of the message)
     ("m.json", b"", "m.json is empty"),
-    ("m.csv", b"", "is empty"),
     ("m.tsv", b" \n\r\n\t\n", "is empty"),
-    ("m.json", b"\xef\xbb\xbf", "is empty"),
     ("m.json", b"[]", "is empty"),
     ("m.csv", b"path,sentence\n", "is empty"),
     ("m.json", bytes(range(256)), NO_TABLE),
     ("m.json.gz", gzip.compress(json.dumps(GOOD).encode() * 50, mtime=0), NO_TABLE),
-    ("m.json", json.dumps(GOOD).encode("utf-32-be"), NO_TABLE),
-    ("m.csv", b"PK\3\4" + b"x" * 100, NO_TABLE),
     ("m.json", ("\ufeff" + json.dumps(GOOD)).encode("utf-16-le"), "is UTF-16: save it as UTF-8"),
-    ("wav.scp", b"utt1 /data/a.wav\n", NO_HEADER),
     ("text", b"utt1 hello world\n", NO_HEADER),
     ("m.csv", b"a.wav,hello\nb.wav,world\n", NO_HEADER),
     ("m.tsv", b"a.wav\thello\n", r"do; it has: 'a.wav\thello'"),

@@ -41,7 +41,6 @@ PARTS = [(0.0, 2.5), (3.0, 4.25), (8.5, 11.5)]
     ("names", "factor"),
     [
         ("start,end", 1),
-        ("start_time,end_time", 1),
         ("Begin,Stop", 1000),
         ("start_ms,end_ms", 1000),
         ("Start Time (s),End Time (s)", 1),

@@ -364,7 +364,6 @@ def test_chosen_conditions_replace_single_ranges():
     [
         ({"wpm": [30, 20]}, "--wpm 30 20: give two numbers from 5 to 150, the lower one first"),
         ({"tone": [99, 500]}, "--tone 99 500: give two numbers from 100 to 4000"),
-        ({"tone": [100, 4001]}, "--tone 100 4001: give two"),
         ({"snr_db": [float("nan")] * 2}, "--snr_db nan nan: give two numbers from -40 to 100"),
     ],
 )
@@ -529,19 +528,15 @@ LONG = "id,audio_file,text,wpm,duration,is_noise_only,snr_db"
     ("header", "rows", "message"),
     [
         ("id,path,text", ["1,a.wav,E"], "1 x no column audio_file"),
-        ("id,audio_file", ["1,a.wav"], "1 x no column text"),
         ("id,audio_file,text", [], "its tables have no rows"),
-        ("id,audio_file,text", ["2,a.wav"], "1 x line has fewer cells than the header"),
         ("id,audio_file,text", ["1,,E"], "1 x audio_file is empty"),
         ("id,audio_file,text", ["1,a.wav," + "E" * 10_001], "1 x text is longer than 10000 char"),
         (LONG, ["1,a.wav,E,fast,1,0,3"], "1 x wpm is not a number"),
         (LONG, ["1,a.wav,E,20,1,0,inf"], "1 x snr_db is negative or infinite"),
-        (LONG, ["1,a.wav,E,20,-1,0,1"], "1 x duration is negative or infinite"),
         (LONG, ["1,a.wav,E,20,1,maybe,1"], "1 x is_noise_only is neither true nor false"),
         (LONG, ["1,a.wav,E,20,9,0,1"], r"1 x file is shorter than its duration in the table"),
         (LONG, ["1,a.wav,E,20,,yes,1"], "1 x noise only, with a text"),
         (LONG, ["1,a.wav,A_B,20,,,1"], "1 x text has characters without a Morse code"),
-        (LONG, ["1,c.wav,E,20,,,1"], "1 x file is missing"),
     ],
 )
 def test_damaged_tables_are_answered_in_one_line(other_set, header, rows, message):

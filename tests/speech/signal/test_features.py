@@ -143,11 +143,3 @@ def test_an_utterance_is_masked_alike_in_any_batch(seed, lengths):
         kept = alone != 0
         assert torch.equal(alone[kept], features[i : i + 1, :length][kept])
     assert torch.equal(front_end.spec_augment(features, size, bands[:, :0], time[:, :0]), features)
-
-
-def test_valid_mask():
-    assert front_end.valid_mask(torch.tensor([0, 2, 3]), 3).tolist() == [
-        [False] * 3,
-        [True, True, False],
-        [True] * 3,
-    ]
