@@ -153,18 +153,3 @@ def test_nobody_asks_whether_a_run_is_only_planned():
         tree.body = [node for node in tree.body if getattr(node, "name", "") != "resolve"]
         asked = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         assert not asked & {"options.plans", "run.is_planned"}, label(path)
-
-
-def test_train_uses_all_that_it_takes():
-    (train,) = [
-        node
-        for node in tree_of(ROOT / "common" / "loop.py").body
-        if getattr(node, "name", "") == "train"
-    ]
-    used = {node.id for node in ast.walk(train) if isinstance(node, ast.Name)}
-    assert {argument.arg for argument in train.args.args} <= used
-
-
-def test_the_template_is_among_the_recipes():
-    names = [path.stem for path in modules("recipes")]
-    assert "template" in names  # and those of users, who copy it

@@ -29,7 +29,7 @@ def plain_chain(x, *steps):
     return x
 
 
-def chain(kind: str, dtype: torch.dtype = torch.float64) -> list:
+def chains(dtype: torch.dtype = torch.float64) -> dict[str, list]:
     torch.manual_seed(0)
     norm, square = Fp32Norm(16), torch.nn.Linear(16, 16)
     widen, narrow = torch.nn.Linear(16, 64), torch.nn.Linear(64, 16)
@@ -46,22 +46,10 @@ def chain(kind: str, dtype: torch.dtype = torch.float64) -> list:
         "norm between": [widen, F.silu, narrow, norm, square],
         "without biases": [norm, unbiased, F.silu, narrowed],
         "one bias": [norm, unbiased, F.silu, narrow],
-    }[kind]
+    }
 
 
-EVERY_CHAIN = pytest.mark.parametrize(
-    "kind",
-    [
-        "feed-forward, GELU",
-        "feed-forward, SiLU",
-        "norm",
-        "activation",
-        "norm and activation",
-        "norm between",
-        "without biases",
-        "one bias",
-    ],
-)
+EVERY_CHAIN = pytest.mark.parametrize("kind", chains())
 EVERY_TYPE = pytest.mark.parametrize(
     "dtype, half",
     [
@@ -100,14 +88,14 @@ def plain_and_lean(steps: list, dtype: torch.dtype, half: torch.dtype | None) ->
 @EVERY_CHAIN
 @EVERY_TYPE
 def test_a_lean_chain_is_the_plain_one(everywhere, kind, dtype, half):
-    plain, lean = plain_and_lean(chain(kind, dtype), dtype, half)
+    plain, lean = plain_and_lean(chains(dtype)[kind], dtype, half)
     assert len(lean) >= 4
     assert_rounded(lean, plain, half)
 
 
 def adapted(kind: str, dtype: torch.dtype, low: torch.dtype | None) -> list:
     """A chain whose linear layers have adapters that are not zero, and frozen weights of `low`."""
-    steps = chain(kind, dtype)
+    steps = chains(dtype)[kind]
     model = torch.nn.ModuleList([step for step in steps if isinstance(step, torch.nn.Module)])
     names = [name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)]
     settings = lora.LoraSettings(4, 8.0, "linear")
@@ -161,16 +149,16 @@ def test_a_lean_chain_keeps_its_input_and_what_its_linear_layers_return(everywhe
         ("without biases", None, [wide, x]),
         ("norm and activation", None, [x]),
     ):
-        steps = chain(kind, torch.float32)
+        steps = chains(torch.float32)[kind]
         assert storages_kept(layers.lean_chain, steps, autocast) == sorted(kept, key=str)
-    steps = chain("feed-forward, GELU", torch.float32)
+    steps = chains(torch.float32)["feed-forward, GELU"]
     assert storages_kept(plain_chain, steps, half).count((2 * 9 * 64, half)) == 2
 
 
 @pytest.mark.parametrize("kind", ["feed-forward, SiLU", "without biases"])
 @pytest.mark.parametrize("frozen", ["the input", "the norm", "linear layers", "everything"])
 def test_what_is_frozen_in_a_lean_chain_has_no_gradient(everywhere, kind, frozen):
-    steps = chain(kind)
+    steps = chains()[kind]
     norm, widen, _, narrow = steps
     norm.requires_grad_(frozen not in ("the norm", "everything"))
     for linear in (widen, narrow):
@@ -192,7 +180,7 @@ def test_what_is_frozen_in_a_lean_chain_has_no_gradient(everywhere, kind, frozen
 @pytest.mark.parametrize("case", ["evaluation", "a small input", "torch.compile"])
 def test_a_lean_chain_is_plain_in(everywhere, monkeypatch, case):
     monkeypatch.setattr(layers._LeanChain, "apply", lambda *_: pytest.fail("recomputes"))
-    steps, x = chain("feed-forward, GELU"), torch.ones(3, 5, 16, dtype=torch.float64)
+    steps, x = chains()["feed-forward, GELU"], torch.ones(3, 5, 16, dtype=torch.float64)
     if case == "a small input":
         monkeypatch.setattr(layers, "SMALL", x.numel() + 1)
     if case == "torch.compile":
@@ -203,7 +191,7 @@ def test_a_lean_chain_is_plain_in(everywhere, monkeypatch, case):
 
 @pytest.mark.slow  # importing torch.compile's parts takes seconds
 def test_a_compiled_lean_chain_is_one_graph_for_all_lengths(monkeypatch):
-    steps, graphs = chain("feed-forward, GELU"), []
+    steps, graphs = chains()["feed-forward, GELU"], []
 
     def keep(graph, inputs):
         graphs.append(graph)

@@ -3,10 +3,8 @@
 import json
 
 import matplotlib.pyplot  # noqa: F401  drawing would import it, which takes a second
-import pytest
 
 from common import report
-from common.errors import RunError
 
 DRAW = report.Report.draw  # before conftest.py replaces it
 
@@ -63,28 +61,3 @@ def test_training_png_is_drawn_from_the_metrics(tmp_path):
     made.close()
     assert (tmp_path / "training.png").read_bytes()[:4] == b"\x89PNG"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "training.png"]
-
-
-def test_a_report_that_cannot_be_written_is_remembered(tmp_path):
-    made = report.Report(tmp_path, 0, 10)
-    made.metrics.close()
-    made.metrics = open("/dev/full", "w")  # noqa: SIM115
-    for step in (1, 2):
-        made.write(step, loss=2.0)
-        DRAW(made, "cer")
-        made.say("still here")
-    made.close()
-    assert isinstance(made.problem, RunError)
-    assert (
-        str(made.problem)
-        == f"cannot write in {tmp_path}: No space left on device; choose another --output_dir"
-    )
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(RunError, match=r"cannot write in .*file.*; choose another --output_dir"):
-        report.check_folder(tmp_path / "file" / "logs")
-    report.check_folder(tmp_path / "logs")
-    assert not list((tmp_path / "logs").iterdir())

@@ -14,7 +14,6 @@ from speech.alignment.flat import Reading
 from speech.alignment.sentences import Piece
 
 RATE = 0.07  # seconds a letter
-PLACES = ((1.0, 3.0), (3.5, 4.0))  # seconds
 LETTERS = list("abcdefghijklmnopqrstuvwxyz")
 
 
@@ -131,18 +130,6 @@ def test_utterances_of_a_simulated_reading(missing, most_wrong):
     kept = sum(row["duration"] for row in cuts.utterances)
     assert 0.35 * total < kept < 0.65 * total
     assert {row["reason"] for row in cuts.texts} >= {flat.cutting.UNCERTAIN}
-
-
-def test_stretches_of_sound():
-    """Clicks are none, short silences divide none, and where nobody speaks there is none."""
-    level = np.full(500, -70.0)
-    for start, end in ((1.0, 2.0), (2.1, 3.0), (3.5, 4.0), (4.5, 4.54)):
-        level[round(start / ENERGY_FRAME) : round(end / ENERGY_FRAME)] = -20.0
-    levels = np.concatenate([*[level] * 12, np.full(6000, -70.0), *[level] * 12])
-    found = flat.stretches(levels + np.random.default_rng(0).normal(0, 2, len(levels)))
-    wanted = [(first + start, first + end) for first in range(0, 180, 5) for start, end in PLACES]
-    wanted = [place for place in wanted if not 60 < place[0] < 120]
-    np.testing.assert_allclose(found, wanted, atol=0.04)
 
 
 @pytest.mark.parametrize("more", [[], [Piece("a" * 100_000, True)]])

@@ -57,7 +57,7 @@ def id3(picture: bytes) -> bytes:
     return b"ID3\3\0\0" + sizes + b"APIC" + struct.pack(">I", len(picture)) + b"\0\0" + picture
 
 
-def of(mp3: bytes, kind: str) -> bytes:
+def kinds_of(mp3: bytes) -> dict[str, bytes]:
     picture = np.random.default_rng(1).integers(0, 255, 20_000, np.uint8).tobytes()
     return {
         "with a length frame": mp3,
@@ -68,7 +68,7 @@ def of(mp3: bytes, kind: str) -> bytes:
         "joined, tags": mp3 + b"TAG" + bytes(125) + id3(b"\0" * 500) + mp3,
         "without, joined": bare(mp3) + bare(mp3),
         "without, cut": bare(mp3)[: frames_of(bare(mp3))[100] + 20],
-    }[kind]
+    }
 
 
 SECONDS = {"joined": 14.0, "joined, tags": 14.0, "without, joined": 14.0}
@@ -78,18 +78,9 @@ SECONDS["without, cut"] = 100 * 576 / RATE
 @pytest.mark.parametrize("mode", ["CONSTANT", "AVERAGE", "VARIABLE"])
 def test_mp3_is_read_to_its_end(tmp_path, mode):
     mp3 = encoded(tmp_path / "a.mp3", 7.0, bitrate_mode=mode, compression_level=0.5)
-    for kind in (
-        "with a length frame",
-        "without",
-        "tags",
-        "without, tags",
-        "joined",
-        "joined, tags",
-        "without, joined",
-        "without, cut",
-    ):
+    for kind, content in kinds_of(mp3).items():
         path = tmp_path / f"{kind}.mp3"
-        path.write_bytes(of(mp3, kind))
+        path.write_bytes(content)
         seconds, fault = headers.probe(str(path))
         waveform, rate = audio.read_at_its_rate(str(path))
         in_pieces = torch.cat(list(audio.read_in_pieces(str(path), RATE)))
