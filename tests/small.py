@@ -3,15 +3,17 @@ short waveforms in memory. Each character is a tone. A second term of the loss i
 tests have two."""
 
 import contextlib
+import json
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import torch
 from torch import nn
 
-from common import checks, loop, optim, options
+from common import checkpoint, checks, loop, optim, options
 from common.batches import EvalBatches, to_device
 from common.engine import Engine
 from common.loop import Task, begin, finish, train
@@ -170,6 +172,28 @@ def run(
     if report_results:
         finish(args, begun, model, made, report_results)
     return model, progress
+
+
+def newest(folder: Path) -> checkpoint.Saved:
+    """The last checkpoint of the run in a folder."""
+    return checkpoint.resume("auto", folder / "checkpoints", RECIPE)
+
+
+def metrics(args) -> list[dict]:
+    return [json.loads(line) for line in (args.log_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_close(a: checkpoint.Saved, b: checkpoint.Saved, tolerance: float = 1e-12) -> None:
+    """That two checkpoints have the same position, weights and states, but for the order of
+    sums."""
+    assert a.progress.step == b.progress.step
+    states, others = a.state["optimizer"], b.state["optimizer"]
+    assert list(states) == list(others)
+    pairs = [(a.model, b.model), *((states[name], others[name]) for name in states)]
+    for one, other in pairs:
+        assert list(one) == list(other)
+        for name, value in one.items():
+            torch.testing.assert_close(value, other[name], rtol=tolerance, atol=tolerance)
 
 
 def optimizer_of(

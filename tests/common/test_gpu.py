@@ -1,6 +1,5 @@
 """Kernels for a GPU, the processes on it, and how busy it is, on machines that are made up."""
 
-import json
 import os
 import re
 import sys
@@ -178,7 +177,7 @@ def test_utilisation_in_the_reports_of_a_run(tmp_path, nvml, monkeypatch, capsys
     flags = "--batch_size 1 --gradient_accumulation_steps 1 --eval_every 5".split()
     args = small.make_args(tmp_path, *flags)
     small.run(args, evaluate=evaluate)
-    lines = [json.loads(line) for line in (args.log_dir / "metrics.jsonl").read_text().splitlines()]
-    values = [line["train/gpu_utilisation"] for line in lines if "train/gpu_utilisation" in line]
+    values = [line.get("train/gpu_utilisation") for line in small.metrics(args)]
+    values = [value for value in values if value is not None]
     assert len(values) == 13 and values == sorted(values) and 0 < asked[0] < asked[1] < asked[2]
     assert re.search(r"waiting \d+%  GPU \d+%  ", capsys.readouterr().err)

@@ -80,12 +80,8 @@ def gradient_of(
     return torch.nn.utils.parameters_to_vector(p.grad for p in model.parameters())
 
 
-def metrics(args) -> list[dict]:
-    return [json.loads(line) for line in (args.log_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def newest(args) -> checkpoint.Saved:
-    return checkpoint.resume("auto", args.checkpoint_dir, small.RECIPE)
+    return small.newest(args.checkpoint_dir.parent)
 
 
 def watched(names: list[str]):
@@ -268,7 +264,7 @@ def test_the_peak_learning_rate_is_the_flags_or_else_the_tasks(tmp_path):
         args = small.make_args(tmp_path, "--lr_schedule", "constant", "--warmup_steps", "0")
         args.learning_rate = flag
         small.run(args, learning_rate=5e-4)
-        lines = [line for line in metrics(args) if "train/learning_rate" in line]
+        lines = [line for line in small.metrics(args) if "train/learning_rate" in line]
         assert {line["train/learning_rate"] for line in lines} == {peak}
 
 
@@ -687,7 +683,7 @@ def test_a_bad_global_batch_never_reaches_the_weights_and_is_listed(tmp_path, pl
     model, progress = small.run(args, data=data, compute_loss=changing(poison))
     assert progress.bad_batches == 1 and progress.step == 2  # of three global batches
     assert torch.isfinite(small.weights(model)).all()
-    (listed,) = [line["files"] for line in metrics(args) if line.get("event") == "bad_batch"]
+    (listed,) = [line["files"] for line in small.metrics(args) if line.get("event") == "bad_batch"]
     assert "item 5" in listed and len(listed) == 4
 
 
@@ -744,7 +740,7 @@ def test_fp16_overflow_is_skipped_and_the_scale_recovers(tmp_path):
     skipped = 6 - progress.step
     assert 2 <= skipped <= 4
     assert newest(args).state["scaler"]["scale"] == 65536 / 2**skipped
-    steps = [line["step"] for line in metrics(args) if "train/loss" in line]
+    steps = [line["step"] for line in small.metrics(args) if "train/loss" in line]
     assert steps == [*range(1, progress.step + 1)]
 
 
@@ -897,7 +893,7 @@ def test_bad_files_are_skipped_counted_and_listed_once(tmp_path, capsys):
     _, progress = small.run(args, data=WithBadFile())
     assert progress.skipped_files == 2 and progress.step == progress.utterances == 24
     assert capsys.readouterr().out.count("skipped: three.wav is truncated") == 1
-    (listed,) = [line for line in metrics(args) if line.get("event") == "skipped"]
+    (listed,) = [line for line in small.metrics(args) if line.get("event") == "skipped"]
     assert (listed["file"], listed["reason"]) == ("three.wav", "three.wav is truncated")
 
 

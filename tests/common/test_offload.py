@@ -30,7 +30,7 @@ def trained(folder, level: str | None, dtype: torch.dtype | None, *flags, **task
     level = ["--use_cpu_offload", level] if level else []
     args = small.make_args(folder, *CUT, *level, *flags)
     small.run(args, model=network(), setup=Setup(dtype=dtype), **task)
-    return checkpoint.resume("auto", args.checkpoint_dir, small.RECIPE)
+    return small.newest(folder)
 
 
 def assert_same_run(a: checkpoint.Saved, b: checkpoint.Saved) -> None:
@@ -249,23 +249,6 @@ def on_two_ranks(run_ranks, folder: Path, runs: dict) -> list[dict]:
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
-def newest(folder: Path) -> checkpoint.Saved:
-    return checkpoint.resume("auto", folder / "checkpoints", small.RECIPE)
-
-
-def assert_near(a: checkpoint.Saved, b: checkpoint.Saved, tolerance: float) -> None:
-    """The same run up to rounding: position, weights, states of the optimizer."""
-    assert a.progress.step == b.progress.step
-    assert list(a.state["optimizer"]) == list(b.state["optimizer"])
-    pairs = [(a.model, b.model)]
-    pairs += [(a.state["optimizer"][name], other) for name, other in b.state["optimizer"].items()]
-    for some, others in pairs:
-        assert list(some) == list(others)
-        for name, value in some.items():
-            assert value.dtype == others[name].dtype and value.shape == others[name].shape
-            assert (value - others[name]).abs().max() <= tolerance, name
-
-
 def test_the_largest_parameter_goes_to_the_rank_that_has_least():
     parameters = [nn.Parameter(torch.empty(size)) for size in (3, 10, 4, 4, 1)]
     owners = offload.divide(parameters, 2)
@@ -297,15 +280,15 @@ def test_two_ranks_divide_the_update_and_give_what_one_process_gives(tmp_path, r
         assert not sizes.keys() & other_sizes.keys()
         shares = sum(sizes.values()), sum(other_sizes.values())
         assert max(shares) < 1.1 * min(shares)
-        saved = newest(tmp_path / name)
+        saved = small.newest(tmp_path / name)
         assert saved.state["optimizer"].keys() == {**sizes, **other_sizes}.keys()
         is_cast = own["layers.0.convolution.weight"].dtype == torch.bfloat16
         assert is_cast == (name == "16 bits")
-        reference = newest(tmp_path / ("one in 16 bits" if is_cast else "one"))
-        assert_near(saved, reference, 1e-7 if is_cast else 1e-12)
+        reference = small.newest(tmp_path / ("one in 16 bits" if is_cast else "one"))
+        small.assert_close(saved, reference, 1e-7 if is_cast else 1e-12)
         assert saved.progress.step > 3
         assert bool(saved.progress.limits) == (name in ("states", "gradients"))
     # The run that has begun is resumed on one rank, and then on two again.
     run_unusual(tmp_path / "begun", [*ONE, "--resume", "auto", "--max_steps", "3"])
     on_two_ranks(run_ranks, tmp_path, {"begun": RESUMED})
-    assert_near(newest(tmp_path / "begun"), newest(tmp_path / "one"), 1e-12)
+    small.assert_close(small.newest(tmp_path / "begun"), small.newest(tmp_path / "one"))

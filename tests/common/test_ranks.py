@@ -80,25 +80,6 @@ def on_one(folder: Path, *flags: str) -> tuple[torch.Tensor, dict]:
     return small.weights(model), progress
 
 
-def newest(folder: Path) -> checkpoint.Saved:
-    return checkpoint.resume("auto", folder / "checkpoints", small.RECIPE)
-
-
-def assert_close(
-    a: checkpoint.Saved, b: checkpoint.Saved, rtol: float = 1e-12, atol: float = 1e-12
-) -> None:
-    """That two checkpoints have the same weights and states, but for the order of sums."""
-    states, others = a.state["optimizer"], b.state["optimizer"]
-    assert states.keys() == others.keys() and a.model.keys() == b.model.keys()
-    pairs = [(a.model[name], b.model[name]) for name in a.model]
-    for name, state in states.items():
-        assert state.keys() == others[name].keys()
-        pairs += [(state[key], others[name][key]) for key in state]
-    for one, other in pairs:
-        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
-    assert a.progress.step == b.progress.step
-
-
 @pytest.mark.parametrize("trouble", ["", "out of memory"])
 def test_two_ranks_give_what_one_process_gives(tmp_path, on_ranks, trouble):
     reference, progress = on_one(tmp_path / "one", *ONE)
@@ -124,7 +105,7 @@ def test_two_ranks_replay_and_watch_what_one_process_does(tmp_path, on_ranks):
 def test_a_job_that_torchrun_starts_anew_continues_and_forgets_earlier_jobs(tmp_path, on_ranks):
     on_one(tmp_path / "before", *ONE, "--max_steps", "1")
     one, several = tmp_path / "one", tmp_path / "several"
-    start = ["--init_from", str(newest(tmp_path / "before").path)]
+    start = ["--init_from", str(small.newest(tmp_path / "before").path)]
     on_one(one, *ONE, *start, "--max_steps", "1")
     on_one(one, *ONE, "--resume", "auto", "--max_steps", "2")
     stale = several / "checkpoints" / checkpoint.LIMITS.format(0)
@@ -132,8 +113,8 @@ def test_a_job_that_torchrun_starts_anew_continues_and_forgets_earlier_jobs(tmp_
     stale.write_text('{"-50": 1}')
     for steps in "12":
         on_ranks(several, *TWO, *start, "--max_steps", steps, trouble="torchrun")
-    assert_close(newest(several), newest(one))
-    assert newest(several).progress.limits == {} and not stale.exists()
+    small.assert_close(small.newest(several), small.newest(one))
+    assert small.newest(several).progress.limits == {} and not stale.exists()
 
 
 @pytest.mark.parametrize("flags", [[], ["--sharded", "--batch_size", "1"]])
@@ -159,7 +140,7 @@ def test_several_ranks_end_with_the_checkpoint_of_one_process(tmp_path, on_ranks
     on_one(tmp_path / "one", *ONE)
     steps = ["--batch_size", str(4 // size), *ONE[2:], *flags]
     assert len(on_ranks(tmp_path / "several", *steps, size=size)) == size
-    assert_close(newest(tmp_path / "several"), newest(tmp_path / "one"))
+    small.assert_close(small.newest(tmp_path / "several"), small.newest(tmp_path / "one"))
 
 
 def test_shards_after_a_global_batch_without_targets(tmp_path, on_ranks, monkeypatch):
@@ -167,7 +148,7 @@ def test_shards_after_a_global_batch_without_targets(tmp_path, on_ranks, monkeyp
     monkeypatch.setattr(small, "collate", without_targets)
     monkeypatch.setattr(checks, "check_counts", lambda *counts: None)
     on_one(tmp_path / "one", *ONE)
-    assert_close(newest(tmp_path / "sharded"), newest(tmp_path / "one"))
+    small.assert_close(small.newest(tmp_path / "sharded"), small.newest(tmp_path / "one"))
 
 
 def test_a_run_that_goes_from_one_process_to_shards_to_two_machines_and_back(tmp_path, on_ranks):
@@ -183,9 +164,9 @@ def test_a_run_that_goes_from_one_process_to_shards_to_two_machines_and_back(tmp
     on_one(changing, *ONE, *whole)
     on_ranks(changing, *TWO, "--sharded", *divided)
     on_ranks(changing, *TWO, *machines, trouble="machines")
-    assert newest(changing / "machine1").progress.step == 2  # what it was sent
+    assert small.newest(changing / "machine1").progress.step == 2  # what it was sent
     on_one(changing, *ONE, *whole_again)
-    assert_close(newest(changing), newest(one))
+    small.assert_close(small.newest(changing), small.newest(one))
 
 
 def test_a_rank_that_is_lost_while_the_host_waits_for_the_sums(monkeypatch):
@@ -216,4 +197,4 @@ def test_shards_that_do_not_fit_start_anew_with_a_size_that_fits(tmp_path, on_ra
         assert errors[0].startswith("75 another rank") and errors[1].startswith("75 out of memory")
         assert starts < 5
     assert starts
-    assert_close(newest(folder), newest(tmp_path / "one"))
+    small.assert_close(small.newest(folder), small.newest(tmp_path / "one"))

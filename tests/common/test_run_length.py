@@ -1,7 +1,5 @@
 """How long a run is, and when it is evaluated and stops, by the hours of its data."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -111,6 +109,6 @@ def test_a_run_has_the_length_that_it_says(tmp_path, capsys, monkeypatch, fine_t
         ends = "; ends after 9 evaluations" in text
         assert ends == fine_tunes
         assert f"length: {args.max_steps or total} updates of 8, " in text
-    lines = [json.loads(line) for line in (args.log_dir / "metrics.jsonl").open()]
+    lines = small.metrics(args)
     evaluated = [line["step"] for line in lines if any("eval/" in key for key in line)]
     assert evaluated == ([2, 5, 10, 12] if fine_tunes else [2, 5, 6])
