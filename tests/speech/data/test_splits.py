@@ -6,14 +6,12 @@ import math
 import numpy as np
 import pytest
 import soundfile
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common import options
 from common.errors import DataError, UsageError
 from common.options import Parser
-from models import model_files
 from speech.data import splits
 from speech.data.loading import Checks, load_corpus
 from speech.data.splits import load_splits, read_manifests
@@ -147,17 +145,6 @@ def test_the_data_of_a_planned_run_without_data_are_silence_of_the_longest_utter
     assert max(map(len, splits.stand_in(30.0, 100)["val"].texts)) <= 100
 
 
-def test_weights_of_a_planned_run_take_no_memory():
-    with pytest.raises(UsageError, match="too large for this machine"):
-        model_files.require_room(1 << 50)
-    with torch.device("meta"):
-        model_files.require_room(1 << 50)
-        copies = model_files.floats({"w": torch.ones(2, dtype=torch.float64, device="cpu")}, "file")
-        assert copies["w"].is_meta and copies["w"].dtype == torch.float32
-        with pytest.raises(UsageError, match="not finite"):
-            model_files.floats({"w": torch.full((2,), math.nan, device="cpu")}, "file")
-
-
 # --- splits ---------------------------------------------------------------------------------------
 
 
@@ -168,19 +155,6 @@ def manifest(folder, wav, json_lines, count, name="m.json"):
 
 def read(train: str, **checks):
     return read_manifests({"train": train}, normalise, Checks(**checks))
-
-
-def test_without_a_val_manifest_a_part_of_the_training_data_is_held_out(
-    tmp_path, wav, json_lines, capsys
-):
-    path = manifest(tmp_path, wav, json_lines, 60)
-    corpora = read(path, seed=5)
-    assert [len(corpora[split]) for split in ("train", "val")] == [54, 6]
-    assert {*corpora["train"].texts, *corpora["val"].texts} == {f"t{i}" for i in range(60)}
-    said = "no --val_manifest: 6 of the 60 training utterances are held out"
-    assert said in capsys.readouterr().out
-    again, other = read(path, seed=5), read(path, seed=6)
-    assert list(again["val"].texts) == list(corpora["val"].texts) != list(other["val"].texts)
 
 
 def test_what_was_held_out_stays_held_out(tmp_path, wav, json_lines, capsys):
@@ -257,23 +231,7 @@ def test_the_values_of_max_samples(text, reason, capsys):
     assert reason in (said := capsys.readouterr().err) and "(-1 means all)" in said
 
 
-def test_dropped_utterances_are_reported_and_strict_refuses_them(tmp_path, wav, json_lines, capsys):
-    corpus = load_corpus(manifest(tmp_path, wav, json_lines, 3), normalise, Checks())[0]
-
-    def fault(index):
-        return ("too odd", "as it is") if index == 1 else None
-
-    kept = splits.drop(corpus, "training set", fault, False)
-    assert list(kept.texts) == ["t0", "t2"]
-    assert f"{tmp_path}/good.wav: as it is" in capsys.readouterr().out
-    assert splits.drop(corpus, "training set", lambda index: None, True) is corpus
-    with pytest.raises(DataError, match=r"training set: 1 utterances rejected \(--strict_data\)"):
-        splits.drop(corpus, "training set", fault, True)
-
-
 # --- rows with segment times ----------------------------------------------------------------------
-
-TOO_LONG = "longer than 10 s (--max_duration)"
 
 
 def chunked(path, use_chunking=True):
@@ -328,20 +286,6 @@ def test_a_long_row_is_cut_into_pieces_of_whole_segments(tmp_path, long_wav, wav
     assert corpus.paths[1] == long_wav and corpus.where(2) == f"{long_wav} at 12.00 s"
 
 
-@pytest.mark.parametrize("use_chunking", [False, True])
-def test_the_reasons_for_rejecting_a_long_row(tmp_path, long_wav, json_lines, use_chunking):
-    path = json_lines(tmp_path / "m.json", [timed((0, 4)), timed(), {**timed(), "segments": None}])
-    corpus, rejected = chunked(path, use_chunking)
-    if use_chunking:
-        assert rejected.counts == {f"{TOO_LONG}, without segment times for --use_chunking": 2}
-        assert pieces(corpus) == [(0, 4, "t0")]
-    else:
-        assert rejected.counts == {
-            f"{TOO_LONG}; --use_chunking would use its segment times": 1,
-            TOO_LONG: 2,
-        }
-
-
 ORDER = "segments overlap, or are not in the order of time"
 NO_TIMES = "a segment has no times (start and end, or offset and duration)"
 NO_LIST = "segments are not a list of objects"
@@ -380,19 +324,6 @@ def test_impossible_segments_are_rejected_by_file_and_line(
     assert rejected.counts == {reason: 1}
     assert rejected.examples[reason][0].startswith(f"{path}:2")
     assert pieces(corpus) == [(0, 4, "t0"), (6, 2, "t0")]
-
-
-def test_a_segment_that_is_too_long_is_rejected_and_nothing_is_joined_across_it(
-    tmp_path, long_wav, json_lines
-):
-    path = json_lines(tmp_path / "m.json", [timed((0, 1), (1, 2), (2, 12.5), (12.5, 13), (13, 40))])
-    corpus, rejected = chunked(path)
-    assert pieces(corpus) == [(0, 2, "t0 t1"), (12.5, 0.5, "t3")]
-    (reason,) = rejected.counts
-    assert reason == "a segment is longer than 10 s (--max_duration)"
-    assert rejected.counts[reason] == 2
-    place = f"{path}:1: {tmp_path}/long.wav, segment from 2.00 to 12.50 s"
-    assert rejected.examples[reason][0] == place
 
 
 def test_rounding_of_times_is_tolerated(tmp_path, long_wav, json_lines):

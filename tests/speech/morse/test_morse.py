@@ -61,23 +61,6 @@ def marks_and_gaps(amplitude: np.ndarray) -> np.ndarray:
     return np.diff(before + (0.5 - low) / (high - low))
 
 
-def decode(lengths: np.ndarray) -> str:
-    """Mark, gap, mark ... in units, to text."""
-    text, code = "", ""
-    for mark, gap in zip(lengths[::2], np.append(lengths[1::2], 7), strict=True):
-        code += "." if mark < 2 else "-"
-        if gap > 2:
-            text, code = text + character(code) + (" " if gap > 5 else ""), ""
-    return text.strip()
-
-
-def loudness(audio: np.ndarray, samples: int = 96) -> np.ndarray:
-    """Amplitude of a tone relative to its maximum, from the mean square over 6 ms."""
-    sums = np.cumsum(np.concatenate([[0], audio.astype(float) ** 2]))
-    power = np.concatenate([np.zeros(samples // 2), (sums[samples:] - sums[:-samples])])
-    return np.sqrt(power / power.max())
-
-
 # --- text -----------------------------------------------------------------------------------------
 
 EXCHANGES = {
@@ -153,30 +136,6 @@ def test_farnsworth_stretches_gaps_between_characters_only():
     np.testing.assert_array_equal(slow, wider)
     # 50 with the gap after it: the word that speeds are stated in.
     assert synthesis.keying("PARIS").sum() == 43
-
-
-def test_a_simple_decoder_reads_clean_clips():
-    read = 0
-    for index in range(60):
-        sample = synthesis.synthesise(2, index, CLEAN)
-        lengths = marks_and_gaps(loudness(sample.audio)) / RATE / (1.2 / sample.wpm)
-        assert decode(lengths) == sample.text
-        read += len(sample.text)
-    assert read > 500
-
-
-def test_the_jitter_is_as_stated_and_keeps_the_length():
-    conditions = dataclasses.replace(
-        DRY, jitter=(0.08, 0.08), sample_types=("full_qso",), wpm=(25, 25)
-    )
-    errors = []
-    for index in range(12):
-        sample = synthesis.synthesise(3, index, conditions)
-        runs = marks_and_gaps(loudness(sample.audio)) / RATE
-        plain = synthesis.keying(sample.text) * 1.2 / 25
-        errors.append(runs / plain - 1)
-        assert abs(runs.sum() - plain.sum()) < 0.005
-    assert 0.07 < np.std(np.concatenate(errors)) < 0.09
 
 
 @pytest.mark.parametrize(
@@ -284,19 +243,6 @@ def test_a_clip_depends_on_its_number_alone():
     assert digest(range(4)) == here != digest(range(1, 5))
 
 
-def test_noise_only():
-    conditions = dataclasses.replace(CLEAN, noise_only=1.0, snr_db=(40, 40))
-    for index in range(10):
-        sample = synthesis.synthesise(8, index, conditions)
-        assert sample.is_noise_only
-        assert (sample.text, sample.callsigns, sample.exchange) == ("", (), "")
-        spectrum = np.abs(np.fft.rfft(sample.audio)) ** 2
-        assert spectrum.max() < 30 * spectrum.mean()  # no tone stands out
-    short = dataclasses.replace(synthesis.CONDITIONS["demo"], longest=1.0)
-    share = np.mean([synthesis.synthesise(8, i, short).is_noise_only for i in range(200)])
-    assert 0.01 < share < 0.12
-
-
 def test_the_receiver():
     random = np.random.default_rng(0)
     noise = random.standard_normal(160_000, dtype=np.float32)
@@ -347,16 +293,6 @@ def test_interferers_are_near_the_tone_but_not_on_it():
 
 
 # --- synthetic clips as a data set ----------------------------------------------------------------
-
-
-def test_chosen_conditions_replace_single_ranges():
-    assert Choice(["wide", "demo"]).mix() == [
-        synthesis.CONDITIONS["wide"],
-        synthesis.CONDITIONS["demo"],
-    ]
-    (chosen,) = Choice(["clean"], [10, 20], [300, 400], [-5, 5], 4.0).mix()
-    expected = {"wpm": (10, 20), "tone": (300, 400), "snr_db": (-5, 5), "longest": 4.0}
-    assert chosen == dataclasses.replace(synthesis.CONDITIONS["clean"], **expected)
 
 
 @pytest.mark.parametrize(
