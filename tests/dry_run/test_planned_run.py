@@ -270,27 +270,6 @@ def test_gradients_that_leave_at_once():
         assert parameter.grad is None and not parameter._post_accumulate_grad_hooks
 
 
-def test_16_bit_weights():
-    """Half of the encoder's memory, and of its largest gradient; then the weights are as before."""
-    planned = evaluated(run_of(Network(512), SHORT))
-    before = [(p.dtype, p.shape) for p in planned.model.parameters()]
-    bfloat16 = {"dtype": torch.bfloat16}
-
-    def step(batches: list[dict]) -> None:
-        for each in batches:
-            with torch.autocast("cpu", **bfloat16):
-                planned.model(each["x"]).sum().backward()
-
-    measures = dataclasses.replace(planned, step=step).planned(flags(), CARD)
-    gradients = measures.training(PlannedSettings(2, 2, False, "gradients", False))
-    peak = measures.training(PlannedSettings(2, 2, False, "weights", False))
-    encoder = sum(p.nbytes for p in planned.model.encoder.parameters())
-    assert gradients.parts["weights"] - peak.parts["weights"] == encoder // 2
-    assert peak.total < 0.65 * gradients.total
-    assert measures.training(PlannedSettings(2, 2, False, "gradients", False)) == gradients
-    assert [(p.dtype, p.shape) for p in planned.model.parameters()] == before
-
-
 def test_evaluation_has_states_and_no_gradients():
     planned = evaluated(run_of(Network()))
     assert planned.settings(flags()).eval_batch_size == 4
@@ -349,24 +328,6 @@ def test_a_comparison_at_the_end_has_a_model_in_fp32(compares, ranks, optimizer,
     planned = sharded(evaluated(run_of(Network(1024)), compares), ranks)
     settings = PlannedSettings(1, 2, False, optimizer, False, 1, sharded=ranks > 1)
     assert planned.planned(flags(), CARD).evaluation(settings).stage == stage
-
-
-def test_the_answer(capsys):
-    def answer(*planned, card: Card) -> tuple[int, str]:
-        status = run_of(*planned).answer(flags(), card, "torch.float32", RunError)
-        return status, capsys.readouterr().out
-
-    status, out = answer(Network(), card=CARD)
-    assert status == 0 and "Verdict: fits" in out and "--gradient" not in out
-    assert out.startswith("Dry run: 8 x 2.0 s, accumulation 2, float32\n")
-    # CUDA's context and libraries take 0.55 GiB.
-    tiny = Card("small", int(0.62 * 2**30), (8, 6))
-    items = [{"index": 0, "seconds": 9.0, "targets": 1}]
-    status, out = answer(Network(512), items, False, card=tiny)
-    assert status == 3 and "Verdict: does not fit" in out and "--freeze_encoder" not in out
-    assert "--batch_size" in out or "--gradient_checkpointing" in out
-    items[0]["seconds"] = 90.0
-    assert "--freeze_encoder" in answer(Network(512), items, card=tiny)[1]  # nothing else would do
 
 
 # --- in the loop ----------------------------------------------------------------------------------

@@ -541,7 +541,6 @@ def test_machines_share_an_update_and_meet_at_the_first(gpus, ranks):
             ({"GPUS": gpus}, f"GPUS={gpus}: it must be the number")
             for gpus in ("0", "two", "08", "2 ")
         ),
-        ({"NODES": "two"}, "NODES=two: it must be the number of machines"),
         ({"NODES": "2"}, "NODES=2 NODE=: NODE must be this machine's number, 0 to 1"),
         ({"NODES": "2", "NODE": "2"}, "NODES=2 NODE=2: NODE must be this machine's number"),
         ({"NODES": "2", "NODE": "1"}, "HEAD=: it must be the address of machine 0 and a free port"),
@@ -586,7 +585,6 @@ def test_sharded_excludes_nothing_of_a_row(script):
     [
         ("--dry_run 8GB", {"GPUS": "4"}, "4x8GB", 6),
         ("--dry_run=16gb --sharded", machine("0", "2"), "4x16gb", 5),
-        ("--dry_run A100 80GB", {"GPUS": "2"}, "2xA100 80GB", 5),
         ("--dry_run", {"GPUS": "2"}, "2x", 5),
         ("--dry_run 2x16gb", {}, "2x16gb", 5),
         ("--dry_run 8 x 16gb", {"GPUS": "2"}, "8 x 16gb", 5),
