@@ -667,21 +667,6 @@ def test_a_resumed_run_of_another_length_warms_up_again_without_a_jump(kind, war
     assert rates[end:] == rates_of(schedule_of(kind, total, warmup), range(end, total))
 
 
-@pytest.mark.parametrize("kind", ["inverse_sqrt", "cosine", "constant"])
-def test_a_resumed_run_of_the_same_length_has_the_same_rates(kind):
-    first = schedule_of(kind, 500, None)
-    longer = schedule_of(kind, 900, None)
-    first.set(500)
-    assert longer.resume(first.state(), 500)
-    for schedule, total, at in ((first, 500, 20), (first, 500, 300), (longer, 900, 510)):
-        whole = rates_of(schedule, range(at, total + 1))
-        schedule.set(at)
-        resumed = schedule_of(kind, total, None)
-        assert not resumed.resume(through_a_file(schedule.state()), at)
-        assert rates_of(resumed, range(at, total + 1)) == whole
-    assert not first.resume(None, 3)  # a checkpoint without a schedule
-
-
 # --- whole runs -----------------------------------------------------------------------------------
 
 RUN = (

@@ -107,29 +107,6 @@ def test_the_short_help_has_the_usual_flags(parser, capsys):
         parser.usual("learning_rte")
 
 
-@pytest.mark.parametrize(
-    ("declared", "words", "value"),
-    [
-        (flag(int, 3, "N", "(3)"), "", 3),
-        (flag(int, 3, "N", "(3)"), "--x 4", 4),
-        (flag(["a", "b"], None, None, "(a)"), "--x b", "b"),
-        (flag(options.OnOff, True, None, "(on)"), "--no_x", False),
-        (flag(None, "t", "T", "(t)"), "--x u", "u"),
-        (flag(int, None, "N", "(none)", nargs=2), "--x 1 2", [1, 2]),
-    ],
-)
-def test_a_field_of_a_record_is_a_flag(declared, words, value):
-    record = dataclasses.make_dataclass(
-        "Record", [("x", object, declared), ("y", int)], frozen=True
-    )
-    parser = options.Parser("")
-    options.add_record(parser, "more", record)
-    args = parser.parse_args(words.split())
-    assert args.x == value and options.read_record(record, args, y=5) == record(x=value, y=5)
-    assert options.read_record(record, args, x=0, y=5) == record(x=0, y=5)
-    assert parser._actions[-1].help == declared.metadata["flag"].help
-
-
 def test_what_a_recipe_changes_of_a_record():
     record = dataclasses.make_dataclass(
         "Record", [(name, int, flag(int, 3, "N", f"{name} (3)")) for name in "abcd"]
