@@ -1,8 +1,10 @@
-"""Locks that another process holds, as launch.py and the recipes hold theirs."""
+"""Other processes: what they do is waited for; locks that one holds, as launch.py and the recipes
+hold theirs."""
 
 import contextlib
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 # Holds locks on the files that it is given, and says so.
@@ -14,6 +16,13 @@ for file in files:
 print("held", flush=True)
 time.sleep(60)
 """
+
+
+def wait_for(ready, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < deadline, "it takes too long"
+        time.sleep(0.005)
 
 
 @contextlib.contextmanager

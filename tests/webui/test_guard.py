@@ -18,6 +18,7 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
+from tests.webui.locks import wait_for
 from webui import app as page_app
 from webui import guard
 from webui.places import Places
@@ -445,37 +446,32 @@ def test_an_upload_without_its_length_is_counted(user, empty):
     assert fits.status_code == 200 and files_of(empty) == [500_000]
     with contextlib.suppress(httpx.WriteError, httpx.ReadError):  # it stops listening
         one_line(user.post(address, content=multipart(5_000_000), headers=headers), 413)
-    assert wait_until(lambda: files_of(empty) == [500_000])  # nothing of it is left
+    wait_for(lambda: files_of(empty) == [500_000], 10)  # nothing of it is left
 
 
-def wait_until(condition, seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
+@contextlib.contextmanager
+def begun_upload(server, length: int):
+    """A connection over which an upload of so many bytes was announced."""
+    head = (
+        f"POST /gradio_api/upload HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n"
+        f"Cookie: speech_page_{server.port}={TOKEN}\r\nContent-Length: {length}\r\n"
+        "Content-Type: multipart/form-data; boundary=b\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(head.encode())
+        yield connection
 
 
 def test_an_upload_that_breaks_off_leaves_nothing(user, empty):
-    head = (
-        f"POST /gradio_api/upload HTTP/1.1\r\nHost: 127.0.0.1:{empty.port}\r\n"
-        f"Cookie: speech_page_{empty.port}={TOKEN}\r\nContent-Length: 900000\r\n"
-        "Content-Type: multipart/form-data; boundary=b\r\n\r\n"
-    )
-    with socket.create_connection(("127.0.0.1", empty.port), timeout=10) as connection:
-        connection.sendall(head.encode() + b"".join(list(multipart(400_000))[:-1]))
-        assert wait_until(lambda: files_of(empty))
-    assert wait_until(lambda: not files_of(empty))
+    with begun_upload(empty, 900_000) as connection:
+        connection.sendall(b"".join(list(multipart(400_000))[:-1]))
+        wait_for(lambda: files_of(empty), 10)
+    wait_for(lambda: not files_of(empty), 10)
     assert upload(user, 900_000).status_code == 200
 
 
 def test_a_length_that_is_not_true(user, empty, monkeypatch):
     monkeypatch.setattr(guard, "DRAIN_SECONDS", 0.2)
-    head = (
-        f"POST /gradio_api/upload HTTP/1.1\r\nHost: 127.0.0.1:{empty.port}\r\n"
-        f"Cookie: speech_page_{empty.port}={TOKEN}\r\nContent-Length: 999999999999\r\n"
-        "Content-Type: multipart/form-data; boundary=b\r\n\r\n"
-    )
-    with socket.create_connection(("127.0.0.1", empty.port), timeout=10) as connection:
-        connection.sendall(head.encode())
+    with begun_upload(empty, 999_999_999_999) as connection:
         assert connection.recv(100).split()[1] == b"413"
     assert os.listdir(empty.temporary) == []

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 
 from common.errors import UsageError
 from speech.data import demo
-from tests.webui.locks import held
+from tests.webui.locks import held, wait_for
 from webui import catalogue, commands, launch, outputs, progress, runs
 from webui.places import Places
 
@@ -63,13 +62,6 @@ while (folder / "late").exists():
 sys.exit(status)
 """
 SETTINGS = {"recipe": "program", "tier": "auto", "size": "", "values": {}}
-
-
-def wait_for(ready, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < deadline, "it takes too long"
-        time.sleep(0.005)
 
 
 def wait_for_state(run: runs.Run, *words: str) -> progress.State:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -16,6 +15,7 @@ from common.errors import RunError
 from recipes import konkani_conformer
 from speech.data import demo
 from tests.recipes import runs
+from tests.webui.locks import wait_for
 from webui import use
 
 CPU = ("--device", "cpu")
@@ -124,17 +124,6 @@ def models():
     made.close()
 
 
-def ends(process: int) -> bool:
-    """Whether a process has ended, within ten seconds."""
-    for _ in range(1000):
-        try:
-            os.kill(process, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.01)
-    return False
-
-
 def test_one_process_answers_until_the_weights_change(models, fake, tmp_path):
     number, process = models.ask("fake", [], fake).split()
     assert number == "7" and os.getsid(int(process)) == int(process)
@@ -154,7 +143,8 @@ def test_one_process_answers_until_the_weights_change(models, fake, tmp_path):
     number, other = models.ask("fake", [], fake).split()
     assert number == "8" and other != process
     models.close()
-    assert ends(int(process)) and ends(int(other))
+    for each in (process, other):
+        wait_for(lambda each=each: not Path("/proc", each).exists(), 10)
 
 
 def test_failures_are_one_line_and_the_next_request_is_served(models, fake):
