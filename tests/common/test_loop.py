@@ -243,22 +243,6 @@ def test_a_checkpoint_has_the_flags_of_its_run(tmp_path):
     assert saved["log_dir"] == str(args.log_dir)
 
 
-def test_init_from_starts_a_new_run_from_saved_weights(tmp_path):
-    trained(tmp_path / "a")
-    best = tmp_path / "a/checkpoints/best.safetensors"
-    saved = checkpoint.read_weights(best, small.RECIPE).model
-    starts = []
-
-    def note(number, model, batch, terms):
-        starts.append({name: value.clone() for name, value in model.state_dict().items()})
-
-    _, progress = trained(
-        tmp_path / "b", "--init_from", str(best), model=network(seed=5), compute_loss=changing(note)
-    )
-    assert all(torch.equal(value, starts[0][name]) for name, value in saved.items())
-    assert progress.step == 2 and len(progress.evaluations) == 1
-
-
 def test_the_peak_learning_rate_is_the_flags_or_else_the_tasks(tmp_path):
     for flag, peak in ((2e-3, 2e-3), (None, 5e-4)):
         args = small.make_args(tmp_path, "--lr_schedule", "constant", "--warmup_steps", "0")

@@ -257,14 +257,6 @@ def test_the_largest_parameter_goes_to_the_rank_that_has_least():
     assert set(offload.divide(parameters, 1).values()) == {0}
 
 
-def test_several_ranks_divide_what_the_states_take():
-    model = nn.Linear(100, 10, bias=False)
-    for level, one, four in (("states", 8, 2), ("gradients", 12, 6), ("weights", 16, 10)):
-        assert offload.host_bytes(model, level) == 1000 * one
-        assert offload.host_bytes(model, level, ranks=4) == 1000 * four
-    assert offload.host_bytes(model, None, 4) == offload.host_bytes(model, "adamw", 4) == 0
-
-
 def test_two_ranks_divide_the_update_and_give_what_one_process_gives(tmp_path, run_ranks):
     both = on_two_ranks(run_ranks, tmp_path, {**RUNS, "begun": BEGUN})
     run_unusual(tmp_path / "one", ONE)

@@ -87,22 +87,6 @@ def test_error_table():
     assert [line.split()[1] for line in error_lines([])[1:]] == ["0.00", "0.00"]
 
 
-def test_a_reading_that_changes_nothing_is_one_line():
-    same = error_lines(rows(("a b", "a c"), ("x", "x")), BOTH)
-    assert [line.split()[0] for line in same] == ["%", "cased:", "WER", "CER", "lower:"]
-    assert same[-1] == "lower: the same"
-    other = error_lines(rows(("a b", "A b"), ("x", "x")), BOTH)
-    assert [line.split()[:2] for line in other] == [
-        ["%", "95"],
-        ["cased:"],
-        ["WER", "33.33"],
-        ["CER", "25.00"],
-        ["lower:"],
-        ["WER", "0.00"],
-        ["CER", "0.00"],
-    ]
-
-
 def improvement_lines(before, after, readings=CASED):
     both = (metrics.read_by(each, readings) for each in (before, after))
     return metrics.improvement_table(*both).splitlines()

@@ -4,7 +4,6 @@ import csv
 import json
 import random
 import unicodedata
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -240,8 +239,3 @@ def test_the_command_takes_texts_tables_and_annotations(tmp_path, capsys):
             run(tmp_path / "a.mb", "--output", name)
     with pytest.raises(UsageError, match="No such file"):
         run(tmp_path / "gone.mb", "--output", tmp_path / "q.tsv")
-
-
-def test_counts_are_of_lacking_units_only():
-    lacking = profile.Outside([" ", "ts"], alone("ts"))
-    assert Counter(lacking("ts s tss")) == {"s": 2}
