@@ -2,7 +2,6 @@
 
 import io
 import os
-from pathlib import Path
 
 import pytest
 import soundfile
@@ -10,8 +9,6 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from webui import media, views
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from speech.morse.synthesis import Choice
 from speech.writing.metrics import Errors, count_errors
 from tests.speech.morse.sets import write_set
 
-ROOT = Path(__file__).resolve().parents[3]
 RATE = 16_000
 # The code as a tree: a dit goes to 2 i, a dah to 2 i + 1, from 1 on; _ is no character.
 TREE = "__ETIANMSURWDKGOHVF_L_PJBXCYZQ__54_3É__2&_+____16=/___(_7___8_90"

@@ -17,8 +17,6 @@ from speech.data import headers
 from speech.signal import audio, spectra
 from tests.peers import resampled
 
-ROOT = Path(__file__).resolve().parents[3]
-
 # --- reading audio --------------------------------------------------------------------------------
 
 
