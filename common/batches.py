@@ -46,11 +46,7 @@ MANY_FILES = 65_536  # limit of open files, if the system allows so many
 
 
 def order_epoch(
-    seconds: np.ndarray,
-    global_batch_size: int,
-    seed: int,
-    epoch: int,
-    shortest_first: bool = False,
+    seconds: np.ndarray, global_batch_size: int, seed: int, epoch: int, shortest_first: bool = False
 ) -> list[np.ndarray]:
     """The global batches of an epoch, in random order or the shortest first: arrays of
     `global_batch_size` indices of utterances of similar length (the last one cut may be smaller). A

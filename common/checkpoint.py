@@ -30,12 +30,7 @@ LOGS = ("metrics.jsonl", "training.png")
 
 
 # What a checkpoint holds, as a schema of `records.mismatch`.
-STATE = {
-    "optimizer": dict,
-    "scaler": (dict, type(None)),
-    "rng": list,
-    "args": dict,
-}
+STATE = {"optimizer": dict, "scaler": (dict, type(None)), "rng": list, "args": dict}
 INFOS = {"model_info": dict, "run_info": dict, "adapters": (dict, type(None))}
 CONTENT = {"recipe": str, "model": dict, "progress": dict, **INFOS, **STATE}
 TEXT = (str, type(None))

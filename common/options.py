@@ -184,11 +184,7 @@ class Parser(argparse.ArgumentParser):
             super().parse_args(words, argparse.Namespace(**dict.fromkeys(defaults, unset)))
         )
         given = {name: value for name, value in parsed.items() if value is not unset}
-        return argparse.Namespace(
-            **{**defaults, **given},
-            given=frozenset(given),
-            rules=self.rules,
-        )
+        return argparse.Namespace(**{**defaults, **given}, given=frozenset(given), rules=self.rules)
 
     def explained(self, message: str) -> str:
         """A message of argparse in one line that offers the nearest flag."""

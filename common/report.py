@@ -46,13 +46,7 @@ class Report:
     are removed. If a report cannot be written, `problem` is the error, and nothing more is written:
     the run decides when to end."""
 
-    def __init__(
-        self,
-        log_dir: Path,
-        step: int,
-        total_steps: int,
-        enabled: bool = True,
-    ):
+    def __init__(self, log_dir: Path, step: int, total_steps: int, enabled: bool = True):
         self.log_dir = log_dir
         self.total = total_steps
         self.enabled = enabled

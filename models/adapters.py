@@ -129,11 +129,7 @@ def adapters_of(family, info: Any, saved: Saved) -> lora.Adapters:
 
 
 def adapt(
-    family,
-    info: Any,
-    model: torch.nn.Module,
-    base: dict[str, torch.Tensor] | None,
-    run,
+    family, info: Any, model: torch.nn.Module, base: dict[str, torch.Tensor] | None, run
 ) -> None:
     """Adds adapters to a released model with the weights `base`: those of the checkpoint that the
     `run` (`common.loop.begin`) resumes, those of --init_from, or what --lora asks for, which frozen
@@ -172,10 +168,7 @@ def adapt(
 
 
 def new(
-    family,
-    info: Any,
-    base: dict[str, torch.Tensor] | None,
-    frozen: set[str],
+    family, info: Any, base: dict[str, torch.Tensor] | None, frozen: set[str]
 ) -> tuple[lora.Adapters, dict[str, torch.Tensor]]:
     """The adapters that --lora asks for beside layers that are not `frozen`, or the adapters of
     peft's that --init_from names, with their values. Raises `UsageError`."""

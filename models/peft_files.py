@@ -30,11 +30,7 @@ PLAIN = {
     # Others change the released weights, too.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
-CONTENT = {
-    "peft_type": {"LORA"},
-    "r": range(1, lora.MOST_RANK + 1),
-    "lora_alpha": lora.is_alpha,
-}
+CONTENT = {"peft_type": {"LORA"}, "r": range(1, lora.MOST_RANK + 1), "lora_alpha": lora.is_alpha}
 
 
 def is_adapter(path: str | Path | None) -> bool:

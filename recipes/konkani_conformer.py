@@ -56,14 +56,7 @@ from speech.alignment import command as alignment
 from speech.alignment.letters import of_characters
 from speech.data import demo, feasible, splits
 from speech.data.columns import Corpus
-from speech.decoding import (
-    language_model,
-    recogniser,
-    results,
-    timed,
-    transcribing,
-    windows,
-)
+from speech.decoding import language_model, recogniser, results, timed, transcribing, windows
 from speech.decoding.long import PARTS, by_length
 from speech.decoding.ngram import Fusion
 from speech.decoding.search import joint_beam, rescored_beam
@@ -695,11 +688,7 @@ def final_texts(
 
 @torch.no_grad()
 def timed_texts(
-    how: recogniser.DecodingOptions,
-    tokenizer,
-    model: Conformer,
-    fusion: Fusion | None,
-    batch: dict,
+    how: recogniser.DecodingOptions, tokenizer, model: Conformer, fusion: Fusion | None, batch: dict
 ) -> list[dict]:
     """The texts of a batch by --decoding, with the times at which CTC has them."""
     encoded, _, lengths = model.encode(batch)

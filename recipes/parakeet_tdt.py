@@ -52,26 +52,14 @@ from models.parakeet.loss import Lattice
 from models.parakeet.model import CHECKPOINTED, COMPILED, Parakeet, encoder_frames
 from models.parakeet.scratch import fit_to_data
 from models.parakeet.settings import kind_of
-from models.parakeet.start import (
-    ModelInfo,
-    ParakeetOptions,
-    learning_rate,
-    tokenizer_of,
-)
+from models.parakeet.start import ModelInfo, ParakeetOptions, learning_rate, tokenizer_of
 from models.parakeet.tokenizer import SPACE, ParakeetTokenizer
 from speech.alignment import command as alignment
 from speech.alignment.letters import of_pieces
 from speech.data import demo, feasible, replay, splits, watching
 from speech.data.columns import Corpus
 from speech.data.splits import RunInfo
-from speech.decoding import (
-    language_model,
-    recogniser,
-    results,
-    timed,
-    transcribing,
-    windows,
-)
+from speech.decoding import language_model, recogniser, results, timed, transcribing, windows
 from speech.decoding.long import PARTS, by_length
 from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
@@ -102,12 +90,7 @@ def add_arguments(parser) -> None:
     language_model.add_arguments(parser)
     alignment.add_arguments(parser)
     rates = "fine-tuning 1e-4, or 3e-5 below 20 h of speech; from scratch by the model's width"
-    options.add_arguments(
-        parser,
-        learning_rate=(None, rates),
-        weight_decay=1e-3,
-        keep_last=2,
-    )
+    options.add_arguments(parser, learning_rate=(None, rates), weight_decay=1e-3, keep_last=2)
 
 
 def resolve(args) -> ParakeetOptions:
@@ -135,10 +118,7 @@ def read_data(asked: ParakeetOptions, earlier_run: RunInfo | None = None) -> dic
 
 
 def check_texts(
-    asked: ParakeetOptions,
-    corpora: dict[str, Corpus],
-    tokenizer: ParakeetTokenizer,
-    is_own: bool,
+    asked: ParakeetOptions, corpora: dict[str, Corpus], tokenizer: ParakeetTokenizer, is_own: bool
 ) -> None:
     """Prints which characters the vocabulary lacks, and which it changes. Raises `DataError` if
     many are lacking."""
@@ -586,10 +566,7 @@ def make_task(
             info.new_pieces, vocabulary.ROWS, model, vocabulary.NEW_ROWS_RATE
         ),
         vocabulary=family.vocabulary(info, run.initial),
-        plans=ForPlans(
-            compares=bool(asked.origin.path),
-            adapters=family.usual_adapters(info),
-        ),
+        plans=ForPlans(compares=bool(asked.origin.path), adapters=family.usual_adapters(info)),
     )
 
 

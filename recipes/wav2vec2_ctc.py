@@ -53,12 +53,7 @@ from models import card, new_rows, released
 from models.wav2vec2 import decoding, start, vocabulary
 from models.wav2vec2.model import CHECKPOINTED, COMPILED, Wav2Vec2, frame_samples, frames
 from models.wav2vec2.scratch import fit_to_data
-from models.wav2vec2.start import (
-    ModelInfo,
-    Wav2Vec2Options,
-    learning_rate,
-    tokenizer_of,
-)
+from models.wav2vec2.start import ModelInfo, Wav2Vec2Options, learning_rate, tokenizer_of
 from models.wav2vec2.texts import Style, prepare
 from models.wav2vec2.tokenizer import Wav2Vec2Tokenizer
 from speech.alignment import command as alignment
@@ -66,14 +61,7 @@ from speech.alignment.letters import of_characters
 from speech.data import demo, feasible, splits
 from speech.data.columns import Corpus, Strings
 from speech.data.splits import RunInfo
-from speech.decoding import (
-    language_model,
-    recogniser,
-    results,
-    timed,
-    transcribing,
-    windows,
-)
+from speech.decoding import language_model, recogniser, results, timed, transcribing, windows
 from speech.decoding.long import PARTS, by_length
 from speech.signal import augment
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
@@ -107,12 +95,7 @@ def add_arguments(parser) -> None:
         f"{start.KEPT_HEAD_RATE:g} with a released head, {start.NEW_HEAD_RATE:g} with a new one;"
         f" from scratch {start.SCRATCH_RATE:g}"
     )
-    options.add_arguments(
-        parser,
-        learning_rate=(None, rates),
-        weight_decay=0.0,
-        keep_last=2,
-    )
+    options.add_arguments(parser, learning_rate=(None, rates), weight_decay=0.0, keep_last=2)
 
 
 def resolve(args) -> Wav2Vec2Options:
@@ -550,8 +533,7 @@ def make_task(
         new_rows=new_rows.for_task(info.new_pieces, vocabulary.ROWS, model, start.rows_rate(info)),
         vocabulary=family.vocabulary(info, run.initial),
         plans=ForPlans(
-            compares=bool(asked.origin.path) and info.had_head,
-            adapters=family.usual_adapters(info),
+            compares=bool(asked.origin.path) and info.had_head, adapters=family.usual_adapters(info)
         ),
     )
 

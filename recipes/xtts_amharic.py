@@ -56,13 +56,7 @@ from models.xtts.decoding import Sampling
 from models.xtts.frozen import Frozen
 from models.xtts.model import CHECKPOINTED, COMPILED, GPT
 from models.xtts.speaking import Synthesiser
-from models.xtts.start import (
-    ModelInfo,
-    XttsOptions,
-    first_model,
-    known_info,
-    reader_of,
-)
+from models.xtts.start import ModelInfo, XttsOptions, first_model, known_info, reader_of
 from models.xtts.texts import Texts, most_text
 from models.xtts.vocoder import OUTPUT_RATE
 from speech.data import checks, replay, splits, watching
@@ -101,11 +95,7 @@ def add_arguments(parser) -> None:
     splits.add_arguments(parser, allow_unknown=True, **limits)
     replay.add_arguments(parser)
     watching.add_arguments(parser)
-    options.add_arguments(
-        parser,
-        learning_rate=(None, "5e-6"),
-        keep_last=2,
-    )
+    options.add_arguments(parser, learning_rate=(None, "5e-6"), keep_last=2)
     options.add_record(parser, parser, Flags)
     parser.refuse(EXCLUDES)
 

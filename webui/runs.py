@@ -278,10 +278,7 @@ def _uploads(run: Run) -> set[str]:
 
 def processes(run: Run) -> tuple[int | None, int | None]:
     """The process numbers of launch.py and of the recipe, None for one that does not run."""
-    return (
-        launch.holder(run.folder / launch.LOCK),
-        launch.holder(run.folder / launch.RECIPE_LOCK),
-    )
+    return (launch.holder(run.folder / launch.LOCK), launch.holder(run.folder / launch.RECIPE_LOCK))
 
 
 def is_alive(run: Run) -> bool:

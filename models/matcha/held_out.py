@@ -76,11 +76,7 @@ def speak_held_out(asked: judge.HeldOut, setup: Setup, voice: Voice, corpus: Cor
     for index, synthesis in enumerate(spoken):
         recording = read_utterance(corpus, index, SAMPLE_RATE).to(setup.device)
         frames = log_mel(with_edges(recording)[None])[0]
-        made = {
-            "reference": recording,
-            "resynthesis": voice.vocode(frames),
-            "synthesis": synthesis,
-        }
+        made = {"reference": recording, "resynthesis": voice.vocode(frames), "synthesis": synthesis}
         for kind, waveform in made.items():
             file = judge.clip_name(index, kind)
             rows[kind].append((file, corpus.texts[index], corpus.speakers[index] or "speaker"))

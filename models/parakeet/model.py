@@ -296,9 +296,7 @@ class EncoderLayer(nn.Module):
         """`positions` and `hidden`: as in `Attention`. `padding` (B, T, 1): True beyond an
         utterance's end; None if all utterances have T frames."""
         return self.around(
-            x,
-            lambda y: self.self_attn(y, positions, hidden),
-            lambda y: self.conv(y, padding),
+            x, lambda y: self.self_attn(y, positions, hidden), lambda y: self.conv(y, padding)
         )
 
     def around(self, x: torch.Tensor, attend: Callable, convolve: Callable) -> torch.Tensor:

@@ -389,11 +389,7 @@ TDT = Family(
     architecture="ParakeetForTDT",
     target=f"{MODELS}.rnnt_bpe_models.EncDecRNNTBPEModel",
     hybrid=f"{MODELS}.hybrid_rnnt_ctc_bpe_models.EncDecHybridRNNTCTCBPEModel",
-    nemo={
-        **NEMO_ENCODER,
-        **NEMO_TRANSDUCER,
-        "durations": ("loss.tdt_kwargs.durations", None),
-    },
+    nemo={**NEMO_ENCODER, **NEMO_TRANSDUCER, "durations": ("loss.tdt_kwargs.durations", None)},
     hf={**HF_ENCODER, **HF_TRANSDUCER, "durations": ("durations", [0, 1, 2, 3, 4])},
     nemo_fixed={
         "loss.loss_name": ("tdt",),

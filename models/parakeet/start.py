@@ -89,10 +89,7 @@ EXCLUDES = (
     ("stream", "piece_seconds", "a stream is not cut; leave the second out"),
     ("stream", "decoding ctc", "words as they come are the transducer's; leave the second out"),
 )
-NEEDS = (
-    ("export_format", ("export",), ""),
-    ("stream", ("transcribe",), ""),
-)
+NEEDS = (("export_format", ("export",), ""), ("stream", ("transcribe",), ""))
 LOSS = {  # a schema of records.mismatch
     "sigma": lambda value: 0 <= value < 10,
     "omega": lambda value: 0 <= value <= 1,

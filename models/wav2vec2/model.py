@@ -272,10 +272,7 @@ class Encoder(nn.Module):
         self.dropout = dropout
 
     def forward(
-        self,
-        x: torch.Tensor,
-        valid: torch.Tensor | None,
-        kept: torch.Tensor | None = None,
+        self, x: torch.Tensor, valid: torch.Tensor | None, kept: torch.Tensor | None = None
     ) -> torch.Tensor:
         """`valid` (B, T): frames inside the utterances; None if all have T. `kept` (B, L): True for
         the layers that an utterance goes through; None if it is all of them."""

@@ -80,13 +80,7 @@ OUTSIDE = {  # the other tensors
 }
 # Settings of a released generation config that another tokenizer or version of transformers
 # replaces.
-NOT_KEPT = (
-    "_from_model_config",
-    "transformers_version",
-    "forced_decoder_ids",
-    "language",
-    "task",
-)
+NOT_KEPT = ("_from_model_config", "transformers_version", "forced_decoder_ids", "language", "task")
 IN_LAYERS_BACK = {openai: hf for hf, openai in IN_LAYERS.items()}
 OUTSIDE_BACK = {openai: hf for hf, openai in OUTSIDE.items()}
 

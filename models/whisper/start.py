@@ -464,12 +464,7 @@ def make_search(asked: WhisperOptions, info: ModelInfo) -> tuple[WhisperTokenize
     tokenizer = make_tokenizer(info.tokenizer)
     how = asked.how
     search = decoding.make_search(
-        tokenizer,
-        info.generation,
-        info.config["vocab_size"],
-        how.decoding,
-        how.beam_size,
-        how.seed,
+        tokenizer, info.generation, info.config["vocab_size"], how.decoding, how.beam_size, how.seed
     )
     return tokenizer, search
 

@@ -20,13 +20,7 @@ from models import adapters, released
 from models.released import Forms, Origin
 from models.xtts import cleaners, formats, frozen, new_tokens, speaking, texts
 from models.xtts.frozen import Frozen
-from models.xtts.model import (
-    GPT,
-    Conv1D,
-    attention_kernel,
-    make_model,
-    use_sdpa,
-)
+from models.xtts.model import GPT, Conv1D, attention_kernel, make_model, use_sdpa
 from models.xtts.speaking import Synthesiser
 from models.xtts.tokenizer import LANGUAGE, Vocabulary, new_vocabulary
 from speech.data import splits

@@ -10,10 +10,7 @@ from speech.data.columns import Corpus, Strings
 from speech.data.splits import REPLAY
 
 # Rows for `Parser.refuse`.
-NEEDS = (
-    ("replay_manifest", ("train_manifest",), ""),
-    ("replay_share", ("replay_manifest",), ""),
-)
+NEEDS = (("replay_manifest", ("train_manifest",), ""), ("replay_share", ("replay_manifest",), ""))
 
 
 @dataclass(frozen=True)

@@ -166,11 +166,7 @@ def recipe_of(context: Context, name: str | None) -> Recipe:
 def model_of(context: Context, chosen: Chosen) -> tuple[Recipe, Run | None, Model]:
     if chosen.kind == OF_RUN:
         run = context.run(chosen.run)
-        return (
-            recipe_of(context, run.recipe),
-            run,
-            trials.model_of_run(run, chosen.weights),
-        )
+        return (recipe_of(context, run.recipe), run, trials.model_of_run(run, chosen.weights))
     recipe = recipe_of(context, chosen.recipe)
     if not chosen.path:
         raise UsageError("there is no released model in the folder of the data: copy one there")
