@@ -265,8 +265,7 @@ class GlobalBatches:
         yield from _loaded(_loader(self.dataset, specs, self.setup.workers, pin))
 
     def order(self, epoch: int) -> str:
-        """Changes with what decides in which global batch of an epoch an utterance is: the seed and
-        the utterances' lengths."""
+        """Changes with what decides in which global batch an utterance is: seed and lengths."""
         content = repr(self.seed).encode() + self.dataset.data.seconds(epoch).tobytes()
         content += b"shortest first" * self.shortest_first
         return hashlib.sha1(content).hexdigest()[:16]
@@ -342,8 +341,7 @@ class EvalBatches:
 
 
 def pad(tensors: list[torch.Tensor], value: float = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """B tensors (T_i, ...) as one tensor (B, T, ...), padded with `value`, and their lengths
-    (B,)."""
+    """B tensors (T_i, ...) as one (B, T, ...), padded with `value`, and their lengths (B,)."""
     lengths = torch.tensor([len(tensor) for tensor in tensors])
     return pad_sequence(tensors, batch_first=True, padding_value=value), lengths
 

@@ -385,8 +385,7 @@ def make_room(
 
 
 def best_step(folder: Path) -> int:
-    """The update of the best weights in the folder; -1 if there are none, or their best.json is
-    damaged."""
+    """The update of the best weights in the folder; -1 without them or a sound best.json."""
     summary = {}
     with contextlib.suppress(UsageError):
         summary = files.read_json(folder / "best.json")
@@ -489,8 +488,7 @@ def path_to_use(resume: str | None, checkpoint_dir: Path) -> Path:
 
 
 def weights_to_use(resume: str | None, checkpoint_dir: Path, recipe: str) -> Saved:
-    """The weights that `--resume` names or, without a path, those of the best evaluation. Raises
-    `UsageError`."""
+    """The weights that `--resume` names, or those of the best evaluation. Raises `UsageError`."""
     path = path_to_use(resume, checkpoint_dir)
     if not os.path.exists(path):
         raise UsageError(f"no weights at {path}: train first, or name them with --resume")
@@ -532,8 +530,7 @@ def load_weights(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> No
 
 
 def noted(weights: Path) -> dict:
-    """The content of the file that the loop has written beside weights; {} if there is nothing, or
-    it is damaged."""
+    """The content of the file that the loop has written beside weights; {} without a sound one."""
     try:
         content = files.read_json(weights.with_suffix(".json"))
     except UsageError:
@@ -545,8 +542,7 @@ def noted(weights: Path) -> dict:
 
 
 def use_best(folder: Path, model: torch.nn.Module, recipe: str) -> Path:
-    """Loads the weights of the best evaluation, and puts the model into evaluation mode. Returns
-    their file."""
+    """Loads the weights of the best evaluation, for evaluation. Returns their file."""
     path = folder / "best.safetensors"
     load_weights(model, read_weights(path, recipe).model)
     model.eval()

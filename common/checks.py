@@ -19,8 +19,7 @@ MOST_PARAMETERS = 20_000_000
 
 
 def check_batch(batch: dict, loss_weights: dict[str, float]) -> None:
-    """Raises `UsageError` for a batch that breaks the contract at the top of batches.py, with the
-    key and what it must be."""
+    """Raises `UsageError` for a batch that breaks the contract of batches.py, with the key."""
     for key in ("names", "seconds", "counts"):
         if key not in batch:
             raise UsageError(f"collate: the batch has no key {key!r}, which training needs")
@@ -246,8 +245,7 @@ def try_loss(model: torch.nn.Module, task, items: list[dict], collate: Callable)
 
 
 def check_terms(terms: dict, counts: dict[str, float], loss_weights: dict[str, float]) -> None:
-    """Raises `UsageError` unless what `compute_loss` returns has every term as a tensor with a
-    gradient and a count."""
+    """Raises `UsageError` unless `compute_loss` returns every term as a tensor with a gradient."""
     for name in loss_weights:
         value = terms.get(name) if isinstance(terms, dict) else None
         if not isinstance(value, torch.Tensor) or value.dim():

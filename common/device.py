@@ -166,8 +166,7 @@ def setup(args, quiet: bool = False) -> Setup:
 
 
 def pick_workers(wanted: int | str, device: torch.device, quiet: bool = False) -> int:
-    """The number of data workers. `auto`: one if the CPU trains, otherwise one per core and at most
-    four."""
+    """The number of data workers. `auto`: one if the CPU trains, else one per core, at most 4."""
     if wanted != "auto":
         return wanted
     cores = processors()
@@ -211,8 +210,7 @@ def rng_state(device: torch.device) -> dict:
 
 
 def set_rng_state(state: dict, device: torch.device) -> None:
-    """Restores what `rng_state` returned. A state that was saved on a CPU does not change CUDA's
-    generator."""
+    """Restores what `rng_state` returned. A state of a CPU does not change CUDA's generator."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]
@@ -223,8 +221,7 @@ def set_rng_state(state: dict, device: torch.device) -> None:
 
 
 def upcast(x: torch.Tensor) -> torch.Tensor:
-    """A 16-bit tensor in fp32. fp32 and float64 are returned unchanged, so that tests can run in
-    float64."""
+    """A 16-bit tensor in fp32. fp32 and float64, in which tests run, stay as they are."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 

@@ -99,8 +99,7 @@ class Engine:
 
     @property
     def network(self) -> torch.nn.Module:
-        """The module with the parameters of the optimizer. Its state and parameters have the names
-        of the model's."""
+        """The module with the parameters of the optimizer, under the names of the model's."""
         return self.model
 
     # --- an update ---
@@ -175,8 +174,7 @@ class Engine:
         return p.detach()
 
     def rows(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """The part of a tensor that this rank has, to read and write, and the number of its first
-        row."""
+        """The part of a tensor that this rank has, to write to, and its first row."""
         return tensor, 0
 
     # --- evaluation and files ---

@@ -8,15 +8,13 @@ from collections.abc import Callable
 
 
 class Failure(Exception):
-    """A failure that the user can act on. `str(error)` says what happened, where, and what to
-    do."""
+    """A failure that the user can act on. Its text says what happened, where, and what to do."""
 
     status = 1  # the exit status
 
 
 class UsageError(Failure):
-    """A command that cannot be run: contradicting flags, a missing checkpoint, an unavailable
-    device."""
+    """A command that cannot be run: contradicting flags, a missing checkpoint or device."""
 
     status = 2
 
@@ -26,13 +24,11 @@ class DataError(Failure):
 
 
 class RunError(Failure):
-    """A run that cannot continue: an utterance does not fit into memory, the disk is full, losses
-    stay non-finite."""
+    """A run that cannot continue: no memory, a full disk, losses that stay non-finite."""
 
 
 class Stopped(Failure):
-    """A signal ended the run after its state was saved; `status` is 128 plus the signal's
-    number."""
+    """A signal ended the run after its state was saved; `status` is 128 plus its number."""
 
     def __init__(self, message: str, status: int):
         super().__init__(message)
@@ -49,8 +45,7 @@ class Planned(Failure):
 
 
 def cannot_write(folder, error: OSError, flag: str) -> RunError:
-    """The error for a folder that cannot be created or written to. `flag` is the one that chooses
-    the folder."""
+    """The error for a folder that cannot be written to. `flag` chooses the folder."""
     is_file = isinstance(error, FileExistsError | NotADirectoryError)
     reason = "a part of that path is a file" if is_file else error.strerror
     return RunError(f"cannot write in {folder}: {reason}; choose another {flag}")

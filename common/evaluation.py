@@ -46,8 +46,7 @@ def try_evaluation(engine: Engine, batch: dict) -> None:
 
 
 def evaluate_set(training: Training, batches: EvalBatches) -> dict[str, float]:
-    """The values of `mean_values` of a set, on all ranks. Raises `Stopped` after a signal, when the
-    run is saved."""
+    """The values of `mean_values` of a set, on all ranks. Raises `Stopped` after a signal."""
     task = training.task
     ranks = training.setup.ranks
 

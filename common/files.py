@@ -137,8 +137,7 @@ def hidden(path: Path) -> str:
 
 
 def write_text(path: Path, text: str, durable: bool = False) -> None:
-    """Writes UTF-8 through `write_file`. A path that is not UTF-8 becomes escapes, which JSON
-    understands."""
+    """Writes UTF-8 by `write_file`. A path that is not UTF-8 becomes escapes of JSON."""
     write_file(
         path,
         lambda temporary: temporary.write_text(text, encoding="utf-8", errors="backslashreplace"),
@@ -164,8 +163,7 @@ def move_aside(paths: Iterable[Path], folders: Iterable[Path]) -> str:
 
 
 def remove_stale(folder: Path, names: str) -> None:
-    """Removes what a killed run left of the files whose names match the pattern `names`, and
-    nothing else."""
+    """Removes what a killed run left of files whose names match the pattern `names`."""
     for path in folder.glob(".*.tmp"):
         if re.fullmatch(rf"\.({names}){STALE}", path.name) and path.is_file():
             path.unlink(missing_ok=True)

@@ -63,8 +63,7 @@ def quieten_branches(layers: torch.nn.Module, names: tuple[str, ...]) -> None:
 
 
 def downcast(x: torch.Tensor) -> torch.Tensor:
-    """`x` in autocast's type if autocast is on. Done once, so that layers with the same input share
-    one copy of it."""
+    """`x` in autocast's type if autocast is on: layers with the same input share one copy."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
@@ -166,8 +165,7 @@ class _LeanChain(torch.autograd.Function):
 def _prepare(
     x: torch.Tensor, norm: torch.nn.LayerNorm | None, activation: Callable | None
 ) -> tuple:
-    """The input of a linear layer, the input of the activation before it, and what the gradient of
-    the norm needs."""
+    """The input of a linear layer, that of the activation, and what the norm's gradient needs."""
     normed = x
     statistics = []
     if norm:
@@ -182,8 +180,7 @@ def _prepare(
 def with_product(
     output: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """The `output` (..., outputs) of a layer for `x` (..., inputs) and what its adapter adds, all
-    in one type."""
+    """The `output` (..., outputs) of a layer for `x` (..., inputs) and what its adapter adds."""
     low = F.linear(x, down).flatten(0, -2)
     return torch.addmm(output.flatten(0, -2), low, up.t(), alpha=scale).view(output.shape)
 
@@ -191,8 +188,7 @@ def with_product(
 def product_backward(
     gradient: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of `x` (N, inputs), A and B for the `gradient` (N, outputs) of what the adapter
-    adds."""
+    """The gradients of `x` (N, inputs), A and B for the `gradient` (N, outputs) of the product."""
     scaled = gradient * scale
     of_up = scaled.t() @ F.linear(x, down)
     scaled = scaled @ up

@@ -123,8 +123,7 @@ def _recomputed(layer: torch.nn.Module, forward, *inputs, **named):
 
 
 def memory_used(device: torch.device) -> int:
-    """Bytes: the allocator's peak on a GPU, otherwise this process's resident memory. Does not wait
-    for the device."""
+    """Bytes: the allocator's peak on a GPU, else resident memory. Does not wait for the device."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -135,8 +134,7 @@ def memory_used(device: torch.device) -> int:
 
 
 def peak(device: torch.device) -> str:
-    """One line about the peak of memory (the allocator's on a GPU, resident memory on a CPU) and
-    the device's total."""
+    """A line about the peak of memory (the allocator's, or resident memory) and the total."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         allocated = torch.cuda.max_memory_allocated(device)

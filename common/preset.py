@@ -255,8 +255,7 @@ def read_user(script: Script, words: list[str]) -> User:
 
 
 def pick_tier(tiers: list[str], user: User) -> str:
-    """The card of a plan, else the largest of these tiers that the first visible GPU has the memory
-    for, or cpu without a GPU."""
+    """The card of a plan, else the largest tier for the memory of the first visible GPU, or cpu."""
     if user.gave("--dry_run"):
         card = re.sub(r"^[0-9]+ *x", "", user.value("--dry_run").lower())  # "2x16gb"
         words = [card.replace(" ", ""), *card.split()]  # "8 GB", "A100 80GB"

@@ -55,13 +55,11 @@ class Ranks:
         return contextlib.nullcontext()
 
     def waiting(self) -> contextlib.AbstractContextManager:
-        """A context in which this rank waits for others. Errors of the connection become
-        `LostRank`."""
+        """A context in which this rank waits. Errors of the connection become `LostRank`."""
         return contextlib.nullcontext()
 
     def reduce(self, values, op: str = "sum") -> list:
-        """Element-wise sum ("sum") or maximum ("max") over the ranks of a list of numbers, in int64
-        or float64."""
+        """The "sum" or "max" over the ranks of each of the numbers, in int64 or float64."""
         return list(values)
 
     def gather(self, value) -> list:

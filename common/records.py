@@ -173,6 +173,5 @@ def _fits(value, schema) -> bool:
 
 
 def is_within(value, allowed: range) -> bool:
-    """Whether a value is an integer in a range. (For other types `in` would walk through the
-    range.)"""
+    """Whether a value is an integer in a range, through which `in` would walk for others."""
     return type(value) is int and value in allowed

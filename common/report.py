@@ -154,8 +154,7 @@ class Report:
         self.enabled = False
 
     def draw(self, metric: str) -> None:
-        """Draws training.png: losses and learning rate, and the error rates or, if there are none,
-        `metric`."""
+        """Draws training.png: losses, learning rate, and the error rates or else `metric`."""
         if self.enabled and not self.problem:
             with self._caught():
                 self._draw(metric)

@@ -44,8 +44,7 @@ def begin(args, name: str) -> Run:
 
 
 def prepare_model(args, run: Run, model: torch.nn.Module, task: Task, data) -> Engine:
-    """Fits the model to the training set `data` or loads saved weights, and moves it to where it is
-    trained."""
+    """Fits the model to the training set `data` or loads saved weights, and moves it there."""
     if run.resumed:
         checkpoint.load_weights(model, run.resumed.model)
     elif task.fit:

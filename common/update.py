@@ -28,8 +28,7 @@ MAX_BAD_BATCHES = 10  # in a row, whose loss is not finite
 
 
 def train_global_batch(training: Training, global_batch: GlobalBatch) -> None:
-    """One global batch: forward and backward until it fits, then the update. Then the position
-    advances."""
+    """One global batch: both passes until it fits, then the update. The position advances."""
     progress = training.progress
     ranks = training.setup.ranks
     terms = list(training.task.loss_weights)
@@ -83,8 +82,7 @@ def is_finite(training: Training, sums: list[float], norm: float) -> bool:
 
 
 def empty_cache(training: Training, micro_batches: int) -> None:
-    """Gives unused GPU memory back every `--empty_cache_every` micro-batches: batches of many
-    lengths fragment it."""
+    """Gives unused GPU memory back every `--empty_cache_every` micro-batches: it is fragmented."""
     training.micro_batches += micro_batches
     every = training.args.empty_cache_every
     if training.setup.device.type == "cuda" and every and training.micro_batches >= every:

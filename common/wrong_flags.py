@@ -62,8 +62,7 @@ def of_word(word: str) -> str:
 
 
 def off(flag: str, value: str, flags: Flags) -> str:
-    """The flag that switches off what `flag` switches on, if `value` is one of `OFF`; else an empty
-    string."""
+    """The flag that switches off what `flag` switches on, if `value` is one of `OFF`; else ""."""
     action = flags.get(flag)
     if action is None or value.lower() not in OFF:
         return ""

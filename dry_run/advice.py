@@ -126,8 +126,7 @@ def time_of(settings: PlannedSettings) -> float:
 
 
 def answer(plans: "Plans", chosen: PlannedSettings, card: Card) -> str:
-    """Each flag from the given settings to the chosen ones with what it saves after those above it,
-    peak and verdict."""
+    """Each flag from the given settings to the chosen ones with what it saves, and the verdict."""
     optimizer = f"--optimizer {chosen.optimizer}"
     if chosen.optimizer not in ("adamw", "adamw_8bit"):
         optimizer = "--optimizer adamw " if plans.given.optimizer == "adamw_8bit" else ""

@@ -219,8 +219,7 @@ def dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 
 
 class Lstm(torch.autograd.Function):
-    """cuDNN's LSTM of x (T, B, D): it keeps x, its output, a copy of the weights if they were cast,
-    and a reserve."""
+    """cuDNN's LSTM of x (T, B, D): it keeps x, its output, cast weights, and a reserve."""
 
     @staticmethod
     def forward(ctx, x, h, c, layers, batch_first, train, *weights):
@@ -264,8 +263,7 @@ def lstm(x, states, weights, has_biases, layers, dropout, train, bidirectional, 
 
 @contextlib.contextmanager
 def cuda_like(capability: tuple[int, int]) -> Iterator[None]:
-    """Inside, the CPU behaves like a GPU of this compute capability where that decides how much
-    memory a step takes."""
+    """Inside, the CPU behaves like a GPU of this compute capability where memory depends on it."""
     lists = autocast_lists()
     listed = {name: kind for kind in LISTS for name in lists[kind]}
     with torch.library._scoped_library("aten", "IMPL") as library, warnings.catch_warnings():

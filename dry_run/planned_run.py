@@ -265,8 +265,7 @@ class PlannedRun:
         return trained == still_trained
 
     def settings(self, args) -> PlannedSettings:
-        """The flags that memory depends on. A micro-batch is no larger than the data or
-        --max_batch_seconds allow."""
+        """The flags that memory depends on. Data and --max_batch_seconds limit a micro-batch."""
         update = min(args.batch_size * args.gradient_accumulation_steps, self.count)
         size = min(args.batch_size, update)
         if args.max_batch_seconds:
@@ -285,8 +284,7 @@ class PlannedRun:
         )
 
     def needs(self, args, card: Card) -> tuple[int, str]:
-        """Bytes that must be free for a run with these flags, and the verdict. Raises
-        `CannotPlan`."""
+        """Bytes that a run with these flags needs, and the verdict. Raises `CannotPlan`."""
         peak = self.planned(args, card).largest(self.settings(args))
         return peak.total + workspace(card), verdict(peak, card)[0]
 

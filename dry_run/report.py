@@ -13,8 +13,7 @@ MARGIN = 10
 
 
 def needed(peak: Peak, card: Card) -> int:
-    """Bytes of the card that a step takes, with the workspaces of CUDA's libraries and the CUDA
-    context."""
+    """Bytes of the card that a step takes, with workspaces and the context of CUDA."""
     return peak.total + workspace(card) + CONTEXT
 
 

@@ -88,8 +88,7 @@ class Sharding:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """The model's parameters count as their shards, and as a whole where FSDP2 has gathered
-        them; then as before."""
+        """Inside, parameters count as shards, and as a whole where FSDP2 has gathered them."""
         fakes = self.fakes
         every = [*self.groups.values(), self.root]
         parameters = [p for group in every for p in group.parameters]

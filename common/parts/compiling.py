@@ -13,8 +13,7 @@ GRAPHS = 8
 
 
 def compile_problem(device: torch.device) -> str | None:
-    """Why torch.compile does not work on a device, and what would help, in one line. None if a
-    trial works."""
+    """Why torch.compile does not work on a device, and what would help. None if it does."""
     factor = (
         1 + time.time_ns() % 10**9 / 1e9
     )  # no cache holds this kernel, so the compiler must work here and now

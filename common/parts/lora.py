@@ -75,8 +75,7 @@ class Layers:
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters of a run. `base`: the `fingerprint` of the released weights. `name`: where they
-    were, for messages."""
+    """The adapters of a run. `base`: the `fingerprint` of the released weights at `name`."""
 
     settings: LoraSettings
     layers: Layers

@@ -62,8 +62,7 @@ def keeps_folder(folder: Path, ranks: Ranks) -> bool:
 
 
 def is_restarted(folder: Path, ranks: Ranks) -> bool:
-    """Whether what is in the folder of one of the machines is of this job: torchrun has started its
-    processes anew."""
+    """Whether a machine's folder is of this job: torchrun has started its processes anew."""
     is_own = _text(folder / AGENT) == agent() != ""
     return ranks.reduce([int(is_own)], "max") == [1]
 

@@ -11,8 +11,7 @@ from common.engine import Engine
 
 @dataclass(frozen=True)
 class NewRows:
-    """{parameter name: row numbers}, and the peak learning rate of these rows. It is at least that
-    of the other weights."""
+    """{parameter name: row numbers}, and their peak learning rate, at least that of the others."""
 
     rows: dict[str, Sequence[int]]
     learning_rate: float

@@ -57,8 +57,7 @@ def castable(model: torch.nn.Module, layers: tuple[type, ...]) -> list[torch.nn.
 
 
 def host_bytes(model: torch.nn.Module, level: str | None, ranks: int = 1) -> int:
-    """Bytes in host memory that a level takes, the mean of so many ranks; 0 for anything that is
-    not a level."""
+    """Bytes in host memory that a level takes, the mean of so many ranks; 0 without a level."""
     if level not in BYTES:
         return 0
     states = BYTES["states"]
@@ -165,8 +164,7 @@ def make_optimizer(
 
 
 def whole_state(optimizer: "OffloadedAdamW", model: torch.nn.Module, ranks: Ranks) -> dict:
-    """`optim.optimizer_state`, on the first rank with the states that the others have. All ranks
-    call it."""
+    """`optim.optimizer_state`, on the first rank with the others' states. All ranks call it."""
     saved = optim.optimizer_state(optimizer, model)
     if ranks.size == 1:
         return saved
@@ -179,8 +177,7 @@ def whole_state(optimizer: "OffloadedAdamW", model: torch.nn.Module, ranks: Rank
 
 
 def collect(optimizer: "OffloadedAdamW", p: torch.nn.Parameter, ranks: Ranks) -> dict | None:
-    """On the first rank the state of a parameter, which the rank that owns it sends; on the others
-    None."""
+    """On the first rank the state of a parameter, which its owner sends; on the others None."""
     owner = optimizer.owners[p]
     if owner == 0:
         return optimizer.state.get(p)
@@ -269,8 +266,7 @@ class Slot:
         self.copy(target, self.place(0, target.shape, target.dtype).copy_(values))
 
     def finish(self) -> None:
-        """Waits for the last copy and does what is left to do with the piece in this slot, so that
-        the next one may come."""
+        """Waits for the last copy and does what is left to do with the piece in this slot."""
         if self.then is not None:
             if self.copied is not None:
                 self.copied.synchronize()
@@ -305,8 +301,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 p.register_post_accumulate_grad_hook(lambda p: take()(p))
 
     def full(self, p: torch.nn.Parameter) -> torch.Tensor:
-        """The values of a parameter that the update changes: its own, or its fp32 values on the
-        host."""
+        """The values of a parameter that the update changes: its own, or those on the host."""
         return self.masters.get(p, p.detach())
 
     def zero_state(self, p: torch.nn.Parameter) -> dict[str, torch.Tensor]:
@@ -343,8 +338,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def take_gradient(self, p: torch.nn.Parameter) -> None:
-        """Adds the gradient of a parameter to its sum, and frees it. Backward calls it as soon as
-        the gradient is complete."""
+        """Adds a complete gradient to its parameter's sum, and frees it. Backward calls it."""
         is_first = p not in self.summed
         self.summed.add(p)
         for total, piece in pieces(self.sums[p], p.grad):
@@ -390,9 +384,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
             slot.finish()
 
     def fetch(self, slot: Slot, group: dict, p: torch.nn.Parameter, piece: list) -> None:
-        """Starts to copy what the update of a piece of `p` needs from the GPU, and leaves the
-        update to the slot. `piece`: the parameter, its full values, its gradient, its averages and
-        the number of the step."""
+        """Starts to copy what the update of a piece needs from the GPU, and leaves the update to
+        the slot. `piece`: parameter, full values, gradient, averages and number of the step."""
         own, weight, gradient, *state = piece
         is_master = p in self.masters
         if not is_master:
@@ -411,8 +404,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
 
 def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The same rows of several tensors of one shape, so many at a time that they fit into a
-    slot."""
+    """The same rows of several tensors of one shape, as many as fit into a slot."""
     tensors = [torch.atleast_1d(t) for t in tensors]
     row = max(t[:1].nbytes for t in tensors)
     return zip(*(t.split(max(1, SLOT // row)) for t in tensors), strict=True)

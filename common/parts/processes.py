@@ -84,8 +84,7 @@ class Job(Ranks):
                 transfer.wait(timedelta(seconds=self.limit))
 
     def reduce(self, values, op: str = "sum") -> list:
-        """Element-wise sum ("sum") or maximum ("max") over the ranks of a list of numbers, in int64
-        or float64."""
+        """The "sum" or "max" over the ranks of each of the numbers, in int64 or float64."""
         dtype = torch.float64 if any(isinstance(value, float) for value in values) else torch.int64
         tensor = torch.tensor(values, dtype=dtype)
         kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
@@ -124,13 +123,11 @@ class Job(Ranks):
                     )
 
     def sum_tensors(self, tensors: list[torch.Tensor]) -> None:
-        """Sums each tensor over the ranks, in place: on a GPU by the device's backend, on the host
-        by gloo."""
+        """Sums each tensor over the ranks, in place: by the GPU's backend, on the host by gloo."""
         self._in_place(tensors, [dist.all_reduce] * len(tensors))
 
     def share_tensors(self, tensors: list[torch.Tensor], owners: list[int]) -> None:
-        """Sets each tensor to the values that it has on the rank that owns it, by the same
-        backends."""
+        """Sets each tensor to its values on the rank that owns it, by the same backends."""
         self._in_place(tensors, [partial(dist.broadcast, src=owner) for owner in owners])
 
     def _in_place(self, tensors: list[torch.Tensor], collectives: list[Callable]) -> None:

@@ -56,8 +56,7 @@ def drawn(count: int, seed: int, begin: int, end: int) -> np.ndarray:
 
 
 def check_share(share: float, size: int) -> None:
-    """Raises `UsageError` if a global batch of `size` with this share of old utterances could lack
-    new ones."""
+    """Raises `UsageError` if a global batch of `size` with this share could lack new utterances."""
     if size == 1:
         raise UsageError(
             "--replay_manifest: an update of one utterance cannot have old and new ones; raise"

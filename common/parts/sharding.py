@@ -48,8 +48,7 @@ class Whole(torch.nn.Module):
 
 
 class Sharded(Engine):
-    """The engine of --sharded. The recipe's model, which is on the host, loses its values. `inner`
-    is the copy that computes."""
+    """The engine of --sharded. The recipe's model loses its values; `inner` computes."""
 
     is_divided = True
 
@@ -95,8 +94,7 @@ class Sharded(Engine):
         stop: Callable[[], bool],
         limits: dict[int, int],
     ) -> Outcome:
-        """Raises `InPass` or `Restart` if a micro-batch does not fit: the other ranks wait for this
-        one's part of the weights."""
+        """Raises `InPass` or `Restart` if a micro-batch does not fit: others wait for this rank."""
         ranks = self.setup.ranks
 
         def compute_loss(model: torch.nn.Module, batch: dict) -> dict[str, torch.Tensor]:

@@ -12,8 +12,7 @@ from common.errors import first_line
 
 
 def gpu_processes() -> str:
-    """The other processes on the GPUs: "python3 (pid 75955) 14.2 GiB". Empty if nvidia-smi reports
-    none."""
+    """The other processes on the GPUs, by nvidia-smi: "python3 (pid 75955) 14.2 GiB"."""
     query = [
         "nvidia-smi",
         "--query-compute-apps=pid,process_name,used_memory",
@@ -47,8 +46,7 @@ class GpuUtilisation:
         self.is_told = False
 
     def sample(self) -> None:
-        """Reads the share of the last second, at most once a second. Call it while the run
-        trains."""
+        """Reads the share of the last second, at most once a second, while the run trains."""
         if self.problem or time.monotonic() < self.due:
             return
         self.due = time.monotonic() + self.seconds
