@@ -396,8 +396,7 @@ class MemoryFlags:
     max_batch_seconds: float | None = flag(
         RATE, None, "S", "limit of a micro-batch's padded audio, seconds (no limit)", TRAINS)
     empty_cache_every: int = flag(
-        COUNT, 50, "N",
-        "micro-batches between calls of torch.cuda.empty_cache(); 0 = never (50)")
+        COUNT, 50, "N", "micro-batches between calls of torch.cuda.empty_cache(); 0 = never (50)")
     allocator_conf: str = flag(
         None, "expandable_segments:True", "CONF",
         "PYTORCH_CUDA_ALLOC_CONF, unless the environment sets it (expandable_segments:True)")

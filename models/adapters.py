@@ -65,8 +65,7 @@ class AdapterFlags:
         "which layers get adapters: all linear ones, those of attention, or two of these"
         f" ({TARGETS[0]})", TRAINS)
     lora_alpha: float | None = flag(
-        ALPHAS, None, "X",
-        "adapters count X / RANK times (twice RANK)", TRAINS)
+        ALPHAS, None, "X", "adapters count X / RANK times (twice RANK)", TRAINS)
     adapter: str | None = flag(
         options.path, None, "PATH",
         "without training, use --model_dir with these adapters: best.safetensors of a run, or a"

@@ -118,8 +118,7 @@ class ModelFlags:
         OnOff, False, None, "train all weights from random ones (on for the demo)", USUAL, TRAINS)
     model_size: str | None = flag(None, None, None, "shape of a model from scratch ()", USUAL)
     export: str | None = flag(
-        options.path, None, "DIR",
-        "write the weights for other programs", USUAL)
+        options.path, None, "DIR", "write the weights for other programs", USUAL)
     # fmt: on
 
 

@@ -91,8 +91,7 @@ class Flags:
     output: str = flag(
         options.file, "speech.wav", "FILE",
         "the wav; several texts get numbers (speech.wav)", USUAL)
-    speed: float = flag(
-        options.number(float, 0.25, 4.0), 1.0, "X", "2 is twice as fast (1)", USUAL)
+    speed: float = flag(options.number(float, 0.25, 4.0), 1.0, "X", "2 is twice as fast (1)", USUAL)
     temperature: float = flag(
         options.number(float, 0.0, 2.0), decoding.TEMPERATURE, "X",
         "of the noise that the speech is made of; 0: always the same (0.3)")

@@ -62,16 +62,13 @@ class ExtendFlags:
     new_language: str | None = flag(
         None, None, "xx-YY",
         "a language that a Nemotron does not know, in a free slot of its prompt")
-    like: str | None = flag(
-        None, None, "NAME", "the known language that --new_language begins as")
-    audio_root: str | None = flag(
-        options.path, None, "DIR", "base of audio paths, as in training")
+    like: str | None = flag(None, None, "NAME", "the known language that --new_language begins as")
+    audio_root: str | None = flag(options.path, None, "DIR", "base of audio paths, as in training")
     tier: list[str] | None = flag(
         options.Repeated, None, "NAME",
         "the tiers with the texts in .eaf and .TextGrid, as in training", nargs="+")
     max_duration: float = flag(
-        options.RATE, MAX_SECONDS, "S",
-        f"leave out longer utterances, seconds ({MAX_SECONDS:g})")
+        options.RATE, MAX_SECONDS, "S", f"leave out longer utterances, seconds ({MAX_SECONDS:g})")
     use_chunking: bool = flag(
         options.OnOff, False, None,
         "cut recordings over --max_duration by the manifest's segment times (off)")

@@ -116,8 +116,7 @@ class StartFlags:
         "form of --export: a folder for transformers, or one for sherpa-onnx and onnx-asr (hf)",
         USUAL)
     tokenizer: str | None = flag(
-        options.file, None, "FILE",
-        "SentencePiece file of omniASR's weights (the one beside them)")
+        options.file, None, "FILE", "SentencePiece file of omniASR's weights (the one beside them)")
     language: str | None = flag(
         str, None, "CODE", "whose adapter of an MMS folder is used (the folder's)")
     # fmt: on

@@ -43,8 +43,7 @@ class ComparingFlags:
         "a baseline for the results at the end: a Hugging Face folder, OpenAI's .pt, or weights of"
         " this recipe")
     timestamps: bool = flag(
-        OnOff, False, None,
-        "transcribe in segments with times, by the model's time tokens (off)")
+        OnOff, False, None, "transcribe in segments with times, by the model's time tokens (off)")
     long: str | None = flag(
         options.path, None, "FILE",
         "evaluate on this manifest of whole recordings of any length, decoded in segments with"

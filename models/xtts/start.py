@@ -113,8 +113,7 @@ class TrainingFlags:
     """Flags of how the GPT is trained, and which parts of it."""
 
     # fmt: off
-    sdpa: bool = flag(
-        OnOff, True, None, "fused attention; off: all scores in memory (on)", TRAINS)
+    sdpa: bool = flag(OnOff, True, None, "fused attention; off: all scores in memory (on)", TRAINS)
     freeze_layers: int = flag(
         options.COUNT, 0, "N", "leave the first N layers of the GPT as they are (0)", TRAINS)
     dropout: float = flag(options.SHARE, 0.1, "P", "(0.1)", TRAINS)

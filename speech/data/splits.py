@@ -165,8 +165,7 @@ class DataFlags:
         OnOff, False, None, "read and check all data, print what is wrong with them, and exit",
         USUAL, BESIDE)
     check_audio: bool = flag(
-        OnOff, True, None,
-        "decode all audio once before training, and reject silent clips (on)")
+        OnOff, True, None, "decode all audio once before training, and reject silent clips (on)")
     cache_audio: str | None = flag(
         options.path, None, "DIR",
         "keep decoded audio in this folder, 230 MB an hour at 16 kHz (no cache)")

@@ -42,8 +42,7 @@ class AugmentationFlags:
 
     # fmt: off
     spec_augment: bool | None = flag(
-        OnOff, None, None,
-        "mask bands and spans of the features (on; off for the demo)", TRAINS)
+        OnOff, None, None, "mask bands and spans of the features (on; off for the demo)", TRAINS)
     speed_perturbation: bool | None = flag(
         OnOff, None, None, "play at 0.9, 1.0 or 1.1 times the speed (on; off for the demo)", TRAINS)
     wave_augment: bool | None = flag(
