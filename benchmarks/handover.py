@@ -14,12 +14,12 @@ its own, because some end the process if a file displeases them.
 
 A new row is a line of `ROWS`: its function takes an export and files and returns texts."""
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -431,9 +431,7 @@ def pair_of(text: str) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     names = ", ".join([*UPDATES, XTTS])
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"{names} (all)")
     parser.add_argument("--updates", type=int, help="of the training, instead of the usual ones")
@@ -446,7 +444,7 @@ if __name__ == "__main__":
         "--python", type=pair_of, action="append", default=[], metavar="PACKAGE=FILE",
         help="the Python in which a program is installed, such as nemo-toolkit or coqui-tts",
     )  # fmt: skip
-    parser.add_argument("--read", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--read", nargs="+", help=SUPPRESS)
     given = parser.parse_args()
     given.run = {name: Path(folder).absolute() for name, folder in given.run}
     given.python = dict(given.python)

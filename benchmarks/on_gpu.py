@@ -20,7 +20,6 @@ takes of its memory. Without words it measures all three:
 
 Every run is a separate process, which is killed if it takes too long."""
 
-import argparse
 import json
 import math
 import os
@@ -28,6 +27,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -496,14 +496,12 @@ def tables(args, total: float) -> Iterator[tuple[str, list[str], list[tuple[str,
 PARTS = ("correctness", "rows", "speed")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (all)")
     parser.add_argument("--only", default="", metavar="TEXT", help="lines with this in their name")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: small")
-    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--child", type=json.loads, help=SUPPRESS)
     return parser
 
 

@@ -13,7 +13,6 @@ CHECKOUT is a folder that holds the corpus as it is published; nothing of it is 
 - digits: github.com/Jakobovski/free-spoken-digit-dataset, recordings; the test set is one speaker
 """
 
-import argparse
 import functools
 import json
 import random
@@ -22,6 +21,7 @@ import resource
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -123,10 +123,8 @@ def result_row(output: Path, seconds: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter
     )
     parser.add_argument("corpus", choices=CORPORA)
     parser.add_argument("checkout", type=Path)

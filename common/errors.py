@@ -1,10 +1,11 @@
 """Failures that end a command with one line on stderr and an exit status instead of a traceback."""
 
+import contextlib
 import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 
 class Failure(Exception):
@@ -49,6 +50,15 @@ def cannot_write(folder, error: OSError, flag: str) -> RunError:
     is_file = isinstance(error, FileExistsError | NotADirectoryError)
     reason = "a part of that path is a file" if is_file else error.strerror
     return RunError(f"cannot write in {folder}: {reason}; choose another {flag}")
+
+
+@contextlib.contextmanager
+def writing(folder, flag: str) -> Iterator[None]:
+    """Inside, an `OSError` becomes `cannot_write`."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(folder, error, flag) from None
 
 
 def first_line(error: BaseException) -> str:

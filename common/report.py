@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common.errors import cannot_write, require
+from common.errors import cannot_write, require, writing
 from common.files import write_file, write_text
 
 PLAIN_SECONDS = 10  # between progress lines if stderr is not a terminal
@@ -34,11 +34,9 @@ def _print(text: str, stream) -> None:
 
 def check_folder(log_dir: Path) -> None:
     """Creates the folder. Raises `RunError` if nothing can be written in it."""
-    try:
+    with writing(log_dir, "--output_dir"):
         log_dir.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=log_dir).close()
-    except OSError as error:
-        raise cannot_write(log_dir, error, "--output_dir") from None
 
 
 class Report:

@@ -15,7 +15,7 @@ import torch
 
 from common import checkpoint, files, optim
 from common.device import Setup, rng_state
-from common.errors import Failure, RunError, Stopped, cannot_write
+from common.errors import Failure, RunError, Stopped, writing
 from common.memory import size
 from common.ranks import Ranks
 from common.task import Run
@@ -195,9 +195,7 @@ def disk_space(args, model: torch.nn.Module) -> tuple[bool, str]:
 
 def require_disk(args, model: torch.nn.Module) -> None:
     """Raises `RunError` without `disk_space`: a disk must not be full after hours of training."""
-    try:
+    with writing(args.checkpoint_dir, "--output_dir"):
         fits, reason = disk_space(args, model)
-    except OSError as error:
-        raise cannot_write(args.checkpoint_dir, error, "--output_dir") from None
     if not fits:
         raise RunError(f"checkpoints in {args.checkpoint_dir}: {reason}")

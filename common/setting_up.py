@@ -198,7 +198,7 @@ def prepare_folders(args, run: Run, progress: Progress, task: Task) -> None:
     if run.keeps_folder:
         in_log_dir = [name for name in task.reports if not os.path.isabs(name)]
         files.remove_stale(args.log_dir, "|".join((*checkpoint.LOGS, *in_log_dir)))
-        try:
+        with errors.writing(args.checkpoint_dir, "--output_dir"):
             if run.resumed and run.resumed.path.resolve().parent == args.checkpoint_dir.resolve():
                 has_best = checkpoint.best_step(args.checkpoint_dir) >= progress.best_step
             else:
@@ -207,8 +207,6 @@ def prepare_folders(args, run: Run, progress: Progress, task: Task) -> None:
                 from common.parts import machines
 
                 machines.mark(args.checkpoint_dir)
-        except OSError as error:
-            raise errors.cannot_write(args.checkpoint_dir, error, "--output_dir") from None
     has_best = run.setup.ranks.gather(has_best)[0]
     if not has_best:
         progress.best = None

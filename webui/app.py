@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import options
-from common.errors import Stopped, UsageError, cannot_write, exit_with_one_line
+from common.errors import Stopped, UsageError, exit_with_one_line, writing
 
 DATA = "data"  # made if it is missing, because it is the default
 FOLDER = ".page-"  # of gradio's files in --runs: uploads, and results to play
@@ -92,10 +92,8 @@ def check(args) -> tuple[Path, Path]:
     for folder, flag in ((data, "--data"), (runs, "--runs")):
         if flag == "--data" and args.data != DATA and not folder.is_dir():
             raise UsageError(f"--data {args.data}: there is no such folder")
-        try:
+        with writing(folder, flag):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise cannot_write(folder, error, flag) from None
     return data, runs
 
 
@@ -118,10 +116,8 @@ def private_folder(runs: Path) -> Path:
         with contextlib.suppress(OSError):  # in use
             _lock(left)
             shutil.rmtree(left)
-    try:
+    with writing(runs, "--runs"):
         folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=runs))
-    except OSError as error:
-        raise cannot_write(runs, error, "--runs") from None
     with contextlib.suppress(OSError):  # a file system without locks
         _lock(folder)
     return folder

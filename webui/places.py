@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import Failure, UsageError, cannot_write
+from common.errors import Failure, UsageError, writing
 from common.files import require_file
 from speech.data.annotations.rows import files_of, is_annotations
 from speech.data.columns import Rejections, printable
@@ -201,12 +201,10 @@ class Places:
             place = self.runs / UPLOADS
             numbers = [int(each.name) for each in _entries(place) if each.name.isdecimal()]
             folder = place / str(max(numbers, default=0) + 1)
-            try:
+            with writing(place, "--runs"):
                 return folder / write_folder(
                     folder, lambda aside: uploads.fill(aside, files, names), {}
                 )
-            except OSError as error:
-                raise cannot_write(place, error, "--runs") from None
 
     def not_used(self, upload: str | Path) -> str:
         """The files that were left out of an upload, a table as `Rejections` prints it; "" for

@@ -30,7 +30,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from common import files, records
-from common.errors import Failure, RunError, UsageError, cannot_write
+from common.errors import Failure, RunError, UsageError, cannot_write, writing
 from webui import commands, launch, outputs
 from webui.catalogue import ROOT, Recipe
 from webui.places import UPLOADS, Places
@@ -154,10 +154,8 @@ def _write(run: Run, queued: float = 0.0) -> None:
         "queued": queued,
     }
     text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
-    try:
+    with writing(run.folder, "--runs"):
         files.write_text(run.folder / launch.RUN, text)
-    except OSError as error:
-        raise cannot_write(run.folder, error, "--runs") from None
 
 
 # --- start and stop -------------------------------------------------------------------------------

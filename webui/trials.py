@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from common.errors import Failure, UsageError, cannot_write
+from common.errors import Failure, UsageError, writing
 from common.files import write_file
 from speech.data.columns import Rejections, printable
 from speech.data.fields import AUDIO_KEYS, SPEAKER_KEYS, START_KEYS, TEXT_KEYS
@@ -196,10 +196,8 @@ def speak(models: Models, model: Model, wish: Wish, words: tuple[str, ...]) -> d
         request += ["--output", str(spoken), "--seed", str(wish.seed)]
         request += ["--temperature", str(wish.temperature)]
         models.ask(model.recipe, request, words)
-        try:
+        with writing(model.folder, "--runs"):
             return _remember(model, wish, text, spoken)
-        except OSError as error:
-            raise cannot_write(model.folder, error, "--runs") from None
 
 
 def _remember(model: Model, wish: Wish, text: str, spoken: Path) -> dict:
@@ -237,12 +235,10 @@ def keep_voice(model: Model, upload: Path) -> Path:
     folder = model.folder / VOICES
     name = hashlib.blake2b(upload.read_bytes(), digest_size=8).hexdigest()
     kept = folder / f"{name}{audio_suffix(upload)}"
-    try:
+    with writing(folder, "--runs"):
         folder.mkdir(parents=True, exist_ok=True)
         if not kept.exists():
             write_file(kept, lambda aside: shutil.copyfile(upload, aside), durable=False)
-    except OSError as error:
-        raise cannot_write(folder, error, "--runs") from None
     return kept
 
 

@@ -13,7 +13,7 @@ import torch
 from common import checkpoint, files, options
 from common.checkpoint import Saved
 from common.device import Setup
-from common.errors import UsageError, cannot_write
+from common.errors import UsageError, writing
 from common.ranks import Ranks, torchrun
 from common.report import check_folder
 from common.task import Run
@@ -46,7 +46,7 @@ def keeps_folder(folder: Path, ranks: Ranks) -> bool:
     if ranks.machines == 1:
         return ranks.first
     token = secrets.token_hex(8)
-    try:
+    with writing(folder, "--output_dir"):
         if ranks.leader:
             folder.mkdir(parents=True, exist_ok=True)
         if ranks.first:
@@ -56,8 +56,6 @@ def keeps_folder(folder: Path, ranks: Ranks) -> bool:
         ranks.gather(None)  # all have read it
         if ranks.leader and not is_shared:
             (folder / JOB).write_text(token)
-    except OSError as error:
-        raise cannot_write(folder, error, "--output_dir") from None
     return ranks.leader and (ranks.first or not is_shared)
 
 

@@ -7,11 +7,11 @@ recordings. Durations that the manifest does not give come from the headers of t
 Reading ends where the last word is certain. The exit status is 1, without a message, if the hours
 cannot be told: the recipe will say why. Torch is not imported, because that takes seconds."""
 
-import argparse
 import contextlib
 import itertools
 import math
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -80,9 +80,7 @@ def hours_of(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("manifest", nargs="+")
     parser.add_argument("--audio_root")
     parser.add_argument("--max_samples", type=int, default=-1, metavar="N")

@@ -16,10 +16,10 @@ from pathlib import Path
 from common.errors import (
     DataError,
     UsageError,
-    cannot_write,
     exit_with_one_line,
     first_line,
     require,
+    writing,
 )
 from common.files import require_file
 from speech.data.columns import Rejections, printable
@@ -162,10 +162,8 @@ def main() -> None:
     files = shards(args.parquet)
     rejected = Rejections()
     made_from = {"made_by": "speech.data.parquet", "files": files}
-    try:
+    with writing(args.folder, "folder"):
         write_folder(args.folder, lambda folder: write(folder, files, rejected), made_from)
-    except OSError as error:
-        raise cannot_write(args.folder, error, "folder") from None
     if rejected.total:
         print(f"{rejected.total} rows left out:\n{rejected.table()}")
     print(f"--train_manifest {args.folder / MANIFEST}")

@@ -16,7 +16,7 @@ import soundfile
 import torch
 
 from common import checkpoint, files, options
-from common.errors import RunError, UsageError, cannot_write
+from common.errors import RunError, UsageError, writing
 from common.options import flag
 from speech.data.folders import is_replaceable, made_from, write_folder
 from speech.signal.audio import int16, is_own_speech, write_speech, write_wav
@@ -109,10 +109,8 @@ def write(path: Path, waveform: torch.Tensor, rate: int) -> None:
     """Writes speech (T,) to --output, if `path` is still what `resolve` allows. Raises `UsageError`
     and `RunError`."""
     files.require_output(path, "--output", is_earlier=is_own_speech)
-    try:
+    with writing(path.parent, "--output"):
         write_speech(path, int16(waveform), rate)
-    except OSError as error:
-        raise cannot_write(path.parent, error, "--output") from None
 
 
 # --- held-out sentences ---------------------------------------------------------------------------
@@ -151,13 +149,11 @@ def write_corpus(
             table = ["|".join(map(_cell, row)) for row in (HEADER, *lines)]
             files.write_text(aside / f"{kind}.csv", "\n".join(table) + "\n")
 
-    try:
+    with writing(folder, "--output_dir"):
         if not is_replaceable(folder):
             name = files.move_aside([folder], [folder.parent])
             print(f"{folder}: what was there was moved to {folder.parent / name}/")
         write_folder(folder, fill, MADE_BY)
-    except OSError as error:
-        raise cannot_write(folder, error, "--output_dir") from None
 
 
 def _cell(text: str) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from common import files
 from common.batches import EvalBatches
-from common.errors import cannot_write
+from common.errors import writing
 from speech.data.columns import Codes
 from speech.decoding import language_model
 from speech.decoding.ngram import Fusion
@@ -132,10 +132,8 @@ def write_rows(rows: list[dict], how: DecodingOptions, name: str) -> None:
 
 def write_report(how: DecodingOptions, name: str, text: str) -> None:
     """Writes one of REPORTS. Raises `RunError`."""
-    try:
+    with writing(how.log_dir, "--output_dir"):
         files.write_text(how.log_dir / name, text)
-    except OSError as error:
-        raise cannot_write(how.log_dir, error, "--output_dir") from None
 
 
 def write_results(how: DecodingOptions, results: dict) -> None:
