@@ -51,7 +51,9 @@ def run_global_batch(
             batch = next(batches)
             with setup.autocast():
                 terms = compute_loss(model, batch)
-                loss = weighted_loss(terms, totals, loss_weights)
+                # A term that has no weight, or no target in the global batch, adds nothing.
+                counted = [name for name in terms if totals.get(name)]
+                loss = sum(loss_weights[name] * terms[name] / totals[name] for name in counted)
             if isinstance(loss, torch.Tensor):  # or no term has a target in the whole global batch
                 (loss * loss_scale.value if loss_scale else loss).backward()
             detached = torch.stack([terms[name].detach() for name in loss_weights])
@@ -67,16 +69,6 @@ def run_global_batch(
         if stop():
             return Outcome(stopped=True)
     return Outcome(sums=sums)
-
-
-def weighted_loss(
-    terms: dict[str, torch.Tensor], totals: dict[str, float], loss_weights: dict[str, float]
-) -> torch.Tensor | int:
-    """The sum over terms of weight * sum / number of targets. A term that has no weight, or no
-    target in the global batch, adds nothing."""
-    return sum(
-        loss_weights[name] * term / totals[name] for name, term in terms.items() if totals.get(name)
-    )
 
 
 class Engine:

@@ -556,8 +556,7 @@ def plans(args: argparse.Namespace) -> bool:
 
 def freeze(args: argparse.Namespace) -> None:
     """Makes `args` read-only: what a run derives from its flags is kept elsewhere."""
-    if not isinstance(args, ReadOnly):
-        args.__class__ = ReadOnly
+    args.__class__ = ReadOnly
 
 
 def for_stage(args: argparse.Namespace, name: str, **changes) -> argparse.Namespace:

@@ -475,14 +475,6 @@ class FakeTensors(TorchDispatchMode):
 
     # --- the result ---
 
-    def made_by_update(self) -> list[AllocatedBlock]:
-        """The blocks that an optimizer's step has allocated and kept."""
-        return [
-            block
-            for block in self.live.values()
-            if block.phase == "update" and block.part == "temporary"
-        ]
-
     def result(
         self, gradients: Iterable[torch.Tensor], states: Iterable[AllocatedBlock] = ()
     ) -> Peak:

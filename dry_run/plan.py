@@ -73,7 +73,8 @@ class Plan:
             stack.enter_context(fakes)
             stack.enter_context(watch_modules(fakes))
             step(moved)
-            made = fakes.made_by_update()
+            live = fakes.live.values()
+            made = [b for b in live if b.phase == "update" and b.part == "temporary"]
             if made:  # the optimizer's states, which are there from the second step on
                 fakes.restart()
                 step(moved)

@@ -330,18 +330,3 @@ def merged(family, saved: Saved) -> dict:
     adapters = adapters_of(family, info, saved)
     base = read_base(family, adapters, saved.path)
     return merge(base, saved.model, adapters, saved.path)
-
-
-def merged_after_training(family, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The weights of a model with adapters, which are merged into the released weights as they are
-    in their file, because those of the model may have 16 bits. Raises `UsageError`."""
-    base = family.base(family.origin.path)
-    trained = {name: tensor.cpu() for name, tensor in checkpoint.state_of(model).items()}
-    return lora.merge(base, trained, lora.adapters_of(model))
-
-
-def frozen_base(family, info: Any, resumed: Saved) -> dict[str, torch.Tensor]:
-    """The weights of a model, without its adapters, whose training is resumed. Raises
-    `UsageError`."""
-    base = read_base(family, adapters_of(family, info, resumed), resumed.path)
-    return {**base, **lora.without_adapters(resumed.model)}

@@ -460,7 +460,9 @@ class Family:
             info = self.read_info(resumed)
             if not resumed.adapters:
                 return info, None
-            return info, adapters.frozen_base(self, info, resumed)
+            settings = adapters.adapters_of(self, info, resumed)
+            base = adapters.read_base(self, settings, resumed.path)
+            return info, {**base, **lora.without_adapters(resumed.model)}
         if initial and (initial.adapters or origin.adapters):
             adapters.match_initial(self, initial)
         if origin.path:
@@ -576,7 +578,10 @@ class Family:
         """The weights of a model after training, without adapters. Raises `UsageError`."""
         if checkpoint.partial_of(model) is None:
             return model.state_dict()
-        return adapters.merged_after_training(self, model)
+        # Into those of their file, because those of the model may have 16 bits.
+        base = self.base(self.origin.path)
+        trained = {name: tensor.cpu() for name, tensor in checkpoint.state_of(model).items()}
+        return lora.merge(base, trained, lora.adapters_of(model))
 
 
 def differing(values: dict[str, tuple[Any, Any]]) -> list[str]:

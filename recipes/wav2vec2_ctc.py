@@ -509,6 +509,7 @@ def make_task(
         f" rate {asked.learning_rate or lora.rate(model, rate):g}"
     )
     starts_silent = info.has_new_head or not info.pretrained
+    rows_rate = start.NEW_HEAD_ROWS_RATE if info.has_new_head else start.NEW_ROWS_RATE
     family = start.Family(asked)
     return Task(
         RECIPE,
@@ -530,7 +531,7 @@ def make_task(
         updates=start.updates(info),
         augmented_share=asked.how.augmented_share if starts_silent else None,
         not_begun=recogniser.not_begun,
-        new_rows=new_rows.for_task(info.new_pieces, vocabulary.ROWS, model, start.rows_rate(info)),
+        new_rows=new_rows.for_task(info.new_pieces, vocabulary.ROWS, model, rows_rate),
         vocabulary=family.vocabulary(info, run.initial),
         plans=ForPlans(
             compares=bool(asked.origin.path) and info.had_head, adapters=family.usual_adapters(info)

@@ -451,7 +451,7 @@ def report_results(
         print(kept_times.report(times, first_times, measured))
         if warning := kept_times.warning(times, first_times):
             print(warning)
-            results.add_warning(how, warning)
+            results.add(how, warning=warning)
     if asked.compare_to:
         baseline, search = comparing.baseline(asked, RECIPE, asked.compare_to, model, info)
         texts_of = functools.partial(final_texts, baseline, *search)

@@ -86,9 +86,14 @@ class Recipe:
     resolve: Callable | None = field(default=None, repr=False, compare=False)
 
     @property
+    def names(self) -> set[str]:
+        """The names of its options."""
+        return {option.name for option in self.options}
+
+    @property
     def clones(self) -> bool:
         """Whether it speaks in the voice of a reference clip."""
-        return any(option.name == "speaker_wav" for option in self.options)
+        return "speaker_wav" in self.names
 
     def option(self, name: str) -> Option:
         """Raises `UsageError` for a name that the recipe does not have."""

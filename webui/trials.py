@@ -154,8 +154,7 @@ def times_of(recipe: Recipe, model: Model, before: Model | None) -> list[str]:
     """The flags with which a recogniser tells times for subtitles. The time tokens of Whisper are
     those of a released model, or of one that began from it (`before`)."""
     is_released = before is not None or "--resume" not in model.words
-    names = {option.name for option in recipe.options}
-    return ["--timestamps"] if is_released and "timestamps" in names else []
+    return ["--timestamps"] if is_released and "timestamps" in recipe.names else []
 
 
 def write_subtitles(rows: list[dict]) -> list[str]:

@@ -129,12 +129,6 @@ def check_config(config: dict, path: str | Path) -> None:
         raise UsageError(f"{path}: the blank {config['blank']} is beyond the vocabulary")
 
 
-def is_same_encoder(one: dict, other: dict) -> bool:
-    """Whether two configurations are of networks that differ in their heads at most."""
-    head = ("vocabulary", "blank")
-    return all(one[key] == other[key] for key in CONFIG if key not in head)
-
-
 # --- Hugging Face's form --------------------------------------------------------------------------
 
 FIXED = {  # settings that the network here has in one form only

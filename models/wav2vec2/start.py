@@ -244,7 +244,8 @@ class Family(released.Family):
             flags.append(f"--vocab {asked.vocab} (the checkpoint's model has --vocab {info.vocab})")
         if self.origin.path and info.pretrained:
             theirs, _ = read(asked, self.origin.path)
-            if not settings.is_same_encoder(theirs.config, info.config):
+            of_encoder = settings.CONFIG.keys() - {"vocabulary", "blank"}
+            if any(theirs.config[name] != info.config[name] for name in of_encoder):
                 flags.append(f"{source} (the checkpoint's model has another shape)")
             elif theirs.language != info.language:
                 flags.append(
@@ -382,11 +383,6 @@ def learning_rate(info: ModelInfo) -> float:
 def updates(info: ModelInfo) -> tuple[int, int]:
     """The length of a fine-tuning, for `Task.updates`."""
     return NEW_HEAD_UPDATES if info.has_new_head else KEPT_HEAD_UPDATES
-
-
-def rows_rate(info: ModelInfo) -> float:
-    """The peak learning rate of the new rows of a head."""
-    return NEW_HEAD_ROWS_RATE if info.has_new_head else NEW_ROWS_RATE
 
 
 def mask_shares(asked: Wav2Vec2Options, info: ModelInfo) -> tuple[float, float]:

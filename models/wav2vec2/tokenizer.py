@@ -27,14 +27,11 @@ NORMAL = 1  # kind of a SentencePiece piece
 # --- schemas of common.records.mismatch -----------------------------------------------------------
 
 
-def _is_piece(piece) -> bool:
-    piece.encode()  # half of a surrogate pair is an error
-    return 0 < len(piece) <= LONGEST
-
-
 def _are_pieces(pieces) -> bool:
     is_list = isinstance(pieces, list) and 0 < len(pieces) <= MOST
-    return is_list and len(set(pieces)) == len(pieces) and all(map(_is_piece, pieces))
+    # (Half of a surrogate pair cannot be encoded, which is an error.)
+    are_short = is_list and all(piece.encode() and len(piece) <= LONGEST for piece in pieces)
+    return are_short and len(set(pieces)) == len(pieces)
 
 
 _ID = range(MOST)

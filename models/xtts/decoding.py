@@ -1,6 +1,6 @@
 """Decoding of XTTS's GPT: codes of sentences, sampled with a key/value cache."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,7 +67,8 @@ def sample(
     spoken: dict[int, Speech] = {}
     again = list(range(len(sentences)))
     for draw in (1, 2):
-        for rows in _batches(again, sentences):
+        again.sort(key=lambda row: len(sentences[row]))  # those of similar lengths together
+        for rows in (again[first : first + ROWS] for first in range(0, len(again), ROWS)):
             prefixes = []
             for row in rows:
                 text = [config["start_text"], *sentences[row], config["stop_text"]]
@@ -93,13 +94,6 @@ def sample(
 
 def _name(row: int, texts: Sequence[str]) -> str:
     return repr(texts[row][:40]) if texts else str(row + 1)
-
-
-def _batches(rows: list[int], sentences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Batches of at most `ROWS` sentences, those of similar lengths together."""
-    ordered = sorted(rows, key=lambda row: len(sentences[row]))
-    for first in range(0, len(ordered), ROWS):
-        yield ordered[first : first + ROWS]
 
 
 def _fill_cache(model, prefixes: list[torch.Tensor]) -> tuple[torch.Tensor, list, torch.Tensor]:

@@ -105,10 +105,6 @@ def _fraction(written: str) -> str:
     return f"{cardinal(denominator)}分之{cardinal(numerator)}"
 
 
-def _percent(written: str) -> str:
-    return "百分之" + cardinal(written.removesuffix("%"))
-
-
 # What is searched, in this order, and how it is read. Each pattern has at most one group, the part
 # that is replaced.
 _STEPS: tuple[tuple[str, Callable[[str], str]], ...] = (
@@ -119,7 +115,7 @@ _STEPS: tuple[tuple[str, Callable[[str], str]], ...] = (
     (r"\D((?:0(?:10|2[1-3]|[3-9]\d{2})-?)?[1-9]\d{6,7})\D", spelled),
     (r"\d+/\d+", _fraction),
     ("％", str),
-    (rf"{_NUMBER}%", _percent),
+    (rf"{_NUMBER}%", lambda written: "百分之" + cardinal(written.removesuffix("%"))),
     (rf"({_NUMBER})[多余几]?(?:[{COUNTED}]|[千微][克米])", cardinal),
     (r"\d{4,32}", spelled),
     (_NUMBER, cardinal),

@@ -138,11 +138,6 @@ def _is_learned(character: str) -> bool:
     return kind in ("Ll", "Lo", "Lm", "Mn", "Mc") or is_own_mark
 
 
-def _script(character: str) -> str:
-    """The first word of a character's name, which is its script: ETHIOPIC, LATIN."""
-    return unicodedata.name(character, "").split(" ")[0]
-
-
 def _runs(words: Counter[str]) -> Counter[str]:
     """The frequencies of the runs of letters and marks of a script that no language of Coqui has.
     Merges of these change no text without such letters."""
@@ -156,7 +151,8 @@ def _runs(words: Counter[str]) -> Counter[str]:
 
 @functools.cache
 def _is_of_other_script(character: str) -> bool:
-    return unicodedata.category(character)[0] in "LM" and _script(character) not in SCRIPTS
+    script = unicodedata.name(character, "").split(" ")[0]  # such as ETHIOPIC, LATIN
+    return unicodedata.category(character)[0] in "LM" and script not in SCRIPTS
 
 
 def _shares(reader: Texts, words: Counter[str], count: int) -> torch.Tensor:

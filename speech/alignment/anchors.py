@@ -30,7 +30,8 @@ def chains(heard: np.ndarray, text: np.ndarray) -> list[np.ndarray]:
     for chain in _by_score(pairs, size):
         is_free = free[0][chain[:, 0]] & free[1][chain[:, 1]]
         for part in _runs(chain, is_free):
-            if _covered(part[:, 0], size) < 2 * size:
+            covered = size + np.minimum(np.diff(part[:, 0]), size).sum()  # letters in n-grams
+            if covered < 2 * size:
                 continue
             for axis in range(2):
                 free[axis][part[0, axis] : part[-1, axis] + size] = False
@@ -120,8 +121,3 @@ def _runs(chain: np.ndarray, is_kept: np.ndarray) -> list[np.ndarray]:
         for part, kept in zip(np.split(chain, edges), np.split(is_kept, edges), strict=True)
         if len(part) and kept[0]
     ]
-
-
-def _covered(places: np.ndarray, size: int) -> int:
-    """How many letters are in n-grams at these places."""
-    return size + int(np.minimum(np.diff(places), size).sum())

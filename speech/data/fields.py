@@ -307,7 +307,7 @@ def with_segments(
     is_transcript = "pieces" in row
     parts = row.get("segments")
     if "file" in row and isinstance(row.get("pieces"), list):
-        parts = [part for part in row["pieces"] if not _is_silent(part)]
+        parts = [p for p in row["pieces"] if not (isinstance(p, dict) and p.get("text") == "")]
     if not parts:
         return row, columns, (False, [], "")
     if not wanted and columns.text and not is_transcript:
@@ -325,10 +325,6 @@ def with_segments(
             row = {**row, "text": text}
             columns = columns._replace(texts=("text",))
     return row, columns, (True, segments, "")
-
-
-def _is_silent(part) -> bool:
-    return isinstance(part, dict) and part.get("text") == ""
 
 
 def _segments(rows) -> list[tuple[float, float, str]]:

@@ -110,7 +110,9 @@ def open_sound(path: str):
         file = soundfile.SoundFile(descriptor)  # which closes it, also if this fails
     except (OSError, soundfile.LibsndfileError):
         return _open_stream(path)
-    fault = format_fault(file)
+    fault = range_fault(file)
+    if UNENDED in file.extra_info or missing_seconds(file) > END_TOLERANCE:
+        fault = "audio is truncated"
     if not fault and _reads_all(file, path, descriptor):
         if file.frames:
             return file
@@ -172,13 +174,6 @@ def range_fault(header) -> str:
     if not RATES[0] <= header.samplerate <= RATES[1]:
         return f"sample rate is not between {RATES[0]} and {RATES[1]} Hz"
     return f"audio has more than {CHANNELS} channels" if header.channels > CHANNELS else ""
-
-
-def format_fault(file: soundfile.SoundFile) -> str:
-    """Why audio with this header cannot be used, or ""."""
-    if UNENDED in file.extra_info or missing_seconds(file) > END_TOLERANCE:
-        return "audio is truncated"
-    return range_fault(file)
 
 
 def probe(path: str) -> tuple[float, str]:

@@ -11,6 +11,7 @@ import torch
 
 from common import options
 from common.errors import DataError, RunError, UsageError
+from common.files import require_output
 from speech.data.annotations import adding, elan, rows, writing
 from speech.data.annotations.document import DRAFT, Tier
 from speech.data.annotations.rows import UnclearTier
@@ -120,7 +121,7 @@ def targets_of(sources: list[Path], output: str | None, form: str | None) -> dic
     else:
         targets = {sources[0]: Path(output)}
     for target in targets.values():
-        transcripts.check_new(target, sources)
+        require_output(target, "--output", sources)
     return targets
 
 

@@ -146,7 +146,8 @@ def write_corpus(
         for file, (samples, rate) in clips.items():
             write_wav(aside / file, samples, rate)
         for kind, lines in rows.items():
-            table = ["|".join(map(_cell, row)) for row in (HEADER, *lines)]
+            cells = [[" ".join(c.replace("|", " ").split()) for c in row] for row in lines]
+            table = ["|".join(row) for row in (HEADER, *cells)]
             files.write_text(aside / f"{kind}.csv", "\n".join(table) + "\n")
 
     with writing(folder, "--output_dir"):
@@ -154,11 +155,6 @@ def write_corpus(
             name = files.move_aside([folder], [folder.parent])
             print(f"{folder}: what was there was moved to {folder.parent / name}/")
         write_folder(folder, fill, MADE_BY)
-
-
-def _cell(text: str) -> str:
-    """A text as a cell of a manifest, in one line."""
-    return " ".join(text.replace("|", " ").split())
 
 
 def recogniser_of(path: str, recipes: Path) -> Path:

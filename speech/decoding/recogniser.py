@@ -121,16 +121,10 @@ def add_augmentation(parser) -> None:
     options.add_record(parser, "augmentation", AugmentationFlags)
 
 
-def add_arguments(
-    parser,
-    methods: tuple[str, ...] = (),
-    method: str = "",
-    beam_size: int = 0,
-    normalisers: bool = True,
-) -> None:
-    """The flags of augmentation and of decoding."""
+def add_arguments(parser, *decoding, **settings) -> None:
+    """The flags of augmentation, and those of `add_decoding` with these settings."""
     add_augmentation(parser)
-    add_decoding(parser, methods, method, beam_size, normalisers)
+    add_decoding(parser, *decoding, **settings)
 
 
 def add_decoding(

@@ -167,17 +167,16 @@ def results_of(log_dir: Path, weights: Path | None, are_new: bool) -> dict | Non
     return results if results.get("weights") == file else None
 
 
+def add(how: DecodingOptions, **more) -> None:
+    """Adds to results.json, whose "warning" the card of an export repeats. Raises `RunError`."""
+    write_results(how, {**read_results(how.log_dir), **more})
+
+
 def add_watched(how: DecodingOptions, watched, progress) -> None:
     """Adds to results.json the evaluations of `watched` sets (`parts.watching.Watched`, or None)
     that the progress of a training has. Raises `RunError`."""
     if watched:
-        found = watched.by_step(progress)
-        write_results(how, {**read_results(how.log_dir), "watched": found})
-
-
-def add_warning(how: DecodingOptions, warning: str) -> None:
-    """Adds a warning to results.json, which the card of an export repeats. Raises `RunError`."""
-    write_results(how, {**read_results(how.log_dir), "warning": warning})
+        add(how, watched=watched.by_step(progress))
 
 
 def print_improvement(
@@ -197,15 +196,12 @@ def print_improvement(
         print(
             f"compared to {path} on the same {len(rows)} utterances: its chrF2 is {100 * old:.2f}"
         )
-        compared = {"compared_to": path, "chrf_before": old}
-        write_results(how, {**read_results(how.log_dir), **compared})
-        return
+        return add(how, compared_to=path, chrf_before=old)
     readings = readings_of(rows, how, normalise, warns=False)
     old, new = (metrics.read_by(each, readings, how.cut) for each in (before, rows))
     table = metrics.improvement_table(old, new)
     print(f"compared to {path} on the same {len(rows)} utterances:\n{table}")
-    compared = {"compared_to": path, "before": metrics.rates(old)}
-    write_results(how, {**read_results(how.log_dir), **compared})
+    add(how, compared_to=path, before=metrics.rates(old))
 
 
 def readings_of(

@@ -144,11 +144,6 @@ def check_file(path: Path, begins: bytes, inputs: Iterable[str]) -> None:
     files.require_output(path, "--output", inputs, functools.partial(begins_with, begins))
 
 
-def check_new(path: Path, inputs: Iterable[str | Path]) -> None:
-    """`check_output` for a file that must not be there yet."""
-    files.require_output(path, "--output", inputs)
-
-
 def begins_with(beginning: bytes, path: Path) -> bool:
     """Whether a file is empty, or begins as what this project writes does."""
     with open(path, "rb") as file:

@@ -183,13 +183,9 @@ class Augmentation:
         gain = random.uniform(*GAIN)
         snr_db = random.uniform(*SNR)
         if random.random() < NOISY:
-            noise = self._noise(random, len(whole))
+            draw = self.noises.draw if self.noises else drawn_noise
+            noise = draw(random, len(whole))
             whole = whole + at_snr(noise, power(speech), snr_db)
         peak = float(np.abs(whole).max())
         gain = min(10 ** (gain / 20), 1 / max(peak, 1e-6))
         return torch.from_numpy(whole * np.float32(gain))
-
-    def _noise(self, random: np.random.Generator, samples: int) -> np.ndarray:
-        if self.noises:
-            return self.noises.draw(random, samples)
-        return drawn_noise(random, samples)

@@ -267,7 +267,7 @@ def test_every_form_has_the_command_of_the_program_that_reads_it(recipes):
         "whisper_vietnamese": ("from transformers import",),
         "xtts_amharic": ("from TTS.",),
     }
-    exporting = {name for name, recipe in recipes.items() if "export" in export._names(recipe)}
+    exporting = {name for name, recipe in recipes.items() if "export" in recipe.names}
     assert exporting == set(programs)
     for name, commands_of in programs.items():
         section = export.section_of(recipes[name])

@@ -55,7 +55,9 @@ def choose(context: Context, command: str = "") -> Choice:
     device to choose."""
     card = plans.this_card()
     devices = [GPU, CPU] if card else [CPU]
-    known = [recipe.name for recipe in context.recipes.values() if _uses(recipe, command)]
+    wanted = {command} if command else {"transcribe", "synthesize"}
+    recipes = [each for each in context.recipes.values() if each.names & wanted]
+    known = [each.name for each in recipes if each.names & {*trials.RELEASED}]
     kind = gr.Radio([OF_RUN, RELEASED], value=OF_RUN, label="Recogniser" if command else "Try")
     with gr.Row():
         run = gr.Dropdown([], label="Run", info="that has weights", min_width=200)
@@ -129,13 +131,6 @@ def changed(value: str | None, before: str | None) -> dict:
     """The value of a control, if it is another than `before`. One that stays is not sent: the user
     may have chosen something else before this answer comes."""
     return {} if value == before else {"value": value}
-
-
-def _uses(recipe: Recipe, command: str) -> bool:
-    """Whether a recipe can do this, or anything that is tried, with a released model."""
-    names = {option.name for option in recipe.options}
-    wanted = {command} if command else {"transcribe", "synthesize"}
-    return bool(names & wanted and names & set(trials.RELEASED))
 
 
 def usable(context: Context, command: str = "") -> list[Run]:

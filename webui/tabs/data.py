@@ -74,7 +74,8 @@ class Controls:
 
 def build(context: Context, shared: Shared) -> None:
     places = context.places
-    recipes = {name: each for name, each in context.recipes.items() if _can_check(each)}
+    able = (each for each in context.recipes.values() if "check_data" in each.commands)
+    recipes = {each.name: each for each in able if "train_manifest" in each.names}
     controls = _controls(context, recipes, shared)
     _connect_tables(places, shared, controls)
     _connect_texts(places, shared, controls)
@@ -283,7 +284,7 @@ def _connect_check(
             latest.append(Table(_file(places, other, "Table for evaluation"), tier).latest)
         paths = (shlex.quote(places.name(path)) for path in latest)
         settings = {"recipe": name, "values": dict(zip(MANIFESTS, paths, strict=False))}
-        known = {option.name for option in recipes[name].options}
+        known = recipes[name].names
         if latest[0].suffix == ".jsonl" and not any(has_tiers(str(path)) for path in latest):
             known.discard("tier")  # it was taken when the texts were corrected
         settings["values"] |= {key: value for key, value in given.items() if value and key in known}
@@ -326,11 +327,6 @@ def _save(places: Places, pairs: list[tuple[str, str]], without_texts: bool = Fa
     if not without_texts and not any(is_table(file, name) for file, name in pairs):
         return None
     return places.save_upload([file for file, _ in pairs], [name for _, name in pairs])
-
-
-def _can_check(recipe: Recipe) -> bool:
-    names = {option.name for option in recipe.options}
-    return not recipe.fault and "check_data" in recipe.commands and "train_manifest" in names
 
 
 # --- what is chosen -------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def build(context: Context, shared: Shared) -> None:
             hidden += [gr.Accordion(visible=False), gr.Textbox(visible=False)]
             weights = weights_of(context, name, before)
             return (_kept(run, str(error)), "", "", weights, *hidden)
-        exports = "export" in _names(recipe)
+        exports = "export" in recipe.names
         section = section_of(recipe)
         return (
             _about(run, recipe),
@@ -100,9 +100,9 @@ def export(
     folder = run.folder / f"export-{number}"
     words = [sys.executable, str(recipe.file), "--export", str(folder), "--resume", str(path)]
     words += ["--device", "cpu"]  # the GPU may be training
-    if FORMAT in _names(recipe) and form:
+    if FORMAT in recipe.names and form:
         words += commands.words_of(context.places, recipe.option(FORMAT), form, run.folder)
-    if CONSENT in _names(recipe) and consent:
+    if CONSENT in recipe.names and consent:
         words.append(f"--{CONSENT}={' '.join(consent.split())}")
     status, printed = commands.ask(words, EXPORT_SECONDS)
     if status:
@@ -120,10 +120,6 @@ def section_of(recipe: Recipe) -> str:
     return found[1].strip() if found else ""
 
 
-def _names(recipe: Recipe) -> set[str]:
-    return {option.name for option in recipe.options}
-
-
 def _folders(run: Run) -> list[Path]:
     """The exports of a run, the newest first."""
     found = [path for path in run.folder.glob("export-*") if path.name[7:].isdecimal()]
@@ -131,7 +127,7 @@ def _folders(run: Run) -> list[Path]:
 
 
 def _forms(recipe: Recipe) -> gr.Dropdown:
-    if FORMAT not in _names(recipe):
+    if FORMAT not in recipe.names:
         return gr.Dropdown(choices=[], value=None, visible=False)
     option = recipe.option(FORMAT)
     choices = [choice for choice in option.choices if choice]
@@ -139,13 +135,13 @@ def _forms(recipe: Recipe) -> gr.Dropdown:
 
 
 def _consent(recipe: Recipe) -> gr.Textbox:
-    if CONSENT not in _names(recipe):
+    if CONSENT not in recipe.names:
         return gr.Textbox(visible=False)
     return gr.Textbox(visible=True, info=recipe.option(CONSENT).help)
 
 
 def _about(run: Run, recipe: Recipe) -> str:
-    about = ABOUT if "export" in _names(recipe) else NO_FORMS.format(recipe=recipe.name)
+    about = ABOUT if "export" in recipe.names else NO_FORMS.format(recipe=recipe.name)
     return _kept(run, about, f"python recipes/{recipe.name}.py {_use(recipe)} --resume")
 
 

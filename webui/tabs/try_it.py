@@ -1,6 +1,5 @@
 """The Try tab: what a trained or released model hears or says."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import gradio as gr
@@ -47,15 +46,6 @@ def build(context: Context, shared: Shared) -> None:
 # --- controls -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The recordings to try: (file, the user's own name of it)."""
-
-    recordings: list[tuple[str, str]]
-    with_released: bool
-    subtitles: bool
-
-
 def _hearing(context: Context, choice: Choice) -> list:
     """The controls of recognisers. Returns those that show what a run's evaluation got wrong."""
     with gr.Row():
@@ -79,7 +69,7 @@ def _hearing(context: Context, choice: Choice) -> list:
 
     def transcribe(path: str | None, pairs: list, released: bool, wants: bool, *values) -> list:
         recordings = pairs or [(path, Path(path or "").name)]
-        return _transcribe(context, Asked(recordings, released, wants), Chosen(*values))
+        return _transcribe(context, recordings, released, wants, Chosen(*values))
 
     def forget() -> list:
         return [gr.Textbox("", visible=True), *[gr.Textbox(visible=False)] * 2, ""]
@@ -94,21 +84,24 @@ def _hearing(context: Context, choice: Choice) -> list:
     return [beside, worst, best]
 
 
-def _transcribe(context: Context, asked: Asked, chosen: Chosen) -> list:
-    """The transcript of one recording, and of the released model; the subtitles; the times of a
-    recording, or a table of several, in which each has its own error."""
+def _transcribe(
+    context: Context, recordings: list[tuple], released: bool, wants: bool, chosen: Chosen
+) -> list:
+    """The transcript of one of the recordings (file, its user's name), and of the released model;
+    the subtitles, if the user wants them; the times of a recording, or a table of several, in which
+    each has its own error."""
     recipe, run, model = model_of(context, chosen)
     before = trials.released_before(context.places, recipe, run) if run else None
-    models = [each for each in (model, before if asked.with_released else None) if each]
-    is_one = len(asked.recordings) == 1
+    models = [each for each in (model, before if released else None) if each]
+    is_one = len(recordings) == 1
     rows, cells = [], []
-    for path, name in asked.recordings:
+    for path, name in recordings:
         cells.append([views.text(name)])
         for each in models:
             words = _words(context, each, chosen)
             try:
                 audio = trials.checked_audio(path, "recording")
-                extra = trials.times_of(recipe, each, before) if asked.subtitles else []
+                extra = trials.times_of(recipe, each, before) if wants else []
                 row = trials.transcribe(context.models, recipe.name, audio, words, extra)
             except Failure as failure:
                 if is_one:
@@ -117,7 +110,7 @@ def _transcribe(context: Context, asked: Asked, chosen: Chosen) -> list:
             rows.append({**row, "name": name, "is_chosen": each is model})
             cells[-1].append(views.text(row["text"]))
     written = [row for row in rows if row["is_chosen"] and "failed" not in row]
-    made = trials.write_subtitles(written) if asked.subtitles else []
+    made = trials.write_subtitles(written) if wants else []
     files = gr.File(value=made, visible=bool(made))
     if not is_one:
         header = ["recording", *(each.label for each in models)]
