@@ -153,8 +153,7 @@ def released(path: str | None) -> tuple[str | None, dict]:
 
 
 def are_same(path: str | None, other: str | None) -> bool:
-    """Whether two paths are known to be of the same weights: by the place, or by the name on the
-    hub."""
+    """Whether two paths are of the same weights: by the place, or by the name on the hub."""
     if not path or not other:
         return False
     name, _ = released(path)

@@ -64,8 +64,7 @@ def for_nemo(tokenizer) -> Names:
 
 
 def for_torchaudio(tokenizer, pieces: list[str], blank: int) -> Names:
-    """The names of the outputs of a CTC model. `pieces`: of all of them, with U+2581 for a
-    space."""
+    """The names of the outputs of a CTC model. `pieces`: of all, with U+2581 for a space."""
     tokens = language_model.tokens_of(tokenizer)
     lines: list[str] = []
     taken = {""}

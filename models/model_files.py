@@ -57,8 +57,7 @@ def read_json(file: Path) -> dict:
 
 
 def read_description(folder: Path, *model_types: str) -> dict:
-    """A Hugging Face folder's config.json. Raises `UsageError` if it describes a model of none of
-    these types."""
+    """A Hugging Face folder's config.json. Raises `UsageError` for a model of other types."""
     file = folder / "config.json"
     if not file.is_file():
         raise UsageError(f"{folder} holds no config.json: it is not a Hugging Face model folder")
@@ -149,8 +148,7 @@ def _refuse_shared(tensors: Iterable, path: Path) -> None:
 def with_weights(
     make: Callable[[], torch.nn.Module], weights: dict[str, torch.Tensor] | None
 ) -> torch.nn.Module:
-    """The network that `make()` returns, with these weights, which become its parameters, or with
-    random ones."""
+    """The network of `make()` with these weights, which become its parameters, or random ones."""
     if weights is None:
         return make()
     with torch.device("meta"):
@@ -252,8 +250,7 @@ def require_export(folder: str | Path) -> None:
 
 
 def on_host(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights for an export: on the host, floats in fp32. Raises `UsageError` for those that are
-    not finite."""
+    """Weights for an export: on the host, in fp32. Raises `UsageError` if they are not finite."""
     tensors = {}
     for name, tensor in weights.items():
         kind = torch.float32 if tensor.is_floating_point() else tensor.dtype

@@ -63,8 +63,7 @@ def quiet() -> Iterator[None]:
 
 
 def export(graph: Graph, metadata: dict[str, object] | None = None):
-    """torch's program of a graph, with references to the weights. `metadata`: what a program reads
-    about the model."""
+    """torch's program of a graph, with references to the weights. `metadata`: about the model."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False), quiet():
         program = torch.onnx.export(
             graph.module.eval(),

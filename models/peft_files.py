@@ -83,8 +83,7 @@ def write(
 
 
 def read_settings(folder: str | Path) -> lora.LoraSettings:
-    """The settings of adapters. Which layers have some follows from the tensors. Raises
-    `UsageError`."""
+    """The settings of adapters; their layers follow from the tensors. Raises `UsageError`."""
     content = model_files.read_json(Path(folder) / SETTINGS)
     if reason := records.mismatch(content, CONTENT, SETTINGS):
         raise UsageError(f"{folder}: {reason}")

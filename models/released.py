@@ -365,8 +365,7 @@ class Family:
         return flags + differing(self.saved_flags(info, saved))
 
     def saved_flags(self, info, saved: Saved) -> dict[str, tuple[Any, Any]]:
-        """What a checkpoint decides: {flag: (its value, None unless it is given; the
-        checkpoint's)}."""
+        """What a checkpoint decides: {flag: (its value if it is given; the checkpoint's)}."""
         return {}
 
     def given(self, flag: str):
@@ -405,8 +404,7 @@ class Family:
         return ""
 
     def lm_names(self, info) -> lm_files.Names | None:
-        """The names of tokens in a program that decodes --export with a language model; None if
-        none does."""
+        """The names of tokens in a program that decodes --export with a language model, if any."""
         return None
 
     def about(self, info, about: card.About) -> card.About:
@@ -570,8 +568,7 @@ class Family:
             adapters.export(self, about)
 
     def export_adapter(self, recipe: str) -> None:
-        """--export_adapter alone, which needs no released weights. Raises `UsageError` and
-        `RunError`."""
+        """--export_adapter alone, without released weights. Raises `UsageError` and `RunError`."""
         adapters.export(self, card.About(recipe, self.origin.path, weights_file(self.origin)))
 
     def trained_weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -323,8 +323,7 @@ def rotary_angles(length: int, head_dim: int, like: Tensor) -> tuple[Tensor, Ten
 
 
 def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Turns each pair (first half, second half) of (B, H, T, D) by its position's angle; the type
-    stays."""
+    """Turns each pair (first half, second half) of (B, H, T, D) by its position's angle."""
     cos, sin = angles
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
@@ -390,8 +389,7 @@ class CrossAttention(nn.Module):
 
 class Convolution(nn.Module):
     """The Conformer's convolution module, (B, T, D) to (B, T, D). Normalised per frame, not per
-    batch: with batches of one or two BatchNorm's statistics are useless, and accumulation would not
-    be exact."""
+    batch: with batches of one or two BatchNorm's statistics are useless."""
 
     def __init__(self, d: int, kernel: int, dropout: float):
         super().__init__()
@@ -571,8 +569,7 @@ class Conformer(nn.Module):
         return self.ctc_head(x).log_softmax(-1), lengths
 
     def decode(self, tokens: Tensor, encoded: Tensor, mask: Tensor | None) -> Tensor:
-        """Logits (B, U, V + 1) of the token after each of `tokens` (B, U), the first of which is
-        `self.eos`."""
+        """Logits (B, U, V + 1) of the token after each of `tokens` (B, U), the first `self.eos`."""
         x = self.dropout(self.embedding(tokens) * math.sqrt(self.config["d_model"]))
         angles = rotary_angles(tokens.shape[1], self.head_dim, x)
         for layer in self.decoder:
@@ -793,8 +790,7 @@ def drop_untrainable(
     args, corpora: dict[str, Corpus], tokenizer, config: dict
 ) -> dict[str, Corpus]:
     """The corpora, of which the training set is without utterances that no CTC alignment fits, and
-    without texts of unknown characters only. Other characters outside the vocabulary become its
-    unknown token."""
+    without texts of unknown characters only. Others become the unknown token."""
 
     def frames_of(seconds: float) -> int:
         return encoder_frames(int(seconds * SAMPLE_RATE), config)
@@ -829,8 +825,7 @@ def make_model(
 
 
 def trained(args, setup: device.Setup) -> tuple[Conformer, text.CharTokenizer, splits.RunInfo]:
-    """The model that is used without training, its tokenizer, and what the run that trained it has
-    saved."""
+    """The model that is used without training, its tokenizer, and the record of its run."""
     saved = checkpoint.weights_to_use(args.resume, args.checkpoint_dir, RECIPE)
     model_info, earlier_run = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
     choose_config(args, model_info)  # refuses flags that contradict it
@@ -927,8 +922,7 @@ def describe(model: Conformer) -> None:
 def vocabulary(
     characters: list[str], initial: checkpoint.Saved | None
 ) -> checkpoint.Vocabulary | None:
-    """The meanings of the rows of the embedding and of the CTC layer, here and in the weights of
-    --init_from."""
+    """The meanings of the rows of embedding and CTC layer, here and in --init_from."""
     if initial is None:
         return None
     saved_info, _ = checkpoint.read_infos(initial, ModelInfo, splits.RunInfo)

@@ -347,8 +347,7 @@ def train_vocoder(args, info: ModelInfo, run_info: RunInfo, corpus: Corpus, held
 
 
 def voice_of(info: ModelInfo, model: Matcha, folder: Path) -> Voice:
-    """The voice of a model, with the vocoder that was trained beside its checkpoints in a folder,
-    if there is one."""
+    """The voice of a model, with the vocoder that was trained beside it in a folder, if any."""
     vocoder = vocoder_training.read_vocoder(folder, RECIPE) or GriffinLim()
     return Voice(model, Tokens(info.symbols), info.language, info.speakers, vocoder)
 
@@ -377,8 +376,7 @@ def synthesise(
 
 @torch.no_grad()
 def evaluate_only(asked: MatchaOptions, setup: device.Setup, batches_of: Callable) -> None:
-    """--evaluate on the test set, or --export, without training. `batches_of`: `EvalBatches` with
-    the flags."""
+    """--evaluate or --export without training. `batches_of`: `EvalBatches` with the flags."""
     voice, info, earlier_run = trained(asked, setup)
     if asked.evaluate:
         corpora = check_corpora(asked, read_data(asked, earlier_run), info.language)

@@ -390,8 +390,7 @@ def report_results(
 ) -> None:
     """Prints the error rates of the test set, or of "val" without one, and examples with the times
     of their words. If it `compares`, also the error rates of the released model that a flag names;
-    `model` is then moved to the host. `weights`: which weights of the `folder` the model has, for
-    the title."""
+    `model` is then moved to the host. `weights`: which of the `folder` they are, for the title."""
     tokenizer = tokenizer_of(info)
     how = asked.how
     if tokenizer.profile:

@@ -195,8 +195,7 @@ class Utterances:
         return self.padding.lengths(seconds, epoch) if self.training else seconds
 
     def item(self, index: int, epoch: int) -> dict:
-        """One clip; see `example`. If the synthesis knows it, also what each encoder frame says
-        (F,)."""
+        """One clip; see `example`. Of synthetic ones also what each encoder frame says (F,)."""
         waveform, transcript, name, spans = self.corpus.load(index, epoch)
         if self.training and self.asked.speed_perturbation:
             changed = change_speed(waveform, float(self.speeds(epoch)[index]))

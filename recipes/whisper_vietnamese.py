@@ -207,8 +207,7 @@ def check_data(asked: Asked) -> None:
 
 
 def encode(tokenizer: WhisperTokenizer, times: bool, transcript: str) -> list[int]:
-    """The tokens of a text. A released model writes a space before it, and keeps doing so if it is
-    trained with times."""
+    """The tokens of a text. A released model writes a space before it, also with times."""
     return tokenizer.encode((tokenizer.space if times else "") + transcript)
 
 
@@ -439,8 +438,7 @@ def report_results(
 ) -> None:
     """Prints error rates and examples of the test set, or of "val" without one, decoded by
     --decoding, and what `measure_times` finds now and found before training; with --compare_to also
-    a baseline's, for which the model is moved to the host. `weights`: which weights the model has,
-    for the title."""
+    a baseline's, for which the model is moved to the host. `weights`: for the title."""
     tokenizer, search = make_search(asked, info)
     decode = functools.partial(final_texts, model, tokenizer, search)
     how = dataclasses.replace(asked.how, translates=tokenizer.task == TRANSLATE)
@@ -528,8 +526,7 @@ def evaluate_only(asked: Asked, setup: device.Setup, batches_of: Callable) -> No
 
 
 def make_sets(asked: Asked, info: ModelInfo, corpora: dict[str, Corpus]) -> dict[str, Utterances]:
-    """The sets of utterances. Of those that the model learns from, `corpora` loses what cannot be
-    trained on."""
+    """The sets of utterances. `corpora` loses what cannot be trained on."""
     check_limits(asked, info.config)
     tokenizer, _ = make_search(asked, info)
     check_languages(corpora, tokenizer)
@@ -549,8 +546,7 @@ def make_sets(asked: Asked, info: ModelInfo, corpora: dict[str, Corpus]) -> dict
 
 
 def as_packs(data: Utterances, share: float) -> Utterances | packs.PackedUtterances:
-    """The packs that begin with each utterance of a training set, if a `share` of them has
-    times; else the set."""
+    """The packs that begin with each utterance of a set, if a `share` has times; else the set."""
     if not share:
         return data
     speeds = data.speeds if data.asked.speed_perturbation else None

@@ -329,8 +329,7 @@ def compute_loss(model: GPT, batch: dict, frozen: Frozen) -> dict[str, torch.Ten
 def evaluate(
     frozen: Frozen, languages: list[str], model: GPT, eval_batches
 ) -> dict[str, tuple[float, float]]:
-    """The losses as (sum, count). With several `languages` there is also one for each, such as
-    "mel_am"."""
+    """The losses as (sum, count). With several `languages` also one for each ("mel_am")."""
     several = len(languages) > 1
     keys = [(name, language) for name in LOSS_WEIGHTS for language in languages if several]
     sums = {name: (0.0, 0) for name in [*LOSS_WEIGHTS, *("_".join(key) for key in keys)]}
@@ -424,8 +423,7 @@ def synthesise(
 
 @torch.no_grad()
 def evaluate_only(asked: XttsOptions, setup: device.Setup, batches_of: Callable) -> None:
-    """--evaluate on the test set, or --export, without training. `batches_of`: `EvalBatches` with
-    the flags."""
+    """--evaluate or --export without training. `batches_of`: `EvalBatches` with the flags."""
     synthesiser, info, earlier_run = trained(asked, setup)
     if asked.evaluate:
         corpora = read_data(asked, earlier_run)
@@ -464,8 +462,7 @@ def make_task(
     first_fit: Callable[[GPT, Utterances], None],
     evaluation: dict[str, EvalBatches],
 ) -> Task:
-    """The task, all that the loop knows of this recipe. `first_fit`: what a new model takes from
-    the training data."""
+    """The task. `first_fit`: what a new model takes from the training data."""
     family = start.Family(asked)
     watched = watching.watched(evaluation, asked.stop_when_watched_rises)
     languages: set[str] = set()

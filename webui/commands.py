@@ -24,8 +24,7 @@ NUMBER = re.compile(r"-(\d+|\d*\.\d+)")  # what argparse takes as a negative num
 
 @dataclass(frozen=True)
 class Command:
-    """The words of a recipe's command, and what its preset script says about it, such as
-    "tier: cpu (auto)"."""
+    """The words of a recipe's command, and what its script says, such as "tier: cpu (auto)"."""
 
     words: list[str]
     notes: list[str]
@@ -116,8 +115,7 @@ def _path(places: Places, option: Option, word: str, folder: Path) -> str:
 
 
 def _text(places: Places, word: str) -> str:
-    """A word that is not a path. A recipe may read the file that it names, so this must be
-    inside."""
+    """A word that is not a path. A recipe may read the file of this name, which must be inside."""
     for base in (ROOT, places.data, places.runs):
         named = os.path.join(base, word)
         if os.path.isfile(named) or ("/" in word and os.path.exists(named)):
@@ -126,8 +124,7 @@ def _text(places: Places, word: str) -> str:
 
 
 def _preset(recipe: Recipe, settings: dict, flags: list[str]) -> tuple[list[str], list[str]]:
-    """The flags that the preset script adds before `flags`, and what it says. Raises
-    `UsageError`."""
+    """The flags that the preset script adds, and what it says. Raises `UsageError`."""
     tier = settings.get("tier") or AUTO
     size = settings.get("size") or ""
     if tier not in (AUTO, *recipe.tiers):

@@ -12,8 +12,7 @@ from webui.use import Models
 
 @dataclass(frozen=True)
 class Context:
-    """The folders that the page may use, the recipes by name, and the processes that hold
-    models."""
+    """The folders that the page may use, the recipes, and the processes that hold models."""
 
     places: Places
     recipes: dict[str, Recipe]

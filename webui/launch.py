@@ -68,8 +68,7 @@ def write_word(lock: int, process: int, word: str, name: str = "") -> None:
 
 
 def read_word(folder, process: int) -> tuple[str, str]:
-    """The words that `write_word` wrote for this process, which holds the lock; ("", "") for
-    another one."""
+    """What `write_word` wrote for this process, which holds the lock; ("", "") for another."""
     with contextlib.suppress(OSError), open(os.path.join(folder, LOCK), "rb") as file:
         found = os.fsdecode(file.read(WORD_BYTES)).rstrip().split(" ", 2)
         if len(found) > 1 and found[0] == str(process):

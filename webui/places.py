@@ -216,8 +216,7 @@ class Places:
 
     def remove_upload(self, upload: str | Path) -> None:
         """Removes what `save_upload` has returned. Raises `UsageError` for any other path. The
-        empty folder stays, so that its number does not become another upload's: a draft may name
-        it."""
+        empty folder stays, whose number a draft may name."""
         folder = self._upload(upload)
         for entry in _entries(folder):
             if entry.name != NOT_USED:  # last: what is left can be removed again

@@ -45,8 +45,7 @@ START_SECONDS = 20.0  # until launch.py holds its lock, on a busy machine
 @dataclass(frozen=True)
 class Run:
     """A run. `settings` are what `commands.command` takes, {} for a run from a command line;
-    `words` its last command; `created` its time. `fault` says why its run.json is not used, or is
-    ""."""
+    `words` its last command; `created` its time. `fault`: why its run.json is not used."""
 
     name: str
     folder: Path
@@ -285,8 +284,7 @@ def is_alive(run: Run) -> bool:
 
 
 def device_of(words: list[str]) -> str:
-    """The device that a command asks for: "cpu" or "cuda:0". `auto` is the first GPU if torch sees
-    one."""
+    """The device that a command asks for, "cpu" or "cuda:0". `auto`: the first GPU, if any."""
     device = "auto"
     for before, word in itertools.pairwise(["", *words]):
         if before == "--device":

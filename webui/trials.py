@@ -98,8 +98,7 @@ def released_model(places: Places, recipe: Recipe, path: str, language: str = ""
 
 
 def released_before(places: Places, recipe: Recipe, run: Run) -> Model | None:
-    """The released model that a run began from, None if it began from random weights. Raises
-    `UsageError`."""
+    """The released model that a run began from, or None. Raises `UsageError`."""
     values = run.settings.get("values", {})
     if not any(values.get(name) for name in RELEASED):
         return None

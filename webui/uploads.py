@@ -194,6 +194,5 @@ def _audio_key(row) -> str:
 
 
 def name_of(path: str) -> str:
-    """The last part of a path of any system, as it is compared: some systems write an umlaut as two
-    characters."""
+    """The last part of a path of any system, as it is compared, with umlauts in one character."""
     return PureWindowsPath(unicodedata.normalize("NFC", path)).name

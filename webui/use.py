@@ -177,8 +177,7 @@ def error_of(text: str) -> str:
 
 
 def keep_model(recipe: ModuleType) -> None:
-    """Lets the recipe's `trained` load a model once. A recipe without this function loads the model
-    for every request."""
+    """Lets the recipe's `trained`, if it has this function, load a model once."""
     load = getattr(recipe, "trained", None)
     if load is None:
         return

@@ -58,8 +58,7 @@ def are_symbols(symbols: list[str]) -> bool:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The record of a model that is saved with its weights. `speakers`: their names, by the rows of
-    their vectors."""
+    """The record of a model beside its weights. `speakers`: their names, by the rows of vectors."""
 
     config: Annotated[dict, CONFIG]
     symbols: Annotated[list[str], are_symbols]

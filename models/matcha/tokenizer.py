@@ -52,8 +52,7 @@ def fault(text: str, language: str) -> tuple[str, str] | None:
 
 
 def symbols_of(read_texts: Iterable[str]) -> list[str]:
-    """The tokens of a new voice: the marks, and the characters of what was `read` of its training
-    texts in order."""
+    """The tokens of a new voice: the marks, and the characters of what was `read` of its texts."""
     characters = set().union(*read_texts)
     return [*MARKS, *sorted(characters - {*MARKS})]
 

@@ -144,8 +144,7 @@ def size_of(channels: int) -> dict:
 
 
 def reports(checkpoint_dir: Path) -> tuple[str, ...]:
-    """The folders of the vocoder of a run, for the loop: a new voice moves those of an earlier one
-    aside."""
+    """The folders of a run's vocoder, for the loop: a new voice moves earlier ones aside."""
     return FOLDER, str((checkpoint_dir / FOLDER).absolute())
 
 

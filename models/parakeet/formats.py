@@ -110,8 +110,7 @@ def _require(content: dict, fixed: dict[str, tuple], path: Path) -> None:
 
 
 def _merge(content: dict, changes: dict) -> dict:
-    """`content` with the values of `changes` in nested dicts; keys that `changes` does not name are
-    kept."""
+    """`content` with the values of `changes` in nested dicts; other keys are kept."""
     merged = dict(content)
     for name, value in changes.items():
         if isinstance(value, dict):
@@ -170,8 +169,7 @@ def read_note(path: str | Path) -> dict:
 
 
 def read_tokenizer(path: str | Path) -> dict:
-    """The tokenizer's state of what `read_model` takes, without its weights. Raises
-    `UsageError`."""
+    """The tokenizer's state of what `read_model` takes. Raises `UsageError`."""
     path = _place(path)
     if os.path.isdir(path):
         return _read_tokenizer(path)
@@ -307,8 +305,7 @@ def _read_nemo(path: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
 
 
 def _nemo_config(content: dict, family: Family, path: Path) -> tuple[dict, dict[str, int]]:
-    """The configuration in NeMo's settings, with a vocabulary of 1, which the weights will tell,
-    and the languages."""
+    """The configuration in NeMo's settings, with a vocabulary of 1 for now, and the languages."""
     _require(content, family.nemo_fixed, path)
     values = {name: _value(content, key, default) for name, (key, default) in family.nemo.items()}
     config, languages = nemotron.nested(values, path)
@@ -333,8 +330,7 @@ def _nemo_config(content: dict, family: Family, path: Path) -> tuple[dict, dict[
 
 
 def _nemo_loss(content: dict, config: dict, family: Family, path: Path) -> dict:
-    """The settings of the loss. Those that are not given have NeMo's default, not the released
-    models' value."""
+    """The settings of the loss, or NeMo's default, which is not the released models'."""
     loss = dict(NO_TERMS)
     for name, key in family.nemo_loss.items():
         loss[name] = _number(_value(content, key, 0.0))
@@ -367,8 +363,7 @@ def _nemo_vocabulary(content: dict, rows: torch.Tensor | None, family: Family, p
 
 
 def _check_labels(content: dict, pieces: list[str], family: Family, path: Path) -> None:
-    """Raises `UsageError` if the settings list other pieces than the tokenizer has: the weights are
-    then for another tokenizer."""
+    """Raises `UsageError` if settings and weights are for other pieces than the tokenizer's."""
     for key in family.labels:
         labels = _value(content, key)
         if isinstance(labels, list) and len(labels) == len(pieces) and labels != pieces:

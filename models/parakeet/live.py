@@ -246,8 +246,7 @@ def _without_header(data: bytes, read: Callable[[], bytes]) -> bytes:
 
 
 class Signals:
-    """Signals that end a command take effect while it waits for audio, not within a step. A second
-    one does at once."""
+    """Signals that end a command take effect while it waits for audio, a second one at once."""
 
     def __init__(self):
         self.waits = False

@@ -202,8 +202,7 @@ class _Cells:
                 count = 0
 
     def places(self, piece: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of `encoded` and `predicted` (and of `targets`) that belong to the cells at these
-        positions."""
+        """Rows of `encoded` and `predicted` (and of `targets`) of the cells at these positions."""
         index = self.index[piece]
         columns = self.shape[2]
         return index // columns, index // self.size * columns + index % columns
@@ -267,8 +266,7 @@ class _Arcs:
     zero: int | None
 
     def padded(self) -> torch.Tensor:
-        """(B, T + longest duration, U + 2) of -inf, for alpha or beta and what lies beyond the
-        lattice."""
+        """(B, T + longest duration, U + 2) of -inf, for alpha or beta, and beyond the lattice."""
         batch, frames, labels = self.stays.shape
         shape = (batch, frames + max(self.steps), labels + 1)
         return self.stays.new_full(shape, -torch.inf)
@@ -364,8 +362,7 @@ def _arcs(
 
 
 def _beta(arcs: _Arcs) -> torch.Tensor:
-    """(B, T + longest duration, U + 2) log-probabilities of the rest of the utterance after each
-    cell."""
+    """(B, T + longest duration, U + 2) log-probabilities of the rest after each cell."""
     _, frames, columns = arcs.stays.shape
     beta = arcs.padded()
     steps = torch.tensor(arcs.steps).to(beta.device, non_blocking=True)

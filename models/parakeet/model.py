@@ -300,8 +300,7 @@ class EncoderLayer(nn.Module):
         )
 
     def around(self, x: torch.Tensor, attend: Callable, convolve: Callable) -> torch.Tensor:
-        """The layer with these functions (B, T, D) to (B, T, D) for its attention and its
-        convolution."""
+        """The layer with these functions (B, T, D) to (B, T, D) for attention and convolution."""
 
         def drop(y: torch.Tensor) -> torch.Tensor:
             return F.dropout(y, self.dropout, self.training)
@@ -430,8 +429,7 @@ class PromptProjector(nn.Module):
 
 
 class Prediction(nn.Module):
-    """The prediction network: the labels so far (B, U) to (B, U, J). It is small and stays in
-    fp32."""
+    """The prediction network, in fp32: the labels so far (B, U) to (B, U, J)."""
 
     def __init__(self, config: dict, dropout: float):
         super().__init__()
@@ -534,8 +532,7 @@ class Parakeet(nn.Module):
         return upcast(self.ctc_head(encoded.transpose(1, 2))).log_softmax(1).transpose(1, 2)
 
     def predict(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The prediction network's output (B, U + 1, J) before the first and after every token of
-        (B, U)."""
+        """The prediction network's output (B, U + 1, J) before and after every token of (B, U)."""
         return self.decoder(F.pad(tokens, (1, 0), value=self.blank))[0]
 
 

@@ -14,8 +14,7 @@ FILES = "window lookahead lookaheads contexts slots width auto languages".split(
 
 
 def nested(values: dict, path: Path) -> tuple[dict, dict[str, int]]:
-    """The configuration and the languages of a model whose files have these values. Raises
-    `UsageError`."""
+    """The configuration and the languages of a model with these values. Raises `UsageError`."""
     config = {name: value for name, value in values.items() if name not in FILES}
     names: dict[str, int] = {}
     if "contexts" in values:
@@ -32,8 +31,7 @@ def nested(values: dict, path: Path) -> tuple[dict, dict[str, int]]:
 
 
 def _window(values: dict, path: Path) -> dict:
-    """`streaming` of Hugging Face's form, in which `window` is the frames before a chunk and a
-    frame of it."""
+    """`streaming` of Hugging Face's form: `window` is the frames before a chunk and one of it."""
     window = values["window"]
     if not records.is_within(window, range(2, 10_002)):
         raise UsageError(f"{path}: sliding_window is {str(window)[:40]!r}")

@@ -158,8 +158,7 @@ def check(config: dict) -> None:
 def prepare(
     tensors: dict[str, torch.Tensor], config: dict, pieces: list[str]
 ) -> Callable[[Path], None]:
-    """The function that writes the files in a folder. `tensors`: fp32 weights on the host, which
-    are used as they are."""
+    """The function that writes the files in a folder. `tensors`: fp32 weights on the host."""
     if config["num_mel_bins"] not in MEL_BINS:
         print(
             f"onnx-asr cannot load the export: the model has {config['num_mel_bins']} mel bins, and"

@@ -77,8 +77,7 @@ def joined(model: Parakeet, batch: dict, encoded: torch.Tensor, frames: list[int
 
 
 def regression(inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The row (D,) and the bias that predict `targets` (N,) from `inputs` (N, D) by ridge
-    regression."""
+    """The row (D,) and bias of a ridge regression of `targets` (N,) on `inputs` (N, D)."""
     mean = inputs.mean(0)
     x = inputs - mean
     covariance = x.T @ x / len(x)

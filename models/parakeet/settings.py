@@ -552,8 +552,7 @@ def family_of_folder(model_type: str) -> Family:
 
 
 def family_of_archive(content: dict) -> Family:
-    """The family of a `.nemo` archive with these settings. They may not fit it: a reader checks
-    them."""
+    """The family of a `.nemo` archive with these settings, which a reader still has to check."""
     joint = content.get("joint")
     decoder = content.get("decoder")
     loss = content.get("loss")

@@ -424,8 +424,7 @@ def exported(info: ModelInfo) -> dict:
 
 
 def with_loss(info: ModelInfo, asked: ParakeetOptions) -> ModelInfo:
-    """`info` with the loss that it is trained with: the model's own, with --ctc_weight. Raises
-    `UsageError`."""
+    """`info` with its loss in training: the model's own, with --ctc_weight. Raises `UsageError`."""
     kind = settings.kind_of(info.config)
     for name in sorted(asked.origin.given & TRANSDUCERS):
         if kind == "ctc":

@@ -396,8 +396,7 @@ def _load_model(model: str) -> _Pieces:
 
 
 def _merges(model_pieces) -> list[tuple[str, str]]:
-    """All pairs of pieces that make another one, in the order in which SentencePiece prefers
-    them."""
+    """All pairs of pieces that make another one, in SentencePiece's order of preference."""
     products = [piece for piece in model_pieces if piece.type == NORMAL]
     products.sort(key=lambda piece: -piece.score)
     names = [piece.piece for piece in products]

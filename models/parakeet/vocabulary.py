@@ -53,8 +53,7 @@ LONGEST = 64  # characters of a piece that is added
 
 
 def read_pieces(value: str) -> tuple[str, ...]:
-    """The pieces of --add_tokens, each once, or those in the file that it names. Raises
-    `UsageError`."""
+    """The pieces of --add_tokens, each once, or in the file that it names. Raises `UsageError`."""
     flag = "--add_tokens"
     names = value.split()
     if len(value) > 1 and os.path.exists(value):
@@ -191,8 +190,7 @@ def row_names(info) -> list[str]:
 
 
 def shares(tokenizer: ParakeetTokenizer, texts: Iterable[str], chosen: list[int]) -> torch.Tensor:
-    """The share of each of the `chosen` pieces in the ids of `texts`, above zero for all of
-    them."""
+    """The share of each of the `chosen` pieces in the ids of `texts`, above zero."""
     counts = Counter()
     for line in texts:
         counts.update(tokenizer.encode(line))

@@ -367,8 +367,7 @@ def from_fairseq2(name: str) -> str:
 
 
 def _omni_config(weights: dict[str, torch.Tensor], file: Path) -> dict:
-    """The published configuration with the width and the layers of these weights, without a
-    head."""
+    """The published configuration with width and layers of these weights, without a head."""
     width = _rows(weights, "feature_projection.projection.weight")
     layers = {
         match[1] for name in weights if (match := re.match(r"encoder\.layers\.(\d+)\.", name))

@@ -44,8 +44,7 @@ def shortest(config: dict) -> int:
 
 
 def normalised(audio: torch.Tensor, lengths: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Waveforms (B, T) with lengths (B,), each with a mean of 0 and a variance of 1. Beyond their
-    ends they are 0."""
+    """Waveforms (B, T) with lengths (B,), each with a mean of 0 and a variance of 1, then zeros."""
     valid = valid_mask(lengths, audio.shape[1])
     counts = lengths[:, None].to(audio.dtype)
     centred = audio - (audio * valid).sum(1, keepdim=True) / counts

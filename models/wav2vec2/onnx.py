@@ -127,8 +127,7 @@ def graph(model: Wav2Vec2) -> onnx_files.Graph:
 
 
 def silence_special(tensors: dict[str, torch.Tensor], tokenizer: Wav2Vec2Tokenizer) -> None:
-    """Replaces the head's bias by one with which a frame is never a special piece. The programs
-    would print it."""
+    """Replaces the head's bias, so that no frame is a special piece, which programs would print."""
     bias = tensors["lm_head.bias"].clone()
     for number, piece in enumerate(tokenizer.pieces):
         if piece in SPECIAL and number not in (tokenizer.blank, tokenizer.unknown):

@@ -63,8 +63,7 @@ META_EPSILON = 1e-5  # and in fairseq2
 
 
 def make_config(width: int, layers: int, heads: int = 16, **others) -> dict:
-    """A configuration with the proportions of omniASR, without a head. `others` replace further
-    values."""
+    """A configuration with the proportions of omniASR, without a head, and `others`."""
     config = {
         "model_type": "wav2vec2",
         **BASE,

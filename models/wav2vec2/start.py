@@ -164,8 +164,7 @@ class RegularisationFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class Wav2Vec2Options(StartFlags, TextFlags, ProfileFlags, RegularisationFlags, recogniser.Request):
-    """The request of the flags. `origin`: where the model starts; `letters`: what --profile
-    says."""
+    """The request of the flags. `origin`: where the model starts; `letters`: of --profile."""
 
     origin: Origin
     letters: Profile | None
@@ -218,8 +217,7 @@ class Family(released.Family):
         return Wav2Vec2(info.config)
 
     def make_model(self, info: ModelInfo, weights, trains: bool = False) -> Wav2Vec2:
-        """The convolutions over the waveform are trained from scratch only, unless the flag says
-        it."""
+        """The convolutions over the waveform are trained from scratch only, or by the flag."""
         model = make_model(info, weights, self.asked.dropout if trains else 0.0)
         trains_extractor = self.asked.train_extractor
         if trains_extractor is None:

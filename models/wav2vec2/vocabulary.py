@@ -96,8 +96,7 @@ def own(texts: Iterable[str], letters: Profile | None = None) -> dict:
 
 
 def padded(state: dict, size: int) -> dict:
-    """The state of a vocabulary of characters with at least `size` pieces, of which no text has the
-    last ones."""
+    """The state of a vocabulary of characters with at least `size` pieces, the last of no text."""
     pieces = state["pieces"]
     unused = [f"<unused {number}>" for number in range(len(pieces), size)]
     return {**state, "pieces": [*pieces, *unused]}
@@ -112,8 +111,7 @@ def _letters(characters: Iterable[str], style: Style | None) -> set[str]:
 
 
 def row_names(tokenizer: Wav2Vec2Tokenizer) -> list[str]:
-    """The meaning of each row of the head: pieces, with the same names for blank and the unknown
-    piece in every tokenizer."""
+    """The meaning of each row of the head: pieces; blank and unknown have one name everywhere."""
     names = tokenizer.pieces[:]
     names[tokenizer.blank] = BLANK
     if tokenizer.unknown is not None:

@@ -299,8 +299,7 @@ def _biases(logits: torch.Tensor, search: Search) -> tuple[torch.Tensor, torch.T
 def _allow(
     logits: torch.Tensor, bias: torch.Tensor, search: Search, tokens: torch.Tensor | list[list[int]]
 ) -> torch.Tensor:
-    """Logits (N, V) after suppression by the `bias` (V,) and by the rules for what may follow the
-    `tokens` (N, U)."""
+    """Logits (N, V) after the `bias` (V,) and the rules for what may follow the `tokens` (N, U)."""
     logits = logits + bias
     if search.rules is None:
         return logits
@@ -337,8 +336,7 @@ def _next_logits(
 def _select(
     kv_cache: KVCache, mask: torch.Tensor | None, rows: torch.Tensor, utterances: list[int] | None
 ) -> torch.Tensor | None:
-    """Continues the cache from `rows` and, unless None, with these utterances only; returns their
-    mask."""
+    """Continues the cache from `rows` and with these utterances, or all; returns their mask."""
     kv_cache.reorder(rows)
     if utterances is None:
         return mask
@@ -531,8 +529,7 @@ def _preference(decoded: Decoded) -> tuple[bool, bool, float]:
 
 
 def compression_ratio(text: str) -> float:
-    """Bytes of the text in UTF-8 per byte after zlib. A text above 2.4 repeats itself; short texts
-    are below 1."""
+    """Bytes of the text in UTF-8 per byte after zlib. A text above 2.4 repeats itself."""
     raw = text.encode()
     return len(raw) / len(zlib.compress(raw))
 

@@ -88,8 +88,7 @@ OUTSIDE_BACK = {openai: hf for hf, openai in OUTSIDE.items()}
 def make_config(
     d_model: int, layers: tuple[int, int], heads: int, mels: int = 80, vocabulary: int = 51_865
 ) -> dict[str, int]:
-    """A configuration with the proportions of the released models. `layers`: the encoder's and the
-    decoder's."""
+    """A configuration with the released proportions. `layers`: the encoder's and the decoder's."""
     return {
         "num_mel_bins": mels,
         "max_source_positions": 1500,
@@ -141,8 +140,7 @@ SIZES = {  # of the released multilingual models
 
 
 def expected_shapes(config: dict[str, int], ctc_tokens: int = 0) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a model, by its Hugging Face name without `model.`. `ctc_tokens`
-    as in `Whisper`."""
+    """The shapes of a model's tensors, by Hugging Face's names without `model.`."""
     return checkpoint.shapes_of(lambda: Whisper(config, ctc_tokens=ctc_tokens))
 
 
@@ -190,8 +188,7 @@ def config_to_dims(config: dict[str, int]) -> dict[str, int]:
 
 
 def dims_to_config(dims: dict[str, int]) -> dict[str, int]:
-    """The configuration of OpenAI's `dims`, to be checked. Raises `KeyError`, `TypeError` and
-    `ValueError`."""
+    """The configuration of OpenAI's `dims`. Raises `KeyError`, `TypeError` and `ValueError`."""
     width = dims["n_text_state"]
     if type(width) is not int or width != dims["n_audio_state"]:
         raise ValueError("encoder and decoder differ in width")

@@ -48,8 +48,7 @@ class Times:
 
 
 def batches(data: PackedUtterances, collate: Callable[[list[dict]], dict]) -> Iterator[dict]:
-    """Batches of up to PACKS random packs of several utterances. Audio that cannot be read is
-    left out."""
+    """Batches of up to PACKS random packs of several utterances, without unreadable audio."""
     layout = data.packs.layout(0)
     several = np.flatnonzero((layout.stop > layout.place) & layout.timed)
     items = []

@@ -85,8 +85,7 @@ class LogMel(nn.Module):
 
 
 class KeyValues:
-    """The cached keys and values of one attention module, (B, H, T, D / H); None until the first
-    `append`."""
+    """The cached keys and values of an attention module, (B, H, T, D / H), or None."""
 
     def __init__(self):
         self.keys: torch.Tensor | None = None
@@ -131,8 +130,7 @@ class KVCache:
 
 
 class Attention(nn.Module):
-    """Multi-head attention of (B, U, D) to `source` (B, T, D), or to itself. There is no dropout on
-    its weights."""
+    """Multi-head attention of (B, U, D) to `source` (B, T, D), or to itself, without dropout."""
 
     def __init__(self, d: int, heads: int):
         super().__init__()
@@ -246,8 +244,7 @@ LAYERS = (EncoderLayer, DecoderLayer)
 
 
 def angular_speeds(d: int) -> torch.Tensor:
-    """(d / 2,) of the encoder's sinusoids, in radians per frame: wavelengths from 2 pi to 10000 * 2
-    pi."""
+    """(d / 2,) of the encoder's sinusoids, radians a frame: wavelengths from 2 pi to 20000 pi."""
     return torch.exp(-math.log(10_000) / (d // 2 - 1) * torch.arange(d // 2))
 
 
@@ -258,8 +255,7 @@ def sinusoids(length: int, d: int) -> torch.Tensor:
 
 
 def source_mask(frames: torch.Tensor, size: int) -> torch.Tensor:
-    """The attention mask (B, 1, 1, size) over encoder frames; `frames` (B,): feature frames of each
-    utterance."""
+    """The attention mask (B, 1, 1, size) over encoder frames; `frames` (B,): feature frames."""
     return valid_mask((frames + 1) // 2, size)[:, None, None, :]
 
 

@@ -120,8 +120,7 @@ def _initialise_stem(model: Whisper, waveforms: list[torch.Tensor]) -> None:
 def _look_at(
     attention: Attention, offsets: list[int], used: torch.Tensor, speeds: torch.Tensor, half: int
 ) -> None:
-    """Makes each head attend to its offset, with the sines and cosines numbered `used` of these
-    speeds (radians per frame)."""
+    """Makes each head attend to its offset, by the sines and cosines `used` of these speeds."""
     width = attention.q_proj.out_features // len(offsets)
     pair = torch.arange(len(used))
     attention.q_proj.bias.zero_()

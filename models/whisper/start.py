@@ -342,8 +342,7 @@ class Family(released.Family):
         return info, model
 
     def for_task(self, info: ModelInfo, initial: Saved | None) -> dict:
-        """Fields of the loop's `Task` that every Whisper has, by their names. `initial`: the
-        weights of --init_from."""
+        """Fields of the loop's `Task` that every Whisper has. `initial`: of --init_from."""
         fit = None
         if not info.pretrained:
             seed = self.asked.seed
@@ -366,8 +365,7 @@ class Family(released.Family):
         return "model."
 
     def about(self, info: ModelInfo, about: card.About) -> card.About:
-        """The language of the texts, unless a recipe names others, and the token by which the model
-        is told it."""
+        """The language of the texts, unless a recipe names others, and its token."""
         about = super().about(info, about)
         if about.languages is not None:
             return about
@@ -429,8 +427,7 @@ def input_seconds(config: dict) -> float:
 
 
 def check_limits(asked: WhisperOptions, config: dict) -> None:
-    """Raises `UsageError` if --max_target_tokens or --max_duration is more than the model has room
-    for."""
+    """Raises `UsageError` if the model has no room for --max_target_tokens or --max_duration."""
     positions = config["max_target_positions"]
     longest = input_seconds(config)
     if asked.max_target_tokens and asked.max_target_tokens > positions:

@@ -153,8 +153,7 @@ def _segments(
 def with_context(
     tokenizer: WhisperTokenizer, search: Search, context: list[int], config: dict
 ) -> Search:
-    """`search` after the last tokens of `context`, as many as half of the decoder's positions
-    take."""
+    """`search` after the last tokens of `context`, in half of the decoder's positions."""
     if not context or tokenizer.previous is None:
         return search
     said_before = [tokenizer.previous, *context[-(config["max_target_positions"] // 2 - 1) :]]

@@ -129,8 +129,7 @@ def _byte_level_token(raw: bytes) -> str:
 
 
 def _raw(token: str) -> bytes:
-    """The bytes of a token of the vocabulary. A token with other characters than BYTES is plain
-    text."""
+    """The bytes of a token of the vocabulary. One with other characters than BYTES is a text."""
     try:
         return bytes(BYTE_OF[character] for character in token)
     except KeyError:
@@ -310,8 +309,7 @@ class WhisperTokenizer:
         return self.timestamp_begin + min(round(seconds / TIME_STEP), len(TIMESTAMPS) - 1)
 
     def state(self) -> dict:
-        """Dicts, lists and strings for a checkpoint, from which `make_tokenizer` restores the
-        tokenizer."""
+        """Dicts, lists and strings for a checkpoint, for `make_tokenizer`."""
         return {
             "kind": self.kind,
             "vocab": self.vocab,
@@ -440,8 +438,7 @@ def _refused(name: str | Path) -> Iterator[None]:
 
 
 def make_tokenizer(state: dict) -> WhisperTokenizer:
-    """The tokenizer of a checkpoint, from its `state()`. Raises `UsageError` if the state is
-    damaged."""
+    """The tokenizer of a checkpoint, from its `state()`. Raises `UsageError` if it is damaged."""
     with _refused("the saved tokenizer"):
         reason = records.mismatch(state, STATE, "it")
         if reason:
@@ -516,8 +513,7 @@ def _new_codes(language: str, others: Iterable[str]) -> list[str]:
 
 
 def _pairs(merges: list) -> list[tuple[str, ...]]:
-    """Merges as pairs: tokenizer.json has them as lists or, in older files, with a space
-    between."""
+    """Merges as pairs: tokenizer.json has lists or, in older files, a space between."""
     return [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in merges]
 
 
@@ -687,8 +683,7 @@ def _from_tiktoken(file: Path, language: str | None, vocab_size: int | None) -> 
 
 
 def _merge_of(token: bytes, ranks: dict[bytes, int]) -> tuple[str, str]:
-    """The merge that makes `token`: the two parts that BPE leaves of it with the tokens of lower
-    rank."""
+    """The merge that makes `token`: the two parts that BPE leaves with tokens of lower rank."""
     parts = [token[i : i + 1] for i in range(len(token))]
     limit = ranks[token]
     while len(parts) > 2:

@@ -144,8 +144,7 @@ class Codebook(nn.Module):
         self.register_buffer("embed_avg", embed.clone())
 
     def nearest(self, vectors: torch.Tensor) -> torch.Tensor:
-        """The codes (B, N) nearest to vectors (B, N, D) by Euclidean distance; of equally near
-        ones, the first."""
+        """The codes (B, N) nearest to vectors (B, N, D); of equally near ones, the first."""
         # The order of the terms decides how near ties are rounded. This is the released model's.
         flat = vectors.flatten(0, 1)
         distance = flat.square().sum(1, keepdim=True) - 2 * flat @ self.embed

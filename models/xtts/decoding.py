@@ -14,8 +14,7 @@ ROWS = 8  # sentences that are sampled at once; a full-size model's cache takes 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How codes are drawn. `top_k=1` is greedy; `top_k=0`, `top_p=1` and `repetition_penalty=1`
-    change nothing."""
+    """How codes are drawn. `top_k=1` is greedy; `top_k=0` and 1 for the others change nothing."""
 
     temperature: float = 0.75
     top_k: int = 50

@@ -108,8 +108,7 @@ def conditioning(settings: dict) -> Conditioning:
 def make_config(
     d_model: int, layers: int, heads: int, text_tokens: int, codes: int, **others
 ) -> dict:
-    """A configuration with the proportions of the released model. `others` replace other
-    values."""
+    """A configuration with the proportions of the released model, and `others`."""
     config = {
         "d_model": d_model,
         "layers": layers,
@@ -170,8 +169,7 @@ def _contradiction(config: dict) -> str | None:
 
 
 class _Stub:
-    """Holds the attributes of a pickled configuration. It has no code that unpickling could
-    call."""
+    """Holds the attributes of a pickled configuration, without code that unpickling calls."""
 
 
 def read_model(folder: str | Path) -> tuple[dict, dict, dict]:
@@ -410,8 +408,7 @@ def export(
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in fp32 on the CPU. A part of a larger storage is copied, because torch.save would
-    write all of it."""
+    """The tensor in fp32 on the CPU. A part of a storage is copied: torch.save would write all."""
     kind = torch.float32 if tensor.is_floating_point() else tensor.dtype
     tensor = tensor.detach().to("cpu", kind).contiguous()
     is_whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
@@ -429,8 +426,7 @@ def _file_names(speakers: dict) -> list[str]:
 
 
 def settings(config: dict, source: dict) -> dict:
-    """The content of config.json: `source` with this model's shape, and defaults for what `source`
-    lacks."""
+    """The content of config.json: `source`, or defaults, with this model's shape."""
     defaults = {
         "model": "xtts",
         "audio": {"sample_rate": 22_050, "output_sample_rate": 24_000, "dvae_sample_rate": 22_050},

@@ -33,8 +33,7 @@ class Conv1D(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention, (B, T, D) to (B, T, D), by one fused kernel or, without `sdpa`, by
-    `explicit_attention`."""
+    """Causal self-attention, (B, T, D) to (B, T, D), fused or, without `sdpa`, explicit."""
 
     def __init__(self, config: dict, dropout: float):
         super().__init__()
@@ -113,8 +112,7 @@ class Block(nn.Module):
 
 
 class ConditioningBlock(nn.Module):
-    """Self-attention of mel frames (B, D, F). The residual is the normalised input, as in the
-    released model."""
+    """Self-attention of mel frames (B, D, F). The residual is the normalised input."""
 
     def __init__(self, config: dict):
         super().__init__()
@@ -255,8 +253,7 @@ class GPT(nn.Module):
         return self.mel_embedding(codes) + positions
 
     def hidden(self, x: torch.Tensor) -> torch.Tensor:
-        """Embeddings (B, T, D) to hidden states (B, T, D) after the last norm. Attention is
-        causal."""
+        """Embeddings (B, T, D) to causal hidden states (B, T, D) after the last norm."""
         x = self.dropout(x)
         for block in self.gpt.h:
             x = block(x)

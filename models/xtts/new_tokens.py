@@ -170,8 +170,7 @@ def _shares(reader: Texts, words: Counter[str], count: int) -> torch.Tensor:
 
 
 def _with_rows(info, weights: Weights, seed: int):
-    """The info and weights with a row for each token that the vocabulary has more than the
-    configuration says."""
+    """The info and weights with a row for each token that the configuration does not count yet."""
     old_size = info.config["text_tokens"]
     size = Vocabulary(info.vocab).size
     new = info.new_tokens + size - old_size

@@ -68,8 +68,7 @@ class Synthesiser:
 
 @dataclass(frozen=True)
 class Voice:
-    """A voice as the model hears it: latents (1, L, d) for the GPT and a speaker vector (1, 512)
-    for the vocoder."""
+    """A voice: latents (1, L, d) for the GPT and a speaker vector (1, 512) for the vocoder."""
 
     latents: torch.Tensor
     speaker: torch.Tensor
@@ -185,8 +184,7 @@ def to_export(
 
 
 def voice_of(synthesiser: Synthesiser, waveforms: Sequence[torch.Tensor]) -> Voice:
-    """The voice of reference clips (T,) at 22.05 kHz on the model's device. Raises `UsageError` if
-    they are too short."""
+    """The voice of reference clips (T,) at 22.05 kHz. Raises `UsageError` if they are too short."""
     frozen = synthesiser.frozen
     lengths = synthesiser.lengths
     clips = [waveform[: lengths.max_ref_len * SAMPLE_RATE] for waveform in waveforms]
@@ -277,8 +275,7 @@ def _waveform(frozen: Frozen, speech: Speech, voice: Voice) -> torch.Tensor:
 
 
 def finish(waveform: torch.Tensor) -> torch.Tensor:
-    """A waveform (T,) whose end is cut 0.3 s after it becomes quiet, and whose last 5 ms are faded
-    out."""
+    """A waveform (T,) that is cut 0.3 s after it becomes quiet, and faded out in 5 ms."""
     size = round(FRAME_SECONDS * OUTPUT_RATE)
     frames = F.pad(waveform, (0, -len(waveform) % size)).view(-1, size)
     levels = frames.square().mean(1).sqrt()

@@ -147,8 +147,7 @@ class OtherNameFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class XttsOptions(StartFlags, TrainingFlags, splits.Request):
-    """The request of the flags. `recipe`: its name in checkpoints; `voices`: the clips of
-    --speaker_wav."""
+    """The request of the flags. `recipe`: its name in checkpoints; `voices`: of --speaker_wav."""
 
     origin: Origin
     recipe: str
@@ -269,8 +268,7 @@ class Family(released.Family):
         return planned_info(self.asked)
 
     def begin(self, info: ModelInfo, weights, run, source: Callable[[], dict[str, Corpus]]):
-        """The vocabulary is extended for the training texts of the corpora, which are read as the
-        model reads them."""
+        """The vocabulary is extended for the training texts, which are read as the model reads."""
         if run.initial:
             check_initial(run.initial, info)
         self.parts = frozen_parts(self.asked, info)
@@ -448,8 +446,7 @@ def new_rows(family: Family, info: ModelInfo, initial: Saved | None) -> NewRows 
 
 
 def frozen_parts(asked: XttsOptions, info: ModelInfo) -> Frozen:
-    """The parts that the GPT was trained with. Prints the licence of released ones. Raises
-    `UsageError`."""
+    """The parts that the GPT was trained with. Prints their licence. Raises `UsageError`."""
     folder = asked.origin.path or info.model_dir
     if folder is None:
         return frozen.make_frozen(info.config)

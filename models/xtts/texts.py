@@ -127,8 +127,7 @@ def resolve(args, language: str | None) -> TextOptions:
 
 
 def conflicts(given: frozenset[str], wanted: TextOptions, saved: TextOptions) -> list[str]:
-    """The flags on the command line that contradict how a checkpoint's model reads, each with what
-    the checkpoint has."""
+    """The flags that contradict how a checkpoint's model reads, each with what that has."""
     flags = []
     if "use_amharic_g2p" in given and wanted.g2p != saved.g2p:
         reads = "phonemes" if saved.g2p else "text as written"
@@ -215,8 +214,7 @@ class Texts:
         self.is_new = is_new
 
     def language_of(self, language: str | None) -> str:
-        """The language that a row is read in: its own, or the model's if the row has none or the
-        vocabulary lacks it."""
+        """The language that a row is read in: its own, if the vocabulary has it, or the model's."""
         return self._known(language) or self.language
 
     def _known(self, language: str | None) -> str | None:
@@ -231,8 +229,7 @@ class Texts:
         return sorted({self.language_of(language) for language in corpus.languages})
 
     def tokens_of(self, corpus: Corpus) -> list[np.ndarray]:
-        """The tokens (U,) of each row, as they are trained on. Warns of rows with a language that
-        the vocabulary lacks."""
+        """The tokens (U,) of each row in training. Warns of languages that the vocabulary lacks."""
         tokens = []
         for read, language in zip(corpus.read, corpus.languages, strict=True):
             tokens.append(np.array(self.encode_read(read, language), dtype=np.int32))

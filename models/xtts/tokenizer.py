@@ -104,8 +104,7 @@ class Vocabulary:
         return [self._tokenizer.id_to_token(i) or f"[no token {i}]" for i in range(self.size)]
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of ids below V, without START and STOP. Languages and the unknown token are
-        written out."""
+        """The text of ids below V, without START and STOP, but with other special tokens."""
         names = [self._tokenizer.id_to_token(int(token)) or UNKNOWN for token in tokens]
         return "".join(name for name in names if name not in (START, STOP)).replace(SPACE, " ")
 

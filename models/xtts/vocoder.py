@@ -53,8 +53,7 @@ class HifiDecoder(nn.Module):
 
     @torch.no_grad()
     def forward(self, latents: torch.Tensor, speaker: torch.Tensor) -> torch.Tensor:
-        """Waveforms (B, samples) between -1 and 1, in fp32 or better, about 1,114 samples per
-        code."""
+        """Waveforms (B, samples) between -1 and 1, in fp32, about 1,114 samples per code."""
         with torch.autocast(latents.device.type, enabled=False), full_fp32(latents.device):
             x = upcast(latents).transpose(1, 2)
             # Two steps, each rounded down to whole frames, as the weights were trained.
@@ -64,8 +63,7 @@ class HifiDecoder(nn.Module):
 
     @torch.no_grad()
     def speaker_vector(self, waveforms: torch.Tensor) -> torch.Tensor:
-        """Speaker vectors (B, `speaker`) of length 1 of waveforms (B, T) at 16 kHz, T > 256, in
-        fp32 or better."""
+        """Speaker vectors (B, `speaker`) of length 1 of waveforms (B, T) at 16 kHz, T > 256."""
         with torch.autocast(waveforms.device.type, enabled=False), full_fp32(waveforms.device):
             return self.speaker_encoder(upcast(waveforms))
 
@@ -135,8 +133,7 @@ class DilatedBlock(nn.Module):
 
 
 class SpeakerEncoder(nn.Module):
-    """Waveforms (B, T) at 16 kHz to vectors (B, `speaker`) of length 1, always in evaluation
-    mode."""
+    """Waveforms (B, T) at 16 kHz to vectors (B, `speaker`) of length 1, never in training."""
 
     def __init__(self, speaker: int, filters: tuple[int, ...], blocks: tuple[int, ...]):
         super().__init__()
@@ -177,8 +174,7 @@ class SpeakerEncoder(nn.Module):
 
 
 class PreEmphasis(nn.Module):
-    """Waveforms (B, T): subtracts 0.97 times the sample before; the one before the first is the
-    second."""
+    """Waveforms (B, T) without 0.97 times the sample before; before the first is the second."""
 
     def __init__(self):
         super().__init__()

@@ -158,8 +158,7 @@ def _certain(numbers: list[int], placed: list[Placed | None], frame: float) -> s
 def _spans(
     numbers: list[int], placed: list[Placed | None], emissions: Emissions
 ) -> dict[int, _Span]:
-    """The span of each piece, by number: from the silence before its first letter to that after its
-    last."""
+    """The span of each piece, from the silence before its first letter to that after its last."""
     frame = emissions.frame
     firsts = [*(placed[number].start * frame for number in numbers), emissions.seconds]
     lasts = [0.0, *(placed[number].end * frame for number in numbers)]

@@ -71,8 +71,7 @@ def in_known_case(character: str, known: Container[str]) -> str:
 
 
 def is_letter(character: str) -> bool:
-    """Whether it is heard: a letter, a mark such as a vowel sign, a digit or a symbol, and not
-    punctuation."""
+    """Whether it is heard: a letter, a mark, a digit or a symbol, and not punctuation."""
     return unicodedata.category(character)[0] in "LMN"
 
 

@@ -126,8 +126,7 @@ def place(emissions: Emissions, text: Text, vocabulary: Vocabulary) -> list[Plac
 
 
 def _as_frames(chain: np.ndarray, heard: Heard, text: Text) -> np.ndarray:
-    """A chain of letters as (frame, token, whether a path may be pinned there). The frames rise,
-    and so do the tokens."""
+    """A chain of letters as (frame, token, whether a path may be pinned there). All rise."""
     sides = ((heard.frames, chain[:, 0]), (text.at, chain[:, 1]))
     can_pin = _are_pins(chain)
     for tokens, places in sides:
@@ -188,8 +187,7 @@ def _pace(pairs: list[np.ndarray]) -> float:
 def _extended(
     chain: np.ndarray, limits: tuple[int, int], text: Text, pace: float, slack: float
 ) -> TextBlock:
-    """The block of a chain of anchors, with some pieces of the text before and after it, between
-    two frames."""
+    """The block of a chain of anchors, with some pieces of the text around it."""
     first = max(0, text.piece_of(int(chain[0, 1])) - BEYOND)
     last = min(len(text.edges) - 2, text.piece_of(int(chain[-1, 1])) + BEYOND)
     begin, end = int(text.edges[first]), int(text.edges[last + 1])

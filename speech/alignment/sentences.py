@@ -35,8 +35,7 @@ PARTS = _ends(PAUSES)
 
 @dataclass(frozen=True)
 class Piece:
-    """A text as it is written, on one line, and whether a sentence, a verse or a heading ends with
-    it."""
+    """A text on one line, and whether a sentence, a verse or a heading ends with it."""
 
     text: str
     is_end: bool

@@ -321,8 +321,7 @@ _COUNT = re.compile(r"#(?=\d)")
 
 
 def say_numbers(text: str) -> str:
-    """`text` with its ASCII digits in words. Numbers that are not understood are read digit by
-    digit."""
+    """`text` with its ASCII digits in words, numbers that are not understood digit by digit."""
     if not _DIGIT.search(text):
         return text
     text = _SERVICE.sub(lambda m: f"ኮከብ {_digits(m[1])} መሰላል", text)

@@ -145,8 +145,7 @@ def _colons(text: str) -> str:
 
 
 def _punctuation(text: str) -> str:
-    """Latin punctuation. Two word spaces (፡፡, and :: on a Latin keyboard) are a common spelling of
-    the full stop."""
+    """Latin punctuation. Two word spaces (፡፡, and :: on a Latin keyboard) are a full stop."""
     text = text.replace("፡፡", ".").replace("፡-", ":")
     for ethiopic, latin in PUNCTUATION.items():
         text = text.replace(ethiopic, latin)

@@ -162,8 +162,7 @@ def look_alikes(counts: Counter[str]) -> list[str]:
 
 
 def mixed_line(sets: list[tuple[Strings, Census]]) -> str:
-    """A sentence about the words of sets of texts that have letters of two alphabets, "" if none
-    have."""
+    """A sentence about the words of sets of texts that have letters of two alphabets, or ""."""
     total = sum(len(census.mixed) for _, census in sets)
     if not total:
         return ""

@@ -113,8 +113,7 @@ class Codes:
 
 
 def printable(text: str) -> str:
-    """A text of a data set as a part of one line: line breaks and other control characters become
-    escapes."""
+    """A text of a data set as a part of one line: control characters become escapes."""
     text = CONTROL.sub(lambda match: repr(match[0])[1:-1], text[: EXAMPLE_LENGTH + 1])
     return text if len(text) <= EXAMPLE_LENGTH else text[:EXAMPLE_LENGTH] + "..."
 

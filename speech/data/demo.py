@@ -225,8 +225,7 @@ def speech_corpus(
 
 
 def _write_corpus(folder: Path, recipe: dict, manner: Manner) -> tuple[float, int]:
-    """Speaks the sentences of every split; returns the duration in seconds and the number of
-    utterances."""
+    """Speaks the sentences of every split; returns their seconds and their number."""
     (folder / "audio").mkdir()
     random = np.random.default_rng(recipe["seed"])
     voices = recipe["voices"]

@@ -193,8 +193,7 @@ def _hash(path: Path) -> str:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Sizes of all files below a folder, by their path in it. An empty folder inside counts as a
-    file of size -1."""
+    """Sizes of all files below a folder, by their path in it; -1 of an empty folder."""
     sizes = {}
     for root, folders, names in os.walk(folder):
         place = os.path.relpath(root, folder)

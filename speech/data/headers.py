@@ -259,8 +259,7 @@ def _stamps(paths: list[str]) -> np.ndarray:
 
 
 def recall(cache: Path | None, stamps: np.ndarray, width: int) -> np.ndarray:
-    """The values (N, width) that `remember` kept in the file `cache` for `stamps` (N, 3); NaN for
-    others."""
+    """The values (N, width) that `remember` kept in `cache` for `stamps` (N, 3); NaN for others."""
     values = np.full((len(stamps), width), np.nan)
     known_stamps, known_values = _read_cache(cache, width)
     if len(known_stamps):

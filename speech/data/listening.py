@@ -127,8 +127,7 @@ def _results(corpus: Corpus, rows: np.ndarray) -> Iterator[tuple[int, tuple | st
 
 @contextlib.contextmanager
 def _locked(cache: Path | None) -> Iterator[None]:
-    """One process at a time: the other ranks of a run wait, and then find the results in the
-    cache."""
+    """One process at a time: other ranks of a run wait, and then find the results."""
     handle = None
     if cache:
         with contextlib.suppress(OSError):
@@ -157,8 +156,7 @@ def _stamps(corpus: Corpus) -> np.ndarray:
 def audio_faults(
     measures: np.ndarray, undecodable: dict[int, str]
 ) -> Iterator[tuple[int, str, str]]:
-    """(row, reason, details) of the utterances whose audio cannot be used, by what `listen`
-    returns."""
+    """(row, reason, details) of utterances whose audio cannot be used, by `listen`."""
     levels = measures[:, 0]
     clipped = measures[:, 1]
     is_faulty = (levels < SILENT_LEVEL) | (clipped > CLIPPED_SHARE) | np.isnan(levels)

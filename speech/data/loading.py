@@ -236,8 +236,7 @@ def check_channels(rows: Rows) -> None:
 
 
 def check_lengths(rows: Rows, segments: Segments, checks: Checks) -> None:
-    """Rejects rows that are too short or too long. With --use_chunking, long ones with `segments`
-    are cut first."""
+    """Rejects rows that are too short or too long, with --use_chunking after they are cut."""
     too_long = f"longer than {checks.max_duration:g} s (--max_duration)"
     is_long = rows.corpus.seconds > checks.max_duration
     has_segments = np.array(segments.given, dtype=bool)
@@ -367,8 +366,7 @@ def join_segments(
     segments: list[tuple[float, float, str]], max_seconds: float
 ) -> list[tuple[float, float, str]]:
     """Joins consecutive (start, stop, text), sorted and without overlap, into as few pieces of at
-    most `max_seconds` as possible, from the first one on. A longer segment stays alone, and nothing
-    is joined across it."""
+    most `max_seconds` as possible, from the first one on. A longer segment stays alone."""
     pieces: list[tuple[float, float, str]] = []
     for start, stop, text in segments:
         if pieces and stop - pieces[-1][0] <= max_seconds + MICROSECOND:
@@ -385,8 +383,7 @@ def join_short(
     segments: list[tuple[float, float, str]], max_seconds: float
 ) -> list[tuple[float, float, str]]:
     """The (start, stop, text) that have a text, sorted and without overlap. One of less than
-    SHORT_SEGMENT seconds, such as a word, is joined with those that follow without a longer gap
-    than SHORT_GAP."""
+    SHORT_SEGMENT seconds, such as a word, is joined with what follows within SHORT_GAP."""
     pieces: list[tuple[float, float, str]] = []
     for start, stop, text in segments:
         if not text:

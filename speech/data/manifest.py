@@ -268,8 +268,7 @@ def _column_name(cell: str) -> str:
 
 def _table_row(header: list[str], cells: list[str], after: int) -> dict:
     """A row of a table, whose cells have no spaces around them. `after`: the column after the
-    text's, if texts may have lost their quotes, else 0. Raises `ValueError` that says what is
-    wrong."""
+    text's, if texts may have lost their quotes, else 0. Raises `ValueError`."""
     if len(cells) != len(header):
         more = "more" if len(cells) > len(header) else "fewer"
         raise ValueError(f"line has {more} cells than the header")
@@ -427,8 +426,7 @@ def _is_normalised(spoken: str, text: str, numerals: bool = True) -> bool:
 
 def _find_header(first: str) -> tuple[list[str], str]:
     """(column names, delimiter) of a table's first line; no names if none is an audio column.
-    (Counting delimiters is not enough: LJSpeech's sentences have more commas than its lines have
-    bars.)"""
+    (Counting them is not enough: LJSpeech's sentences have more commas than bars.)"""
     header: list[str] = []
     best = "\t" if "\t" in first and "|" not in first else "|"
     for delimiter in f"|\t{QUOTED}":

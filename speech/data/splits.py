@@ -453,8 +453,7 @@ def drop(
     corpus: Corpus, name: str, fault: Callable[[int], tuple[str, str] | None], strict: bool
 ) -> Corpus:
     """The corpus without the utterances for which `fault(index)` returns (reason, details), which
-    are reported under `name`. Raises `DataError` if `strict` and there are any, or if nothing is
-    left."""
+    are reported under `name`. Raises `DataError` if `strict` and any is, or if all are."""
     rejected = Rejections()
     kept = []
     for index in range(len(corpus)):
@@ -492,8 +491,7 @@ def hold_out(
     """(training part, evaluation part) of the ascending `rows` of the training set: a random part
     is held out: HELD_OUT of it, FEWEST_HELD_OUT (of few utterances a tenth) to MOST_HELD_OUT, none
     of them with a text that a recogniser wrote. If `earlier_keys` has the keys of other utterances,
-    of any row, these are held out instead. Raises `DataError` if nothing would be left to train
-    on."""
+    of any row, these are held out instead. Raises `DataError` if nothing is left."""
     written = rows if whole.drafted is None else rows[~whole.drafted[rows]]
     if not len(written):
         raise DataError("a recogniser wrote all training texts: add --val_manifest")

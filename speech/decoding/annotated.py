@@ -75,8 +75,7 @@ def resolve(args, has_times: bool) -> Plan | None:
 
 
 def is_asked(paths: Iterable[str]) -> bool:
-    """Whether --transcribe names files of annotations. Raises `UsageError` for audio beside
-    them."""
+    """Whether --transcribe names annotations. Raises `UsageError` for audio beside them."""
     paths = list(paths)
     named = [path for path in paths if path.lower().endswith(SUFFIX)]
     if named and len(named) < len(paths):

@@ -40,8 +40,7 @@ EXCLUDES = (
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out sentences that are spoken, as many as usual if their number is None, on
-    `device`."""
+    """The held-out sentences that are spoken, as many as usual for None, on `device`."""
 
     # fmt: off
     speak_held_out: int | None = flag(

@@ -110,8 +110,7 @@ class LanguageModel:
     tokens: Tokens
 
     def used(self) -> Fusion | None:
-        """The model in the search, where there is no held-out set; None if it is known not to help,
-        or if there is none."""
+        """The model in the search without a held-out set; None if it is known not to help."""
         if self.helps is False or not self.choices:
             return self.with_names(None)
         return self.with_names([*self.choices.values()][-1]())
@@ -203,8 +202,7 @@ def fusion_of(texts: list[str], tokens: Tokens) -> Fusion:
 
 
 def further(paths: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The texts of --lm_text, and the names of those files that are lists of names. Raises
-    `UsageError`."""
+    """The texts of --lm_text, and those files that are lists of names. Raises `UsageError`."""
     from speech.decoding.names import are_names
 
     texts, names = [], []
@@ -235,8 +233,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def as_file(texts: Sequence[str]) -> dict[str, str]:
-    """The file of the training texts, for `Task.beside`; of very many every second, third and so
-    on."""
+    """The file of the training texts, for `Task.beside`; of very many every second or third."""
     step = math.ceil(sum(map(len, texts)) / MOST_CHARACTERS) or 1
     return {TEXTS: "".join(f"{texts[place]}\n" for place in range(0, len(texts), step))}
 

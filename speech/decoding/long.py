@@ -67,8 +67,7 @@ def cut_at_silences(
     waveform: torch.Tensor, sample_rate: int, max_seconds: float, early: bool = False
 ) -> list[Piece]:
     """Pieces of (T,) of at most `max_seconds`. Each ends at the quietest place of the second half
-    of the longest piece that is possible, or with `early` at the first pause after a sixth of
-    it."""
+    of the longest piece that is possible, with `early` at the first pause after a sixth."""
     limit = int(max_seconds * sample_rate)
     frame = min(round(SILENCE_FRAME * sample_rate), limit // 2)
     pieces = []
@@ -103,9 +102,8 @@ def overlapping_pieces(
     overlap: float = OVERLAP,
     step: int = 1,
 ) -> list[Piece]:
-    """Pieces of (T,), each at most `max_seconds`, as equal as possible. Neighbours share
-    `overlap` seconds, at most a third of `max_seconds`. They begin at multiples of `step`
-    samples."""
+    """Pieces of (T,), each at most `max_seconds`, as equal as possible. Neighbours share `overlap`
+    seconds, at most a third of `max_seconds`. They begin at multiples of `step`."""
     limit = int(max_seconds * sample_rate)
     total = len(waveform)
     if total <= limit:
@@ -205,9 +203,8 @@ def stitch(texts: list[str], pieces: list[Piece]) -> tuple[str, list[TimedText]]
     overlap.
 
     The change from one piece to the next is in the middle of the longest run of words that both
-    contain about where they overlap. Without such a run nothing is dropped. Words are compared
-    without case and punctuation, characters instead of words if the language is written without
-    spaces."""
+    contain about where they overlap. Without such a run nothing is dropped. Words, or characters of
+    a language without spaces, are compared without case and punctuation."""
     texts = [" ".join(text.split()) for text in texts]
     characters = sum(len(text) for text in texts)
     words = sum(len(text.split()) for text in texts)
@@ -282,8 +279,7 @@ def _key(unit: str) -> str:
 
 
 def unless_silent(decode: Callable[..., list[dict]], nothing: dict) -> Callable[..., list[dict]]:
-    """`decode(waveforms, ...)` that returns a copy of `nothing` for digital silence without
-    decoding it."""
+    """`decode(waveforms, ...)` that returns a copy of `nothing` for digital silence."""
 
     def records_of(waveforms: list[torch.Tensor], *rest) -> list[dict]:
         audible = [

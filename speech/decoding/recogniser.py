@@ -61,8 +61,7 @@ class DecodingOptions:
     that cannot write yet, None in a demo and in a recipe that does not augment by default.
     `annotated`: the `annotated.Plan`, if --transcribe names files of annotations. `timestamps`:
     whether transcripts are printed with times. `translates`: whether the texts are in another
-    language than the speech. `cut`: of an orthography profile, by which errors are counted in
-    units, too."""
+    language than the speech. `cut`: of a profile, by which errors are counted in units, too."""
 
     # fmt: off
     decoding: str | None = flag(None, None, None, "")  # by the recipe's methods
@@ -192,14 +191,12 @@ def resolve(
 
 def augmented_share(cer: float) -> float:
     """`Task.augmented_share` of a model that cannot write yet: what it writes right beyond half of
-    the characters, twice, in whole tenths. So nothing is augmented until a CER of 45 %, half at
-    25 %."""
+    the characters, twice, in whole tenths. Nothing until a CER of 45 %, half at 25 %."""
     return max(0, math.floor(10 - 20 * cer)) / 10
 
 
 def not_begun(cer: float) -> str | None:
-    """`Task.not_begun`. A model that has only learned which characters are frequent has a CER of
-    about 80 %."""
+    """`Task.not_begun`. One that knows only which characters are frequent has a CER of 80 %."""
     if not cer > NOT_BEGUN:
         return None
     return (

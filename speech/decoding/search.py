@@ -130,8 +130,7 @@ class CTCPrefixScores:
 
     def extend(self, prefixes: list[tuple[int, ...]]) -> np.ndarray:
         """(N, V) what each next label adds to the log-probability of each prefix; the blank's
-        column is for the end of the output. Prefixes must be empty or extensions of those of the
-        last call."""
+        column is for the end of the output. Prefixes are empty or extend those of the last call."""
         log_probs = self.log_probs
         blank = self.blank
         frames, size = log_probs.shape
@@ -199,8 +198,7 @@ def joint_beam(
     weights: dict,
 ) -> list[int]:
     """Beam search of the decoder with CTC's prefix scores, parameters as in `rescored_beam`: the
-    decoder alone loops and stops too early. The output has at most a token for each of the T
-    frames."""
+    decoder alone loops and stops too early. It writes at most a token a frame."""
     ctc = CTCPrefixScores(log_probs.cpu().numpy(), eos)
 
     def following(prefixes: torch.Tensor) -> torch.Tensor:

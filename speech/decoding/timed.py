@@ -36,8 +36,7 @@ class Token:
 
 @torch.no_grad()
 def greedy_ctc(log_probs: torch.Tensor, lengths: list[int], blank: int) -> list[list[Token]]:
-    """The likeliest tokens of log-probabilities (B, T, V): runs of a piece are one token, and
-    blanks are left out."""
+    """The likeliest tokens of log-probabilities (B, T, V): runs of a piece are one; no blanks."""
     best, pieces = log_probs.max(2)
     hypotheses = []
     for path, values, length in zip(pieces.tolist(), best.tolist(), lengths, strict=True):
@@ -160,8 +159,7 @@ def _confidence(log_probs: list[float]) -> dict:
 
 
 def begins_word(piece: int, tokenizer) -> bool:
-    """Whether a word begins with the piece: after a space, or anywhere in a script that has none
-    between words."""
+    """Whether a word begins with the piece: after a space, or in a script without them."""
     text = tokenizer.pieces[piece]
     is_letter = unicodedata.category(text[0])[0] == "L"
     is_parted = text.startswith(SPACE) or piece in tokenizer.parted
@@ -174,8 +172,7 @@ def is_mark(text: str) -> bool:
 
 
 def segments(words: list[dict], text: str, pause: float = math.inf) -> list[dict]:
-    """Joins the words of `text` to sentences, which also end at a pause longer than `pause`
-    seconds."""
+    """Joins the words of `text` to sentences, which also end at a pause over `pause` seconds."""
     result = []
     sentence = ""
     gaps = spaces_before([word["text"] for word in words], text)

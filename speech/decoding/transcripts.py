@@ -25,8 +25,7 @@ STREAMS = ("/dev/std", "/dev/fd/", "/proc/")  # how the names of open files begi
 
 
 def is_stream(path: Path) -> bool:
-    """Whether a path is a device or a pipe, such as /dev/stdout: it is written to and not
-    replaced."""
+    """Whether a path is a device or a pipe, such as /dev/stdout, which is not replaced."""
     return str(path).startswith(STREAMS) or (
         path.exists() and not (path.is_file() or path.is_dir())
     )
@@ -43,8 +42,7 @@ class Output:
 
 
 def suffix_of(output: str | Path) -> str:
-    """The suffix of --output, in small letters, if something is written in such a form. Raises
-    `UsageError`."""
+    """The suffix of --output, in small letters, if it names a form. Raises `UsageError`."""
     suffix = Path(output).suffix.lower()
     if not is_stream(Path(output)) and suffix not in (*TABLES, *writing.BEGINNINGS):
         raise UsageError(
@@ -105,8 +103,7 @@ def stream_file(output: str) -> Path:
 
 
 def in_folder(folder: Path, form: str, named: Iterable[tuple[Path, str | Path]]) -> dict:
-    """The file for each recording in a folder, by its name there. Raises `UsageError` if two have
-    the same one."""
+    """The file for each recording in a folder. Raises `UsageError` if two have the same one."""
     targets: dict[Path, Path] = {}
     recordings: dict[Path, Path] = {}
     for recording, name in named:
@@ -156,8 +153,7 @@ def partial_of(path: Path) -> Path:
 
 
 def show(rows: Iterable[dict], with_names: bool, with_times: bool) -> int:
-    """Prints the texts of `rows`, or their segments after their times, and returns the number of
-    rows."""
+    """Prints the texts of `rows`, or their segments after their times. Returns their number."""
     count = 0
     for row in rows:
         lines = [row["text"]]

@@ -122,8 +122,7 @@ CONDITIONS = {
 
 
 def is_range(name: str) -> Callable[[Sequence[float] | None], bool]:
-    """A check of a range (low, high) of "wpm", "tone" or "snr_db" from which clips can be drawn, or
-    None."""
+    """A check of a range (low, high) of "wpm", "tone" or "snr_db" to draw clips from, or None."""
     least, most = LIMITS[name]
 
     def check(limits: Sequence[float] | None) -> bool:
@@ -225,8 +224,7 @@ def draw_conditions(mix: Sequence[Conditions], seed: int, index: int) -> Conditi
 
 
 def keying(text: str, farnsworth: float = 1.0) -> np.ndarray:
-    """Lengths of key down, key up, key down ... for a text, in units (one dit); starts and ends
-    with key down."""
+    """Lengths of key down, key up ... key down for a text, in units (one dit)."""
     units: list[float] = []
     for word in text.split():
         for label in symbols(word):
@@ -276,8 +274,7 @@ def interpolate(levels: np.ndarray) -> np.ndarray:
 
 def oscillator(frequencies: np.ndarray, phase: float) -> np.ndarray:
     """A sine of amplitude 1, (B * 64,) float32, from one frequency per block (B,) in Hz; `phase` in
-    turns. The phase at block boundaries is float64, because float32 would lose it within
-    seconds."""
+    turns. At block boundaries it is float64: float32 would lose it in seconds."""
     turns = phase + np.cumsum(frequencies * (BLOCK / SAMPLE_RATE))
     starts = (np.concatenate([[phase], turns[:-1]]) % 1 * 2 * np.pi).astype(np.float32)
     steps = (frequencies * (2 * np.pi / SAMPLE_RATE)).astype(np.float32)
@@ -485,8 +482,7 @@ def _epoch_seconds(mix: tuple[Conditions, ...], count: int, seed: int, epoch: in
 @dataclass(frozen=True)
 class Synthetic:
     """A data set that is synthesised as it is read: `count` clips per epoch, new ones in every
-    epoch. Each clip has the conditions of one entry of `mix`. Sets with different seeds share no
-    clip."""
+    epoch. Each clip has the conditions of one entry of `mix`. Other seeds share no clip."""
 
     mix: Sequence[Conditions]
     count: int
@@ -517,8 +513,7 @@ class Synthetic:
         return {**row, **{name: getattr(sample, name) for name in TAGS}}
 
     def fingerprint(self) -> str:
-        """Changes when the clips do: a resumed run checks that its position in the data still means
-        the same."""
+        """Changes when the clips do, so that a resumed run's position means the same."""
         return f"{self.seed} {self.count} {list(self.mix)}"
 
     def _synthesise(self, number: int) -> Sample:

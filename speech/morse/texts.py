@@ -177,8 +177,7 @@ def letters(random: np.random.Generator, count: int, alphabet: str = LETTERS) ->
 
 def callsign(random: np.random.Generator, american: bool) -> str:
     """A plausible callsign: if `american`, of the USA (1x2 to 2x3) or Canada, sometimes of a
-    special event, else of any other country; sometimes portable, or in another district or
-    country."""
+    special event, else of any other country; sometimes portable or elsewhere."""
     kind = random.random()
     if not american:
         if kind < 0.04:
@@ -242,8 +241,7 @@ def exchange_fields(
 def contest_text(
     random: np.random.Generator, contest: str, sample_type: str
 ) -> tuple[str, list[str], str]:
-    """(text, its callsigns, its exchange, the first one for a full contact) of a contest
-    transmission."""
+    """(text, callsigns, exchange, the first one for a full contact) of a contest transmission."""
     first = contest in AMERICAN or bool(random.random() < 0.4)
     if contest == "ARRLDX":
         second = not first

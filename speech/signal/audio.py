@@ -102,8 +102,7 @@ def read_at_its_rate(
 
 
 def read_in_pieces(path: str, sample_rate: int) -> Iterator[torch.Tensor]:
-    """What `read_audio` reads of the whole file, in pieces of about a second: no more of it is in
-    memory."""
+    """What `read_audio` reads of the whole file, in pieces of about a second."""
     is_empty = True
     with _open(path) as file:
         ratio = _ratio(file.samplerate, sample_rate)
@@ -143,8 +142,7 @@ def _pieces(
     channel: int | None = None,
     seconds: float = 1.0,
 ) -> Iterator[torch.Tensor]:
-    """The samples of a part of a file that `open_sound` has opened, about so many seconds at a
-    time."""
+    """The samples of a part of an open file of `open_sound`, about so many seconds at a time."""
     first = round(offset * file.samplerate)
     left = math.inf if duration is None else round(duration * file.samplerate)
     if isinstance(file, soundfile.SoundFile):
@@ -242,8 +240,7 @@ def part_of(corpus, index: int) -> tuple[float, float | None, int | None]:
 
 def audio_files(paths: list[str]) -> list[Path]:
     """The files among `paths`, and every file with an audio suffix below the folders among them,
-    sorted. Raises `UsageError` if a path does not exist, or if there is no audio file in a
-    folder."""
+    sorted. Raises `UsageError` if a path or audio in a folder is missing."""
     suffixes = {*AUDIO_SUFFIXES, *(f".{name.lower()}" for name in soundfile.available_formats())}
     files = []
     for path in paths:
@@ -325,8 +322,7 @@ def wav(samples: np.ndarray, sample_rate: int) -> bytes:
 
 
 def _mark(content: bytes) -> bytes:
-    """The chunk of a wav that names the program (LIST INFO ISFT), with a hash of the `content`
-    before it."""
+    """The chunk of a wav that names the program (LIST INFO ISFT), with a hash of the `content`."""
     digest = hashlib.blake2b(content, digest_size=DIGEST // 2).hexdigest()
     text = f"{SOFTWARE} {digest}".encode() + b"\0"
     text += b"\0" * (len(text) % 2)

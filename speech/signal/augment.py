@@ -144,9 +144,8 @@ def _ends(seed: int, epoch: int, count: int) -> np.ndarray:
 class Augmentation:
     """--wave_augment: silence at the ends, noise and gain for a training set of `count` utterances.
     The silence sounds like the quietest part of the utterance, because features are often scaled by
-    what else is in it: a model that has only met speech writes words into a pause. With
-    silence an utterance has at most `longest` seconds; without `noises` from files noise is
-    drawn."""
+    what else is in it: a model that has only met speech writes words into a pause. With silence an
+    utterance has at most `longest` seconds; without `noises` noise is drawn."""
 
     seed: int
     count: int

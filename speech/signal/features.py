@@ -62,8 +62,7 @@ class FeatureNorm(nn.Module):
 
     @torch.no_grad()
     def measure(self, features: list[torch.Tensor]) -> None:
-        """Sets the statistics from the features (F, M) of training utterances; without any
-        they stay 0 and 1."""
+        """Sets the statistics from features (F, M) of training utterances, else 0 and 1."""
         if not features:
             return
         together = torch.cat(features).double()
@@ -78,8 +77,7 @@ def valid_mask(lengths: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def random_masks(random: np.random.Generator, count: int, widest: float) -> torch.Tensor:
-    """(count, 2) start and end of SpecAugment masks as shares of an axis, with widths of 0 to
-    `widest`."""
+    """(count, 2) start and end of SpecAugment masks as shares of an axis, up to `widest`."""
     width = random.uniform(0, widest, count)
     start = random.uniform(0, 1, count) * (1 - width)
     return torch.from_numpy(np.stack([start, start + width], axis=1).astype(np.float32))

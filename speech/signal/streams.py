@@ -84,8 +84,7 @@ class Stream:
         return samples / self.samplerate
 
     def pieces(self, first: int = 0, channel: int | None = None) -> Iterator[np.ndarray]:
-        """The samples (T,) from number `first` on, of a channel or the mean of all, about a second
-        at a time."""
+        """The samples (T,) from `first` on, of a channel or the mean, about a second at a time."""
         waiting = [np.zeros(0, np.float32)]
         for samples in self._decoded(first, channel):
             waiting.append(samples)

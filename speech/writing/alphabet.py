@@ -55,8 +55,7 @@ class Characters:
         advice: str,
         is_own: bool = True,
     ) -> None:
-        """`unknown.check_unknown` for a model that writes these `characters`. Raises
-        `DataError`."""
+        """`unknown.check_unknown` for a model of these `characters`. Raises `DataError`."""
         unknown.check_unknown(corpora, unknown.outside(characters), allow, advice, is_own)
 
 

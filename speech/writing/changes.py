@@ -45,8 +45,7 @@ class Changes:
         self.example = self.example or (before, after)
 
     def report(self) -> str:
-        """What was changed in how many of the texts, in a sentence with an example; "" if nothing
-        was."""
+        """What was changed in how many of the texts, with an example; "" if nothing was."""
         if not self.changed:
             return ""
         done = []

@@ -11,8 +11,7 @@ BETA = 2  # of the F-score
 
 
 def counts(reference: str, hypothesis: str) -> np.ndarray:
-    """(ORDER, 3): the runs of each length in the hypothesis, in the reference, and in both. Spaces
-    do not count."""
+    """(ORDER, 3): the runs of each length, without spaces, in hypothesis, reference, and both."""
     theirs, ours = ("".join(text.split()) for text in (reference, hypothesis))
     rows = []
     for order in range(1, ORDER + 1):

@@ -34,8 +34,7 @@ class Errors:
 
     @property
     def rate(self) -> float:
-        """Errors over the references' length; the number of insertions if all references are
-        empty."""
+        """Errors over the references' length; insertions if all references are empty."""
         return self.total / max(1, self.length)
 
     def __add__(self, other: "Errors") -> "Errors":
@@ -120,8 +119,7 @@ def read_by(
 
 
 def in_units(normalise: Normaliser, cut: Cut) -> Normaliser:
-    """`normalise`, with the units of a text divided by spaces; its own spaces become another
-    sign."""
+    """`normalise`, with a text's units divided by spaces; its own spaces become another sign."""
     return lambda text: " ".join(cut(normalise(text).strip().replace(" ", SPACE)))
 
 

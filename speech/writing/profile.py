@@ -118,16 +118,14 @@ def choose(path: str | None, saved: list[list[str]] | None = None) -> Profile | 
 
 
 def of_rows(rows: list[list[str]]) -> Profile | None:
-    """The profile of rows that were kept beside weights; None if there are none. Raises
-    `UsageError`."""
+    """The profile of rows that were kept beside weights; None without any. Raises `UsageError`."""
     if not are_rows(rows):
         raise UsageError("the checkpoint's orthography profile is damaged: take another checkpoint")
     return Profile(tuple(map(tuple, rows))) if rows else None
 
 
 def are_rows(rows) -> bool:
-    """Whether the rows, from a checkpoint, are those of a profile; a schema of
-    `records.mismatch`."""
+    """Whether a checkpoint's rows are those of a profile; a schema of `records.mismatch`."""
     if mismatch(rows, [[str]], "it") or any(len(row) != 2 for row in rows):
         return False
     return not rows or fault(dict(enumerate(rows))) is None

@@ -83,8 +83,7 @@ def read(text: str, language: str) -> str:
 
 
 def left_out(texts: Iterable[str], read: Callable[[str], str]) -> Counter[str]:
-    """The letters of texts that `read` leaves out, or whose marks it leaves out, with their
-    counts."""
+    """The letters of texts that `read` leaves out, or whose marks, with their counts."""
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(unicodedata.normalize("NFC", text).replace("İ", "i").lower())

@@ -22,8 +22,7 @@ CUTS = tuple(
 def split_sentences(text: str, most_tokens: int, count: Callable[[str], int]) -> list[str]:
     """The sentences of `text`. One with more than `most_tokens`, as `count(piece)` says, is cut
     after commas, else between words, else within a word, into pieces as long as possible. Nothing
-    but white space is changed or lost. Raises `UsageError` if a single character has too many
-    tokens."""
+    but white space is changed or lost. Raises `UsageError` if a character is too long."""
     pieces = []
     for sentence in _cut(CUTS[0], " ".join(text.split())):
         pieces += _fit(sentence, most_tokens, count, CUTS[1:])
@@ -48,8 +47,7 @@ def _cut(pattern: re.Pattern, text: str) -> list[str]:
 def _fit(
     text: str, most_tokens: int, count: Callable[[str], int], cuts: tuple[re.Pattern, ...]
 ) -> list[str]:
-    """Pieces of `text` that are as long as `most_tokens` allow, cut by the first of `cuts` that is
-    fine enough."""
+    """Pieces of `text` that are as long as `most_tokens` allow, cut by the coarsest of `cuts`."""
     if count(text.strip()) <= most_tokens:
         return [text]
     if len(text) == 1:

@@ -20,8 +20,7 @@ BEST = "best.safetensors"
 
 @dataclass(frozen=True)
 class Choice:
-    """The controls that say which model is tried, and where. Their values are the first inputs of
-    every event."""
+    """The controls that say which model is tried, and where."""
 
     kind: gr.Radio
     run: gr.Dropdown
@@ -51,8 +50,7 @@ class Chosen:
 
 
 def choose(context: Context, command: str = "") -> Choice:
-    """The controls for models that know `command`. Without one they are used on this page, on a
-    device to choose."""
+    """The controls for models that know `command`, or, without one, are used on this page."""
     card = plans.this_card()
     devices = [GPU, CPU] if card else [CPU]
     wanted = {command} if command else {"transcribe", "synthesize"}
@@ -95,8 +93,7 @@ def connect(
     as in `choose`. Returns the triggers of what shows the chosen model."""
 
     def choices(name: str | None, run: str | None, path: str | None) -> tuple:
-        """The runs and the released models that there are now. `name` is the run that the other
-        tabs look at."""
+        """The runs and the released models of now. `name`: the run that the other tabs look at."""
         names = [each.name for each in usable(context, command)]
         return one_of(names, name, run), one_of(context.places.models(), None, path)
 

@@ -26,8 +26,7 @@ ABOUT = (
 
 
 def build_draft(context: Context, shared: Shared, dropped: list[gr.File], save) -> None:
-    """The way from audio to a draft. `save(pairs)` keeps `dropped` files and returns their
-    folder."""
+    """The way from audio to a draft. `save(pairs)` keeps `dropped` files in a folder."""
     places = context.places
     with gr.Accordion("There are no texts yet: write a draft", open=False) as part:
         gr.Markdown(ABOUT, **HTML)

@@ -155,8 +155,7 @@ def _use(recipe: Recipe) -> str:
 
 
 def _kept(run: Run, about: str, command: str = "") -> str:
-    """The best weights to download, whatever else can be exported, below a text; the command that
-    uses them."""
+    """The best weights to download, below a text; the command that uses them."""
     best = run.folder / outputs.CHECKPOINTS / "best.safetensors"
     if not best.is_file():
         return f"<p>{views.text(about)}</p>"

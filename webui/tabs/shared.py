@@ -12,8 +12,7 @@ HTML = {"sanitize_html": False, "latex_delimiters": []}
 @dataclass(frozen=True)
 class Shared:
     """`tab` is the own one, whose `select` is the time to read the disk anew. `settings` is what
-    the form of a training shows (see `commands.command`), `chosen` the name of the run that is
-    looked at."""
+    the form of a training shows (see `commands.command`), `chosen` the run that is looked at."""
 
     tabs: gr.Tabs  # with the ids "data", "train", "runs", "try", "export"
     tab: gr.Tab

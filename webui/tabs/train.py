@@ -367,8 +367,7 @@ def _with_advice(form: Form, advice: dict) -> list:
 def _connect(
     context: Context, form: Form, parts: Parts, shared: Shared, state: tuple, drawn: gr.State
 ) -> None:
-    """The buttons of the form, which need its values. `state` is what `drawn` was when it was
-    made."""
+    """The buttons of the form, which need its values. `state`: `drawn` when it was made."""
     recipe = form.recipe
     folder = context.places.runs
     now = [shared.settings, parts.typed, drawn]

@@ -125,8 +125,7 @@ def _transcribe(
 
 
 def _speaking(context: Context, choice: Choice) -> list:
-    """The controls of speech synthesis. Returns those that show what a model can use, and what it
-    has said."""
+    """The controls of speech synthesis. Returns those of what a model can use and has said."""
     text = gr.Textbox(label="Text", lines=3, max_length=trials.LONGEST_TEXT)
     with gr.Row():
         upload = gr.Audio(label="Reference clip of the voice", **SOUND)
