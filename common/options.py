@@ -353,7 +353,6 @@ class TrainingFlags:
         "stop after N evaluations without a better result or a lower loss; 0 = never (0;"
         " fine-tuning: a third of them, at least 5)", TRAINS)
     seed: int = flag(COUNT, 1, "N", "seed of initialisation, order, augmentation and dropout (1)")
-    # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -420,7 +419,6 @@ class MemoryFlags:
         OnOff, False, None,
         "check GPU, driver, memory, precision, attention, compiler and disk for this run,"
         " and exit", BESIDE)
-    # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -451,7 +449,6 @@ class OutputFlags:
         path, None, "PATH",
         "start a new run from the weights in a checkpoint or .safetensors, as far as their shapes"
         " fit", USUAL, TRAINS)
-    # fmt: on
 
 
 def add_arguments(parser: Parser, **defaults) -> None:

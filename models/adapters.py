@@ -73,7 +73,6 @@ class AdapterFlags:
     export_adapter: str | None = flag(
         options.path, None, "DIR",
         "write the adapters for peft and transformers; after training, or alone with --resume PATH")
-    # fmt: on
 
 
 def add_arguments(parser, has_peft: bool) -> None:

@@ -119,7 +119,6 @@ class ModelFlags:
     model_size: str | None = flag(None, None, None, "shape of a model from scratch ()", USUAL)
     export: str | None = flag(
         options.path, None, "DIR", "write the weights for other programs", USUAL)
-    # fmt: on
 
 
 def add_arguments(parser, forms: Forms, sizes: Iterable[str], usual_size: str):

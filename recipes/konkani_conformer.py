@@ -146,7 +146,6 @@ class Flags:
     vocab_file: str | None = flag(options.path, None, "FILE", "characters in JSON (char2idx)")
     export: str | None = flag(
         options.path, None, "DIR", "CTC model for sherpa-onnx and onnx-asr", USUAL)
-    # fmt: on
 
 
 def add_arguments(parser) -> None:

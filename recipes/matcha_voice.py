@@ -97,7 +97,6 @@ class Flags:
         "of the noise that the speech is made of; 0: always the same (0.3)")
     speaker: str | None = flag(
         None, None, "NAME", "the manifest's name (who spoke most in training)")
-    # fmt: on
 
 
 def add_arguments(parser) -> None:

@@ -118,7 +118,6 @@ class Flags:
         options.number(int, 1, formats.CONFIG["vocab_size"][-1]), None, "N",
         "tokens of a model from scratch: 256 bytes, 9 special tokens and pieces (500; 320 for the"
         " demo)")
-    # fmt: on
 
 
 def add_arguments(parser) -> None:

@@ -85,7 +85,6 @@ class Flags:
     max_audio_length: int | None = flag(
         options.number(int, SAMPLE_RATE // 2, 600_000), None, "N",
         f"longest clip, samples at 22.05 kHz, in place of --max_duration ({MAX_SAMPLES})")
-    # fmt: on
 
 
 def add_arguments(parser) -> None:

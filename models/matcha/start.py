@@ -97,7 +97,6 @@ class MatchaFlags:
         None, None, "TEXT",
         "with --export, for its model card: whose voice it is, that they agree, and the licence of"
         " the data", USUAL)
-    # fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,7 +139,6 @@ class StartFlags:
     vocab_size: int | None = flag(
         options.number(int, 2, vocabulary.MOST), None, "N",
         "pieces of a model from scratch (by --model_size; demo: characters)", TRAINS)
-    # fmt: on
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,6 @@ class LossFlags:
     dropout: float = flag(options.SHARE, 0.1, "P", "in the encoder (0.1)", TRAINS)
     joint_dropout: float = flag(
         options.SHARE, 0.2, "P", "in the prediction and joint networks (0.2)", TRAINS)
-    # fmt: on
 
 
 @dataclass(frozen=True)
@@ -175,7 +173,6 @@ class NemotronFlags:
         options.POSITIVE, None, "MS",
         "print the words of --transcribe FILE, or of - (16 kHz mono 16-bit samples on standard"
         " input), as they come, after so many milliseconds: 80, 160, 320, 560, 640 or 1120")
-    # fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)

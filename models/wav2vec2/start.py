@@ -119,7 +119,6 @@ class StartFlags:
         options.file, None, "FILE", "SentencePiece file of omniASR's weights (the one beside them)")
     language: str | None = flag(
         str, None, "CODE", "whose adapter of an MMS folder is used (the folder's)")
-    # fmt: on
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,6 @@ class TextFlags:
         OnOff, False, None,
         "leave texts as they are, with capitals, punctuation and digits (off: as the released model"
         " writes; a vocabulary of one's own always takes them as they are)", USUAL, TRAINS)
-    # fmt: on
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,6 @@ class RegularisationFlags:
         OnOff, None, None,
         "train the convolutions over the waveform, too (from scratch only), which needs more"
         " memory", TRAINS)
-    # fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)

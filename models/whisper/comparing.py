@@ -48,7 +48,6 @@ class ComparingFlags:
         options.path, None, "FILE",
         "evaluate on this manifest of whole recordings of any length, decoded in segments with"
         " times")
-    # fmt: on
 
 
 def add_arguments(parser, group) -> None:

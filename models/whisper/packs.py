@@ -376,7 +376,6 @@ class PackFlags:
         "train a released model on windows of several utterances, and this share of them with"
         " times, so that programs which read long recordings lose no text; 0: on single utterances"
         " (0.25 if utterances follow each other in their recordings, else 0)", TRAINS)
-    # fmt: on
 
 
 def add_arguments(parser, group) -> None:

@@ -134,7 +134,6 @@ class StartFlags:
         " (transcribe)")
     freeze_encoder: bool = flag(
         OnOff, False, None, "train the decoder only, with inputs of 30 s (off)", USUAL, TRAINS)
-    # fmt: on
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,6 @@ class TrainingFlags:
     max_target_tokens: int | None = flag(
         options.number(int, 8, formats.CONFIG["max_target_positions"][-1]), None, "N",
         "reject longer transcripts, in tokens with prompt and end (the decoder's positions)")
-    # fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)

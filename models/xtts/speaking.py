@@ -101,7 +101,6 @@ class SpeakingFlags:
     repetition_penalty: float = flag(
         options.number(float, 1.0, 100.0), 5.0, "X",
         "divides the scores of codes that have been spoken (5)")
-    # fmt: on
 
 
 def add_arguments(parser) -> None:

@@ -105,7 +105,6 @@ class StartFlags:
         TRAINS)
     version: str | None = flag(
         list(VERSIONS), None, None, "the version that the weights should have; another is an error")
-    # fmt: on
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,6 @@ class TrainingFlags:
     freeze_layers: int = flag(
         options.COUNT, 0, "N", "leave the first N layers of the GPT as they are (0)", TRAINS)
     dropout: float = flag(options.SHARE, 0.1, "P", "(0.1)", TRAINS)
-    # fmt: on
 
 
 def _other_name(dest: str, kind=None, unit: str | None = None, **settings):
@@ -142,7 +140,6 @@ class OtherNameFlags:
     eval_csv: list[str] = _other_name("val_manifest", options.path, "FILE", nargs="+")
     output_path: str = _other_name("output_dir", options.path, "DIR")
     grad_acumm: int = _other_name("gradient_accumulation_steps", options.POSITIVE, "N")
-    # fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,7 +95,6 @@ class TextFlags:
         None, None, "TEXT",
         "print what the model reads of texts, or of a file with a text in each line, and exit",
         ALONE, nargs="+")
-    # fmt: on
 
 
 def add_arguments(parser) -> None:

@@ -102,7 +102,6 @@ class AlignmentFlags:
         None, False, None,
         "with --align: without a model, by how long each sentence takes; for a text that is read in"
         " its order, with pauses", action="store_true")
-    # fmt: on
 
 
 def add_arguments(parser) -> None:

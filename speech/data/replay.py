@@ -26,7 +26,6 @@ class ReplayFlags:
         options.number(float, 0.0, 1.0, open_low=True), 0.1, "S",
         "share of the utterances of every update that are old; an epoch is one of the new material"
         " (0.1)", TRAINS)
-    # fmt: on
 
 
 def add_arguments(parser) -> None:

@@ -172,7 +172,6 @@ class DataFlags:
     allow_unknown: bool = flag(
         OnOff, False, None,
         "also use texts of which the vocabulary lacks over 5 %% of the characters (off)")
-    # fmt: on
 
 
 def add_arguments(parser, allow_unknown: bool = False, **defaults) -> None:

@@ -31,7 +31,6 @@ class WatchingFlags:
         "end at the first evaluation in which the metric of a watched set is worse than before"
         " training by more than X times its value then, and by more than 0.01 (one point of an"
         " error rate); the best weights are among those before (never)", TRAINS)
-    # fmt: on
 
 
 def add_arguments(parser) -> None:

@@ -37,7 +37,6 @@ class LanguageModelFlags:
         options.path, None, "FILE",
         "further texts for the language model, plain text in UTF-8: a book, scripts, a list of"
         " names", nargs="+")
-    # fmt: on
 
 
 EXCLUDES = (("lm off", "lm_text", "the second is for the language model; leave one of them out"),)

@@ -51,7 +51,6 @@ class AugmentationFlags:
     noise_dir: str | None = flag(
         options.path, None, "DIR",
         "turns --wave_augment on, with the noise in these audio files", TRAINS)
-    # fmt: on
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,6 @@ class ClipFlags:
         options.SHARE, None, "X",
         "share of an auxiliary loss on the encoder (which symbol is sent in every frame), for"
         " synthetic clips from scratch (0.3 there)", TRAINS)
-    # fmt: on
 
 
 def add_arguments(parser) -> None:

@@ -19,7 +19,6 @@ class ProfileFlags:
         options.path, None, "FILE",
         "orthography profile, a .tsv with a column Grapheme: what the letters of the language are"
         " (python -m speech.writing.profile writes a first one)")
-    # fmt: on
 
 
 class Characters:
