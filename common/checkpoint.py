@@ -62,13 +62,11 @@ NOTES = {
 @dataclass(frozen=True)
 class Vocabulary:
     """The meanings of the rows of embeddings and output layers, so that --init_from copies them to
-    a model with other tokens by what they mean. `names`: the tensors with a row for each token, or
-    for the first ones. `tokens`: what the rows of the new model mean, by number; `saved`: those of
-    the weights that are copied. A token is its text."""
+    a model with other tokens by what they mean. A token is its text."""
 
-    names: tuple[str, ...]
-    tokens: Sequence[str]
-    saved: Sequence[str]
+    names: tuple[str, ...]  # the tensors with a row for each token, or for the first ones
+    tokens: Sequence[str]  # what the rows of the new model mean, by number
+    saved: Sequence[str]  # and those of the weights that are copied
 
 
 @dataclass(frozen=True)
@@ -101,20 +99,16 @@ class Damaged(UsageError):
 
 @dataclass(frozen=True)
 class Saved:
-    """A saved state of a run: a checkpoint, or a .safetensors. `model_info` and `run_info` are the
-    recipe's records as `asdict` made them; read them with `records.read`. `model` are the weights,
-    which are views of the file. `progress` and `state` are None for a .safetensors; `state` holds
-    "optimizer", "scaler", "rng" and "args". `adapters`: the record of a `Partial` whose tensors
-    `model` has, or None."""
+    """A saved state of a run: a checkpoint, or a .safetensors, without `progress` and `state`."""
 
     path: Path
     recipe: str
-    model_info: dict
+    model_info: dict  # the recipe's records as `asdict` made them, to be read with `records.read`
     run_info: dict
-    model: dict[str, torch.Tensor]
+    model: dict[str, torch.Tensor]  # the weights: views of the file
     progress: Progress | None = None
-    state: dict | None = None
-    adapters: dict | None = None
+    state: dict | None = None  # "optimizer", "scaler", "rng" and "args"
+    adapters: dict | None = None  # the record of a `Partial` whose tensors `model` has
 
     def forget_values(self) -> None:
         """Drops the weights and the optimizer's states, when all is copied."""

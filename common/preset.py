@@ -75,19 +75,17 @@ TRAINS += ("--dry_run", "--verify_gpu")
 
 @dataclass(frozen=True)
 class Script:
-    """A preset script's settings, empty where it has none. The size is `usual` with one of the
-    flags `brings`, which bring a model or data; without them it is demo, if the table has that.
-    `light`: the size for a model whose file has less than so many MB, and this number. `always`:
-    flags of every command. `python` is an interpreter that has the packages."""
+    """A preset script's settings, empty where it has none."""
 
     recipe: str
     rows: str
     adds: str = ""
+    # the size with one of the flags `brings`; without them demo, if the table has it
     usual: str = ""
-    brings: str = ""
-    light: str = ""
-    always: str = ""
-    python: str = ""
+    brings: str = ""  # flags that bring a model or data
+    light: str = ""  # the size for a model whose file has less than so many MB, and this number
+    always: str = ""  # flags of every command
+    python: str = ""  # an interpreter that has the packages
 
     def recorded(self) -> list[str]:
         """The flags that name the training data, by whose hours an update is cut."""
@@ -129,16 +127,14 @@ class User:
 
 @dataclass(frozen=True)
 class Machines:
-    """The processes of a command: `gpus` on each of `nodes` machines, of which this one has the
-    number `node`; they meet at `head`. `ranks` of them share an update, of those that are planned,
-    too. `several` are these numbers for messages."""
+    """The processes of a command."""
 
-    gpus: int = 1
-    nodes: int = 1
-    node: str = ""
-    head: str = ""
-    ranks: int = 1
-    several: str = ""
+    gpus: int = 1  # on each machine
+    nodes: int = 1  # machines
+    node: str = ""  # the number of this one
+    head: str = ""  # where they meet
+    ranks: int = 1  # that share an update, of those that are planned, too
+    several: str = ""  # these numbers for messages
 
 
 def say(text: str) -> None:

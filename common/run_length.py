@@ -18,16 +18,14 @@ PATIENCE = 5  # evaluations without a better result, at least: a third of a fine
 
 @dataclass(frozen=True)
 class RunLength:
-    """A run ends at `max_steps` updates, at `num_epochs`, or after `patience` evaluations without a
-    better result, whichever comes first; None or 0: never. `total`: the updates that it makes if it
-    does not stop early. It is evaluated every `eval_every` updates; 0: at the end of each epoch.
-    It also ends if a further set says so (`Progress.stop`)."""
+    """A run ends at the first of `max_steps`, `num_epochs` and `patience`; None or 0: never. It also
+    ends if a further set says so (`Progress.stop`)."""
 
-    max_steps: int | None
+    max_steps: int | None  # updates
     num_epochs: int | None
-    total: int
-    eval_every: int
-    patience: int
+    total: int  # the updates that it makes if it does not stop early
+    eval_every: int  # updates between evaluations; 0: at the end of each epoch
+    patience: int  # evaluations without a better result
 
     def has_ended(self, progress: Progress) -> bool:
         """Whether no update follows."""

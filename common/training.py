@@ -16,9 +16,7 @@ from common.task import Task
 
 @dataclass
 class Training:
-    """A run in training. `utilisation`: readings of the GPU (`parts.utilisation`), None on a CPU;
-    `last_saved`: the update after which the last checkpoint was saved; `caught`: the number of a
-    signal, or 0; `skipped`: files that were reported."""
+    """A run in training."""
 
     args: object
     setup: Setup
@@ -31,10 +29,10 @@ class Training:
     eval_batches: EvalBatches
     progress: Progress
     report: Report
-    utilisation: Any = None
-    last_saved: int = -1
-    caught: int = 0
-    skipped: set[str] = field(default_factory=set)
+    utilisation: Any = None  # readings of the GPU (`parts.utilisation`)
+    last_saved: int = -1  # the update after which the last checkpoint was saved
+    caught: int = 0  # the number of a signal
+    skipped: set[str] = field(default_factory=set)  # files that were reported
     # The time of the last report and, since then, seconds spent waiting for data and utterances.
     since: float = field(default_factory=time.monotonic)
     waited: float = 0.0

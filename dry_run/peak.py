@@ -7,21 +7,17 @@ PARTS = ("weights", "gradients", "optimizer states", "activations", "temporary",
 
 @dataclass(frozen=True)
 class Peak:
-    """The peak of GPU memory in a step of a `stage`, training or evaluation. `parts`: bytes of each
-    of PARTS; `kernels`: bytes that a kernel allocates inside itself then; `module` and `phase`
-    (forward, backward, recomputation, update): where it is, and the `operator` of torch; `guesses`:
-    how often the step read a value that a plan does not have; `utterances`: of the micro-batch or
-    batch; `host`: bytes of host memory in place of GPU memory."""
+    """The peak of GPU memory in a step."""
 
-    parts: dict[str, int]
-    kernels: int
+    parts: dict[str, int]  # bytes of each of PARTS
+    kernels: int  # bytes that a kernel allocates inside itself then
     module: str
-    phase: str
-    guesses: int = 0
-    operator: str = ""
-    utterances: int = 0
-    stage: str = "training"
-    host: int = 0
+    phase: str  # forward, backward, recomputation, update
+    guesses: int = 0  # how often the step read a value that a plan does not have
+    operator: str = ""  # of torch
+    utterances: int = 0  # of the micro-batch or batch
+    stage: str = "training"  # or evaluation
+    host: int = 0  # bytes of host memory in place of GPU memory
 
     @property
     def total(self) -> int:

@@ -113,33 +113,26 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run that is planned. `step(batches)` is forward and backward of `model` with batches on the
-    host, which `collate` makes of `items`, the longest first of `count`; `states(optimizer)` are
-    the bytes of an optimizer's states, `host(optimizer)` those that it takes on the host;
-    `checkpoint()` makes the model's layers recompute their activations and `freeze()` freezes its
-    encoder (None: it cannot); `parts` holds other modules that the step uses; `castable()` are the
-    parameters that have the type `halves` on the GPU if the weights are offloaded (None: there are
-    none); if a run `compares`, another model of the size of this one, with fp32 weights, decodes at
-    the end. `adapt()` adds low-rank adapters and returns the flag that would (None: it has some, or
-    cannot). With several `ranks`, `count` are the utterances that one of them has, and `layers` are
-    the types of modules that --sharded divides."""
+    """A run that is planned."""
 
     model: torch.nn.Module
-    step: Callable[[list[dict]], object]
-    items: list[dict]
-    count: int
-    states: Callable[[str], int]
+    step: Callable[[list[dict]], object]  # forward and backward with batches on the host
+    items: list[dict]  # the longest first
+    count: int  # utterances of a rank
+    states: Callable[[str], int]  # bytes of an optimizer's states
     collate: Callable[[list[dict]], dict]
-    checkpoint: Callable[[], None] | None = None
-    freeze: Callable[[], None] | None = None
-    parts: object = None
+    checkpoint: Callable[[], None] | None = None  # makes the layers recompute their activations
+    freeze: Callable[[], None] | None = None  # its encoder; None: it cannot
+    parts: object = None  # other modules that the step uses
     evaluation: Evaluation | None = None
-    host: Callable[[str], int] = lambda optimizer: 0
+    host: Callable[[str], int] = lambda optimizer: 0  # and those on the host
+    # with the type `halves` on the GPU if weights are offloaded
     castable: Callable[[], list[torch.nn.Parameter]] = list
     halves: torch.dtype | None = None
-    compares: bool = False
+    compares: bool = False  # another model of this size, with fp32 weights, decodes at the end
     ranks: int = 1
-    layers: tuple[type, ...] = ()
+    layers: tuple[type, ...] = ()  # the types of modules that --sharded divides
+    # Adds low-rank adapters and returns the flag that would; None: it has some, or cannot.
     adapt: Callable[[], str] | None = None
 
     def planned(self, args, card: Card) -> Measures:

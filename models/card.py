@@ -78,41 +78,33 @@ METRICS = ("wer", "cer")
 
 @dataclass(frozen=True)
 class Form:
-    """The purpose of an export: the hub's names of the program (`library`) and of the task, a
-    `family` ("Whisper"), and how to use it, a few lines in which FOLDER stands for the export, of
-    Python unless another `language` of code is given. `with_lm`: the same with the language model,
-    if there is one beside the export."""
+    """The purpose of an export."""
 
-    library: str
-    task: str
-    family: str
-    use: str
+    library: str  # the hub's names of the program
+    task: str  # and of the task
+    family: str  # such as "Whisper"
+    use: str  # a few lines of code in which FOLDER stands for the export
     language: str = "python"
-    with_lm: str = ""
+    with_lm: str = ""  # the same with the language model, if there is one beside the export
 
 
 @dataclass(frozen=True)
 class About:
-    """A recipe's knowledge of the weights that it exports.
-
-    `base`: the folder or file of released weights that a flag names. `weights`: the file of a
-    run whose weights these are, beside which the loop has noted how they came about; None for
-    released weights, which are only converted. `data`: what the run has saved about its data.
-    `results`: what `results.results_of` returns.
-    `reading`: how the recipe compares texts in training. What a family fills in: `languages` by
-    their codes, unless a recipe does; whether the weights began at random (`is_new`); the `licence`
-    of all that derives from the base, whatever its name is; a `note`, a sentence on the model."""
+    """A recipe's knowledge of the weights that it exports. A family fills in what follows
+    `results`, unless the recipe does."""
 
     recipe: str
-    base: str | None = None
+    base: str | None = None  # the folder or file of released weights that a flag names
+    # The file of a run whose weights these are, beside which the loop has noted how they came
+    # about; None for released weights, which are only converted.
     weights: Path | None = None
-    data: RunInfo | None = None
-    results: dict | None = None
-    languages: tuple[str, ...] | None = None
-    is_new: bool = False
-    licence: dict | None = None
-    note: str = ""
-    reading: str = NAMES[for_scoring]
+    data: RunInfo | None = None  # what the run has saved about its data
+    results: dict | None = None  # what `results.results_of` returns
+    languages: tuple[str, ...] | None = None  # their codes
+    is_new: bool = False  # whether the weights began at random
+    licence: dict | None = None  # of all that derives from the base, whatever its name is
+    note: str = ""  # a sentence on the model
+    reading: str = NAMES[for_scoring]  # how the recipe compares texts in training
 
 
 @dataclass(frozen=True)

@@ -77,30 +77,23 @@ class Forms:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the model starts, as the flags ask.
+    """Where the model starts, as the flags ask."""
 
-    `path` is the folder or file of released weights, which the flag `flag` names, or None.
-    `may_be_random` says whether the weights may be random if there is no checkpoint. `size` is the
-    configuration of --model_size `size_name`, and None for a released model. `export` is the folder
-    to export to, or None. `adapters` and `adapter`: see `adapters.resolve`. `export_adapter`: the
-    folder of that flag; `seed`: of new adapters. `given` are the names of the flags on the command
-    line."""
-
-    given: frozenset[str]
-    path: str | None
-    flag: str
-    may_be_random: bool
-    size_name: str | None
-    size: dict | None
+    given: frozenset[str]  # the names of the flags on the command line
+    path: str | None  # the folder or file of released weights
+    flag: str  # that names it
+    may_be_random: bool  # whether the weights may be random if there is no checkpoint
+    size_name: str | None  # --model_size
+    size: dict | None  # its configuration; None for a released model
     resume: str | None
     checkpoint_dir: Path
-    export: str | None
+    export: str | None  # the folder to export to
     forms: Forms
     from_scratch: bool = False
-    adapters: Any = None
+    adapters: Any = None  # see `adapters.resolve`
     adapter: str | None = None
-    export_adapter: str | None = None
-    seed: int = 1
+    export_adapter: str | None = None  # the folder of that flag
+    seed: int = 1  # of new adapters
 
 
 # --- flags ----------------------------------------------------------------------------------------

@@ -43,22 +43,19 @@ SWITCHES = (options.OnOff, argparse.BooleanOptionalAction)
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a recipe: all flags with one meaning. `flag` takes a value; `switches` are the
-    values, such as "on", that are a flag without one. `default` is a text for people. `is_path`:
-    some of its words are paths. `several`: its value has several words, quoted as in a shell.
-    `own`: why only the page sets it, or ""."""
+    """An option of a recipe: all flags with one meaning."""
 
     name: str
-    flag: str
+    flag: str  # that takes a value
     group: str
     help: str
-    default: str
+    default: str  # for people
     choices: tuple[str, ...]  # "" stands for an option that is not given
-    switches: dict[str, str]
+    switches: dict[str, str]  # the values, such as "on", that are a flag without one
     metavar: tuple[str, ...]  # of each word; the last one is that of all further words, too
-    is_path: bool
-    several: bool
-    own: str
+    is_path: bool  # some of its words are paths
+    several: bool  # its value has several words, quoted as in a shell
+    own: str  # why only the page sets it
 
     def is_word_path(self, index: int, word: str) -> bool:
         """Whether a word is a path, and not one that stands for itself as in PATH|auto."""

@@ -20,16 +20,14 @@ OF_ADVICE = re.compile(rf"Peak with these flags: {SIZE} of {SIZE} \(.+\): (.+)")
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer of --dry_run. `word`: "fits", "tight" or "does not fit". `memory`: (kind, size).
-    `advice`: the lines that offer flags. `lines`: all others. `flags`: the values of the options
-    with which it fits, or none. `after`: the verdict with them, or ""."""
+    """The answer of --dry_run."""
 
-    word: str
-    memory: list[tuple[str, str]]
-    lines: list[str]
-    advice: list[str]
-    flags: dict[str, str]
-    after: str
+    word: str  # "fits", "tight" or "does not fit"
+    memory: list[tuple[str, str]]  # (kind, size)
+    lines: list[str]  # all but the advice
+    advice: list[str]  # the lines that offer flags
+    flags: dict[str, str]  # the values of the options with which it fits, or none
+    after: str  # the verdict with them
 
 
 def verdict(recipe: Recipe, text: str) -> Verdict:

@@ -62,15 +62,14 @@ class LoraSettings:
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers of a model. `adapted`: those that have adapters. `whole`: how the names of the
-    parameters begin that are trained without adapters. `kept`: how the names of the frozen layers
-    end that stay in fp32, because they compute in it, or are added to activations in fp32.
-    `transposed`: how the names of the layers end whose weights are (inputs, outputs)."""
+    """The layers of a model, by how their names begin or end."""
 
-    adapted: list[str]
-    whole: tuple[str, ...] = ()
+    adapted: list[str]  # those that have adapters
+    whole: tuple[str, ...] = ()  # how the parameters begin that are trained without adapters
+    # How the frozen layers end that stay in fp32, because they compute in it, or are added to
+    # activations in fp32.
     kept: tuple[str, ...] = ()
-    transposed: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()  # how those end whose weights are (inputs, outputs)
 
 
 @dataclass(frozen=True)

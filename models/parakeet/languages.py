@@ -65,14 +65,12 @@ def slot_of(name: str, names: dict[str, int], flag: str) -> int:
 
 @dataclass(frozen=True)
 class Prompts:
-    """The languages that a model is told for the utterances of a corpus. `slots`: by the number of
-    a language's name in the corpus; `auto`: that of a language which is not told, or None; `tags`:
-    pieces by slot."""
+    """The languages that a model is told for the utterances of a corpus."""
 
     corpus: Corpus
-    slots: list[int]
-    auto: int | None
-    tags: dict[int, int]
+    slots: list[int]  # by the number of a language's name in the corpus
+    auto: int | None  # the slot of a language which is not told
+    tags: dict[int, int]  # pieces by slot
 
     def slot(self, index: int, random: np.random.Generator | None = None) -> int:
         """That of an utterance's language or, in training, where it is `random`, in a share

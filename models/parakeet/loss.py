@@ -29,29 +29,20 @@ RNNT_DURATIONS = (0, 1)  # of a label and of a blank in the RNN-T loss
 
 @dataclass(frozen=True)
 class Lattice:
-    """Inputs of the loss besides the outputs of the network.
+    """Inputs of the loss besides the outputs of the network."""
 
-    targets    (B, U) labels
-    frames     (B,) numbers of encoder frames, on the host
-    labels     (B,) numbers of labels, on the host
-    durations  in frames; blank is the token before them; none for a model that has the RNN-T loss
-    sigma      is subtracted from the log-probability of every arc
-    plain      (B,) on the host: utterances with the RNN-T loss, which has the token logits alone
-               and no sigma; None: no utterance
-    fastemit   weight of FastEmit (Yu et al. 2021), which favours labels over blanks: the gradient
-               has the posteriors of labels a second time, this often, and the loss does not
-    dropout    of the joint network's hidden layer
-    least_occupancy  of the cells in the second pass; 0 uses all of them"""
-
-    targets: torch.Tensor
-    frames: torch.Tensor
-    labels: torch.Tensor
-    durations: tuple[int, ...]
-    sigma: float = 0.0
+    targets: torch.Tensor  # (B, U) labels
+    frames: torch.Tensor  # (B,) numbers of encoder frames, on the host
+    labels: torch.Tensor  # (B,) numbers of labels, on the host
+    durations: tuple[int, ...]  # in frames; none for a model that has the RNN-T loss
+    sigma: float = 0.0  # is subtracted from the log-probability of every arc
+    # (B,) on the host: utterances with the RNN-T loss, which has token logits alone and no sigma
     plain: torch.Tensor | None = None
+    # Weight of FastEmit (Yu et al. 2021), which favours labels over blanks: the gradient has the
+    # posteriors of labels a second time, this often, and the loss does not.
     fastemit: float = 0.0
-    dropout: float = 0.0
-    least_occupancy: float = LEAST_OCCUPANCY
+    dropout: float = 0.0  # of the joint network's hidden layer
+    least_occupancy: float = LEAST_OCCUPANCY  # in the second pass; 0: all cells
 
 
 def transducer_losses(
@@ -241,29 +232,19 @@ def _first_pass(cells: _Cells, piece: torch.Tensor, mask: torch.Tensor | None) -
 @dataclass(frozen=True)
 class _Arcs:
     """Log-probabilities of a batch's arcs in float64, by the cell where they begin; -inf where
-    there is no arc. P is the number of positive durations.
+    there is no arc. P is the number of positive durations."""
 
-    steps   (P,) the positive durations d, in frames
-    places  (P,) their places among all durations
-    blanks  (B, T, P, U + 1) of blank: to frame t + d
-    labels  (B, T, P, U + 1) of a label: to frame t + d and the next label
-    ends    (B, T, P, U + 1) of the last blank, which ends exactly at the utterance's end
-    stays   (B, T, U + 1) of a label with the duration 0: to the next label in the same frame; 0
-            where there is no such arc
-    climb   (B, T, U + 1) sum of the stays below: log-probability of coming from label 0 to label u
-            within the frame
-    may_stay  (B, T, U + 1) where there is an arc in `stays`
-    zero    place of the duration 0 among all durations, or None"""
-
-    steps: list[int]
-    places: list[int]
-    blanks: torch.Tensor
-    labels: torch.Tensor
-    ends: torch.Tensor
+    steps: list[int]  # (P,) the positive durations d, in frames
+    places: list[int]  # (P,) their places among all durations
+    blanks: torch.Tensor  # (B, T, P, U + 1) of blank: to frame t + d
+    labels: torch.Tensor  # (B, T, P, U + 1) of a label: to frame t + d and the next label
+    ends: torch.Tensor  # (B, T, P, U + 1) of the last blank, which ends at the utterance's end
+    # (B, T, U + 1) of a label with the duration 0, in the same frame; 0: no such arc
     stays: torch.Tensor
+    # (B, T, U + 1) sum of the stays below: of coming from label 0 to label u in t
     climb: torch.Tensor
-    may_stay: torch.Tensor
-    zero: int | None
+    may_stay: torch.Tensor  # (B, T, U + 1) where there is an arc in `stays`
+    zero: int | None  # place of the duration 0 among all durations
 
     def padded(self) -> torch.Tensor:
         """(B, T + longest duration, U + 2) of -inf, for alpha or beta, and beyond the lattice."""

@@ -320,54 +320,34 @@ NO_TERMS = {"sigma": 0.0, "omega": 0.0, "fastemit": 0.0}  # of a loss
 
 @dataclass(frozen=True)
 class Family:
-    """Released models that have the same settings and the same names of tensors.
+    """Released models that have the same settings and the same names of tensors."""
 
-    name             for messages
-    kind             the configuration's
-    model_type       in Hugging Face's config.json
-    architecture     transformers' class
-    target           NeMo's class
-    hybrid           NeMo's class with a CTC head beside the transducer, or None
-    nemo, hf         keys of a configuration's values in both forms
-    nemo_fixed, hf_fixed  settings that must have one of these values
-    names            parts of the tensors' names, NeMo's to Hugging Face's
-    rows             tensor with a row for each piece and for the blank
-    labels, sizes    NeMo's keys of the pieces and of their number
-    blank            Hugging Face's key of the blank's id
-    hf_vocabulary    number of pieces where Hugging Face's form does not say it
-    loss             settings of the loss where a form does not hold them: Hugging Face's
-    nemo_loss        NeMo's keys of the loss's numbers, of which each is 0 if it is missing
-    nemo_reduction   NeMo's key of its reduction
-    nemo_usual       what NeMo's model needs besides
-    streaming, prompts  whether the configuration has them
-    hf_processor     keys of further values in processor_config.json
-    hf_names         parts of the tensors' names, Hugging Face's to those of the network here
-    hf_classes       Hugging Face's names of the parts beside the model"""
-
-    name: str
-    kind: str
-    model_type: str
-    architecture: str
-    target: str
-    hybrid: str | None
-    nemo: dict[str, tuple]
+    name: str  # for messages
+    kind: str  # the configuration's
+    model_type: str  # in Hugging Face's config.json
+    architecture: str  # transformers' class
+    target: str  # NeMo's class
+    hybrid: str | None  # NeMo's class with a CTC head beside the transducer, or None
+    nemo: dict[str, tuple]  # keys of a configuration's values in both forms
     hf: dict[str, tuple]
-    nemo_fixed: dict[str, tuple]
+    nemo_fixed: dict[str, tuple]  # settings that must have one of these values, in both forms
     hf_fixed: dict[str, tuple]
-    names: dict[str, str]
-    rows: str
-    labels: tuple[str, ...]
-    sizes: tuple[str, ...]
-    blank: str
-    hf_vocabulary: int
-    loss: dict
-    nemo_loss: dict[str, str]
-    nemo_reduction: str
-    nemo_usual: dict
-    streaming: bool = False
-    prompts: bool = False
+    names: dict[str, str]  # parts of the tensors' names, NeMo's to Hugging Face's
+    rows: str  # tensor with a row for each piece and for the blank
+    labels: tuple[str, ...]  # NeMo's keys of the pieces
+    sizes: tuple[str, ...]  # and of their number
+    blank: str  # Hugging Face's key of the blank's id
+    hf_vocabulary: int  # number of pieces where Hugging Face's form does not say it
+    loss: dict  # settings of the loss where a form does not hold them: Hugging Face's
+    nemo_loss: dict[str, str]  # NeMo's keys of its numbers, of which each is 0 if it is missing
+    nemo_reduction: str  # NeMo's key of its reduction
+    nemo_usual: dict  # what NeMo's model needs besides
+    streaming: bool = False  # whether the configuration has it
+    prompts: bool = False  # whether the configuration has them
+    # keys of values in processor_config.json
     hf_processor: dict[str, tuple] = field(default_factory=dict)
-    hf_names: dict[str, str] = field(default_factory=dict)
+    hf_names: dict[str, str] = field(default_factory=dict)  # Hugging Face's to those here
+    # Hugging Face's names of the parts beside the model
     hf_classes: dict[str, str] = field(
         default_factory=lambda: {
             "encoder": "parakeet_encoder",

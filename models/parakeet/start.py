@@ -102,20 +102,17 @@ LOSS = {  # a schema of records.mismatch
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The record of a model beside its weights: its configuration, its tokenizer's state, its
-    loss's settings (`ctc` is the share of the CTC head's loss beside a transducer's,
-    `ctc_reduction` its reduction), the settings of the released model that an export keeps, and
-    whether it began from released weights. `new_pieces`: the ids of pieces that extend.py has
-    added, which learn at a rate of their own; `base`: the name of the released model that it was
-    given. `languages`: the slots of the prompt, by name."""
+    """The record of a model beside its weights."""
 
     config: Annotated[dict, settings.CONFIG]
     tokenizer: Annotated[dict, STATE]
-    loss: Annotated[dict, LOSS]
-    source: dict
-    pretrained: bool
+    loss: Annotated[dict, LOSS]  # `ctc`: the share of the CTC head's beside a transducer's
+    source: dict  # settings of the released model that an export keeps
+    pretrained: bool  # whether it began from released weights
+    # the ids of pieces that extend.py has added, which learn at a rate of their own
     new_pieces: list[int] = field(default_factory=list)
-    base: str = ""
+    base: str = ""  # the name of the released model that it was given
+    # the slots of the prompt, by name
     languages: Annotated[dict, are_slots] = field(default_factory=dict)
 
     @property

@@ -75,21 +75,17 @@ NEEDS = (
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The record of a model beside its weights: its configuration, its tokenizer's state, how its
-    texts are prepared (the fields of a `texts.Style`; empty if they are left as they are), whether
-    it began from released weights, and their licence, by the hub's name, if it is known.
-    `new_pieces`: the rows of the head that were new; `had_head`: whether the released model had
-    one; `language`: whose adapter MMS gave; `vocab`: the one of VOCABULARIES that it has."""
+    """The record of a model beside its weights."""
 
     config: Annotated[dict, settings.CONFIG]
     tokenizer: Annotated[dict, STATE]
-    style: Annotated[dict, texts.STYLE]
-    pretrained: bool
-    licence: str = ""
-    language: str = ""
-    vocab: str = "released"
-    had_head: bool = True
-    new_pieces: list[int] = field(default_factory=list)
+    style: Annotated[dict, texts.STYLE]  # of `texts.Style`; empty: texts are left as they are
+    pretrained: bool  # whether it began from released weights
+    licence: str = ""  # of the released weights, by the hub's name
+    language: str = ""  # whose adapter MMS gave
+    vocab: str = "released"  # of VOCABULARIES
+    had_head: bool = True  # whether the released model had one
+    new_pieces: list[int] = field(default_factory=list)  # the rows of the head that were new
 
     def read_style(self) -> texts.Style | None:
         """How texts are prepared, None if they are left as they are."""

@@ -30,16 +30,14 @@ NEITHER_LETTER_NOR_SPACE = re.compile(r"[^\w\s]|_")  # marks, too
 
 @dataclass(frozen=True)
 class Style:
-    """How a model writes: its normal `form`, its `case` ("lower", "upper", or "" for both), which
-    of IN_WORDS it has, the other punctuation that it has (`marks`), whether it has no digits
-    (`spells_numbers`), and characters that it leaves out."""
+    """How a model writes."""
 
     form: str = "NFKC"
-    case: str = "lower"
-    in_words: frozenset[str] = IN_WORDS
-    marks: frozenset[str] = frozenset()
-    spells_numbers: bool = True
-    leaves_out: frozenset[str] = frozenset()
+    case: str = "lower"  # "" for both
+    in_words: frozenset[str] = IN_WORDS  # which of these it has
+    marks: frozenset[str] = frozenset()  # other punctuation that it has
+    spells_numbers: bool = True  # instead of digits
+    leaves_out: frozenset[str] = frozenset()  # characters that a text loses
 
     def record(self) -> dict:
         """The fields as texts, for a checkpoint."""

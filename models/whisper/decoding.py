@@ -61,14 +61,12 @@ class Search:
 
 @dataclass
 class Hypothesis:
-    """The result of a search: `tokens` without prompt and eos, and the sum of their
-    log-probabilities, which includes that of eos if the hypothesis has `ended`.
-    `no_speech_probability` is None if the vocabulary has no such token."""
+    """The result of a search."""
 
-    tokens: list[int]
-    log_probability: float
+    tokens: list[int]  # without prompt and eos
+    log_probability: float  # of all tokens, and of eos if it has ended
     ended: bool
-    no_speech_probability: float | None = None
+    no_speech_probability: float | None = None  # None: no such token
 
     @property
     def mean_log_probability(self) -> float:

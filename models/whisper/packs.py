@@ -62,17 +62,15 @@ NEEDS = (("timestamp_share", (*released.MODELS, "resume", "init_from"), NO_TIMES
 
 @dataclass(frozen=True)
 class Line:
-    """Utterances one after the other, in places 0 to M - 1, in parts that belong together. For each
-    place (M,): `rows`, the utterance; `starts` and `ends`, in seconds, ascending within a part;
-    `heard`, the latest end so far, which ascends over all places; `first` and `last`, the places at
-    which its part begins and ends."""
+    """Utterances one after the other, in places 0 to M - 1, in parts that belong together: arrays
+    (M,)."""
 
-    rows: np.ndarray
-    starts: np.ndarray
-    ends: np.ndarray
-    heard: np.ndarray
-    first: np.ndarray
-    last: np.ndarray
+    rows: np.ndarray  # the utterance
+    starts: np.ndarray  # in seconds, ascending within a part
+    ends: np.ndarray  # in seconds, ascending within a part
+    heard: np.ndarray  # the latest end so far, which ascends over all places
+    first: np.ndarray  # the places at which its part begins
+    last: np.ndarray  # and ends
 
     def then(self, other: "Line") -> "Line":
         """This line, and `other` behind it."""
@@ -209,40 +207,33 @@ def speaker_groups(corpus: Corpus) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Layout:
-    """The packs of an epoch. For the pack of each utterance (N,): `place` and `stop`, its first
-    and last utterance on the `line`; `tokens`, how many these have, as if with times; `start` and
-    `end`, where it begins and ends there, in seconds; `cut`, whether it ends within the next
-    utterance; `timed`; `previous`, whether it has the text before it; `speed`, by which it is
-    played faster."""
+    """The packs of an epoch: arrays (N,) of the pack of each utterance."""
 
     line: Line
-    place: np.ndarray
-    stop: np.ndarray
-    tokens: np.ndarray
-    start: np.ndarray
-    end: np.ndarray
-    cut: np.ndarray
+    place: np.ndarray  # its first utterance on the line
+    stop: np.ndarray  # and its last one
+    tokens: np.ndarray  # how many these have, as if with times
+    start: np.ndarray  # where it begins there, in seconds
+    end: np.ndarray  # and where it ends
+    cut: np.ndarray  # whether it ends within the next utterance
     timed: np.ndarray
-    previous: np.ndarray
-    speed: np.ndarray
+    previous: np.ndarray  # whether it has the text before it
+    speed: np.ndarray  # by which it is played faster
 
 
 @dataclass(frozen=True)
 class Pack:
-    """One pack, before it is played at `speed`. `rows` are its utterances and `spans` their
-    (start, end), seconds from its beginning. With `cut` the last one is not heard to its end.
-    `before` and `spans_before` are the same of the utterances before it, with times of a pack of
-    their own. `recorded`: whether all of them are one part of a recording."""
+    """One pack, before it is played at `speed`."""
 
-    rows: list[int]
-    spans: list[tuple[float, float]]
+    rows: list[int]  # its utterances
+    spans: list[tuple[float, float]]  # (start, end), seconds from its beginning
     seconds: float
-    cut: bool
+    cut: bool  # the last utterance is not heard to its end
     timed: bool
     speed: float
-    recorded: bool
-    before: list[int]
-    spans_before: list[tuple[float, float]]
+    recorded: bool  # whether all of them are one part of a recording
+    before: list[int]  # the utterances before it
+    spans_before: list[tuple[float, float]]  # theirs, as times of a pack of their own
 
 
 class Packs:

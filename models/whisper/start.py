@@ -90,20 +90,19 @@ NEEDS = (
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model's record, from which it is rebuilt. `ctc_tokens`: outputs of the additional layer on
-    the encoder without the blank, 0 if there is none. `generation`: a released model's
-    generation_config.json, with the tokens that are never generated. `pretrained`: whether it began
-    with released weights, and so is always evaluated on inputs padded to the longest one, as other
-    programs read it. `pad_to_30s`: whether it was trained on padded inputs alone, and is evaluated
-    on such, too. `times`: whether it was trained with times (--timestamp_share)."""
+    """A model's record, from which it is rebuilt."""
 
     config: Annotated[dict, formats.CONFIG]
     tokenizer: Annotated[dict, STATE]
+    # outputs of the additional layer on the encoder, without the blank
     ctc_tokens: Annotated[int, TOKENS]
+    # A released model's generation_config.json, with the tokens that are never generated.
     generation: Annotated[dict, {f"{name}?": [TOKENS] for name in SUPPRESSED}]
+    # Whether it began with released weights, and so is always evaluated on inputs padded to the
+    # longest one, as other programs read it.
     pretrained: bool
-    pad_to_30s: bool
-    times: bool = False
+    pad_to_30s: bool  # whether it was trained on padded inputs alone, and is evaluated on such, too
+    times: bool = False  # whether it was trained with times (--timestamp_share)
 
 
 def _size(what: str, key: str):
@@ -162,17 +161,13 @@ class TrainingFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class WhisperOptions(StartFlags, TrainingFlags, recogniser.Request):
-    """The request of a Whisper recipe's flags.
+    """The request of a Whisper recipe's flags."""
 
-    `origin`: where the model starts. `vocabulary`: the tokens that a planned run without data has,
-    None for the tokenizer's. `auxiliary`: the shares of the encoder's auxiliary losses, by flag.
-    `suppress`: whether the tokens that a released model does not generate are suppressed."""
-
-    origin: released.Origin
+    origin: released.Origin  # where the model starts
     vocab_size: int | None
-    vocabulary: int | None
-    auxiliary: dict[str, float]
-    suppress: bool
+    vocabulary: int | None  # the tokens of a planned run without data; None: the tokenizer's
+    auxiliary: dict[str, float]  # the shares of the encoder's auxiliary losses, by flag
+    suppress: bool  # the tokens that a released model does not generate
 
 
 # --- flags ----------------------------------------------------------------------------------------

@@ -52,29 +52,25 @@ NEEDS = (
 
 @dataclass(frozen=True)
 class Request:
-    """The `pairs` (recording, text) of --align, and what to write: the `manifest` and its `page`,
-    or the files of `annotations` by recording, and the list of what is `left_out`; `is_flat`:
-    without a recogniser."""
+    """The request of --align."""
 
-    pairs: list[tuple[Path, Path]]
-    manifest: Path | None
-    annotations: dict[Path, Path]
-    left_out: Path
+    pairs: list[tuple[Path, Path]]  # (recording, text)
+    manifest: Path | None  # to write, with its `page`
+    annotations: dict[Path, Path]  # files to write, by recording
+    left_out: Path  # the list of what is left out
     page: Path | None
-    is_flat: bool
+    is_flat: bool  # without a recogniser
 
 
 @dataclass(frozen=True)
 class Recogniser:
-    """A CTC model that is ready to use: the `log_probs` (T, V) of a batch of one waveform at 16 kHz
-    on the device; the seconds of a `frame`; the tokens; and the seconds that it hears at once, at
-    most."""
+    """A CTC model that is ready to use."""
 
     setup: Setup
-    log_probs: Callable[[dict], torch.Tensor]
-    frame: float
+    log_probs: Callable[[dict], torch.Tensor]  # (T, V) of a batch of one waveform, 16 kHz
+    frame: float  # its seconds
     vocabulary: Vocabulary
-    longest: float
+    longest: float  # the seconds that it hears at once
 
     def hear(self, waveform: torch.Tensor) -> np.ndarray:
         """The log-probabilities (T, V) of a waveform (N,)."""

@@ -50,14 +50,11 @@ Silence = tuple[float, float]  # (start, end), seconds
 
 @dataclass(frozen=True)
 class Cuts:
-    """`utterances` {"offset", "duration", "text", "confidence", "error_rate"} in order of time;
-    `texts` that are left out {"text", "reason"}, some with the "offset" and "duration" of where
-    they may be; the `sounds` in which letters were heard that are in no utterance {"offset",
-    "duration", "heard"}."""
+    """Utterances and what is in none of them, in order of time."""
 
-    utterances: list[dict]
-    texts: list[dict]
-    sounds: list[dict]
+    utterances: list[dict]  # {"offset", "duration", "text", "confidence", "error_rate"}
+    texts: list[dict]  # {"text", "reason"}, some with where they may be, "offset" and "duration"
+    sounds: list[dict]  # letters heard in no utterance {"offset", "duration", "heard"}
 
 
 @dataclass(frozen=True)

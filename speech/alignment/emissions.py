@@ -20,16 +20,14 @@ LogProbs = Callable[[torch.Tensor], np.ndarray]  # waveform (N,) to (T, V)
 
 @dataclass(frozen=True)
 class Emissions:
-    """`log_probs` (T, K) fp16 of K tokens, whose columns `column_of` names; of every frame the best
-    log-probability of all tokens (T,) and its token (T,); the seconds of a frame; the `energy` of
-    every ENERGY_FRAME in dB, if it is known; the recording's `seconds`."""
+    """What a CTC model says of a recording."""
 
-    log_probs: np.ndarray
-    column_of: dict[int, int]
-    best: np.ndarray
-    heard: np.ndarray
-    frame: float
-    energy: np.ndarray | None = None
+    log_probs: np.ndarray  # (T, K) fp16 of K tokens
+    column_of: dict[int, int]  # whose columns these are
+    best: np.ndarray  # (T,) log-probability of the best of all tokens
+    heard: np.ndarray  # (T,) and that token
+    frame: float  # its seconds
+    energy: np.ndarray | None = None  # of every ENERGY_FRAME in dB, if it is known
 
     @property
     def seconds(self) -> float:

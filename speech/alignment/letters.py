@@ -11,12 +11,11 @@ HOLE = -1  # in place of letters that the vocabulary lacks: they are heard as so
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The `spellings` of a CTC model's tokens by number (the blank's is empty), the number of its
-    `blank`, and how a text is written in tokens: `encode(text)` has HOLE where it has letters or
-    digits that no token spells."""
+    """The tokens of a CTC model."""
 
-    spellings: list[str]
+    spellings: list[str]  # by number; the blank's is empty
     blank: int
+    # with HOLE where a text has letters or digits that no token spells
     encode: Callable[[str], list[int]]
 
 

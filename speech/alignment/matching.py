@@ -35,15 +35,13 @@ WORST = 1.0  # seconds: confidence is that of the worst so long part
 
 @dataclass(frozen=True)
 class Text:
-    """Pieces of a text: their `tokens` (U,), one piece after the other, of which piece i has those
-    from `edges[i]` to `edges[i + 1]`; the `letters` that they spell, with the place of the token of
-    each in `at`; whether a token (U,) is within a word, where the vocabulary has spaces."""
+    """Pieces of a text."""
 
-    tokens: np.ndarray
-    edges: np.ndarray
-    letters: np.ndarray
-    at: np.ndarray
-    is_within: np.ndarray
+    tokens: np.ndarray  # (U,) one piece after the other
+    edges: np.ndarray  # piece i has the tokens from edges[i] to edges[i + 1]
+    letters: np.ndarray  # that the tokens spell
+    at: np.ndarray  # and the place of the token of each
+    is_within: np.ndarray  # (U,) a word, where the vocabulary has spaces
 
     def piece_of(self, token: int) -> int:
         return int(np.searchsorted(self.edges, token, "right")) - 1
@@ -69,15 +67,15 @@ class Heard:
 
 @dataclass(frozen=True)
 class Placed:
-    """A piece of the text from frame `start` to frame `end`. `confidence` is the mean, over the
-    worst second, of the path's log-probability minus that of the best one, for each frame;
-    `error_rate` that of the letters heard there against the piece's, which are `letters` many."""
+    """A piece of the text from frame `start` to frame `end`."""
 
     start: int
     end: int
+    # The mean, over the worst second, of the path's log-probability minus that of the best one, for
+    # each frame.
     confidence: float
-    error_rate: float
-    letters: int
+    error_rate: float  # of the letters heard there against the piece's
+    letters: int  # of the piece
 
 
 @dataclass(frozen=True)

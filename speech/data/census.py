@@ -49,14 +49,12 @@ SPREAD = 0.15  # deviation of the logarithms of lengths, without which nothing c
 
 @dataclass(frozen=True)
 class Census:
-    """`counts` of the characters of N texts; the `letters` (N,) of each, with marks; the `scripts`
-    (N,) of their first letters, by number; the rows (M,) in which a word has letters of two
-    ALPHABETS."""
+    """What N texts are written with."""
 
-    counts: Counter[str]
-    letters: np.ndarray
-    scripts: np.ndarray
-    mixed: np.ndarray
+    counts: Counter[str]  # of the characters
+    letters: np.ndarray  # (N,) of each text, with marks
+    scripts: np.ndarray  # (N,) of their first letters, by number
+    mixed: np.ndarray  # (M,) rows in which a word has letters of two ALPHABETS
 
 
 class _Kinds:

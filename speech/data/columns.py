@@ -126,15 +126,13 @@ def advice(reason: str) -> str:
 
 @dataclass
 class Rejections:
-    """How many rows were rejected for each reason, with a few examples. `repeated` counts the used
-    rows with the same audio as an earlier one; `notes` counts used rows that are worth a note.
-    `source` says what was read, if the name of the manifest does not."""
+    """How many rows were rejected for each reason, with a few examples."""
 
-    repeated: int = 0
+    repeated: int = 0  # used rows with the same audio as an earlier one
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
-    notes: "Rejections | None" = None
-    source: str = ""
+    notes: "Rejections | None" = None  # used rows that are worth a note
+    source: str = ""  # what was read, if the name of the manifest does not say it
 
     def add(self, reason: str, example: str) -> None:
         self.counts[reason] = self.counts.get(reason, 0) + 1
@@ -226,18 +224,16 @@ def _histogram(seconds: np.ndarray) -> list[str]:
 
 @dataclass
 class Corpus:
-    """Utterances in columns. `seconds`: their lengths; `offsets` and `durations`: their place in
-    the file, in seconds (duration NaN: to the end); `lines`: line numbers in the manifest, those of
-    several manifests one after the other."""
+    """Utterances in columns."""
 
     paths: Strings
     texts: Strings
-    seconds: np.ndarray
-    offsets: np.ndarray
-    durations: np.ndarray
+    seconds: np.ndarray  # their lengths
+    offsets: np.ndarray  # their place in the file, in seconds
+    durations: np.ndarray  # NaN: to the end
     speakers: Codes
     languages: Codes
-    lines: np.ndarray
+    lines: np.ndarray  # in the manifest, those of several one after the other
     labels: Strings | None = None  # in JSON, if labels were asked for
     # Of each utterance in its file, from 0 on, or -1: their average. None: so everywhere.
     channels: np.ndarray | None = None

@@ -54,17 +54,15 @@ class Columns(NamedTuple):
 
 
 class Fields(NamedTuple):
-    """The fields of a row that are used; `offset` and `duration` in seconds or, if their `unit` is
-    None, in seconds or milliseconds. `offset` NaN: the row does not say that it is a part;
-    `duration` NaN: to the end of the file; `channel` -1: the average."""
+    """The fields of a row that are used."""
 
     audio: str
     text: str
     label: str  # in JSON
-    offset: float
-    duration: float
-    unit: float | None
-    channel: int
+    offset: float  # NaN: the row does not say that it is a part
+    duration: float  # NaN: to the end of the file
+    unit: float | None  # seconds; None: seconds or milliseconds
+    channel: int  # -1: the average
     speaker: str
     language: str
     drafted: bool = False  # by a recogniser

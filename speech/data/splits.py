@@ -65,14 +65,13 @@ def unused_by(command: str) -> tuple[tuple[str, str, str], ...]:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """The request of the data flags: the manifests to read, {split: paths}, and how to check them.
-    Without manifests the data are a recipe's demo corpus or, in a `planned` run, its stand-in. A
-    run that is resumed or used `had_others` if it was not trained on the demo corpus."""
+    """The request of the data flags."""
 
+    # to read, {split: paths}; none: the demo corpus, or its stand-in in a plan
     manifests: dict[str, list[str]]
     checks: Checks
     planned: bool = False
-    had_others: bool = False
+    had_others: bool = False  # a run that is resumed or used was not trained on the demo corpus
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,15 +56,13 @@ def resolve(args) -> LanguageModelFlags:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens that a language model counts: those of a model, below `size`, and a `mark` between
-    sentences, which may be the space between words, too (`is_space`). `encode`: a text to tokens,
-    with the id `unknown` for what the model lacks, or without it if this is None."""
+    """The tokens that a language model counts."""
 
     encode: Callable[[str], list[int]]
-    size: int
-    mark: int
-    is_space: bool
-    unknown: int | None
+    size: int  # those of a model are below it
+    mark: int  # between sentences
+    is_space: bool  # the mark is the space between words, too
+    unknown: int | None  # the id for what the model lacks; None: left out
 
     def of(self, text: str) -> list[int]:
         """The tokens of a text of any origin, without what the model lacks: in lower case, if it
@@ -96,16 +94,15 @@ def tokens_of(tokenizer) -> Tokens:
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A language model that is ready to use: `choices` are those that a held-out set chooses from,
-    by the name of their texts, the one with the most texts last; each is made when it is called for
-    the first time, which takes seconds for a book. `helps`: what is known of a single
-    one (None: nothing yet), which the `folder` of the weights keeps, if there is one. `names`:
-    token ids of names, which are used in any case, because somebody has asked for them."""
+    """A language model that is ready to use."""
 
+    # Those that a held-out set chooses from, by the name of their texts, the one with the most
+    # texts last; each is made when it is called for the first time, which takes seconds for a book.
     choices: dict[str, Callable[[], Fusion]]
+    # token ids that are used in any case, because somebody has asked for them
     names: list[list[int]]
-    helps: bool | None
-    folder: Path | None
+    helps: bool | None  # what is known of a single one (None: nothing yet)
+    folder: Path | None  # of the weights, which keeps that
     tokens: Tokens
 
     def used(self) -> Fusion | None:

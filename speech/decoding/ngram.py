@@ -107,14 +107,12 @@ class NGram:
 
 @dataclass(eq=False)
 class Fusion:
-    """A language model in a beam search: its `model`, the `weight` of its log-probabilities beside
-    CTC's, and the `bonus` of every token, without which it would prefer short texts. `encode`: a
-    text to its tokens. `start`: the state in which the next search begins."""
+    """A language model in a beam search."""
 
     model: NGram
-    weight: float = LM_WEIGHT
-    bonus: float = LM_BONUS
-    encode: Callable[[str], list[int]] | None = None
+    weight: float = LM_WEIGHT  # of its log-probabilities beside CTC's
+    bonus: float = LM_BONUS  # of every token, without which it would prefer short texts
+    encode: Callable[[str], list[int]] | None = None  # a text to its tokens
 
     def __post_init__(self):
         self.restart()

@@ -24,14 +24,12 @@ SPACE = "\u2581"  # in a piece
 
 @dataclass(frozen=True)
 class Token:
-    """A piece, its first encoder frame, and how many frames the model says it lasts: 1 in RNN-T,
-    which does not say it, and the frames that have the piece in CTC. `log_prob`: the mean of its
-    log-probability in these frames, in CTC alone."""
+    """A token with its time."""
 
     piece: int
-    frame: int
-    duration: int
-    log_prob: float | None = field(default=None, compare=False)
+    frame: int  # the first one of the encoder
+    duration: int  # in frames: 1 in RNN-T, which does not say it; those with the piece in CTC
+    log_prob: float | None = field(default=None, compare=False)  # its mean in CTC
 
 
 @torch.no_grad()

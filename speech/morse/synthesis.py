@@ -136,10 +136,10 @@ def is_range(name: str) -> Callable[[Sequence[float] | None], bool]:
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice that clips are drawn from: the named `CONDITIONS`, each equally likely, with other
-    ranges (low, high) of speed, tone and SNR, and another longest clip in seconds. None keeps the
-    condition's own. It is saved with the weights."""
+    """The choice that clips are drawn from. None keeps a condition's own range. It is saved with
+    the weights."""
 
+    # of CONDITIONS, each equally likely
     conditions: Annotated[list[str], lambda names: bool(names) and set(names) <= set(CONDITIONS)]
     wpm: Annotated[list[float] | None, is_range("wpm")] = None
     tone: Annotated[list[float] | None, is_range("tone")] = None
@@ -166,13 +166,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Sample:
-    """A clip. `audio` (T,) float32 at 16 kHz within -1 and 1; `text` as sent, which contains the
-    callsigns and the exchange; `spans` (N, 2) start and end of its symbols other than spaces,
-    seconds; `snr_db` NaN without a station."""
+    """A clip."""
 
-    audio: np.ndarray
-    text: str
-    spans: np.ndarray
+    audio: np.ndarray  # (T,) float32 at 16 kHz within -1 and 1
+    text: str  # as sent, which contains the callsigns and the exchange
+    spans: np.ndarray  # (N, 2) start and end of its symbols other than spaces, seconds
     callsigns: tuple[str, ...]
     exchange: str
     contest_type: str
@@ -180,7 +178,7 @@ class Sample:
     condition: str
     wpm: float
     tone: float
-    snr_db: float
+    snr_db: float  # NaN without a station
     is_noise_only: bool
 
     @property
