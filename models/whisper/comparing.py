@@ -9,18 +9,9 @@ import torch
 from common import checkpoint, memory, options
 from common.options import OnOff, flag
 from models import released
-from models.whisper import timed
+from models.whisper import start, timed
 from models.whisper.decoding import Search
 from models.whisper.model import Whisper
-from models.whisper.start import (
-    FORMS,
-    Family,
-    ModelInfo,
-    WhisperOptions,
-    make_model,
-    make_search,
-    read_released,
-)
 from models.whisper.tokenizer import WhisperTokenizer
 
 # Rows for `Parser.refuse`: flags that exclude each other, and flags that need another one.
@@ -55,41 +46,41 @@ def add_arguments(parser, group) -> None:
     parser.refuse(EXCLUDES, NEEDS)
 
 
-def check(asked: WhisperOptions, recipe: str, path: str, with_times: bool) -> None:
+def check(asked: start.WhisperOptions, recipe: str, path: str, with_times: bool) -> None:
     """Raises `UsageError` if the model at `path` cannot be read, or has no times where they are
     needed: before the training, not after it."""
     with torch.device("meta"):
         info, _ = read(asked, recipe, path, told="")  # a checkpoint may tell the language
     if with_times:
-        timed.make_search(*make_search(asked, info), f"--compare_to {path}")
+        timed.make_search(*start.make_search(asked, info), f"--compare_to {path}")
 
 
 def read(
-    asked: WhisperOptions, recipe: str, path: str, told: str
-) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+    asked: start.WhisperOptions, recipe: str, path: str, told: str
+) -> tuple[start.ModelInfo, dict[str, torch.Tensor]]:
     """A model, released or of a run of `recipe`, and its weights. A released one is in the language
     of --language, else in the one that is `told`. Raises `UsageError`."""
     name = Path(path).name
     if name.endswith(".safetensors") or name.startswith("checkpoint_step_"):
         saved = checkpoint.read_weights(path, recipe, "--compare_to")
-        family = Family(asked)
+        family = start.Family(asked)
         return family.check_saved(saved), family.whole_weights(saved)
-    released.require_source(path, "--compare_to", FORMS)
+    released.require_source(path, "--compare_to", start.FORMS)
     if not asked.origin.path:  # then --tokenizer_file is not a released model's
         asked = dataclasses.replace(asked, tokenizer_file=None)
-    return read_released(
+    return start.read_released(
         dataclasses.replace(asked, language=told if asked.language is None else asked.language),
         path,
     )
 
 
 def baseline(
-    asked: WhisperOptions, recipe: str, path: str, model: Whisper, own: ModelInfo
+    asked: start.WhisperOptions, recipe: str, path: str, model: Whisper, own: start.ModelInfo
 ) -> tuple[Whisper, tuple[WhisperTokenizer, Search]]:
     """The model at `path` on the device of `model`, which is moved to the host, and its search.
     `own`: the record of `model`. Raises `UsageError` and `RunError`."""
     asked = dataclasses.replace(asked, task=own.tokenizer["task"])
     info, weights = read(asked, recipe, path, own.tokenizer["language"])
-    other = make_model(info, weights=weights).eval()
+    other = start.make_model(info, weights=weights).eval()
     memory.replace_on_device(model, other)
-    return other, make_search(asked, info)
+    return other, start.make_search(asked, info)

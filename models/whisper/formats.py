@@ -11,19 +11,7 @@ import torch
 
 from common import checkpoint, records
 from common.errors import UsageError
-from models.model_files import (
-    EXPORT,
-    EXPORTED,
-    check_shapes,
-    floats,
-    on_host,
-    read_description,
-    read_folder,
-    read_json,
-    read_pickle,
-    save_tensors,
-    write_export,
-)
+from models import model_files
 from models.whisper.model import FRAME, HOP, N_FFT, Whisper
 from speech.signal.audio import SAMPLE_RATE
 
@@ -209,12 +197,13 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, int
     if os.path.isdir(path):
         config = read_config(path)
         if (path / "generation_config.json").is_file():
-            generation = read_json(path / "generation_config.json")
+            generation = model_files.read_json(path / "generation_config.json")
         weights = {
-            name.removeprefix("model."): tensor for name, tensor in read_folder(path).items()
+            name.removeprefix("model."): tensor
+            for name, tensor in model_files.read_folder(path).items()
         }
     else:
-        content = read_pickle(path)
+        content = model_files.read_pickle(path)
         if not isinstance(content, dict) or not {"dims", "model_state_dict"} <= set(content):
             raise UsageError(
                 f"{path} is not OpenAI's form of Whisper, which has dims and model_state_dict; for"
@@ -225,7 +214,7 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, int
         except (KeyError, ValueError, TypeError):
             raise UsageError(f"{path}: its dims are not Whisper's") from None
         check_config(config, path)
-        weights = openai_to_hf(floats(content["model_state_dict"], path))
+        weights = openai_to_hf(model_files.floats(content["model_state_dict"], path))
     output = weights.pop("proj_out.weight", None)
     if output is not None and not is_same(output, weights.get("decoder.embed_tokens.weight")):
         raise UsageError(
@@ -247,12 +236,12 @@ def check(
     weights: dict[str, torch.Tensor], config: dict[str, int], path: str | Path, ctc_tokens: int = 0
 ) -> None:
     """Raises `UsageError` if tensors are missing, unexpected or of another shape."""
-    check_shapes(weights, expected_shapes(config, ctc_tokens), path, "Whisper")
+    model_files.check_shapes(weights, expected_shapes(config, ctc_tokens), path, "Whisper")
 
 
 def read_config(folder: Path) -> dict[str, int]:
     """The configuration of a Hugging Face folder. Raises `UsageError`."""
-    content = read_description(folder, "whisper")
+    content = model_files.read_description(folder, "whisper")
     file = folder / "config.json"
     if content.get("activation_function", "gelu") != "gelu" or content.get("scale_embedding"):
         raise UsageError(
@@ -293,21 +282,21 @@ def export(
     config of the model that was fine-tuned. `card`: see there. Raises
     `UsageError` and `RunError`; see `model_files.write_export`."""
     weights = {name: tensor for name, tensor in weights.items() if not name.startswith("ctc_head.")}
-    check(weights, config, EXPORT)
+    check(weights, config, model_files.EXPORT)
     if tokenizer.size > config["vocab_size"]:
         raise UsageError(
             f"the tokenizer has {tokenizer.size} tokens and the model {config['vocab_size']}"
         )
     features = feature_settings(config)
     generation = generation_settings(config, tokenizer, base)
-    tensors = on_host(weights)
+    tensors = model_files.on_host(weights)
 
     def fill(temporary: Path) -> None:
         _write_settings(temporary, config, features, generation)
         tokenizer.save(temporary)
         _write_weights(temporary, tensors, config)
 
-    return write_export(folder, fill, card)
+    return model_files.write_export(folder, fill, card)
 
 
 def feature_settings(config: dict[str, int]) -> dict:
@@ -381,7 +370,7 @@ def _write_settings(folder: Path, config: dict, features: dict, generation: dict
     description = {
         "architectures": ["WhisperForConditionalGeneration"],
         "model_type": "whisper",
-        "exported_by": EXPORTED,
+        "exported_by": model_files.EXPORTED,
         **config,
         "num_hidden_layers": config["encoder_layers"],
         "is_encoder_decoder": True,
@@ -411,7 +400,7 @@ def _write_settings(folder: Path, config: dict, features: dict, generation: dict
 
 
 def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], config: dict) -> None:
-    save_tensors({f"model.{name}": tensor for name, tensor in tensors.items()}, folder)
+    model_files.save_tensors({f"model.{name}": tensor for name, tensor in tensors.items()}, folder)
     try:
         dims = config_to_dims(config)
     except UsageError as reason:
