@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from common.errors import UsageError
@@ -31,7 +32,7 @@ def finite_layers() -> Iterator[None]:
     seen = set()
 
     def check(layer: torch.nn.Module, inputs: tuple, output) -> None:
-        if layer in seen or not isinstance(output, torch.Tensor) or not output.is_floating_point():
+        if layer in seen or not isinstance(output, Tensor) or not output.is_floating_point():
             return
         seen.add(layer)
         if output.numel() and not float(output.detach().abs().max()) < LARGEST:
@@ -62,13 +63,13 @@ def quieten_branches(layers: torch.nn.Module, names: tuple[str, ...]) -> None:
             module.bias.zero_()
 
 
-def downcast(x: torch.Tensor) -> torch.Tensor:
+def downcast(x: Tensor) -> Tensor:
     """`x` in autocast's type if autocast is on: layers with the same input share one copy."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
-def lean_chain(x: torch.Tensor, *steps: Callable) -> torch.Tensor:
+def lean_chain(x: Tensor, *steps: Callable) -> Tensor:
     """The result of `steps` on `x` (..., D): linear layers, each after a LayerNorm, an activation,
     or both in this order.
 
@@ -162,9 +163,7 @@ class _LeanChain(torch.autograd.Function):
         return None, gradient, *gradients
 
 
-def _prepare(
-    x: torch.Tensor, norm: torch.nn.LayerNorm | None, activation: Callable | None
-) -> tuple:
+def _prepare(x: Tensor, norm: torch.nn.LayerNorm | None, activation: Callable | None) -> tuple:
     """The input of a linear layer, that of the activation, and what the norm's gradient needs."""
     normed = x
     statistics = []
@@ -177,17 +176,15 @@ def _prepare(
     return y, normed, x, x.shape[-1:], *statistics
 
 
-def with_product(
-    output: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scale: float
-) -> torch.Tensor:
+def with_product(output: Tensor, x: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
     """The `output` (..., outputs) of a layer for `x` (..., inputs) and what its adapter adds."""
     low = F.linear(x, down).flatten(0, -2)
     return torch.addmm(output.flatten(0, -2), low, up.t(), alpha=scale).view(output.shape)
 
 
 def product_backward(
-    gradient: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gradient: Tensor, x: Tensor, down: Tensor, up: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `x` (N, inputs), A and B for the `gradient` (N, outputs) of the product."""
     scaled = gradient * scale
     of_up = scaled.t() @ F.linear(x, down)

@@ -4,7 +4,7 @@ those of a job that torchrun starts, with the same methods."""
 import contextlib
 import os
 
-import torch
+from torch import Tensor
 
 from common.errors import RunError, UsageError
 
@@ -66,8 +66,8 @@ class Ranks:
         """The `value` of every rank, on every rank. It must be picklable."""
         return [value]
 
-    def sum_tensors(self, tensors: list[torch.Tensor]) -> None:
+    def sum_tensors(self, tensors: list[Tensor]) -> None:
         """Sums each tensor over the ranks, in place."""
 
-    def share_tensors(self, tensors: list[torch.Tensor], owners: list[int]) -> None:
+    def share_tensors(self, tensors: list[Tensor], owners: list[int]) -> None:
         """Sets each tensor to the values that it has on the rank that owns it."""

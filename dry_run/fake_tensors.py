@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dry_run.kernels import internal_bytes
@@ -83,11 +84,11 @@ class Operator:
         ]
 
 
-def tensors_in(values: Iterable) -> list[torch.Tensor]:
+def tensors_in(values: Iterable) -> list[Tensor]:
     """The tensors among arguments of an operator, and those in lists of them."""
     tensors = []
     for value in values:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             tensors.append(value)
         elif isinstance(value, (list, tuple)):
             tensors += tensors_in(value)
@@ -96,14 +97,14 @@ def tensors_in(values: Iterable) -> list[torch.Tensor]:
 
 def signature(value):
     """A key of all that the shapes of an operator's results depend on."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (list, tuple)):
         return tuple(map(signature, value))
     return type(value), value
 
 
-def holders(tensor: torch.Tensor) -> tuple[int, int]:
+def holders(tensor: Tensor) -> tuple[int, int]:
     """How many hold a tensor, and how many its storage."""
     return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
@@ -127,9 +128,9 @@ def holders_of_a_sum() -> tuple[int, int]:
     return found[0]
 
 
-def replaced(value, replace: Callable[[torch.Tensor], torch.Tensor]):
+def replaced(value, replace: Callable[[Tensor], Tensor]):
     """A value with other tensors, also in lists and tuples."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return replace(value)
     return (
         type(value)(replaced(each, replace) for each in value)
@@ -178,7 +179,7 @@ class FakeTensors(TorchDispatchMode):
 
     def make(
         self, size: Iterable[int], stride: Iterable[int], dtype: torch.dtype, part: str = ""
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """A fake tensor of this shape."""
         size = tuple(size)
         stride = tuple(stride)
@@ -248,7 +249,7 @@ class FakeTensors(TorchDispatchMode):
 
     release = freed
 
-    def weigh(self, tensor: torch.Tensor, size: int) -> int:
+    def weigh(self, tensor: Tensor, size: int) -> int:
         """Lets a fake tensor count as `size` bytes. Returns what it counted as."""
         block = self.block_of(tensor)
         before = block.size
@@ -276,15 +277,13 @@ class FakeTensors(TorchDispatchMode):
             self.place = self.locate()
             self.peak_operator = self.operator
 
-    def block_of(self, tensor: torch.Tensor) -> AllocatedBlock | None:
+    def block_of(self, tensor: Tensor) -> AllocatedBlock | None:
         """The block of a fake tensor, None of another one."""
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return None
         return self.live.get(tensor.data_ptr() - tensor.storage_offset() * tensor.element_size())
 
-    def like(
-        self, tensor: torch.Tensor, part: str, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
+    def like(self, tensor: Tensor, part: str, dtype: torch.dtype | None = None) -> Tensor:
         """A fake tensor of the shape of `tensor`, and perhaps of another type."""
         return self.make(tensor.shape, tensor.stride(), dtype or tensor.dtype, part)
 
@@ -366,9 +365,8 @@ class FakeTensors(TorchDispatchMode):
             return self.conditions % ROUNDS != 0
         return 1.0 if dtype.is_floating_point else 1
 
-    def note_weight(self, tensor: torch.Tensor) -> None:
-        """Counts a tensor of the device "meta": a frozen part of the model that was not handed to
-        the plan."""
+    def note_weight(self, tensor: Tensor) -> None:
+        """Counts a tensor of the device "meta": a frozen part that was not handed to the plan."""
         storage = tensor.untyped_storage()
         key = -storage._cdata
         if key not in self.live:
@@ -376,14 +374,14 @@ class FakeTensors(TorchDispatchMode):
             size = -(-storage.nbytes() // ROUNDING) * ROUNDING
             self.was_there(key, AllocatedBlock(size, "weights", "", 0))
 
-    def uncount(self, tensor: torch.Tensor) -> None:
+    def uncount(self, tensor: Tensor) -> None:
         """Counts a fake weight only if it is read: what no step uses stays on the host."""
         block = self.live.pop(tensor.data_ptr())
         self.blocks.remove(block)
         self.now -= block.size
         self.unread[tensor.data_ptr()] = block
 
-    def note_read(self, tensor: torch.Tensor) -> None:
+    def note_read(self, tensor: Tensor) -> None:
         if tensor.device.type == "cpu" and tensor.layout is torch.strided:
             address = tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
             if block := self.unread.pop(address, None):
@@ -404,7 +402,7 @@ class FakeTensors(TorchDispatchMode):
             and not kwargs
             and torch._C._current_autograd_node() is not None
             and not torch.is_grad_enabled()
-            and isinstance(args[1], torch.Tensor)
+            and isinstance(args[1], Tensor)
             and args[0].shape == args[1].shape
             and args[0].dtype == args[1].dtype
             and aten.is_non_overlapping_and_dense(args[0])
@@ -428,9 +426,9 @@ class FakeTensors(TorchDispatchMode):
             tuple((name, signature(value)) for name, value in kwargs.items()),
         )
         if key not in self.shapes:
-            known: dict[int, torch.Tensor] = {}
+            known: dict[int, Tensor] = {}
 
-            def meta(tensor: torch.Tensor) -> torch.Tensor:
+            def meta(tensor: Tensor) -> Tensor:
                 if id(tensor) not in known:
                     shape = tensor.shape, tensor.stride()
                     known[id(tensor)] = torch.empty_strided(
@@ -475,9 +473,7 @@ class FakeTensors(TorchDispatchMode):
 
     # --- the result ---
 
-    def result(
-        self, gradients: Iterable[torch.Tensor], states: Iterable[AllocatedBlock] = ()
-    ) -> Peak:
+    def result(self, gradients: Iterable[Tensor], states: Iterable[AllocatedBlock] = ()) -> Peak:
         """The peak so far. `gradients` of the parameters, which are still there; `states`:
         blocks of the optimizer's."""
         for block in states:
@@ -498,7 +494,7 @@ class FakeTensors(TorchDispatchMode):
         )
 
 
-def channels_last(tensor: torch.Tensor) -> bool:
+def channels_last(tensor: Tensor) -> bool:
     """Whether torch takes a tensor (B, C, H, W) for one that lies in memory as (B, H, W, C)."""
     if tensor.dim() != 4 or tensor.stride(1) == 0:
         return False
@@ -511,9 +507,8 @@ def channels_last(tensor: torch.Tensor) -> bool:
     return True
 
 
-def in_format(results, inputs: list[torch.Tensor]):
-    """The results of a convolution in its memory format, which torch's shapes for the device "meta"
-    do not tell."""
+def in_format(results, inputs: list[Tensor]):
+    """The results of a convolution in its memory format, which the device "meta" does not tell."""
     if not any(map(channels_last, inputs)):
         return results
     last = torch.channels_last
@@ -522,20 +517,20 @@ def in_format(results, inputs: list[torch.Tensor]):
     )
 
 
-def _rows(fakes: FakeTensors, condition: torch.Tensor) -> torch.Tensor:
+def _rows(fakes: FakeTensors, condition: Tensor) -> Tensor:
     """How many values of a mask are true is not known: all of them, which is the most memory."""
     fakes.guesses += 1
     return torch.empty(condition.numel(), condition.dim(), dtype=torch.long, device="meta")
 
 
-def _unique_consecutive(fakes: FakeTensors, x: torch.Tensor, *rest, **named) -> tuple:
+def _unique_consecutive(fakes: FakeTensors, x: Tensor, *rest, **named) -> tuple:
     """How many values differ from the one before is not known: all of them."""
     fakes.guesses += 1
     empty = torch.empty(0, dtype=torch.long, device="meta")
     return torch.empty_like(x, device="meta").flatten(), empty, empty
 
 
-def _index(fakes: FakeTensors, x: torch.Tensor, indices: list) -> torch.Tensor:
+def _index(fakes: FakeTensors, x: Tensor, indices: list) -> Tensor:
     """Masks count as the positions at which they are true."""
     positions = []
     for index in indices:
@@ -550,13 +545,7 @@ def _index(fakes: FakeTensors, x: torch.Tensor, indices: list) -> torch.Tensor:
 
 
 def _ctc(
-    fakes: FakeTensors,
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    frames,
-    lengths,
-    *rest,
-    **named,
+    fakes: FakeTensors, log_probs: Tensor, targets: Tensor, frames, lengths, *rest, **named
 ) -> tuple:
     """CUDA's kernel keeps log_alpha (B, T, 2 U + 1)."""
     longest = int(max(lengths)) if len(lengths) else 0

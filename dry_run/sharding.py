@@ -24,18 +24,18 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dry_run.fake_tensors import FakeTensors, replaced, tensors_in
 
 
-def shard_numel(parameter: torch.Tensor, ranks: int) -> int:
+def shard_numel(parameter: Tensor, ranks: int) -> int:
     """The values of a parameter's shard on the first rank, which is nowhere larger."""
     rows = parameter.shape[0] if parameter.dim() else 1
     return -(-rows // ranks) * (parameter.numel() // max(1, rows))
 
 
-def shard_bytes(parameters: Iterable[torch.Tensor], ranks: int) -> int:
+def shard_bytes(parameters: Iterable[Tensor], ranks: int) -> int:
     return sum(shard_numel(p, ranks) * p.element_size() for p in parameters)
 
 
@@ -43,12 +43,12 @@ class _After(torch.autograd.Function):
     """The same tensors. Their backward calls `then`, when the gradients of all have come."""
 
     @staticmethod
-    def forward(ctx, then: Callable, *tensors: torch.Tensor) -> tuple:
+    def forward(ctx, then: Callable, *tensors: Tensor) -> tuple:
         ctx.then = then
         return tensors
 
     @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+    def backward(ctx, *gradients: Tensor) -> tuple:
         ctx.then()
         return None, *gradients
 

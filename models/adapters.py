@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from common import checkpoint, options, records
 from common.checkpoint import Saved
@@ -126,9 +127,7 @@ def adapters_of(family, info: Any, saved: Saved) -> lora.Adapters:
     return lora.Adapters(settings, layers, record["base"], record["name"])
 
 
-def adapt(
-    family, info: Any, model: torch.nn.Module, base: dict[str, torch.Tensor] | None, run
-) -> None:
+def adapt(family, info: Any, model: torch.nn.Module, base: dict[str, Tensor] | None, run) -> None:
     """Adds adapters to a released model with the weights `base`: those of the checkpoint that the
     `run` (`common.loop.begin`) resumes, those of --init_from, or what --lora asks for, which frozen
     layers do not get. Prints what is trained. Raises `UsageError`."""
@@ -166,8 +165,8 @@ def adapt(
 
 
 def new(
-    family, info: Any, base: dict[str, torch.Tensor] | None, frozen: set[str]
-) -> tuple[lora.Adapters, dict[str, torch.Tensor]]:
+    family, info: Any, base: dict[str, Tensor] | None, frozen: set[str]
+) -> tuple[lora.Adapters, dict[str, Tensor]]:
     """The adapters that --lora asks for beside layers that are not `frozen`, or the adapters of
     peft's that --init_from names, with their values. Raises `UsageError`."""
     origin = family.origin
@@ -238,7 +237,7 @@ def match_initial(family, initial: Saved) -> None:
         )
 
 
-def read_base(family, adapters: lora.Adapters, path: Path) -> dict[str, torch.Tensor]:
+def read_base(family, adapters: lora.Adapters, path: Path) -> dict[str, Tensor]:
     """The released weights that the adapters of the checkpoint at `path` are for. Raises
     `UsageError` if the flags name no weights or others."""
     origin = family.origin
@@ -252,7 +251,7 @@ def read_base(family, adapters: lora.Adapters, path: Path) -> dict[str, torch.Te
     return base
 
 
-def with_foreign(family) -> tuple[Any, dict[str, torch.Tensor]]:
+def with_foreign(family) -> tuple[Any, dict[str, Tensor]]:
     """A released model with the adapters of peft's that --adapter names: its info and weights.
     Raises `UsageError`."""
     path = family.origin.adapter
@@ -262,9 +261,8 @@ def with_foreign(family) -> tuple[Any, dict[str, torch.Tensor]]:
     return info, merge(base, tensors, lora.Adapters(settings, layers, "", ""), path)
 
 
-def foreign_layers(family, info: Any) -> tuple[dict[str, torch.Tensor], lora.Layers]:
-    """The tensors of adapters of peft's, and the layers that they are for. Raises `UsageError` if
-    they do not fit the model."""
+def foreign_layers(family, info: Any) -> tuple[dict[str, Tensor], lora.Layers]:
+    """The tensors of peft's adapters, and their layers. Raises `UsageError` if they do not fit."""
     path = family.origin.adapter
     settings = peft_files.read_settings(path)
     tensors = peft_files.read(path, family.prefix(info))
@@ -310,11 +308,8 @@ def export(family, about: card.About) -> None:
 
 
 def merge(
-    base: dict[str, torch.Tensor],
-    tensors: dict[str, torch.Tensor],
-    adapters: lora.Adapters,
-    path: str | Path,
-) -> dict[str, torch.Tensor]:
+    base: dict[str, Tensor], tensors: dict[str, Tensor], adapters: lora.Adapters, path: str | Path
+) -> dict[str, Tensor]:
     """`lora.merge`. Raises `UsageError` if the adapters in the file at `path` overflow."""
     merged = lora.merge(base, tensors, adapters)
     if any(tensor.is_meta for tensor in base.values()):  # as in a planned run

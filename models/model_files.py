@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from common import checkpoint, files
 from common.errors import UsageError, cannot_write, first_line
@@ -71,7 +72,7 @@ def read_description(folder: Path, *model_types: str) -> dict:
     return content
 
 
-def read_folder(folder: Path, counters: str = "") -> dict[str, torch.Tensor]:
+def read_folder(folder: Path, counters: str = "") -> dict[str, Tensor]:
     """A Hugging Face folder's weights, safetensors preferred, as `floats` returns them. Raises
     `UsageError`."""
     weights = {}
@@ -109,7 +110,7 @@ def _shards(index: Path) -> list[Path]:
     return shards
 
 
-def read_tensors(file: Path) -> dict[str, torch.Tensor]:
+def read_tensors(file: Path) -> dict[str, Tensor]:
     if file.suffix != ".safetensors":
         return read_pickle(file)
     refuse_pointer(file)
@@ -146,7 +147,7 @@ def _refuse_shared(tensors: Iterable, path: Path) -> None:
 
 
 def with_weights(
-    make: Callable[[], torch.nn.Module], weights: dict[str, torch.Tensor] | None
+    make: Callable[[], torch.nn.Module], weights: dict[str, Tensor] | None
 ) -> torch.nn.Module:
     """The network of `make()` with these weights, which become its parameters, or random ones."""
     if weights is None:
@@ -157,7 +158,7 @@ def with_weights(
     return network
 
 
-def floats(weights, path: Path, counters: str = "") -> dict[str, torch.Tensor]:
+def floats(weights, path: Path, counters: str = "") -> dict[str, Tensor]:
     """fp32 copies on the default device, which is "meta" for a planned run; each tensor is released
     before the next is copied. Tensors whose names end in `counters` are int64. Raises `UsageError`
     for anything but dense, finite tensors by name."""
@@ -166,7 +167,9 @@ def floats(weights, path: Path, counters: str = "") -> dict[str, torch.Tensor]:
     _refuse_shared(weights.values(), path)
     for name, tensor in weights.items():
         is_counter = bool(counters) and str(name).endswith(counters)
-        if not _is_plain(tensor, (torch.int64,) if is_counter else FLOATS):
+        types = (torch.int64,) if is_counter else FLOATS
+        is_plain = isinstance(tensor, Tensor) and tensor.dtype in types
+        if not is_plain or tensor.is_meta or tensor.is_nested:
             kind = "a floating-point tensor; quantised weights cannot be read"
             if is_counter:
                 kind = "an int64 tensor"
@@ -179,14 +182,7 @@ def floats(weights, path: Path, counters: str = "") -> dict[str, torch.Tensor]:
     return copies
 
 
-def _is_plain(tensor, types: tuple[torch.dtype, ...]) -> bool:
-    """Whether this is a tensor of one of these types that has values."""
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in types:
-        return False
-    return not (tensor.is_meta or tensor.is_nested)
-
-
-def _copy(tensor: torch.Tensor, name: str, path: Path) -> torch.Tensor:
+def _copy(tensor: Tensor, name: str, path: Path) -> Tensor:
     """A copy on the default device, floats in fp32. Raises `UsageError` if fp32 is too narrow."""
     kind = torch.float32 if tensor.is_floating_point() else tensor.dtype
     copy = tensor.to(torch.get_default_device(), kind, copy=True).contiguous()
@@ -196,10 +192,7 @@ def _copy(tensor: torch.Tensor, name: str, path: Path) -> torch.Tensor:
 
 
 def check_shapes(
-    weights: dict[str, torch.Tensor],
-    expected: dict[str, tuple[int, ...]],
-    path: str | Path,
-    model: str,
+    weights: dict[str, Tensor], expected: dict[str, tuple[int, ...]], path: str | Path, model: str
 ) -> None:
     """Raises `UsageError` if tensors are missing, unexpected or of another shape. Nothing may be
     built before: the file's tensors bound the memory that its configuration asks for. `model` is
@@ -249,7 +242,7 @@ def require_export(folder: str | Path) -> None:
         raise cannot_write(folder, error, "--export") from None
 
 
-def on_host(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def on_host(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Weights for an export: on the host, in fp32. Raises `UsageError` if they are not finite."""
     tensors = {}
     for name, tensor in weights.items():
@@ -284,7 +277,7 @@ def write_export(
     return sorted(path.name for path in folder.iterdir())
 
 
-def save_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+def save_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
     """Writes model.safetensors."""
     file = folder / "model.safetensors"
     save_file(tensors, file, metadata={"format": "pt"})

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common.errors import first_line, require
 from speech.signal.features import valid_mask
@@ -39,9 +39,9 @@ class Graph:
     that a program may leave out."""
 
     module: nn.Module
-    inputs: dict[str, tuple[torch.Tensor, dict[int, str]]]
+    inputs: dict[str, tuple[Tensor, dict[int, str]]]
     outputs: tuple[str, ...]
-    usual: dict[str, torch.Tensor] = field(default_factory=dict)
+    usual: dict[str, Tensor] = field(default_factory=dict)
 
 
 def require_packages(flag: str) -> None:
@@ -136,12 +136,12 @@ class CtcGraph(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, features: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
         log_probs, lengths = self.model.ctc_log_probs(features.transpose(1, 2), lengths)
         return with_blanks(log_probs, lengths, -1)
 
 
-def with_blanks(log_probs: torch.Tensor, lengths: torch.Tensor, blank: int) -> torch.Tensor:
+def with_blanks(log_probs: Tensor, lengths: Tensor, blank: int) -> Tensor:
     """Log-probabilities (B, T, V), blanks beyond the valid frames (B,)."""
     row = torch.full_like(log_probs[:1, :1], NEVER)
     row[..., blank] = 0.0

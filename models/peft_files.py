@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from common import files, records
 from common.errors import UsageError
@@ -39,11 +40,7 @@ def is_adapter(path: str | Path | None) -> bool:
 
 
 def write(
-    folder: str | Path,
-    trained: dict[str, torch.Tensor],
-    adapters: lora.Adapters,
-    prefix: str,
-    card: str,
+    folder: str | Path, trained: dict[str, Tensor], adapters: lora.Adapters, prefix: str, card: str
 ) -> list[str]:
     """Writes the adapters, and what was trained whole, of `trained` (`checkpoint.state_of`).
     `prefix`: what transformers' names begin with in addition, but those of what was trained whole,
@@ -96,7 +93,7 @@ def read_settings(folder: str | Path) -> lora.LoraSettings:
     return lora.LoraSettings(content["r"], float(content["lora_alpha"]), "linear")
 
 
-def read(folder: str | Path, prefix: str) -> dict[str, torch.Tensor]:
+def read(folder: str | Path, prefix: str) -> dict[str, Tensor]:
     """The tensors of adapters, and of what was trained whole, by this project's names. `prefix`: as
     in `write`. Raises `UsageError`."""
     file = Path(folder) / TENSORS

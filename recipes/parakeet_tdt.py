@@ -38,6 +38,7 @@ common.spin_briefly()  # before torch is imported
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from common import device, memory, optim, options
 from common.batches import EvalBatches, pad, to_device
@@ -234,7 +235,7 @@ class Utterances:
         factors = speed_factors(self.asked.seed, epoch, len(self), recogniser.SPEEDS)
         return np.where(self.augmented(epoch), factors, np.float32(1))
 
-    def fits(self, waveform: torch.Tensor, tokens: list[int]) -> bool:
+    def fits(self, waveform: Tensor, tokens: list[int]) -> bool:
         """Whether CTC can align the tokens with the waveform."""
         return feasible.fits(encoder_frames(len(waveform), self.config), tokens)
 
@@ -333,9 +334,7 @@ def reductions(info: ModelInfo) -> dict[str, str]:
     return by_loss
 
 
-def losses(
-    model: Parakeet, batch: dict, encoded: torch.Tensor, frames: list[int]
-) -> dict[str, torch.Tensor]:
+def losses(model: Parakeet, batch: dict, encoded: Tensor, frames: list[int]) -> dict[str, Tensor]:
     """Sums over the batch of the loss of the transducer, if the model has one, and of its CTC head,
     if that is trained. `encoded` (B, T, D) has the `frames` that are valid."""
     counts = torch.tensor(frames)
@@ -372,7 +371,7 @@ def losses(
     }
 
 
-def compute_loss(model: Parakeet, batch: dict) -> dict[str, torch.Tensor]:
+def compute_loss(model: Parakeet, batch: dict) -> dict[str, Tensor]:
     """Sums over the batch; the loop divides by the global batch's counts."""
     encoded, frames = model.encode(batch)
     return losses(model, batch, encoded, frames)
@@ -462,7 +461,7 @@ def recogniser_to_align(asked: ParakeetOptions, setup: device.Setup) -> alignmen
         )
     tokenizer = tokenizer_of(info)
 
-    def log_probs(batch: dict) -> torch.Tensor:
+    def log_probs(batch: dict) -> Tensor:
         encoded, frames = model.encode(batch)
         return model.ctc_log_probs(encoded[:, : frames[0]])[0]
 

@@ -32,7 +32,7 @@ common.spin_briefly()  # before torch is imported
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from common import checkpoint, device, options
 from common.batches import EvalBatches, GlobalBatches, pad
@@ -205,7 +205,7 @@ class Layer(nn.Module):
         self.convolution = nn.Conv1d(width, 2 * width, KERNEL, padding=KERNEL // 2)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
         y = self.norm(x).masked_fill(padding, 0.0)  # or the convolution would see the padding
         y = self.convolution(y.transpose(1, 2)).transpose(1, 2)
         return x + self.dropout(F.glu(y, dim=-1))
@@ -225,7 +225,7 @@ class Network(nn.Module):
         self.norm = nn.LayerNorm(info.width)
         self.output = nn.Linear(info.width, len(info.characters) + 1)
 
-    def forward(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, batch: dict) -> tuple[Tensor, Tensor]:
         """The batch's waveforms to log-probabilities (B, T, V + 1) of the characters and, last, the
         blank; and their lengths (B,) on the host, so that nothing waits for the device."""
         lengths = frames(batch["audio_lengths"], SAMPLE_RATE)
@@ -245,7 +245,7 @@ def fit(model: Network, data: Utterances) -> None:
     model.feature_norm.measure([model.log_mel(item["audio"][None])[0] for item in items])
 
 
-def compute_loss(model: Network, batch: dict) -> dict[str, torch.Tensor]:
+def compute_loss(model: Network, batch: dict) -> dict[str, Tensor]:
     """Sums over the batch; the loop divides by the global batch's counts."""
     log_probs, lengths = model(batch)
     loss = F.ctc_loss(

@@ -41,6 +41,7 @@ common.spin_briefly()  # before torch is imported
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from common import device, memory, optim, options
@@ -311,12 +312,8 @@ def collate(items: list[dict]) -> dict:
 
 
 def ctc_loss(
-    model: Wav2Vec2,
-    encoded: torch.Tensor,
-    tokens: torch.Tensor,
-    frames: list[int],
-    lengths: torch.Tensor,
-) -> torch.Tensor:
+    model: Wav2Vec2, encoded: Tensor, tokens: Tensor, frames: list[int], lengths: Tensor
+) -> Tensor:
     """The sum of the CTC losses of `encoded` (B, T, D). What cannot be aligned was rejected before
     training; an evaluation set is scored whole, so there it may occur."""
     return F.ctc_loss(
@@ -330,9 +327,7 @@ def ctc_loss(
     )
 
 
-def losses(
-    model: Wav2Vec2, batch: dict, encoded: torch.Tensor, frames: list[int]
-) -> dict[str, torch.Tensor]:
+def losses(model: Wav2Vec2, batch: dict, encoded: Tensor, frames: list[int]) -> dict[str, Tensor]:
     """The sum over the batch. With omniASR's 10,288 characters the log-probabilities of a second
     would take 2 MB four times over: utterances follow each other then, and backward computes these
     tensors again."""
@@ -355,7 +350,7 @@ def losses(
     return {"ctc": total}
 
 
-def compute_loss(model: Wav2Vec2, batch: dict) -> dict[str, torch.Tensor]:
+def compute_loss(model: Wav2Vec2, batch: dict) -> dict[str, Tensor]:
     """Sums over the batch; the loop divides by the global batch's counts."""
     encoded, frames = model.encode(batch)
     return losses(model, batch, encoded, frames)
@@ -435,7 +430,7 @@ def recogniser_to_align(asked: Wav2Vec2Options, setup: device.Setup) -> alignmen
     model, info, earlier_run = trained(asked, setup)
     tokenizer = tokenizer_of(info)
 
-    def log_probs(batch: dict) -> torch.Tensor:
+    def log_probs(batch: dict) -> Tensor:
         encoded, _ = model.encode(batch)
         return model.ctc_log_probs(encoded[0])
 

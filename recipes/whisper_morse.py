@@ -38,6 +38,7 @@ common.spin_briefly()  # before torch is imported
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from common import device, options, run_length
 from common.batches import EvalBatches, pad
@@ -212,7 +213,7 @@ class Utterances:
         self,
         index: int,
         epoch: int,
-        waveform: torch.Tensor,
+        waveform: Tensor,
         prompt: list[int],
         tokens: list[int],
         transcript: str,
@@ -252,7 +253,7 @@ class Utterances:
             item["time_masks"] = augmented * random_masks(random, TIME_MASKS, TIME_MASK_WIDTH)
         return item
 
-    def alignment(self, tokens: list[int], spans: np.ndarray, samples: int) -> torch.Tensor:
+    def alignment(self, tokens: list[int], spans: np.ndarray, samples: int) -> Tensor:
         """(F,) the token that is sent in each encoder frame, or the blank between tokens. `spans`:
         (N, 2) seconds of the symbols, spaces apart."""
         space = self.tokenizer.encode(" ")[0]
@@ -297,9 +298,7 @@ def collate(items: list[dict]) -> dict:
 # --- loss and evaluation --------------------------------------------------------------------------
 
 
-def losses(
-    model: Whisper, batch: dict, encoded: torch.Tensor, mask: torch.Tensor | None
-) -> dict[str, torch.Tensor]:
+def losses(model: Whisper, batch: dict, encoded: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
     """Sums over the batch of the decoder's cross-entropy and, for a model from scratch, of the
     alignment or CTC on the encoder, which helps it to align."""
     terms = {"attention": token_loss(model, batch, encoded, mask)}
@@ -310,7 +309,7 @@ def losses(
     return terms
 
 
-def compute_loss(model: Whisper, batch: dict) -> dict[str, torch.Tensor]:
+def compute_loss(model: Whisper, batch: dict) -> dict[str, Tensor]:
     """Sums over the batch; the loop divides by the global batch's counts."""
     encoded, mask = model.encode(batch)
     return losses(model, batch, encoded, mask)

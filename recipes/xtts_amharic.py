@@ -40,6 +40,7 @@ common.spin_briefly()  # before torch is imported
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from common import device, memory, optim, options
 from common.batches import EvalBatches, pad, to_device
@@ -259,7 +260,7 @@ def collate(items: list[dict]) -> dict:
 # --- loss and evaluation --------------------------------------------------------------------------
 
 
-def place(batch: dict, latents: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def place(batch: dict, latents: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Where everything is in the GPT's input. A row has the latents, START and the text, START, the
     codes and three STOPs, without gaps, so that causal attention needs no mask. Returns the places
     (B, L) of a row's positions in the padded latents | text | codes, and for each loss term (2, N):
@@ -281,7 +282,7 @@ def place(batch: dict, latents: int) -> tuple[torch.Tensor, dict[str, torch.Tens
     return places, {name: torch.cat(pairs, dim=1) for name, pairs in chosen.items()}
 
 
-def targets_of(batch: dict, config: dict, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def targets_of(batch: dict, config: dict, codes: Tensor) -> tuple[Tensor, Tensor]:
     """The targets of text (B, U + 1) and clip (B, N + 4), each followed by STOPs."""
     where = batch["audio"].device
     counts = torch.tensor(batch["codes"]).to(where, non_blocking=True)
@@ -294,9 +295,7 @@ def targets_of(batch: dict, config: dict, codes: torch.Tensor) -> tuple[torch.Te
     return words, sounds
 
 
-def token_losses(
-    model: GPT, batch: dict, frozen: Frozen
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def token_losses(model: GPT, batch: dict, frozen: Frozen) -> dict[str, tuple[Tensor, Tensor]]:
     """The cross-entropies (N,) of text and codes, and the row in the batch (N,) of each."""
     config = model.config
     words, sounds = targets_of(batch, config, frozen.codes(batch["audio"]))
@@ -319,7 +318,7 @@ def token_losses(
     return losses
 
 
-def compute_loss(model: GPT, batch: dict, frozen: Frozen) -> dict[str, torch.Tensor]:
+def compute_loss(model: GPT, batch: dict, frozen: Frozen) -> dict[str, Tensor]:
     """Sums over the batch of the cross-entropies of text and codes; the loop divides by the
     global batch's counts."""
     return {name: values.sum() for name, (values, _) in token_losses(model, batch, frozen).items()}

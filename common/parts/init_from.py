@@ -1,6 +1,7 @@
 """The beginning of a new run with the weights of another one: --init_from."""
 
 import torch
+from torch import Tensor
 
 from common import checkpoint
 from common.errors import UsageError
@@ -8,7 +9,7 @@ from common.errors import UsageError
 
 def initialise(
     model: torch.nn.Module,
-    tensors: dict[str, torch.Tensor],
+    tensors: dict[str, Tensor],
     path: str,
     vocabulary: checkpoint.Vocabulary | None = None,
 ) -> None:
@@ -34,10 +35,8 @@ def initialise(
 
 
 def copy_rows(
-    own: dict[str, torch.Tensor],
-    tensors: dict[str, torch.Tensor],
-    vocabulary: checkpoint.Vocabulary,
-) -> tuple[dict[str, torch.Tensor], str]:
+    own: dict[str, Tensor], tensors: dict[str, Tensor], vocabulary: checkpoint.Vocabulary
+) -> tuple[dict[str, Tensor], str]:
     """`tensors` with those of a vocabulary in the shape of the model's `own`: the rows of shared
     tokens are theirs, the others the model's. Also says how many rows are copied."""
     numbers = {token: number for number, token in enumerate(vocabulary.saved)}

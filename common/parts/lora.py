@@ -16,7 +16,7 @@ import math
 from dataclasses import asdict, dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from common import checkpoint
@@ -143,7 +143,7 @@ class _WithProduct(torch.autograd.Function):
         return gradient, of_x.view(x.shape), *others, None
 
 
-def add_product(layer: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+def add_product(layer: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
     """A forward hook."""
     x, down, up = (each.to(output.dtype) for each in (inputs[0], layer.lora_A, layer.lora_B))
     if torch.compiler.is_compiling():  # it chooses itself what to keep
@@ -233,8 +233,8 @@ def lower(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def merge(
-    base: dict[str, torch.Tensor], trained: dict[str, torch.Tensor], adapters: Adapters
-) -> dict[str, torch.Tensor]:
+    base: dict[str, Tensor], trained: dict[str, Tensor], adapters: Adapters
+) -> dict[str, Tensor]:
     """The weights of a model without adapters that computes the same: the released weights `base`,
     with the product of the adapters in `trained` added in fp32, and with what was trained whole."""
     merged = {**base, **without_adapters(trained)}
@@ -249,12 +249,12 @@ def merge(
     return merged
 
 
-def without_adapters(trained: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def without_adapters(trained: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors that were trained whole."""
     return {name: t for name, t in trained.items() if name.rpartition(".")[2] not in (A, B)}
 
 
-def fingerprint(base: dict[str, torch.Tensor], layers: Layers) -> str:
+def fingerprint(base: dict[str, Tensor], layers: Layers) -> str:
     """SHA-256 of released weights, without those that are trained whole: over names, shapes and
     fp32 values, so it is the same whatever the type that a file has. Empty in a dry run, where
     tensors have no values."""

@@ -4,18 +4,14 @@ predicted durations in speaking."""
 import itertools
 
 import torch
+from torch import Tensor
 
 from common.device import full_fp32, upcast
 from speech.signal.features import valid_mask
 
 
 @torch.no_grad()
-def search(
-    means: torch.Tensor,
-    mels: torch.Tensor,
-    token_lengths: torch.Tensor,
-    frame_lengths: torch.Tensor,
-) -> torch.Tensor:
+def search(means: Tensor, mels: Tensor, token_lengths: Tensor, frame_lengths: Tensor) -> Tensor:
     """The token (B, F) of each frame, in order and without leaving one out, so that the frames
     (B, F, 80) are the most probable ones under normal distributions of deviation 1 around their
     tokens' means (B, U, 80). An utterance has at least as many frames as tokens. A frame that is
@@ -43,19 +39,19 @@ def search(
     return path
 
 
-def durations(path: torch.Tensor, frame_lengths: torch.Tensor, tokens: int) -> torch.Tensor:
+def durations(path: Tensor, frame_lengths: Tensor, tokens: int) -> Tensor:
     """How many valid frames (B, U) each of the `tokens` has in a path (B, F)."""
     valid = valid_mask(frame_lengths, path.shape[1]).to(torch.float32)
     counts = torch.zeros(len(path), tokens, device=path.device)
     return counts.scatter_add(1, path, valid)
 
 
-def frames_of(means: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+def frames_of(means: Tensor, path: Tensor) -> Tensor:
     """The means (B, U, 80) of the tokens of a path (B, F), as (B, F, 80)."""
     return means.gather(1, path[:, :, None].expand(-1, -1, means.shape[2]))
 
 
-def ends_of(log_frames: torch.Tensor, lengths: torch.Tensor, speed: float) -> torch.Tensor:
+def ends_of(log_frames: Tensor, lengths: Tensor, speed: float) -> Tensor:
     """Where each token ends (B, U), in frames, by the predicted logarithms (B, U). The running sum
     is rounded: rounding each token, or making it longer as the published code does, would change
     the length of the whole. A text has one frame at least."""
@@ -64,7 +60,7 @@ def ends_of(log_frames: torch.Tensor, lengths: torch.Tensor, speed: float) -> to
     return frames.cumsum(1).round().long().clamp_min(1)
 
 
-def path_of(ends: torch.Tensor, frames: int | torch.Tensor) -> torch.Tensor:
+def path_of(ends: Tensor, frames: int | Tensor) -> Tensor:
     """The token (B, F) of each of so many frames, by the ends (B, U) of the tokens."""
     positions = torch.arange(frames, device=ends.device)
     path = (ends[:, None] <= positions[None, :, None]).sum(2)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from common import memory
 from models.matcha import alignment
@@ -35,7 +36,7 @@ class Voice:
     vocoder: torch.nn.Module
 
     @torch.no_grad()
-    def vocode(self, mels: torch.Tensor) -> torch.Tensor:
+    def vocode(self, mels: Tensor) -> Tensor:
         """The waveform (256 F,) of mel frames (F, 80)."""
         return self.vocoder.to(mels.device)(mels[None])[0]
 
@@ -56,14 +57,14 @@ def speak(
     texts: Sequence[str],
     settings: SpeakingSettings,
     speakers: Sequence[int] | None = None,
-) -> Iterator[torch.Tensor]:
+) -> Iterator[Tensor]:
     """The waveforms (T,) of texts in order, on the model's device, each by the speaker of that
     number (the first one). The sentences of up to 16 texts are spoken together, fewer if these do
     not fit into memory, which changes none of them. Raises `RunError` for one that does not fit
     alone."""
     device = voice.model.mel_mean.device
 
-    def spoken(batch: dict) -> list[torch.Tensor]:
+    def spoken(batch: dict) -> list[Tensor]:
         return [voice.vocode(mel) for mel in mels_of(voice.model, batch["rows"], settings)]
 
     pause = torch.zeros(round(PAUSE_SECONDS * SAMPLE_RATE), device=device)
@@ -93,7 +94,7 @@ def speak(
 @torch.no_grad()
 def mels_of(
     model: Matcha, sentences: Sequence[tuple[list[int], int]], settings: SpeakingSettings
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """The mel frames (F, 80) of sentences, each given as its tokens and the number of its speaker.
     All begin at the same random numbers, whatever they are spoken with."""
     device = model.mel_mean.device
@@ -110,7 +111,7 @@ def mels_of(
     noise = torch.randn(longest, BANDS, generator=generator).to(means) * settings.temperature
     mean_frames = alignment.frames_of(means, alignment.path_of(ends, longest))
 
-    def velocity(x: torch.Tensor, time: float) -> torch.Tensor:
+    def velocity(x: Tensor, time: float) -> Tensor:
         times = torch.full((len(x),), time, device=device, dtype=x.dtype)
         return model.velocity(x, mean_frames, times, frames, vectors)
 
@@ -118,9 +119,7 @@ def mels_of(
     return [mel[:count] for mel, count in zip(mels, frames.tolist(), strict=True)]
 
 
-def euler(
-    velocity: Callable[[torch.Tensor, float], torch.Tensor], x: torch.Tensor, steps: int
-) -> torch.Tensor:
+def euler(velocity: Callable[[Tensor, float], Tensor], x: Tensor, steps: int) -> Tensor:
     """Where the flow carries `x` from time 0 to 1, by `steps` steps of Euler's method."""
     for step in range(steps):
         x = x + velocity(x, step / steps) / steps

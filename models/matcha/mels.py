@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from common.device import full_fp32, upcast
 from speech.signal.spectra import mel_filters
@@ -22,7 +22,7 @@ def frame_count(samples):
     return samples // HOP
 
 
-def with_edges(waveform: torch.Tensor) -> torch.Tensor:
+def with_edges(waveform: Tensor) -> Tensor:
     """A clip (T,), T > 384, with its mirrored ends, (T + 768,). This is done before clips are
     padded, so that the last frames do not depend on the padding."""
     return F.pad(waveform[None, None], (EDGE, EDGE), mode="reflect")[0, 0]
@@ -38,7 +38,7 @@ class LogMel(nn.Module):
         self.register_buffer("filters", filters, persistent=False)
         self.register_buffer("window", torch.hann_window(N_FFT), persistent=False)
 
-    def forward(self, waveforms: torch.Tensor) -> torch.Tensor:
+    def forward(self, waveforms: Tensor) -> Tensor:
         with torch.autocast(waveforms.device.type, enabled=False), full_fp32(waveforms.device):
             windows = upcast(waveforms).unfold(1, N_FFT, HOP) * self.window  # (B, F, N_FFT)
             magnitude = (torch.fft.rfft(windows).abs().square() + TINY).sqrt()

@@ -10,7 +10,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from common.device import upcast
@@ -77,8 +77,8 @@ class Matcha(nn.Module):
         self.register_buffer("mel_std", torch.tensor(1.0))
 
     def encode(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, speakers: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        self, tokens: Tensor, lengths: Tensor, speakers: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Of tokens (B, U) with lengths (B,) and speakers (B,): their mean frames (B, U, 80), the
         logarithms (B, U) of their predicted frames, and the speakers' vectors (B, 64)."""
         vectors = self.spk_emb(speakers) if self.config["speakers"] > 1 else None
@@ -86,13 +86,8 @@ class Matcha(nn.Module):
         return means, log_frames, vectors
 
     def velocity(
-        self,
-        noisy: torch.Tensor,
-        means: torch.Tensor,
-        time: torch.Tensor,
-        lengths: torch.Tensor,
-        vectors: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, noisy: Tensor, means: Tensor, time: Tensor, lengths: Tensor, vectors: Tensor | None
+    ) -> Tensor:
         """The flow's velocity (B, F, 80) at the points `noisy` (B, F, 80) and the times (B,), given
         the mean frames (B, F, 80), the numbers of frames (B,) and the speakers' vectors (B, 64)."""
         frames = noisy.shape[1]
@@ -103,10 +98,10 @@ class Matcha(nn.Module):
         mask = valid_mask(lengths, x.shape[2])[:, None]
         return self.decoder.estimator(x, mask, time.to(noisy.dtype)).transpose(1, 2)[:, :frames]
 
-    def normalised(self, mels: torch.Tensor) -> torch.Tensor:
+    def normalised(self, mels: Tensor) -> Tensor:
         return (mels - self.mel_mean) / self.mel_std
 
-    def denormalised(self, mels: torch.Tensor) -> torch.Tensor:
+    def denormalised(self, mels: Tensor) -> Tensor:
         return mels * self.mel_std + self.mel_mean
 
 
@@ -129,8 +124,8 @@ class TextEncoder(nn.Module):
         self.proj_w = DurationPredictor(channels, config["predictor"], dropout)
 
     def forward(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, vectors: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, tokens: Tensor, lengths: Tensor, vectors: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         mask = valid_mask(lengths, tokens.shape[1])[:, None]  # (B, 1, U)
         x = self.emb(tokens).transpose(1, 2) * math.sqrt(self.emb.embedding_dim)
         x = self.prenet(x, mask)
@@ -150,7 +145,7 @@ class ChannelNorm(nn.Module):
         self.gamma = nn.Parameter(torch.ones(channels))
         self.beta = nn.Parameter(torch.zeros(channels))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x = upcast(x).transpose(1, 2)
         x = F.layer_norm(x, self.gamma.shape, self.gamma, self.beta, NORM_EPSILON)
         return x.transpose(1, 2)
@@ -168,7 +163,7 @@ class Prenet(nn.Module):
         nn.init.zeros_(self.proj.weight)
         nn.init.zeros_(self.proj.bias)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         y = x
         for convolve, norm in zip(self.conv_layers, self.norm_layers, strict=True):
             y = self.dropout(norm(convolve(y * mask)).relu())
@@ -192,7 +187,7 @@ class EncoderLayers(nn.Module):
         self.norm_layers_2 = nn.ModuleList(ChannelNorm(channels) for _ in layers)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         angles = rotary_angles(x.shape[2], self.turned, x)
         layers = (self.attn_layers, self.norm_layers_1, self.ffn_layers, self.norm_layers_2)
         for attend, first_norm, convolve, second_norm in zip(*layers, strict=True):
@@ -217,7 +212,7 @@ class EncoderAttention(nn.Module):
         for layer in (self.conv_q, self.conv_k, self.conv_v):
             nn.init.xavier_uniform_(layer.weight)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor, angles: tuple) -> torch.Tensor:
+    def forward(self, x: Tensor, mask: Tensor, angles: tuple) -> Tensor:
         q, k, v = (
             layer(x).unflatten(1, (self.heads, -1)).transpose(2, 3)  # (B, H, U, C / H)
             for layer in (self.conv_q, self.conv_k, self.conv_v)
@@ -232,7 +227,7 @@ class EncoderAttention(nn.Module):
         return self.conv_o(y.transpose(2, 3).flatten(1, 2))
 
 
-def rotary_angles(positions: int, channels: int, like: torch.Tensor) -> tuple:
+def rotary_angles(positions: int, channels: int, like: Tensor) -> tuple:
     """cos and sin (U, D / 2) of the angles by which the positions turn D of a head's channels."""
     pairs = torch.arange(0, channels, 2, device=like.device, dtype=torch.float32)
     places = torch.arange(positions, device=like.device, dtype=torch.float32)
@@ -240,7 +235,7 @@ def rotary_angles(positions: int, channels: int, like: torch.Tensor) -> tuple:
     return angles.cos(), angles.sin()
 
 
-def rotated(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def rotated(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     """Queries or keys (B, H, U, D), turned by the positions of their tokens: each channel of the
     first half of the rotated part together with one of its second half. The type stays."""
     cos, sin = (each.to(x.dtype) for each in angles)
@@ -258,7 +253,7 @@ class ConvolutionalLayer(nn.Module):
         self.conv_2 = nn.Conv1d(inner, channels, 3, padding=1)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         x = self.dropout(self.conv_1(x * mask).relu())
         return self.conv_2(x * mask) * mask
 
@@ -275,7 +270,7 @@ class DurationPredictor(nn.Module):
         self.proj = nn.Conv1d(inner, 1, 1)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         x = self.dropout(self.norm_1(self.conv_1(x * mask).relu()))
         x = self.dropout(self.norm_2(self.conv_2(x * mask).relu()))
         return self.proj(x * mask)
@@ -314,7 +309,7 @@ class Estimator(nn.Module):
         self.final_proj = nn.Conv1d(width, BANDS, 1)
         self.apply(initialise)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, mask: Tensor, time: Tensor) -> Tensor:
         embedded = self.time_mlp(time_sinusoids(time, self.inputs))
         coarse = mask[:, :, ::DOWNSAMPLING].contiguous()  # or attention has no fused kernel
         kept = []
@@ -341,7 +336,7 @@ def initialise(module: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-def time_sinusoids(time: torch.Tensor, width: int) -> torch.Tensor:
+def time_sinusoids(time: Tensor, width: int) -> Tensor:
     """Times (B,) between 0 and 1 as sines and cosines (B, width)."""
     half = width // 2
     exponents = torch.arange(half, device=time.device, dtype=torch.float32) / (half - 1)
@@ -355,7 +350,7 @@ class TimeEmbedding(nn.Module):
         self.linear_1 = nn.Linear(inputs, width)
         self.linear_2 = nn.Linear(width, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.linear_2(F.silu(self.linear_1(x)))
 
 
@@ -364,7 +359,7 @@ class Downsample(nn.Module):
         super().__init__()
         self.conv = nn.Conv1d(width, width, 3, stride=DOWNSAMPLING, padding=1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.conv(x)
 
 
@@ -373,7 +368,7 @@ class Upsample(nn.Module):
         super().__init__()
         self.conv = nn.ConvTranspose1d(width, width, 4, stride=DOWNSAMPLING, padding=1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.conv(x)
 
 
@@ -387,7 +382,7 @@ class ResnetBlock(nn.Module):
         self.block2 = NormedConvolution(width, width)
         self.res_conv = nn.Conv1d(inputs, width, 1)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, mask: Tensor, time: Tensor) -> Tensor:
         y = self.block1(x, mask) + self.mlp(time)[:, :, None]
         return self.block2(y, mask) + self.res_conv(x * mask)
 
@@ -401,12 +396,12 @@ class NormedConvolution(nn.Module):
             nn.Conv1d(inputs, width, 3, padding=1), nn.GroupNorm(GROUPS, width), nn.Mish()
         )
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         convolve, norm, activation = self.block
         return activation(masked_group_norm(convolve(x * mask), mask, norm)) * mask
 
 
-def masked_group_norm(x: torch.Tensor, mask: torch.Tensor, norm: nn.GroupNorm) -> torch.Tensor:
+def masked_group_norm(x: Tensor, mask: Tensor, norm: nn.GroupNorm) -> Tensor:
     """GroupNorm of (B, C, F) whose statistics are of the valid frames of a mask (B, 1, F), in fp32
     or better. With no padding it is torch's."""
     grouped = upcast(x).unflatten(1, (norm.num_groups, -1))  # (B, groups, C / groups, F)
@@ -435,7 +430,7 @@ class DecoderLayer(nn.Module):
             SnakeLayer(width, 4 * width), nn.Dropout(dropout), nn.Linear(4 * width, width)
         )
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         x = x.transpose(1, 2)
         x = x + self.attn1(self.norm1(x), mask)
         x = x + self.ff.net(self.norm3(x))
@@ -454,7 +449,7 @@ class DecoderAttention(nn.Module):
         self.to_v = nn.Linear(width, inner, bias=False)
         self.to_out = nn.Sequential(nn.Linear(inner, width), nn.Dropout(dropout))
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         q, k, v = (
             layer(x).unflatten(2, (self.heads, -1)).transpose(1, 2)  # (B, H, F, D)
             for layer in (self.to_q, self.to_k, self.to_v)
@@ -474,13 +469,13 @@ class SnakeLayer(nn.Module):
         self.alpha = nn.Parameter(torch.zeros(width))
         self.beta = nn.Parameter(torch.zeros(width))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x = self.proj(x)
         if not torch.is_grad_enabled():
             return self.snake(x)
         return recomputed(self.snake, x, use_reentrant=False, preserve_rng_state=False)
 
-    def snake(self, x: torch.Tensor) -> torch.Tensor:
+    def snake(self, x: Tensor) -> Tensor:
         return x + (x * self.alpha.exp()).sin().square() / (self.beta.exp() + 1e-9)
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common.errors import require
 from models import card, model_files
@@ -57,12 +57,8 @@ class Graph(nn.Module):
             self.vocoder.steps = GRIFFIN_LIM_STEPS
 
     def forward(
-        self,
-        numbers: torch.Tensor,
-        length: torch.Tensor,
-        scales: torch.Tensor,
-        speakers: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, numbers: Tensor, length: Tensor, scales: Tensor, speakers: Tensor | None = None
+    ) -> Tensor:
         model = self.model
         if speakers is None:
             speakers = torch.zeros(1, dtype=torch.long)
@@ -73,7 +69,7 @@ class Graph(nn.Module):
         frames = ends[:, -1]
         means = alignment.frames_of(means, alignment.path_of(ends, frames[0]))
 
-        def velocity(x: torch.Tensor, time: float) -> torch.Tensor:
+        def velocity(x: Tensor, time: float) -> Tensor:
             times = torch.full((1,), time)
             return model.velocity(x, means, times, frames, vectors)
 
@@ -88,7 +84,7 @@ def require_packages() -> None:
         require(name, "--export", "onnx onnxruntime")
 
 
-def inputs_of(voice: Voice) -> dict[str, torch.Tensor]:
+def inputs_of(voice: Voice) -> dict[str, Tensor]:
     """Examples of the graph's inputs, by the names that Piper gives them."""
     inputs = {
         "input": torch.tensor([example_of(voice)]),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-import torch
+from torch import Tensor
 
 from common import checkpoint, options
 from common.checkpoint import Saved
@@ -163,7 +163,7 @@ class Family(released.Family):
     sized = ("channels",)
     rows = (formats.ROWS,)
 
-    def read(self, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+    def read(self, path: str) -> tuple[ModelInfo, dict[str, Tensor]]:
         config, weights = formats.read_model(path)
         print(formats.LICENCE)
         return ModelInfo(config, [], [], "", pretrained=True), weights

@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from speech.writing import reading
 
@@ -119,7 +119,7 @@ class Composer(nn.Module):
         self.register_buffer("codes", torch.tensor(codes, dtype=torch.long))
         self.register_buffer("wholes", torch.tensor(wholes, dtype=torch.long))
 
-    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+    def forward(self, numbers: Tensor) -> Tensor:
         characters = numbers[0, 2:-1:2]
         for _ in range(self.passes):
             following = torch.cat([characters[1:], characters.new_zeros(1)])

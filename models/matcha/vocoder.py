@@ -6,7 +6,7 @@ both are programs for `onnx.py` if their Fourier transforms are convolutions."""
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from common.device import full_fp32, upcast
 from models.matcha.mels import BANDS, EDGE, HOP, N_FFT, LogMel
@@ -32,17 +32,17 @@ class Fourier(nn.Module):
         super().__init__()
         self.register_buffer("window", torch.hann_window(N_FFT), persistent=False)
 
-    def forward(self, real: torch.Tensor, imaginary: torch.Tensor) -> torch.Tensor:
+    def forward(self, real: Tensor, imaginary: Tensor) -> Tensor:
         frames = torch.fft.irfft(torch.complex(real, imaginary)) * self.window
         weights = self.window.square().expand(len(frames), frames.shape[1], -1)
         return self.overlapped(frames) / self.overlapped(weights).clamp_min(TINY)
 
-    def overlapped(self, frames: torch.Tensor) -> torch.Tensor:
+    def overlapped(self, frames: Tensor) -> Tensor:
         """The sum of frames (B, F, 1024), 256 samples apart."""
         size = (1, HOP * (frames.shape[1] - 1) + N_FFT)
         return F.fold(frames.transpose(1, 2), size, (1, N_FFT), stride=(1, HOP))[:, 0, 0]
 
-    def spectrum(self, waveforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def spectrum(self, waveforms: Tensor) -> tuple[Tensor, Tensor]:
         spectrum = torch.fft.rfft(waveforms.unfold(1, N_FFT, HOP) * self.window)
         return spectrum.real, spectrum.imag
 
@@ -66,14 +66,14 @@ class ConvolutionalFourier(nn.Module):
         ):
             self.register_buffer(name, values.float())
 
-    def forward(self, real: torch.Tensor, imaginary: torch.Tensor) -> torch.Tensor:
+    def forward(self, real: Tensor, imaginary: Tensor) -> Tensor:
         spectrum = torch.cat([real, imaginary], 2).transpose(1, 2)
         waveforms = F.conv_transpose1d(spectrum, self.synthesis, stride=HOP)
         ones = torch.ones_like(spectrum[:, :1])
         weights = F.conv_transpose1d(ones, self.weights, stride=HOP).clamp_min(TINY)
         return (waveforms / weights)[:, 0]
 
-    def spectrum(self, waveforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def spectrum(self, waveforms: Tensor) -> tuple[Tensor, Tensor]:
         spectrum = F.conv1d(waveforms[:, None], self.analysis, stride=HOP).transpose(1, 2)
         return spectrum[..., :BINS], spectrum[..., BINS:]
 
@@ -95,7 +95,7 @@ class GriffinLim(nn.Module):
         inverse = torch.linalg.pinv(filters.cpu().t()).to(filters.device)
         self.register_buffer("inverse", inverse)
 
-    def forward(self, mels: torch.Tensor) -> torch.Tensor:
+    def forward(self, mels: Tensor) -> Tensor:
         with torch.autocast(mels.device.type, enabled=False), full_fp32(mels.device):
             bands = upcast(mels).exp().transpose(1, 2)
             magnitude = spectra.linear_spectrum(bands, self.filters, self.inverse).transpose(1, 2)
@@ -130,7 +130,7 @@ class Vocos(nn.Module):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
 
-    def forward(self, mels: torch.Tensor) -> torch.Tensor:
+    def forward(self, mels: Tensor) -> Tensor:
         x = upcast(self.head.out(self.backbone(mels)))
         with torch.autocast(mels.device.type, enabled=False), full_fp32(mels.device):
             magnitude = x[..., :BINS].exp().clamp_max(LOUDEST)
@@ -149,7 +149,7 @@ class Backbone(nn.Module):
         self.convnext = nn.ModuleList(ConvNeXt(width, 1 / layers) for _ in range(layers))
         self.final_layer_norm = nn.LayerNorm(width, eps=1e-6)
 
-    def forward(self, mels: torch.Tensor) -> torch.Tensor:
+    def forward(self, mels: Tensor) -> Tensor:
         x = self.embed(mels.transpose(1, 2)).transpose(1, 2)
         x = self.norm(x)
         for layer in self.convnext:
@@ -166,6 +166,6 @@ class ConvNeXt(nn.Module):
         self.pwconv2 = nn.Linear(3 * width, width)
         self.gamma = nn.Parameter(torch.full((width,), scale))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         y = self.norm(self.dwconv(x.transpose(1, 2)).transpose(1, 2))
         return x + self.gamma * self.pwconv2(F.gelu(self.pwconv1(y)))

@@ -10,7 +10,7 @@ from typing import Annotated
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from common import checkpoint, memory
 from common.device import full_fp32, upcast
@@ -104,7 +104,7 @@ class VocoderInTraining(nn.Module):
             self.register_buffer(f"filters_{size}", filters, persistent=False)
             self.register_buffer(f"window_{size}", torch.hann_window(size), persistent=False)
 
-    def spectra(self, waveforms: torch.Tensor) -> list[torch.Tensor]:
+    def spectra(self, waveforms: Tensor) -> list[Tensor]:
         """The logarithms of magnitudes in mel bands of (B, T), in each resolution."""
         spectra = []
         for size in RESOLUTIONS:
@@ -115,7 +115,7 @@ class VocoderInTraining(nn.Module):
         return spectra
 
 
-def compute_loss(model: VocoderInTraining, batch: dict) -> dict[str, torch.Tensor]:
+def compute_loss(model: VocoderInTraining, batch: dict) -> dict[str, Tensor]:
     """The sum over the batch of each crop's mean error in all resolutions."""
     audio = batch["audio"]
     made = model.vocoder(model.log_mel(audio))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from common.errors import DataError, UsageError
 from models.parakeet.tokenizer import ParakeetTokenizer
@@ -124,8 +124,8 @@ def tags(names: dict[str, int], tokenizer: ParakeetTokenizer) -> dict[int, int]:
 
 
 def with_new(
-    names: dict[str, int], columns: torch.Tensor, slots: int, name: str, like: str
-) -> tuple[dict[str, int], torch.Tensor]:
+    names: dict[str, int], columns: Tensor, slots: int, name: str, like: str
+) -> tuple[dict[str, int], Tensor]:
     """The names and the `columns` (W, D + slots) of `COLUMNS` with the language `name`, which
     begins as `like` in a free one of the `slots`. Raises `UsageError`."""
     if name in names:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from common.device import upcast
@@ -31,13 +32,13 @@ RNNT_DURATIONS = (0, 1)  # of a label and of a blank in the RNN-T loss
 class Lattice:
     """Inputs of the loss besides the outputs of the network."""
 
-    targets: torch.Tensor  # (B, U) labels
-    frames: torch.Tensor  # (B,) numbers of encoder frames, on the host
-    labels: torch.Tensor  # (B,) numbers of labels, on the host
+    targets: Tensor  # (B, U) labels
+    frames: Tensor  # (B,) numbers of encoder frames, on the host
+    labels: Tensor  # (B,) numbers of labels, on the host
     durations: tuple[int, ...]  # in frames; none for a model that has the RNN-T loss
     sigma: float = 0.0  # is subtracted from the log-probability of every arc
     # (B,) on the host: utterances with the RNN-T loss, which has token logits alone and no sigma
-    plain: torch.Tensor | None = None
+    plain: Tensor | None = None
     # Weight of FastEmit (Yu et al. 2021), which favours labels over blanks: the gradient has the
     # posteriors of labels a second time, this often, and the loss does not.
     fastemit: float = 0.0
@@ -46,12 +47,8 @@ class Lattice:
 
 
 def transducer_losses(
-    encoded: torch.Tensor,
-    predicted: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    lattice: Lattice,
-) -> torch.Tensor:
+    encoded: Tensor, predicted: Tensor, weight: Tensor, bias: Tensor, lattice: Lattice
+) -> Tensor:
     """(B,) negative log-likelihoods of the targets, in fp32 or better. A loss is infinite if no
     path has the utterance's length.
 
@@ -135,7 +132,7 @@ class _Cells:
         if encoded.is_cuda:
             self.rows = max(1, GPU_LOGITS // max(len(bias), encoded.shape[-1]))
 
-    def _index(self) -> torch.Tensor:
+    def _index(self) -> Tensor:
         """(N,) places of the valid cells in (B, T, U + 1). The host knows the lengths, so it need
         not wait for the device to find the cells."""
         widths = self.lattice.labels + 1
@@ -150,15 +147,13 @@ class _Cells:
         label = place % widths[rows]
         return rows * self.size + frame * self.shape[2] + label
 
-    def on_grid(self, values: torch.Tensor) -> torch.Tensor:
+    def on_grid(self, values: Tensor) -> Tensor:
         """(B, T, U + 1, C) in float64 of the cells' values (N, C), 0 for other cells."""
         cells = self.shape[0] * self.size
         grid = values.new_zeros(cells, values.shape[1], dtype=torch.float64)
         return grid.index_copy_(0, self.index, values.double()).view(*self.shape, -1)
 
-    def pieces(
-        self, chosen: torch.Tensor | None = None
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    def pieces(self, chosen: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yields positions in `index` and their dropout masks, for all cells or for the `chosen`,
         in ascending order. A cell has the same mask in both passes, because both draw the masks of
         all cells."""
@@ -192,25 +187,23 @@ class _Cells:
                 masks = []
                 count = 0
 
-    def places(self, piece: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def places(self, piece: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of `encoded` and `predicted` (and of `targets`) of the cells at these positions."""
         index = self.index[piece]
         columns = self.shape[2]
         return index // columns, index // self.size * columns + index % columns
 
-    def hidden(
-        self, rows: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def hidden(self, rows: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
         hidden = (self.encoded[rows[0]] + self.predicted[rows[1]]).relu_()
         if mask is None:
             return hidden
         return hidden.mul_(mask).div_(1.0 - self.lattice.dropout)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         return upcast(torch.addmm(self.bias, hidden, self.weight.t()))
 
 
-def _first_pass(cells: _Cells, piece: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def _first_pass(cells: _Cells, piece: Tensor, mask: Tensor | None) -> Tensor:
     """(n, 3 + D) of the cells of a piece: the log of the tokens' normaliser, and log-probabilities
     of blank, label and durations."""
     rows = cells.places(piece)
@@ -236,26 +229,24 @@ class _Arcs:
 
     steps: list[int]  # (P,) the positive durations d, in frames
     places: list[int]  # (P,) their places among all durations
-    blanks: torch.Tensor  # (B, T, P, U + 1) of blank: to frame t + d
-    labels: torch.Tensor  # (B, T, P, U + 1) of a label: to frame t + d and the next label
-    ends: torch.Tensor  # (B, T, P, U + 1) of the last blank, which ends at the utterance's end
+    blanks: Tensor  # (B, T, P, U + 1) of blank: to frame t + d
+    labels: Tensor  # (B, T, P, U + 1) of a label: to frame t + d and the next label
+    ends: Tensor  # (B, T, P, U + 1) of the last blank, which ends at the utterance's end
     # (B, T, U + 1) of a label with the duration 0, in the same frame; 0: no such arc
-    stays: torch.Tensor
+    stays: Tensor
     # (B, T, U + 1) sum of the stays below: of coming from label 0 to label u in t
-    climb: torch.Tensor
-    may_stay: torch.Tensor  # (B, T, U + 1) where there is an arc in `stays`
+    climb: Tensor
+    may_stay: Tensor  # (B, T, U + 1) where there is an arc in `stays`
     zero: int | None  # place of the duration 0 among all durations
 
-    def padded(self) -> torch.Tensor:
+    def padded(self) -> Tensor:
         """(B, T + longest duration, U + 2) of -inf, for alpha or beta, and beyond the lattice."""
         batch, frames, labels = self.stays.shape
         shape = (batch, frames + max(self.steps), labels + 1)
         return self.stays.new_full(shape, -torch.inf)
 
 
-def _sum_paths(
-    grid: torch.Tensor, cells: _Cells, trains: bool
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _sum_paths(grid: Tensor, cells: _Cells, trains: bool) -> tuple[Tensor, list[Tensor]]:
     """(B,) losses of `grid` (B, T, U + 1, 3 + D), which holds the columns of `_first_pass`, and if
     the model `trains`, the results of `_posteriors` with FastEmit."""
     lattice = cells.lattice
@@ -287,11 +278,7 @@ def _sum_paths(
 
 
 def _arcs(
-    grid: torch.Tensor,
-    lattice: Lattice,
-    frames_left: torch.Tensor,
-    labels_left: torch.Tensor,
-    plain: torch.Tensor,
+    grid: Tensor, lattice: Lattice, frames_left: Tensor, labels_left: Tensor, plain: Tensor
 ) -> _Arcs:
     """The arcs of `grid` (B, T, U + 1, 3 + D). `frames_left` (B, T, 1) and `labels_left` (B, 1,
     U + 1): from a cell to the utterance's end, not positive beyond the last frame and negative
@@ -303,7 +290,7 @@ def _arcs(
     nothing = torch.full((), -torch.inf, dtype=torch.float64, device=grid.device)
     minus_sigma = torch.zeros_like(plain, dtype=torch.float64).masked_fill(~plain, -lattice.sigma)
 
-    def arc(token: torch.Tensor, place: int, of_plain: int, allowed: torch.Tensor) -> torch.Tensor:
+    def arc(token: Tensor, place: int, of_plain: int, allowed: Tensor) -> Tensor:
         """(B, T, U + 1) of a token with the duration at this place. `of_plain`: the only duration
         that the token has in the RNN-T loss."""
         in_plain = 0.0 if durations[place] == of_plain else nothing
@@ -342,7 +329,7 @@ def _arcs(
 # alpha[u] = climb[u] + logcumsumexp(base - climb)[u], where `base` sums the arcs from other frames.
 
 
-def _beta(arcs: _Arcs) -> torch.Tensor:
+def _beta(arcs: _Arcs) -> Tensor:
     """(B, T + longest duration, U + 2) log-probabilities of the rest after each cell."""
     _, frames, columns = arcs.stays.shape
     beta = arcs.padded()
@@ -361,7 +348,7 @@ def _beta(arcs: _Arcs) -> torch.Tensor:
     return beta
 
 
-def _alpha(arcs: _Arcs) -> torch.Tensor:
+def _alpha(arcs: _Arcs) -> Tensor:
     """(B, T, U + 1) log-probabilities of coming to each cell."""
     _, frames, columns = arcs.stays.shape
     longest = max(arcs.steps)
@@ -390,12 +377,12 @@ def _alpha(arcs: _Arcs) -> torch.Tensor:
 
 def _posteriors(
     arcs: _Arcs,
-    start: torch.Tensor,
-    beta: torch.Tensor,
-    is_valid: torch.Tensor,
-    has_durations: torch.Tensor,
-    log_durations: torch.Tensor,
-) -> list[torch.Tensor]:
+    start: Tensor,
+    beta: Tensor,
+    is_valid: Tensor,
+    has_durations: Tensor,
+    log_durations: Tensor,
+) -> list[Tensor]:
     """For each cell its occupancy, the posteriors of blank and label (B, T, U + 1), and the
     gradient of the duration logits (B, T, U + 1, D).
 
@@ -427,7 +414,7 @@ def _posteriors(
 
 def _second_pass(
     cells: _Cells, incoming, normaliser, occupancy, of_blank, of_label, of_durations
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """The gradients of `encoded`, `predicted`, `weight` and `bias`. The incoming gradients (B,)
     count relative to the largest one, which multiplies the sums at the end, so that small ones are
     not lost in 16 bits. `normaliser` to `of_durations`: the first column of `_first_pass` and the

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from common.device import upcast
 from common.layers import downcast, lean_chain
@@ -61,7 +61,7 @@ class Subsampling(nn.Module):
             length = self.halved(length)
         return length
 
-    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         x = x[:, None]
         for layer in self.layers:
             if isinstance(layer, nn.ReLU):
@@ -82,10 +82,10 @@ class CausalConv2d(nn.Conv2d):
         # With 2 after them an output is added to an odd length, and cut off. So nothing is copied.
         super().__init__(inputs, outputs, 3, stride=2, padding=2, groups=groups)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)[:, :, : x.shape[2] // 2 + 1, : x.shape[3] // 2 + 1]
 
-    def step(self, x: torch.Tensor) -> torch.Tensor:
+    def step(self, x: Tensor) -> Tensor:
         """The same without zeros around the frames: (B, C, 2 N + 1, M), which begins with what
         comes before, to (B, C, N, M // 2 + 1)."""
         y = F.conv2d(x, self.weight, self.bias, self.stride, (0, 2), groups=self.groups)
@@ -111,7 +111,7 @@ class FeedForward(nn.Module):
         self.linear1 = nn.Linear(config["d_model"], config["ffn"], bias=config["biases"])
         self.linear2 = nn.Linear(config["ffn"], config["d_model"], bias=config["biases"])
 
-    def forward(self, x: torch.Tensor, norm: nn.LayerNorm) -> torch.Tensor:
+    def forward(self, x: Tensor, norm: nn.LayerNorm) -> Tensor:
         return lean_chain(x, norm, self.linear1, F.silu, self.linear2)
 
 
@@ -133,33 +133,26 @@ class Attention(nn.Module):
         self.bias_u = nn.Parameter(torch.zeros(self.heads, d // self.heads))
         self.bias_v = nn.Parameter(torch.zeros(self.heads, d // self.heads))
 
-    def forward(
-        self, x: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, positions: Tensor, hidden: Tensor | None) -> Tensor:
         """`positions` (2 T - 1, D): as `relative_positions` returns them. `hidden` (B, 1, 1 or T,
         T): True where a frame does not see another one; None if all see all."""
         return self.attend(*self.projected(x), self.distances(positions), hidden)
 
-    def _split(self, y: torch.Tensor) -> torch.Tensor:
+    def _split(self, y: Tensor) -> Tensor:
         return y.unflatten(-1, (self.heads, -1)).transpose(-2, -3)  # (..., H, T, D / H)
 
-    def projected(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (B, H, T, D / H) of (B, T, D)."""
         x = downcast(x)  # once for three products
         return tuple(self._split(layer(x)) for layer in (self.q_proj, self.k_proj, self.v_proj))
 
-    def distances(self, positions: torch.Tensor) -> torch.Tensor:
+    def distances(self, positions: Tensor) -> Tensor:
         """(H, N, D / H) of `relative_positions` (N, D)."""
         return self._split(self.relative_k_proj(positions))
 
     def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        distances: torch.Tensor,
-        hidden: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, distances: Tensor, hidden: Tensor | None
+    ) -> Tensor:
         """(B, T, D) of the queries of T frames. Keys and values are those of S frames, of which
         these are the last. `distances` (H, S + T - 1, D / H), `hidden` (B, 1, 1 or T, S)."""
         bias_u = self.bias_u[:, None].to(q.dtype)
@@ -173,7 +166,7 @@ class Attention(nn.Module):
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
-def shift(scores: torch.Tensor) -> torch.Tensor:
+def shift(scores: Tensor) -> Tensor:
     """Scores by distance (B, H, T, S + T - 1) to scores by key (B, H, T, S), of queries that are
     the last of S frames. Row i begins with the distance S - 1; key j has the distance S - T + i -
     j. So each row is shifted by one more."""
@@ -189,7 +182,7 @@ class FrozenBatchNorm(nn.BatchNorm1d):
 
     measures = False  # whether the next input sets the statistics
 
-    def forward(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
         if self.measures:
             frames = x.flatten(0, 1) if padding is None else x[~padding[..., 0]]
             self.running_mean.copy_(frames.mean(0))
@@ -201,11 +194,11 @@ class FrozenBatchNorm(nn.BatchNorm1d):
 class FrameNorm(nn.LayerNorm):
     """LayerNorm of (B, T, D), which replaces BatchNorm in streaming models and has its weights."""
 
-    def forward(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
         return super().forward(x).to(x.dtype)
 
 
-def pointwise(layer: nn.Conv1d, x: torch.Tensor) -> torch.Tensor:
+def pointwise(layer: nn.Conv1d, x: Tensor) -> Tensor:
     """A convolution with kernel 1 of (B, T, D)."""
     # Of an input that is not contiguous, torch chooses the kernel by whether the weight requires a
     # gradient, which a weight that autocast has cast does not in evaluation.
@@ -232,17 +225,17 @@ class Convolution(nn.Module):
         self.norm = self.norm_kind(d)
         self.pointwise_conv2 = nn.Conv1d(d, d, 1, bias=biases)
 
-    def forward(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
         x = self.gated(x)
         if padding is not None:
             x = x.masked_fill(padding, 0.0)  # or the kernel would see what follows the end
         return self.mixed(x, padding)
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
+    def gated(self, x: Tensor) -> Tensor:
         """The gated frames (B, T, D), which the kernel goes over."""
         return F.glu(pointwise(self.pointwise_conv1, x), dim=-1)
 
-    def mixed(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+    def mixed(self, x: Tensor, padding: Tensor | None) -> Tensor:
         """The frames (B, T, D) that kernel, norm and second pointwise layer make of `x`."""
         x = self.depthwise_conv(x.transpose(1, 2)).transpose(1, 2)
         return pointwise(self.pointwise_conv2, F.silu(self.norm(x, padding)))
@@ -261,10 +254,10 @@ class CausalConvolution(Convolution):
     def padding(kernel: int) -> int:
         return 0
 
-    def mixed(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+    def mixed(self, x: Tensor, padding: Tensor | None) -> Tensor:
         return super().mixed(F.pad(x, (0, 0, self.before, 0)), padding)
 
-    def step(self, x: torch.Tensor) -> torch.Tensor:
+    def step(self, x: Tensor) -> Tensor:
         """`mixed` of (B, `before` + T, D), which begins with the frames before these T."""
         return super().mixed(x, None)
 
@@ -287,22 +280,18 @@ class EncoderLayer(nn.Module):
         self.dropout = dropout
 
     def forward(
-        self,
-        x: torch.Tensor,
-        positions: torch.Tensor,
-        padding: torch.Tensor | None,
-        hidden: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, x: Tensor, positions: Tensor, padding: Tensor | None, hidden: Tensor | None
+    ) -> Tensor:
         """`positions` and `hidden`: as in `Attention`. `padding` (B, T, 1): True beyond an
         utterance's end; None if all utterances have T frames."""
         return self.around(
             x, lambda y: self.self_attn(y, positions, hidden), lambda y: self.conv(y, padding)
         )
 
-    def around(self, x: torch.Tensor, attend: Callable, convolve: Callable) -> torch.Tensor:
+    def around(self, x: Tensor, attend: Callable, convolve: Callable) -> Tensor:
         """The layer with these functions (B, T, D) to (B, T, D) for attention and convolution."""
 
-        def drop(y: torch.Tensor) -> torch.Tensor:
+        def drop(y: Tensor) -> Tensor:
             return F.dropout(y, self.dropout, self.training)
 
         x = x + 0.5 * drop(self.feed_forward1(x, self.norm_feed_forward1))
@@ -327,7 +316,7 @@ def encoder_frames(samples: int, config: dict) -> int:
     return length
 
 
-def relative_positions(like: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
+def relative_positions(like: Tensor, queries: int, keys: int) -> Tensor:
     """(S + T - 1, D): interleaved sines and cosines of the distances S - 1 ... -(T - 1), for
     `Attention.attend` with T `queries` and S `keys`."""
     d = like.shape[-1]
@@ -337,9 +326,7 @@ def relative_positions(like: torch.Tensor, queries: int, keys: int) -> torch.Ten
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1).to(like.dtype)
 
 
-def outside_chunks(
-    lookaheads: torch.Tensor, left: int, padding: torch.Tensor | None, frames: int
-) -> torch.Tensor:
+def outside_chunks(lookaheads: Tensor, left: int, padding: Tensor | None, frames: int) -> Tensor:
     """(B, 1, T, T): True where a frame does not see another one. An utterance is divided into
     chunks of as many frames as its `lookaheads` (B,) + 1. A frame sees its own chunk and as many
     before it as fit into `left` frames. `padding` (B, T, 1) is seen by padding alone, which must
@@ -367,17 +354,13 @@ class Encoder(nn.Module):
         layers = [EncoderLayer(config, dropout) for _ in range(config["layers"])]
         self.layers = nn.ModuleList(layers)
 
-    def subsample(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def subsample(self, x: Tensor, lengths: Tensor) -> Tensor:
         pieces = zip(x.split(AT_ONCE), lengths.split(AT_ONCE), strict=True)
         return torch.cat([self.subsampling(*piece) for piece in pieces]) * self.scale
 
     def forward(
-        self,
-        x: torch.Tensor,
-        lengths: torch.Tensor,
-        frames: list[int],
-        lookaheads: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, x: Tensor, lengths: Tensor, frames: list[int], lookaheads: Tensor | None = None
+    ) -> Tensor:
         """`lengths` (B,): valid frames of the features, on the device; `frames`: valid frames of
         the result, on the host; `lookaheads` (B,): those of a streaming model."""
         x = F.dropout(self.subsample(x, lengths), self.dropout, self.training)
@@ -392,12 +375,8 @@ class Encoder(nn.Module):
         return x
 
     def hidden(
-        self,
-        lengths: torch.Tensor,
-        lookaheads: torch.Tensor | None,
-        padding: torch.Tensor | None,
-        frames: int,
-    ) -> torch.Tensor | None:
+        self, lengths: Tensor, lookaheads: Tensor | None, padding: Tensor | None, frames: int
+    ) -> Tensor | None:
         """Which of the T `frames` do not see each other, as in `Attention`."""
         if self.streaming:
             if lookaheads is None:
@@ -417,7 +396,7 @@ class PromptProjector(nn.Module):
         self.linear_1 = nn.Linear(d + config["prompts"]["slots"], width)
         self.linear_2 = nn.Linear(width, d)
 
-    def forward(self, x: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, prompts: Tensor) -> Tensor:
         frames, slots = self.linear_1.weight.split([x.shape[-1], self.slots], dim=1)
         column = (slots[:, prompts].T + self.linear_1.bias)[:, None]  # (B, 1, W)
         x = F.linear(x, frames)
@@ -443,9 +422,7 @@ class Prediction(nn.Module):
         self.decoder_projector = nn.Linear(width, config["joint_width"])
         self.dropout = dropout
 
-    def forward(
-        self, tokens: torch.Tensor, state: tuple | None = None
-    ) -> tuple[torch.Tensor, tuple]:
+    def forward(self, tokens: Tensor, state: tuple | None = None) -> tuple[Tensor, tuple]:
         with torch.autocast(tokens.device.type, enabled=False):
             x, state = self.lstm(self.embedding(tokens), state)
         return self.decoder_projector(F.dropout(x, self.dropout, self.training)), state
@@ -461,13 +438,11 @@ class Joint(nn.Module):
         outputs = config["vocabulary"] + 1 + len(self.durations)
         self.head = nn.Linear(config["joint_width"], outputs)
 
-    def forward(
-        self, encoded: torch.Tensor, predicted: torch.Tensor, lattice: Lattice
-    ) -> torch.Tensor:
+    def forward(self, encoded: Tensor, predicted: Tensor, lattice: Lattice) -> Tensor:
         """(B,) losses."""
         return transducer_losses(encoded, predicted, self.head.weight, self.head.bias, lattice)
 
-    def logits(self, encoded: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
+    def logits(self, encoded: Tensor, predicted: Tensor) -> Tensor:
         """(B, V + 1 + D) of one cell: tokens, blank, durations if the model has them."""
         return upcast(self.head((encoded + predicted).relu()))
 
@@ -508,7 +483,7 @@ class Parakeet(nn.Module):
         self.trains_ctc = config["ctc"]
         self.decodes_ctc = self.joint is None
 
-    def mel(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    def mel(self, batch: dict) -> tuple[Tensor, Tensor, list[int]]:
         """The batch's waveforms to features (B, F, M), their lengths, and the numbers of the
         encoder's frames on the host."""
         counts = nemo_features.frames(batch["audio_lengths_host"])
@@ -518,7 +493,7 @@ class Parakeet(nn.Module):
             x = spec_augment(x, lengths, batch["frequency_masks"], batch["time_masks"])
         return x, lengths, self.encoder.subsampling.frames(counts).tolist()
 
-    def encode(self, batch: dict) -> tuple[torch.Tensor, list[int]]:
+    def encode(self, batch: dict) -> tuple[Tensor, list[int]]:
         """The batch's waveforms to (B, T, D), and the numbers of valid frames on the host."""
         x, lengths, frames = self.mel(batch)
         x = self.encoder(x, lengths, frames, batch.get("lookaheads"))
@@ -527,11 +502,11 @@ class Parakeet(nn.Module):
             x = self.prompt_projector(x, prompts)
         return x, frames
 
-    def ctc_log_probs(self, encoded: torch.Tensor) -> torch.Tensor:
+    def ctc_log_probs(self, encoded: Tensor) -> Tensor:
         """The CTC head's log-probabilities (B, T, V + 1) of (B, T, D), the blank last."""
         return upcast(self.ctc_head(encoded.transpose(1, 2))).log_softmax(1).transpose(1, 2)
 
-    def predict(self, tokens: torch.Tensor) -> torch.Tensor:
+    def predict(self, tokens: Tensor) -> Tensor:
         """The prediction network's output (B, U + 1, J) before and after every token of (B, U)."""
         return self.decoder(F.pad(tokens, (1, 0), value=self.blank))[0]
 

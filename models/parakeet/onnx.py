@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common.errors import UsageError
 from models import onnx_files
@@ -40,9 +40,7 @@ class EncoderGraph(nn.Module):
         super().__init__()
         self.encoder = model.encoder
 
-    def forward(
-        self, features: torch.Tensor, lengths: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         x = features.transpose(1, 2)
         x = x.masked_fill(~valid_mask(lengths, x.shape[1])[:, :, None], 0.0)
         x = self.encoder.subsampling(x, lengths) * self.encoder.scale
@@ -67,12 +65,8 @@ class DecoderGraph(nn.Module):
         self.lstm = model.decoder.lstm
 
     def forward(
-        self,
-        targets: torch.Tensor,
-        lengths: torch.Tensor,
-        hidden: torch.Tensor,
-        cells: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
+        self, targets: Tensor, lengths: Tensor, hidden: Tensor, cells: Tensor
+    ) -> tuple[Tensor, ...]:
         x = self.embedding(targets)  # (B, 1, H)
         new_hidden = []
         new_cells = []
@@ -100,7 +94,7 @@ class JoinerGraph(nn.Module):
         self.decoder_projector = model.decoder.decoder_projector
         self.joint = model.joint
 
-    def forward(self, encoded: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
+    def forward(self, encoded: Tensor, predicted: Tensor) -> Tensor:
         encoded = self.encoder_projector(encoded.transpose(1, 2))[:, :, None]
         predicted = self.decoder_projector(predicted.transpose(1, 2))[:, None]
         return self.joint.logits(encoded, predicted)
@@ -115,13 +109,8 @@ class DecoderJointGraph(nn.Module):
         self.joiner = JoinerGraph(model)
 
     def forward(
-        self,
-        encoded: torch.Tensor,
-        targets: torch.Tensor,
-        lengths: torch.Tensor,
-        hidden: torch.Tensor,
-        cells: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
+        self, encoded: Tensor, targets: Tensor, lengths: Tensor, hidden: Tensor, cells: Tensor
+    ) -> tuple[Tensor, ...]:
         predicted, lengths, hidden, cells = self.decoder(targets, lengths, hidden, cells)
         return self.joiner(encoded, predicted), lengths, hidden, cells
 
@@ -134,9 +123,7 @@ class CtcModel(nn.Module):
         self.encoder = EncoderGraph(model)
         self.model = model
 
-    def ctc_log_probs(
-        self, features: torch.Tensor, lengths: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def ctc_log_probs(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         encoded, lengths = self.encoder(features.transpose(1, 2), lengths)
         return self.model.ctc_log_probs(encoded.transpose(1, 2)), lengths
 
@@ -155,9 +142,7 @@ def check(config: dict) -> None:
     onnx_files.require_packages("--export_format onnx")
 
 
-def prepare(
-    tensors: dict[str, torch.Tensor], config: dict, pieces: list[str]
-) -> Callable[[Path], None]:
+def prepare(tensors: dict[str, Tensor], config: dict, pieces: list[str]) -> Callable[[Path], None]:
     """The function that writes the files in a folder. `tensors`: fp32 weights on the host."""
     if config["num_mel_bins"] not in MEL_BINS:
         print(

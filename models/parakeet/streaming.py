@@ -6,7 +6,7 @@ import functools
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from models.parakeet import decoding
 from models.parakeet.model import CausalConv2d, Encoder, Parakeet, relative_positions
@@ -28,14 +28,14 @@ class EncoderStream:
         self.frames = 0
         self.chunk = lookahead + 1
         self.left = encoder.streaming["left"] // self.chunk * self.chunk  # frames: whole chunks
-        self.stages: dict[int, torch.Tensor] = {}
-        self.attended: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.convolved: dict[int, torch.Tensor] = {}
+        self.stages: dict[int, Tensor] = {}
+        self.attended: dict[int, tuple[Tensor, Tensor]] = {}
+        self.convolved: dict[int, Tensor] = {}
         like = encoder.layers[0].norm_out.weight
         positions = relative_positions(like, self.chunk, self.left + self.chunk)
         self.distances = [layer.self_attn.distances(positions) for layer in encoder.layers]
 
-    def step(self, x: torch.Tensor, total: int | None = None) -> torch.Tensor:
+    def step(self, x: Tensor, total: int | None = None) -> Tensor:
         """The encoder's next T <= chunk frames (1, T, D) of the next features (1, F, M).
         `total`: the number of features of the recording, if it ends with these. Zeros follow it,
         as many as its last frame sees."""
@@ -46,7 +46,7 @@ class EncoderStream:
         self.frames += x.shape[1]
         return x
 
-    def _subsample(self, x: torch.Tensor, total: int | None) -> torch.Tensor:
+    def _subsample(self, x: Tensor, total: int | None) -> Tensor:
         subsampling = self.encoder.subsampling
         valid = None if total is None else self._valid(total)
         x = x[:, None]
@@ -76,7 +76,7 @@ class EncoderStream:
             made.insert(0, max(0, 2 * made[0] - 1))
         return [length - before for length, before in zip(lengths, made[1:], strict=True)]
 
-    def _attend(self, number: int, x: torch.Tensor) -> torch.Tensor:
+    def _attend(self, number: int, x: Tensor) -> Tensor:
         attention = self.encoder.layers[number].self_attn
         q, k, v = attention.projected(x)
         if number in self.attended:
@@ -90,7 +90,7 @@ class EncoderStream:
         distances = self.distances[number][:, here + 1 - seen : here + x.shape[1]]
         return attention.attend(q, k, v, distances, hidden=None)
 
-    def _convolve(self, number: int, x: torch.Tensor) -> torch.Tensor:
+    def _convolve(self, number: int, x: Tensor) -> Tensor:
         convolution = self.encoder.layers[number].conv
         x = convolution.gated(x)
         zeros = x.new_zeros(1, convolution.before, x.shape[2])  # before the recording
@@ -115,7 +115,7 @@ class Stream:
         self.audio = torch.zeros(1 + WINDOW // 2, dtype=window.dtype)
 
     @torch.no_grad()
-    def push(self, waveform: torch.Tensor) -> list[Token]:
+    def push(self, waveform: Tensor) -> list[Token]:
         """The tokens that the next samples (T,) bring, by frames of the recording."""
         self.samples += len(waveform)
         self.audio = torch.cat([self.audio, waveform.to(self.audio)])

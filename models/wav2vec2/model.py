@@ -12,7 +12,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from common.device import upcast
 from common.layers import downcast, lean_chain, quieten_branches
@@ -25,7 +25,7 @@ def frames(samples, config: dict):
     """The frames of so many samples at 16 kHz, an int or a tensor; at least 1."""
     for kernel, stride in zip(config["conv_kernel"], config["conv_stride"], strict=True):
         samples = (samples - kernel) // stride + 1
-    return samples.clamp_min(1) if isinstance(samples, torch.Tensor) else max(1, samples)
+    return samples.clamp_min(1) if isinstance(samples, Tensor) else max(1, samples)
 
 
 def frame_samples(config: dict) -> int:
@@ -43,7 +43,7 @@ def shortest(config: dict) -> int:
     return samples
 
 
-def normalised(audio: torch.Tensor, lengths: torch.Tensor, epsilon: float) -> torch.Tensor:
+def normalised(audio: Tensor, lengths: Tensor, epsilon: float) -> Tensor:
     """Waveforms (B, T) with lengths (B,), each with a mean of 0 and a variance of 1, then zeros."""
     valid = valid_mask(lengths, audio.shape[1])
     counts = lengths[:, None].to(audio.dtype)
@@ -57,7 +57,7 @@ class ChannelNorm(nn.GroupNorm):
     """Normalises each channel of (B, C, T) over the valid frames of its utterance. Padding would
     change the statistics, and with them an utterance's result."""
 
-    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         valid = valid_mask(lengths, x.shape[2])[:, None]
         counts = lengths[:, None, None].to(x.dtype)
         x = (x - (x * valid).sum(2, keepdim=True) / counts) * valid
@@ -83,7 +83,7 @@ class ConvLayer(nn.Module):
         elif number == 0:
             self.layer_norm = ChannelNorm(width, width)
 
-    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """`lengths` (B,): of the input. The result has its own."""
         x = self.conv(x)
         kind = x.dtype
@@ -109,14 +109,14 @@ class FeatureExtractor(nn.Module):
     def is_trained(self) -> bool:
         return self.conv_layers[0].conv.weight.requires_grad
 
-    def forward(self, audio: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def forward(self, audio: Tensor, lengths: Tensor) -> Tensor:
         x = F.pad(audio, (0, max(0, self.shortest - audio.shape[1])))[:, None]
         for layer in self.conv_layers:
             x, lengths = layer(x, lengths)
         return x.transpose(1, 2)
 
     @torch.no_grad()
-    def one_by_one(self, audio: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    def one_by_one(self, audio: Tensor, lengths: list[int]) -> Tensor:
         """The same for an extractor that is not trained. One utterance after the other needs the
         least memory: the first convolution returns 6 MB a second of speech."""
         rows = []
@@ -136,7 +136,7 @@ class FeatureProjection(nn.Module):
             self.layer_norm = nn.LayerNorm(width, eps=config["layer_norm_eps"])
         self.projection = nn.Linear(width, config["hidden_size"])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.projection(x if self.layer_norm is None else self.layer_norm(x))
 
 
@@ -154,11 +154,11 @@ class WeightNormConv(nn.Module):
             self.weight_g = nn.Parameter(self.norm())
         self.bias = nn.Parameter(torch.zeros(width))
 
-    def norm(self) -> torch.Tensor:
+    def norm(self) -> Tensor:
         """(1, 1, K)"""
         return upcast(self.weight_v).square().sum((0, 1), keepdim=True).sqrt()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         weight = self.weight_v * (self.weight_g / self.norm())
         padding = self.weight_v.shape[2] // 2
         return F.conv1d(x, weight, self.bias, padding=padding, groups=self.groups)
@@ -175,7 +175,7 @@ class PositionalConvEmbedding(nn.Module):
             config["num_conv_pos_embedding_groups"],
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         y = self.conv(x.transpose(1, 2))[:, :, : x.shape[1]]  # an even kernel returns one more
         return F.gelu(y.transpose(1, 2))
 
@@ -192,7 +192,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(d, d)
         self.out_proj = nn.Linear(d, d)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """`mask` (B, 1, 1, T): True where a frame is seen; None if all are."""
         x = downcast(x)  # once for three products
         q, k, v = (
@@ -212,7 +212,7 @@ class FeedForward(nn.Module):
         self.intermediate_dense = nn.Linear(config["hidden_size"], config["intermediate_size"])
         self.output_dense = nn.Linear(config["intermediate_size"], config["hidden_size"])
 
-    def forward(self, x: torch.Tensor, norm: nn.LayerNorm | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, norm: nn.LayerNorm | None = None) -> Tensor:
         first = (norm, self.intermediate_dense) if norm else (self.intermediate_dense,)
         return lean_chain(x, *first, F.gelu, self.output_dense)
 
@@ -226,7 +226,7 @@ class Adapter(nn.Module):
         self.linear_1 = nn.Linear(config["hidden_size"], config["adapter_attn_dim"])
         self.linear_2 = nn.Linear(config["adapter_attn_dim"], config["hidden_size"])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.linear_2(F.relu(self.linear_1(self.norm(x))))
 
 
@@ -244,10 +244,10 @@ class EncoderLayer(nn.Module):
         self.is_stable = config["do_stable_layer_norm"]
         self.dropout = dropout
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """`mask`: as in `Attention`."""
 
-        def drop(y: torch.Tensor) -> torch.Tensor:
+        def drop(y: Tensor) -> Tensor:
             return F.dropout(y, self.dropout, self.training)
 
         if not self.is_stable:
@@ -270,9 +270,7 @@ class Encoder(nn.Module):
         self.is_stable = config["do_stable_layer_norm"]
         self.dropout = dropout
 
-    def forward(
-        self, x: torch.Tensor, valid: torch.Tensor | None, kept: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, valid: Tensor | None, kept: Tensor | None = None) -> Tensor:
         """`valid` (B, T): frames inside the utterances; None if all have T. `kept` (B, L): True for
         the layers that an utterance goes through; None if it is all of them."""
         mask = None
@@ -308,7 +306,7 @@ class Wav2Vec2(nn.Module):
         quieten_branches(self.encoder, BRANCH_OUTPUTS)
         self.lm_head = nn.Linear(config["hidden_size"], config["vocabulary"])
 
-    def features(self, batch: dict) -> torch.Tensor:
+    def features(self, batch: dict) -> Tensor:
         """The frames (B, T, C) of the batch's waveforms."""
         audio = batch["audio"]
         if self.config["do_normalize"]:
@@ -321,7 +319,7 @@ class Wav2Vec2(nn.Module):
                 return self.feature_extractor(audio, batch["audio_lengths"])
             return self.feature_extractor.one_by_one(audio, batch["audio_lengths_host"].tolist())
 
-    def encode(self, batch: dict) -> tuple[torch.Tensor, list[int]]:
+    def encode(self, batch: dict) -> tuple[Tensor, list[int]]:
         """The batch's waveforms to (B, T, D), and the number of valid frames of each.
 
         A training batch has masks: time_masks (B, T) and channel_masks (B, D), and layers (B, L),
@@ -338,6 +336,6 @@ class Wav2Vec2(nn.Module):
             valid = valid_mask(frames(batch["audio_lengths"], self.config), x.shape[1])
         return self.encoder(x, valid, batch.get("layers")), counts
 
-    def ctc_log_probs(self, encoded: torch.Tensor) -> torch.Tensor:
+    def ctc_log_probs(self, encoded: Tensor) -> Tensor:
         """(B, T, D) to (B, T, V), in fp32 or better."""
         return upcast(self.lm_head(encoded)).log_softmax(-1)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from common.errors import UsageError
 from models import model_files, onnx_files
@@ -51,7 +51,7 @@ class WaveformGraph(nn.Module):
         self.model = model
         self.epsilon = model.config["normalize_eps"]
 
-    def forward(self, audio: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def forward(self, audio: Tensor, lengths: Tensor) -> Tensor:
         is_whole = lengths < 0
         lengths = torch.where(is_whole, audio.shape[1], lengths)
         audio = torch.where(
@@ -67,7 +67,7 @@ class WaveformGraph(nn.Module):
         log_probs = self.model.ctc_log_probs(encoded)
         return onnx_files.with_blanks(log_probs, counts, self.model.blank)
 
-    def with_our_epsilon(self, audio: torch.Tensor) -> torch.Tensor:
+    def with_our_epsilon(self, audio: Tensor) -> Tensor:
         """Waveforms (B, T) that sherpa-onnx has normalised, as if it had added the model's epsilon
         to their variance v. It left a variance u = v / (v + theirs) of them."""
         variance = audio.square().mean(1, keepdim=True)
@@ -88,7 +88,7 @@ def check(config: dict) -> None:
 
 def export(
     folder: str | Path,
-    weights: dict[str, torch.Tensor],
+    weights: dict[str, Tensor],
     config: dict,
     tokenizer: dict,
     card: str | dict[str, str] = "",
@@ -126,7 +126,7 @@ def graph(model: Wav2Vec2) -> onnx_files.Graph:
     return onnx_files.Graph(WaveformGraph(model), inputs, ("logprobs",), usual)
 
 
-def silence_special(tensors: dict[str, torch.Tensor], tokenizer: Wav2Vec2Tokenizer) -> None:
+def silence_special(tensors: dict[str, Tensor], tokenizer: Wav2Vec2Tokenizer) -> None:
     """Replaces the head's bias, so that no frame is a special piece, which programs would print."""
     bias = tensors["lm_head.bias"].clone()
     for number, piece in enumerate(tokenizer.pieces):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from common.device import upcast
 from models.whisper.model import KVCache, Whisper
@@ -56,7 +57,7 @@ class Search:
     start: int = 0  # place of <|startoftranscript|> in the prompt
     # Logits (N, V) and the tokens (N, U) that follow the prompt to logits with -inf for what must
     # not come next.
-    rules: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    rules: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 @dataclass
@@ -145,7 +146,7 @@ class TokenRate:
         rates = [len(item["ctc_tokens"]) / item["heard"] * SAMPLE_RATE for item in items]
         return RATE_MARGIN * max(rates, default=math.inf)
 
-    def limits(self, samples: torch.Tensor) -> torch.Tensor:
+    def limits(self, samples: Tensor) -> Tensor:
         """(B,) the most tokens of utterances of so many samples (B,)."""
         most = (samples * (self.per_second / SAMPLE_RATE)).clamp_max(NO_LIMIT)
         return most.ceil().long() + SPARE_TOKENS
@@ -157,10 +158,10 @@ class TokenRate:
 @torch.no_grad()
 def greedy(
     model: Whisper,
-    encoded: torch.Tensor,
-    mask: torch.Tensor | None,
+    encoded: Tensor,
+    mask: Tensor | None,
     search: Search,
-    limits: torch.Tensor | None = None,
+    limits: Tensor | None = None,
 ) -> list[Hypothesis]:
     """The most probable token at each step, for each utterance. `limits` (B,) on the host: after so
     many tokens an utterance ends."""
@@ -168,7 +169,7 @@ def greedy(
         limits = torch.full((len(encoded),), search.max_new_tokens)
     limits = limits.to(encoded.device, non_blocking=True)
 
-    def pick(logits: torch.Tensor, step: int, active: torch.Tensor) -> torch.Tensor:
+    def pick(logits: Tensor, step: int, active: Tensor) -> Tensor:
         return logits.argmax(-1).masked_fill(limits[active] <= step, search.eos)
 
     return _extend(model, encoded, mask, search, pick)
@@ -177,8 +178,8 @@ def greedy(
 @torch.no_grad()
 def sample(
     model: Whisper,
-    encoded: torch.Tensor,
-    mask: torch.Tensor | None,
+    encoded: Tensor,
+    mask: Tensor | None,
     search: Search,
     temperature: float,
     generator: torch.Generator,
@@ -190,7 +191,7 @@ def sample(
         encoded.device
     )
 
-    def pick(logits: torch.Tensor, step: int, active: torch.Tensor) -> torch.Tensor:
+    def pick(logits: Tensor, step: int, active: Tensor) -> Tensor:
         cumulative = (logits.double() / temperature).softmax(-1).cumsum(-1)
         drawn = numbers[step] * cumulative[:, -1:]
         return (cumulative <= drawn).sum(-1).clamp_max(logits.shape[1] - 1)
@@ -199,9 +200,7 @@ def sample(
 
 
 @torch.no_grad()
-def beam(
-    model: Whisper, encoded: torch.Tensor, mask: torch.Tensor | None, search: Search
-) -> list[Hypothesis]:
+def beam(model: Whisper, encoded: Tensor, mask: Tensor | None, search: Search) -> list[Hypothesis]:
     """Beam search; returns each utterance's best hypothesis by log-probability per token.
 
     At each step, continuations with eos among an utterance's `beam_size` best are finished
@@ -285,7 +284,7 @@ def _token_limit(config: dict, search: Search) -> int:
     return min(search.max_new_tokens, config["max_target_positions"] - len(search.prompt))
 
 
-def _biases(logits: torch.Tensor, search: Search) -> tuple[torch.Tensor, torch.Tensor]:
+def _biases(logits: Tensor, search: Search) -> tuple[Tensor, Tensor]:
     """(V,) of 0, and -inf for suppressed tokens: at every step, and at the first one."""
     bias = torch.zeros(logits.shape[1], dtype=logits.dtype)
     bias[list(search.suppress)] = -math.inf
@@ -295,8 +294,8 @@ def _biases(logits: torch.Tensor, search: Search) -> tuple[torch.Tensor, torch.T
 
 
 def _allow(
-    logits: torch.Tensor, bias: torch.Tensor, search: Search, tokens: torch.Tensor | list[list[int]]
-) -> torch.Tensor:
+    logits: Tensor, bias: Tensor, search: Search, tokens: Tensor | list[list[int]]
+) -> Tensor:
     """Logits (N, V) after the `bias` (V,) and the rules for what may follow the `tokens` (N, U)."""
     logits = logits + bias
     if search.rules is None:
@@ -306,8 +305,8 @@ def _allow(
 
 
 def _read_prompt(
-    model: Whisper, encoded: torch.Tensor, mask: torch.Tensor | None, search: Search
-) -> tuple[KVCache, torch.Tensor, list[float | None]]:
+    model: Whisper, encoded: Tensor, mask: Tensor | None, search: Search
+) -> tuple[KVCache, Tensor, list[float | None]]:
     """The cache after the prompt, the logits (B, V) of the next token, and each utterance's
     probability of silence."""
     kv_cache = KVCache(len(model.decoder.layers))
@@ -321,19 +320,15 @@ def _read_prompt(
 
 
 def _next_logits(
-    model: Whisper,
-    tokens: torch.Tensor,
-    encoded: torch.Tensor,
-    mask: torch.Tensor | None,
-    kv_cache: KVCache,
-) -> torch.Tensor:
+    model: Whisper, tokens: Tensor, encoded: Tensor, mask: Tensor | None, kv_cache: KVCache
+) -> Tensor:
     """Logits (N, V) after each row's next token (N,)."""
     return upcast(model.logits(model.decoder(tokens[:, None], encoded, mask, kv_cache)[:, -1]))
 
 
 def _select(
-    kv_cache: KVCache, mask: torch.Tensor | None, rows: torch.Tensor, utterances: list[int] | None
-) -> torch.Tensor | None:
+    kv_cache: KVCache, mask: Tensor | None, rows: Tensor, utterances: list[int] | None
+) -> Tensor | None:
     """Continues the cache from `rows` and with these utterances, or all; returns their mask."""
     kv_cache.reorder(rows)
     if utterances is None:
@@ -345,10 +340,10 @@ def _select(
 
 def _extend(
     model: Whisper,
-    encoded: torch.Tensor,
-    mask: torch.Tensor | None,
+    encoded: Tensor,
+    mask: Tensor | None,
     search: Search,
-    pick: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor],
+    pick: Callable[[Tensor, int, Tensor], Tensor],
 ) -> list[Hypothesis]:
     """One hypothesis per utterance. Ended ones leave the batch; the next tokens of the others, the
     numbers `active` (N,), are `pick(logits (N, V), step, active)`."""
@@ -397,10 +392,10 @@ def _extend(
 def greedy_texts(
     model: Whisper,
     tokenizer: WhisperTokenizer,
-    encoded: torch.Tensor,
-    mask: torch.Tensor | None,
+    encoded: Tensor,
+    mask: Tensor | None,
     search: Search,
-    limits: torch.Tensor | None = None,
+    limits: Tensor | None = None,
     languages: list[str] | None = None,
 ) -> list[str]:
     """Texts of one greedy pass without fallback, which evaluations during training can afford.
@@ -419,8 +414,8 @@ def greedy_texts(
 def texts(
     model: Whisper,
     tokenizer: WhisperTokenizer,
-    encoded: torch.Tensor,
-    mask: torch.Tensor | None,
+    encoded: Tensor,
+    mask: Tensor | None,
     search: Search,
     languages: list[str] | None = None,
 ) -> list[str]:
@@ -438,7 +433,7 @@ def by_language(
     tokenizer: WhisperTokenizer,
     search: Search,
     languages: list[str] | None,
-    inputs: tuple[torch.Tensor | None, ...],
+    inputs: tuple[Tensor | None, ...],
 ) -> list[str]:
     """The texts of `decode(search, *inputs)` of the B rows of `inputs`, each with the prompt of its
     one of `languages`; with the search's own for all of them if that is None."""
@@ -461,8 +456,8 @@ def by_language(
 def decode(
     model: Whisper,
     tokenizer: WhisperTokenizer,
-    encoded: torch.Tensor,
-    mask: torch.Tensor | None,
+    encoded: Tensor,
+    mask: Tensor | None,
     search: Search,
 ) -> list[Decoded]:
     """Decodes each utterance by `search.method`; utterances that fail are sampled at the next

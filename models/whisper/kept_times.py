@@ -11,6 +11,7 @@ from dataclasses import astuple, dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from common import memory
 from common.device import Setup, upcast
@@ -103,9 +104,7 @@ def measure(model: Whisper, tokenizer: WhisperTokenizer, batches: Iterator[dict]
     return Times(float(np.mean(ends)), max(ends), float(np.mean(losses)), count)
 
 
-def of_packs(
-    model: Whisper, tokenizer: WhisperTokenizer, batch: dict
-) -> tuple[torch.Tensor, torch.Tensor]:
+def of_packs(model: Whisper, tokenizer: WhisperTokenizer, batch: dict) -> tuple[Tensor, Tensor]:
     """For a batch of packs with times: (N,) the probability that the text ends after each inner
     utterance that a whole one follows, and (M,) the loss of each time token."""
     encoded, mask = model.encode(batch)

@@ -9,7 +9,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from common.device import full_fp32, upcast
@@ -55,7 +55,7 @@ class LogMel(nn.Module):
             self.parts.append((needed, bands))
         self.register_buffer("taper", torch.hann_window(N_FFT), persistent=False)
 
-    def forward(self, waveforms: torch.Tensor) -> torch.Tensor:
+    def forward(self, waveforms: Tensor) -> Tensor:
         edge = N_FFT // 2
         after = edge + 2 * HOP  # STFT windows that begin after the end may hold the maximum, too
         with torch.autocast(waveforms.device.type, enabled=False):
@@ -88,17 +88,17 @@ class KeyValues:
     """The cached keys and values of an attention module, (B, H, T, D / H), or None."""
 
     def __init__(self):
-        self.keys: torch.Tensor | None = None
-        self.values: torch.Tensor | None = None
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def append(self, keys: Tensor, values: Tensor) -> None:
         if self.keys is not None:
             keys = torch.cat([self.keys, keys], 2)
             values = torch.cat([self.values, values], 2)
         self.keys = keys.contiguous()  # the encoder's are read at every step
         self.values = values.contiguous()
 
-    def select(self, rows: torch.Tensor) -> None:
+    def select(self, rows: Tensor) -> None:
         self.keys = self.keys[rows]
         self.values = self.values[rows]
 
@@ -118,12 +118,12 @@ class KVCache:
         keys = self.self_attention[0].keys
         return 0 if keys is None else keys.shape[2]
 
-    def reorder(self, rows: torch.Tensor) -> None:
+    def reorder(self, rows: Tensor) -> None:
         """Row i continues from the tokens of row `rows[i]`."""
         for layer in self.self_attention:
             layer.select(rows)
 
-    def keep(self, utterances: torch.Tensor) -> None:
+    def keep(self, utterances: Tensor) -> None:
         """Drops the encoder's part of all other utterances; `reorder` drops their rows."""
         for layer in self.cross_attention:
             layer.select(utterances)
@@ -140,17 +140,17 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(d, d)
         self.out_proj = nn.Linear(d, d)
 
-    def split(self, x: torch.Tensor) -> torch.Tensor:
+    def split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, T, D / H)
 
     def forward(
         self,
-        x: torch.Tensor,
-        source: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
+        x: Tensor,
+        source: Tensor | None = None,
+        mask: Tensor | None = None,
         causal: bool = False,
         cache: KeyValues | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         x = downcast(x)
         source = None if source is None else downcast(source)
         q = self.split(self.q_proj(x))
@@ -164,13 +164,8 @@ class Attention(nn.Module):
         return self.out_proj(y.transpose(1, 2).flatten(2))
 
     def attend_cached(
-        self,
-        q: torch.Tensor,
-        x: torch.Tensor,
-        source: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        cache: KeyValues,
-    ) -> torch.Tensor:
+        self, q: Tensor, x: Tensor, source: Tensor | None, mask: Tensor | None, cache: KeyValues
+    ) -> Tensor:
         """Attention of the queries (N, H, U, D / H) to the cache, of the same shape. Self-attention
         (`source` is None) first adds the keys and values of `x`; cross-attention adds those of
         `source` in the first call only."""
@@ -202,7 +197,7 @@ class EncoderLayer(nn.Module):
         self.final_layer_norm = nn.LayerNorm(d)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         x = x + self.dropout(self.self_attn(self.self_attn_layer_norm(x), mask=mask))
         return x + self.dropout(lean_chain(x, self.final_layer_norm, self.fc1, F.gelu, self.fc2))
 
@@ -224,12 +219,12 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
-        encoded: torch.Tensor,
-        mask: torch.Tensor | None,
+        x: Tensor,
+        encoded: Tensor,
+        mask: Tensor | None,
         self_cache: KeyValues | None = None,
         cross_cache: KeyValues | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         x = x + self.dropout(
             self.self_attn(self.self_attn_layer_norm(x), causal=True, cache=self_cache)
         )
@@ -243,18 +238,18 @@ class DecoderLayer(nn.Module):
 LAYERS = (EncoderLayer, DecoderLayer)
 
 
-def angular_speeds(d: int) -> torch.Tensor:
+def angular_speeds(d: int) -> Tensor:
     """(d / 2,) of the encoder's sinusoids, radians a frame: wavelengths from 2 pi to 20000 pi."""
     return torch.exp(-math.log(10_000) / (d // 2 - 1) * torch.arange(d // 2))
 
 
-def sinusoids(length: int, d: int) -> torch.Tensor:
+def sinusoids(length: int, d: int) -> Tensor:
     """The encoder's positions (length, d): sines, then cosines, of `angular_speeds`."""
     angles = torch.arange(length)[:, None] * angular_speeds(d)
     return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
-def source_mask(frames: torch.Tensor, size: int) -> torch.Tensor:
+def source_mask(frames: Tensor, size: int) -> Tensor:
     """The attention mask (B, 1, 1, size) over encoder frames; `frames` (B,): feature frames."""
     return valid_mask((frames + 1) // 2, size)[:, None, None, :]
 
@@ -276,7 +271,7 @@ class Encoder(nn.Module):
         self.layer_norm = nn.LayerNorm(d)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, features: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, features: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Features (B, M, F) to (B, T, D), T = F / 2 rounded up. `lengths` (B,): feature frames of
         each utterance; everything beyond is masked. None if all have F frames."""
         x = features
@@ -314,12 +309,8 @@ class Decoder(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(
-        self,
-        tokens: torch.Tensor,
-        encoded: torch.Tensor,
-        mask: torch.Tensor | None,
-        kv_cache: KVCache | None = None,
-    ) -> torch.Tensor:
+        self, tokens: Tensor, encoded: Tensor, mask: Tensor | None, kv_cache: KVCache | None = None
+    ) -> Tensor:
         """Tokens (B, U) and the encoder's output (B, T, D) to (B, U, D). `mask` (B, 1, 1, T) is
         None if nothing is padded. With a cache, `tokens` follow the cached ones: any number in the
         first call, then one per row."""
@@ -377,7 +368,7 @@ class Whisper(nn.Module):
         """Samples of the longest input, 30 s in every released model."""
         return self.log_mel.longest
 
-    def encode(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def encode(self, batch: dict) -> tuple[Tensor, Tensor | None]:
         """The encoder's output (B, T, D) for the batch's waveforms and its attention mask (B, 1, 1,
         T), None if no utterance is padded, or in evaluation if `pad_to_longest` is set, in which
         case padding is heard as silence. `fill_from` (B,), if a batch has it: the features are
@@ -401,26 +392,24 @@ class Whisper(nn.Module):
         mask = source_mask(frames, encoded.shape[1]) if is_padded else None
         return encoded, mask
 
-    def _padded_length(self, waveforms: torch.Tensor) -> int:
+    def _padded_length(self, waveforms: Tensor) -> int:
         length = waveforms.shape[1]
         if waveforms.is_cuda:
             # A GPU searches for kernels at every new shape, so it gets one of twelve lengths.
             return next(size for size in gpu_lengths(self.longest) if size >= length)
         return min(self.longest, -(-length // FRAME) * FRAME)
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
+    def logits(self, x: Tensor) -> Tensor:
         """The decoder's (..., D) to (..., V)."""
         return F.linear(x, self.decoder.embed_tokens.weight)
 
-    def forward(self, features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, features: Tensor, tokens: Tensor) -> Tensor:
         """Features (B, M, F) and tokens (B, U) to logits (B, U, V) without masks, as in
         transformers."""
         return self.logits(self.decoder(tokens, self.encoder(features), None))
 
 
-def token_loss(
-    model: Whisper, batch: dict, encoded: torch.Tensor, mask: torch.Tensor | None
-) -> torch.Tensor:
+def token_loss(model: Whisper, batch: dict, encoded: Tensor, mask: Tensor | None) -> Tensor:
     """The decoder's cross-entropy, summed over the labels (B, U) within their lengths, without the
     first ones of each row if there are `unscored_lengths` (B,). Whisper uses one token id for
     end-of-text and padding, so padding is identified by length."""
@@ -446,9 +435,7 @@ def token_loss(
     )
 
 
-def output_loss(
-    weight: torch.Tensor, x: torch.Tensor, labels: torch.Tensor, smoothing: float
-) -> torch.Tensor:
+def output_loss(weight: Tensor, x: Tensor, labels: Tensor, smoothing: float) -> Tensor:
     """Summed cross-entropy of the decoder's output (N, D), by the output layer's `weight` (V, D),
     and the labels (N,)."""
     return F.cross_entropy(
@@ -456,7 +443,7 @@ def output_loss(
     )
 
 
-def ctc_loss(model: Whisper, batch: dict, encoded: torch.Tensor) -> torch.Tensor:
+def ctc_loss(model: Whisper, batch: dict, encoded: Tensor) -> Tensor:
     """CTC loss of the encoder's head and `ctc_tokens` (B, S), summed over the batch, in fp32 or
     better. Only the frames of the utterance itself count (`heard_lengths`, samples), not the
     silence that it is padded with."""
@@ -469,7 +456,7 @@ def ctc_loss(model: Whisper, batch: dict, encoded: torch.Tensor) -> torch.Tensor
     )
 
 
-def alignment_loss(model: Whisper, batch: dict, encoded: torch.Tensor) -> torch.Tensor:
+def alignment_loss(model: Whisper, batch: dict, encoded: Tensor) -> Tensor:
     """Cross-entropy of the encoder's head and `alignment` (B, T), the label of each encoder frame,
     summed over the batch. Frames beyond an utterance's end are labelled -100."""
     logits = upcast(model.ctc_head(encoded[:, : batch["alignment"].shape[1]]))

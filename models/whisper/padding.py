@@ -4,8 +4,8 @@ decode always pad, and how."""
 import functools
 
 import numpy as np
-import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from models.whisper.model import HOP
 from speech.signal.audio import SAMPLE_RATE
@@ -69,7 +69,7 @@ class Padding:
         """(N,) lengths of so many seconds (N,) in an epoch."""
         return np.where(self.padded(epoch), self.longest, seconds)
 
-    def pad(self, waveform: torch.Tensor, index: int, epoch: int) -> dict:
+    def pad(self, waveform: Tensor, index: int, epoch: int) -> dict:
         """ "audio", (T,) the waveform in an epoch, and "fill_from", the frame from which the
         features are zeros. The silence is heard: it is not masked."""
         limit = round(self.longest * SAMPLE_RATE)

@@ -4,7 +4,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from common.errors import UsageError
 from common.layers import quieten_branches
@@ -42,7 +42,7 @@ def fit(model: Whisper, data, seed: int, initialised: bool) -> None:
 
 
 @torch.no_grad()
-def initialise(model: Whisper, waveforms: list[torch.Tensor]) -> None:
+def initialise(model: Whisper, waveforms: list[Tensor]) -> None:
     """Initialises a model for training from scratch on little data. `waveforms`: some training
     utterances, each (T,).
 
@@ -85,7 +85,7 @@ def initialise(model: Whisper, waveforms: list[torch.Tensor]) -> None:
         layer.fc2.weight[reserved] = 0.0
 
 
-def _initialise_stem(model: Whisper, waveforms: list[torch.Tensor]) -> None:
+def _initialise_stem(model: Whisper, waveforms: list[Tensor]) -> None:
     """Fits the two convolutions to the features of these waveforms."""
     first = model.encoder.conv1
     second = model.encoder.conv2
@@ -118,7 +118,7 @@ def _initialise_stem(model: Whisper, waveforms: list[torch.Tensor]) -> None:
 
 
 def _look_at(
-    attention: Attention, offsets: list[int], used: torch.Tensor, speeds: torch.Tensor, half: int
+    attention: Attention, offsets: list[int], used: Tensor, speeds: Tensor, half: int
 ) -> None:
     """Makes each head attend to its offset, by the sines and cosines `used` of these speeds."""
     width = attention.q_proj.out_features // len(offsets)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-import torch
+from torch import Tensor
 
 from common import checkpoint, options, records
 from common.checkpoint import Saved
@@ -254,10 +254,10 @@ class Family(released.Family):
     rows = ("decoder.embed_tokens.weight", "ctc_head.weight", "ctc_head.bias")
     peft_class = "WhisperForConditionalGeneration"
 
-    def read(self, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+    def read(self, path: str) -> tuple[ModelInfo, dict[str, Tensor]]:
         return read_released(self.asked, path)
 
-    def base(self, path: str) -> dict[str, torch.Tensor]:
+    def base(self, path: str) -> dict[str, Tensor]:
         return formats.read_model(path)[0]
 
     def network(self, info: ModelInfo) -> Whisper:
@@ -379,7 +379,7 @@ class Family(released.Family):
         return card.Form("transformers", card.RECOGNITION, FORMS.family, use)
 
     def write(
-        self, info: ModelInfo, weights: dict[str, torch.Tensor], texts: dict[str, str]
+        self, info: ModelInfo, weights: dict[str, Tensor], texts: dict[str, str]
     ) -> list[str]:
         """A folder for transformers, with OpenAI's model.pt."""
         tokenizer = make_tokenizer(info.tokenizer)
@@ -388,7 +388,7 @@ class Family(released.Family):
         return formats.export(folder, weights, info.config, tokenizer, generation, texts)
 
 
-def read_released(asked: WhisperOptions, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+def read_released(asked: WhisperOptions, path: str) -> tuple[ModelInfo, dict[str, Tensor]]:
     """A Hugging Face folder or OpenAI's .pt. Raises `UsageError`."""
     weights, config, extras = formats.read_model(path)
     tokenizer = read_tokenizer(
@@ -438,7 +438,7 @@ def make_model(
     info: ModelInfo,
     dropout: float = 0.0,
     label_smoothing: float = 0.0,
-    weights: dict[str, torch.Tensor] | None = None,
+    weights: dict[str, Tensor] | None = None,
 ) -> Whisper:
     """A model with these weights, or with random ones."""
     model = Whisper(info.config, dropout, label_smoothing, info.ctc_tokens)

@@ -4,7 +4,7 @@ The tensors of the DVAE have the names of Coqui's dvae.pth. Its design is that o
 2023)."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common.device import full_fp32, upcast
 from speech.signal import spectra
@@ -30,7 +30,7 @@ def code_count(samples: int) -> int:
 
 
 @torch.no_grad()
-def griffin_lim(mel: torch.Tensor, mel_stats: torch.Tensor) -> torch.Tensor:
+def griffin_lim(mel: Tensor, mel_stats: Tensor) -> Tensor:
     """The waveform (256 F,) at 22.05 kHz of "dvae" mel features (M, F), F > 2, without a vocoder
     and without random phases: Griffin and Lim's algorithm (1984) with the momentum of Perraudin et
     al. (2013)."""
@@ -50,7 +50,7 @@ class Mel(nn.Module):
     `mel_stats` (M,), in fp32 or better also under autocast. `kind` is "dvae", which needs T > 512,
     or "conditioning", which needs T > 1024."""
 
-    def __init__(self, kind: str, mel_stats: torch.Tensor):
+    def __init__(self, kind: str, mel_stats: Tensor):
         super().__init__()
         n_fft = N_FFT[kind]
         filters = mel_filters(
@@ -60,7 +60,7 @@ class Mel(nn.Module):
             self.power = MelSpectrogram(n_fft, HOP, torch.hann_window(WINDOW), filters)
         self.register_buffer("mel_stats", mel_stats)
 
-    def forward(self, waveforms: torch.Tensor) -> torch.Tensor:
+    def forward(self, waveforms: Tensor) -> Tensor:
         with torch.autocast(waveforms.device.type, enabled=False), full_fp32(waveforms.device):
             return self.power(upcast(waveforms)).clamp_min(FLOOR).log() / self.mel_stats[:, None]
 
@@ -93,13 +93,13 @@ class DVAE(nn.Module):
         self.codebook = Codebook(code_dim, config["codes"])
 
     @torch.no_grad()
-    def codes(self, mel: torch.Tensor) -> torch.Tensor:
+    def codes(self, mel: Tensor) -> Tensor:
         """Codes (B, ceil(F / 4)), int64, of mel features (B, M, F), computed in fp32 or better."""
         with torch.autocast(mel.device.type, enabled=False), full_fp32(mel.device):
             return self.codebook.nearest(self.encoder(upcast(mel)).transpose(1, 2))
 
     @torch.no_grad()
-    def decode(self, codes: torch.Tensor) -> torch.Tensor:
+    def decode(self, codes: Tensor) -> Tensor:
         """Mel features (B, M, 4 N) of codes (B, N), computed in fp32 or better."""
         with torch.autocast(codes.device.type, enabled=False), full_fp32(codes.device):
             return self.decoder(self.codebook.vectors(codes).transpose(1, 2))
@@ -116,7 +116,7 @@ class ResidualBlock(nn.Module):
             nn.Conv1d(width, width, 1),
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return x + self.net(x)
 
 
@@ -127,7 +127,7 @@ class UpsampledConv(nn.Module):
         super().__init__()
         self.conv = nn.Conv1d(channels, width, 3, padding=1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.conv(x.repeat_interleave(2, dim=2))
 
 
@@ -143,7 +143,7 @@ class Codebook(nn.Module):
         self.register_buffer("cluster_size", torch.zeros(codes))
         self.register_buffer("embed_avg", embed.clone())
 
-    def nearest(self, vectors: torch.Tensor) -> torch.Tensor:
+    def nearest(self, vectors: Tensor) -> Tensor:
         """The codes (B, N) nearest to vectors (B, N, D); of equally near ones, the first."""
         # The order of the terms decides how near ties are rounded. This is the released model's.
         flat = vectors.flatten(0, 1)
@@ -151,6 +151,6 @@ class Codebook(nn.Module):
         distance = distance + self.embed.square().sum(0)
         return distance.argmin(1).view(vectors.shape[:-1])
 
-    def vectors(self, codes: torch.Tensor) -> torch.Tensor:
+    def vectors(self, codes: Tensor) -> Tensor:
         """The vectors (..., D) of codes (...)."""
         return nn.functional.embedding(codes, self.embed.t())

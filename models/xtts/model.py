@@ -9,7 +9,7 @@ from collections import OrderedDict
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from common.device import upcast
 from models.model_files import with_weights
@@ -28,7 +28,7 @@ class Conv1D(nn.Module):
         self.weight = nn.Parameter(torch.empty(inputs, outputs).normal_(std=INITIAL_DEVIATION))
         self.bias = nn.Parameter(torch.zeros(outputs))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.t(), self.bias)
 
 
@@ -44,9 +44,7 @@ class Attention(nn.Module):
         self.c_attn = Conv1D(d, 3 * d)
         self.c_proj = Conv1D(d, d)
 
-    def forward(
-        self, x: torch.Tensor, cache: list | None = None, heard: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, cache: list | None = None, heard: Tensor | None = None) -> Tensor:
         """`cache` holds the keys and values (B, H, P, D / H) of earlier positions; this call
         appends its own. `heard` (B, P + 1), for one position: which keys are not padding."""
         heads = self.c_attn(x).unflatten(-1, (3, self.heads, -1))
@@ -67,9 +65,7 @@ class Attention(nn.Module):
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
-def explicit_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float
-) -> torch.Tensor:
+def explicit_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     """Causal attention with all scores in memory: queries (B, H, T, D / H), keys and values
     (B, H, S, D / H), S >= T. The queries are the last T of S positions."""
     scores = q / math.sqrt(q.shape[-1]) @ k.transpose(-1, -2)
@@ -88,7 +84,7 @@ class MLP(nn.Module):
         self.c_proj = Conv1D(4 * d, d)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")))
 
 
@@ -104,9 +100,7 @@ class Block(nn.Module):
         self.mlp = MLP(d, dropout)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(
-        self, x: torch.Tensor, cache: list | None = None, heard: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, cache: list | None = None, heard: Tensor | None = None) -> Tensor:
         x = x + self.dropout(self.attn(self.ln_1(x), cache, heard))
         return x + self.mlp(self.ln_2(x))
 
@@ -124,7 +118,7 @@ class ConditioningBlock(nn.Module):
         nn.init.zeros_(self.proj_out.weight)
         nn.init.zeros_(self.proj_out.bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x)
         heads = self.qkv(x).unflatten(1, (self.heads, 3, -1))
         # Fused kernels need the values of a head side by side.
@@ -158,7 +152,7 @@ class PerceiverAttention(nn.Module):
         self.to_kv = nn.Linear(d, 2 * inner, bias=False)
         self.to_out = nn.Linear(inner, d, bias=False)
 
-    def forward(self, latents: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+    def forward(self, latents: Tensor, context: Tensor) -> Tensor:
         pairs = self.to_kv(torch.cat([latents, context], dim=1)).unflatten(-1, (2, self.heads, -1))
         k, v = pairs.permute(2, 0, 3, 1, 4)
         q = self.to_q(latents).unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -168,7 +162,7 @@ class PerceiverAttention(nn.Module):
 class GEGLU(nn.Module):
     """A gated GELU (Shazeer 2020), (..., 2 D) to (..., D)."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x, gate = x.chunk(2, dim=-1)
         return F.gelu(gate) * x
 
@@ -178,7 +172,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.gamma = nn.Parameter(torch.ones(d))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return F.normalize(upcast(x), dim=-1) * math.sqrt(x.shape[-1]) * self.gamma
 
 
@@ -197,7 +191,7 @@ class Perceiver(nn.Module):
             self.layers.append(nn.ModuleList([PerceiverAttention(config), feed_forward]))
         self.norm = RMSNorm(d)
 
-    def forward(self, context: torch.Tensor) -> torch.Tensor:
+    def forward(self, context: Tensor) -> Tensor:
         x = self.latents.expand(len(context), -1, -1)
         for attention, feed_forward in self.layers:
             x = attention(x, context) + x
@@ -238,21 +232,21 @@ class GPT(nn.Module):
             if isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=INITIAL_DEVIATION)
 
-    def condition(self, mels: torch.Tensor) -> torch.Tensor:
+    def condition(self, mels: Tensor) -> Tensor:
         """Conditioning mels (B, 80, F) of a voice to its latents (B, L, D)."""
         return self.conditioning_perceiver(self.conditioning_encoder(mels).transpose(1, 2))
 
-    def embed_text(self, tokens: torch.Tensor) -> torch.Tensor:
+    def embed_text(self, tokens: Tensor) -> Tensor:
         """Tokens (B, U) to embeddings with positions (B, U, D)."""
         positions = self.text_pos_embedding["emb"].weight[: tokens.shape[1]]
         return self.text_embedding(tokens) + positions
 
-    def embed_mel(self, codes: torch.Tensor, first: int = 0) -> torch.Tensor:
+    def embed_mel(self, codes: Tensor, first: int = 0) -> Tensor:
         """Codes (B, N) to embeddings with positions (B, N, D). `first`: position of the first."""
         positions = self.mel_pos_embedding["emb"].weight[first : first + codes.shape[1]]
         return self.mel_embedding(codes) + positions
 
-    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+    def hidden(self, x: Tensor) -> Tensor:
         """Embeddings (B, T, D) to causal hidden states (B, T, D) after the last norm."""
         x = self.dropout(x)
         for block in self.gpt.h:
@@ -260,8 +254,8 @@ class GPT(nn.Module):
         return self.final_norm(self.gpt.ln_f(x))
 
     def run(
-        self, x: torch.Tensor, cache: list | None = None, heard: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, list]:
+        self, x: Tensor, cache: list | None = None, heard: Tensor | None = None
+    ) -> tuple[Tensor, list]:
         """Hidden states as `hidden` returns them, of positions that follow those in `cache`, and
         the extended cache: keys and values of each layer. `heard` (B, P + 1), for a position after
         others of different lengths: which of the P + 1 are not padding."""
@@ -270,7 +264,7 @@ class GPT(nn.Module):
             x = block(x, past, heard)
         return self.final_norm(self.gpt.ln_f(x)), cache
 
-    def mel_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def mel_logits(self, hidden: Tensor) -> Tensor:
         """Logits (B, T, codes + 2) of hidden states (B, T, D)."""
         return upcast(self.mel_head(hidden))
 
@@ -279,9 +273,7 @@ CHECKPOINTED = (Block, ConditioningBlock, Perceiver)  # recomputed by --gradient
 COMPILED = (MLP,)  # compiled by --torch_compile
 
 
-def make_model(
-    config: dict, weights: dict[str, torch.Tensor] | None = None, dropout: float = 0.0
-) -> GPT:
+def make_model(config: dict, weights: dict[str, Tensor] | None = None, dropout: float = 0.0) -> GPT:
     """A GPT with `weights`, which become its parameters, or with random ones."""
     return with_weights(lambda: GPT(config, dropout), weights)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from common import memory, options
 from common.device import Setup
@@ -70,8 +71,8 @@ class Synthesiser:
 class Voice:
     """A voice: latents (1, L, d) for the GPT and a speaker vector (1, 512) for the vocoder."""
 
-    latents: torch.Tensor
-    speaker: torch.Tensor
+    latents: Tensor
+    speaker: Tensor
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -121,7 +122,7 @@ def resolve(args, count: int) -> tuple[Sampling, list[Path]]:
 # --- voices and texts -----------------------------------------------------------------------------
 
 
-def read_references(paths: list[str], device: torch.device) -> list[torch.Tensor]:
+def read_references(paths: list[str], device: torch.device) -> list[Tensor]:
     """The clips (T,) of --speaker_wav at 22.05 kHz. Raises `UsageError` and `DataError`."""
     for path in paths:
         if not os.path.isfile(path):
@@ -182,7 +183,7 @@ def to_export(
     return speakers
 
 
-def voice_of(synthesiser: Synthesiser, waveforms: Sequence[torch.Tensor]) -> Voice:
+def voice_of(synthesiser: Synthesiser, waveforms: Sequence[Tensor]) -> Voice:
     """The voice of reference clips (T,) at 22.05 kHz. Raises `UsageError` if they are too short."""
     frozen = synthesiser.frozen
     lengths = synthesiser.lengths
@@ -193,11 +194,8 @@ def voice_of(synthesiser: Synthesiser, waveforms: Sequence[torch.Tensor]) -> Voi
 
 @torch.no_grad()
 def latents_of(
-    model,
-    mel: Callable[[torch.Tensor], torch.Tensor],
-    waveform: torch.Tensor,
-    lengths: Conditioning,
-) -> torch.Tensor:
+    model, mel: Callable[[Tensor], Tensor], waveform: Tensor, lengths: Conditioning
+) -> Tensor:
     """Conditioning latents (1, L, d) of a voice from reference clips in a row (T,) at 22.05 kHz:
     the mean over chunks of the first seconds, as in Coqui's code. `mel` maps (1, T) to
     "conditioning" features (1, M, F). A remainder of at least 0.33 s is a chunk without padding; a
@@ -222,7 +220,7 @@ def speak(
     voice: Voice,
     settings: Sampling,
     language: str | None = None,
-) -> Iterator[torch.Tensor]:
+) -> Iterator[Tensor]:
     """Texts as samples (T,) at OUTPUT_RATE, in order. Sentences of several texts are sampled
     together, which changes none of them."""
     model = synthesiser.model
@@ -264,7 +262,7 @@ def _parts(lines: list[list]) -> Iterator[list[list]]:
         yield part
 
 
-def _waveform(frozen: Frozen, speech: Speech, voice: Voice) -> torch.Tensor:
+def _waveform(frozen: Frozen, speech: Speech, voice: Voice) -> Tensor:
     if not len(speech.codes):
         return voice.latents.new_zeros(0)
     return frozen.vocoder(speech.latents[None], voice.speaker)[0]
@@ -273,7 +271,7 @@ def _waveform(frozen: Frozen, speech: Speech, voice: Voice) -> torch.Tensor:
 # --- waveforms ------------------------------------------------------------------------------------
 
 
-def finish(waveform: torch.Tensor) -> torch.Tensor:
+def finish(waveform: Tensor) -> Tensor:
     """A waveform (T,) that is cut 0.3 s after it becomes quiet, and faded out in 5 ms."""
     size = round(FRAME_SECONDS * OUTPUT_RATE)
     frames = F.pad(waveform, (0, -len(waveform) % size)).view(-1, size)
@@ -303,8 +301,7 @@ def speak_corpus(
     """Speaks the sentences of a corpus with the voices of `references`, {speaker: (int16 samples,
     Hz)}, and makes their recordings anew from their codes. Writes wav files into `folder`, and the
     manifests reference.csv, resynthesis.csv and synthesis.csv. Returns a message, with the
-    similarity of the voices. Raises `RunError` if the files cannot be
-    written."""
+    similarity of the voices. Raises `RunError` if the files cannot be written."""
     frozen = synthesiser.frozen
     device = next(synthesiser.model.parameters()).device
     voices: dict[str, Voice] = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common import device, options, records
 from common.checkpoint import Saved
@@ -227,10 +227,10 @@ class Family(released.Family):
     parts: Frozen
     added: int = 0
 
-    def read(self, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+    def read(self, path: str) -> tuple[ModelInfo, dict[str, Tensor]]:
         return read(self.asked, path)
 
-    def base(self, path: str) -> dict[str, torch.Tensor]:
+    def base(self, path: str) -> dict[str, Tensor]:
         return read(replace(self.asked, language=texts.CARRIER), path)[1]
 
     def network(self, info: ModelInfo) -> GPT:
@@ -369,7 +369,7 @@ def told(asked: XttsOptions) -> str:
     return asked.language
 
 
-def read(asked: XttsOptions, folder: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+def read(asked: XttsOptions, folder: str) -> tuple[ModelInfo, dict[str, Tensor]]:
     """The info and the GPT's weights of a released model, with a token for the language."""
     groups, config, extras = formats.read_model(folder)
     if asked.version and VERSIONS[asked.version] != config["text_tokens"]:

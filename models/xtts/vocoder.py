@@ -7,7 +7,7 @@ have the names that are below `hifigan_decoder.` in Coqui's model.pth. Nothing h
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import interpolate, leaky_relu
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -52,7 +52,7 @@ class HifiDecoder(nn.Module):
         self.speaker_encoder = SpeakerEncoder(speaker, filters, blocks)
 
     @torch.no_grad()
-    def forward(self, latents: torch.Tensor, speaker: torch.Tensor) -> torch.Tensor:
+    def forward(self, latents: Tensor, speaker: Tensor) -> Tensor:
         """Waveforms (B, samples) between -1 and 1, in fp32, about 1,114 samples per code."""
         with torch.autocast(latents.device.type, enabled=False), full_fp32(latents.device):
             x = upcast(latents).transpose(1, 2)
@@ -62,7 +62,7 @@ class HifiDecoder(nn.Module):
             return self.waveform_decoder(x, upcast(speaker)[:, :, None]).squeeze(1)
 
     @torch.no_grad()
-    def speaker_vector(self, waveforms: torch.Tensor) -> torch.Tensor:
+    def speaker_vector(self, waveforms: Tensor) -> Tensor:
         """Speaker vectors (B, `speaker`) of length 1 of waveforms (B, T) at 16 kHz, T > 256."""
         with torch.autocast(waveforms.device.type, enabled=False), full_fp32(waveforms.device):
             return self.speaker_encoder(upcast(waveforms))
@@ -99,7 +99,7 @@ class WaveformDecoder(nn.Module):
             self.resblocks.extend(DilatedBlock(channels, size) for size in KERNELS)
         self.conv_post = nn.Conv1d(channels, 1, 7, padding=3, bias=False)
 
-    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         x = self.conv_pre(x) + self.cond_layer(condition)
         for i, (up, cond) in enumerate(zip(self.ups, self.conds, strict=True)):
             x = up(leaky_relu(x, SLOPE)) + cond(condition)
@@ -123,7 +123,7 @@ class DilatedBlock(nn.Module):
         self.convs1 = nn.ModuleList(conv(dilation) for dilation in DILATIONS)
         self.convs2 = nn.ModuleList(conv(1) for _ in DILATIONS)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         for dilated, plain in zip(self.convs1, self.convs2, strict=True):
             x = x + plain(leaky_relu(dilated(leaky_relu(x, SLOPE)), SLOPE))
         return x
@@ -160,7 +160,7 @@ class SpeakerEncoder(nn.Module):
     def train(self, mode: bool = True):
         return super().train(False)
 
-    def forward(self, waveforms: torch.Tensor) -> torch.Tensor:
+    def forward(self, waveforms: Tensor) -> Tensor:
         x = (self.torch_spec(waveforms) + FLOOR).log()  # (B, bands, F)
         x = nn.functional.instance_norm(x)[:, None]
         x = self.bn1(self.conv1(x).relu())
@@ -180,7 +180,7 @@ class PreEmphasis(nn.Module):
         super().__init__()
         self.register_buffer("filter", torch.tensor([[[-PRE_EMPHASIS, 1.0]]]))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x = nn.functional.pad(x[:, None], (1, 0), "reflect")
         return nn.functional.conv1d(x, self.filter)[:, 0]
 
@@ -201,7 +201,7 @@ class SqueezeBlock(nn.Module):
                 nn.Conv2d(channels, width, 1, stride=stride, bias=False), nn.BatchNorm2d(width)
             )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         residual = x if self.downsample is None else self.downsample(x)
         x = self.bn1(self.conv1(x).relu())
         return (self.se(self.bn2(self.conv2(x))) + residual).relu()
@@ -214,5 +214,5 @@ class Squeeze(nn.Module):
             nn.Linear(width, width // 8), nn.ReLU(), nn.Linear(width // 8, width), nn.Sigmoid()
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return x * self.fc(x.mean((2, 3)))[:, :, None, None]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from speech.alignment.letters import HOLE
 from speech.signal.audio import SAMPLE_RATE, read_in_pieces
@@ -15,7 +16,7 @@ CONTEXT_SHARE = 1 / 6  # of what a recogniser hears at once, at most
 ENERGY_FRAME = 0.01  # seconds
 QUIETEST = 1e-10  # power: digital silence
 
-LogProbs = Callable[[torch.Tensor], np.ndarray]  # waveform (N,) to (T, V)
+LogProbs = Callable[[Tensor], np.ndarray]  # waveform (N,) to (T, V)
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,7 @@ def energy_in(path: str) -> np.ndarray:
     return np.concatenate([*parts, _energy(rest)])
 
 
-def _filled(
-    held: torch.Tensor, pieces: Iterator[torch.Tensor], size: int
-) -> tuple[torch.Tensor, bool]:
+def _filled(held: Tensor, pieces: Iterator[Tensor], size: int) -> tuple[Tensor, bool]:
     """`held` with further pieces up to `size` samples or more, and whether the recording ends."""
     parts = [held]
     total = len(held)

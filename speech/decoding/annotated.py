@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
+from torch import Tensor
 
 from common import options
 from common.errors import DataError, RunError, UsageError
@@ -163,9 +163,7 @@ def tiers_to_hear(source: Path, tiers: TiersToHear, wanted: tuple[str, ...]) -> 
     return possible
 
 
-def hear(
-    plan: Plan, hear_waveforms: Callable[[str, list[torch.Tensor]], list[dict]]
-) -> tuple[int, int]:
+def hear(plan: Plan, hear_waveforms: Callable[[str, list[Tensor]], list[dict]]) -> tuple[int, int]:
     """Writes the copies; returns how many files there are, and how many could not be used.
     `hear_waveforms(name, waveforms)` returns the record of each. Raises `RunError`."""
     failed = plan.failed

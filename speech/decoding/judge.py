@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import soundfile
-import torch
+from torch import Tensor
 
 from common import checkpoint, files, options
 from common.errors import RunError, UsageError, writing
@@ -104,7 +104,7 @@ def outputs_of(output: str, count: int, inputs: Sequence[str]) -> list[Path]:
     return outputs
 
 
-def write(path: Path, waveform: torch.Tensor, rate: int) -> None:
+def write(path: Path, waveform: Tensor, rate: int) -> None:
     """Writes speech (T,) to --output, if `path` is still what `resolve` allows. Raises `UsageError`
     and `RunError`."""
     files.require_output(path, "--output", is_earlier=is_own_speech)

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from speech.signal.audio import SAMPLE_RATE
 
@@ -64,7 +63,7 @@ class JoinedTexts:
 
 
 def cut_at_silences(
-    waveform: torch.Tensor, sample_rate: int, max_seconds: float, early: bool = False
+    waveform: Tensor, sample_rate: int, max_seconds: float, early: bool = False
 ) -> list[Piece]:
     """Pieces of (T,) of at most `max_seconds`. Each ends at the quietest place of the second half
     of the longest piece that is possible, with `early` at the first pause after a sixth."""
@@ -96,11 +95,7 @@ def put_together(texts: list[str], pieces: list[Piece]) -> tuple[str, list[Timed
 
 
 def overlapping_pieces(
-    waveform: torch.Tensor,
-    sample_rate: int,
-    max_seconds: float,
-    overlap: float = OVERLAP,
-    step: int = 1,
+    waveform: Tensor, sample_rate: int, max_seconds: float, overlap: float = OVERLAP, step: int = 1
 ) -> list[Piece]:
     """Pieces of (T,), each at most `max_seconds`, as equal as possible. Neighbours share `overlap`
     seconds, at most a third of `max_seconds`. They begin at multiples of `step`."""
@@ -281,7 +276,7 @@ def _key(unit: str) -> str:
 def unless_silent(decode: Callable[..., list[dict]], nothing: dict) -> Callable[..., list[dict]]:
     """`decode(waveforms, ...)` that returns a copy of `nothing` for digital silence."""
 
-    def records_of(waveforms: list[torch.Tensor], *rest) -> list[dict]:
+    def records_of(waveforms: list[Tensor], *rest) -> list[dict]:
         audible = [
             len(waveform) > 0 and float(waveform.abs().max()) > SILENT for waveform in waveforms
         ]
@@ -326,7 +321,7 @@ class Cutting:
     """A way to decode long recordings: `cut(waveform, sample_rate, max_seconds)` returns pieces,
     and `join(records, pieces)` what the records of the pieces say together."""
 
-    cut: Callable[[torch.Tensor, int, float], list[Piece]]
+    cut: Callable[[Tensor, int, float], list[Piece]]
     join: Callable[[list[dict], list[Piece]], JoinedTexts]
 
 

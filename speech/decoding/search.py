@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from common.batches import pad
@@ -80,7 +81,7 @@ def _log_add(a: float, b: float) -> float:
 
 
 def autoregressive_beam(
-    next_log_probs: Callable[[torch.Tensor], torch.Tensor],
+    next_log_probs: Callable[[Tensor], Tensor],
     bos: int,
     eos: int,
     beam_size: int,
@@ -164,8 +165,8 @@ class CTCPrefixScores:
 
 
 def rescored_beam(
-    log_probs: torch.Tensor,
-    decoder: Callable[[torch.Tensor], torch.Tensor],
+    log_probs: Tensor,
+    decoder: Callable[[Tensor], Tensor],
     eos: int,
     beam_size: int,
     weights: dict,
@@ -191,17 +192,13 @@ def rescored_beam(
 
 
 def joint_beam(
-    log_probs: torch.Tensor,
-    decoder: Callable[[torch.Tensor], torch.Tensor],
-    eos: int,
-    beam_size: int,
-    weights: dict,
+    log_probs: Tensor, decoder: Callable[[Tensor], Tensor], eos: int, beam_size: int, weights: dict
 ) -> list[int]:
     """Beam search of the decoder with CTC's prefix scores, parameters as in `rescored_beam`: the
     decoder alone loops and stops too early. It writes at most a token a frame."""
     ctc = CTCPrefixScores(log_probs.cpu().numpy(), eos)
 
-    def following(prefixes: torch.Tensor) -> torch.Tensor:
+    def following(prefixes: Tensor) -> Tensor:
         attention = upcast(decoder(prefixes)[:, -1]).log_softmax(-1).cpu()
         added = ctc.extend([tuple(row[1:]) for row in prefixes.tolist()])
         added = torch.from_numpy(added).to(attention.dtype)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from common.errors import DataError, UsageError
 from speech.data.columns import Codes, Corpus, Rejections, Strings
@@ -52,7 +52,7 @@ class Recordings:
         """(N,) lengths of the clips, the same in every epoch."""
         return self.corpus.seconds
 
-    def load(self, index: int, epoch: int) -> tuple[torch.Tensor, str, str, None]:
+    def load(self, index: int, epoch: int) -> tuple[Tensor, str, str, None]:
         """(waveform (T,), text, name, None: recordings do not say when each symbol is sent). Raises
         `BadAudio`."""
         waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
@@ -104,9 +104,8 @@ def read_dataset(
     folder: str | Path, cache_dir: Path | None = None, strict: bool = False
 ) -> dict[str, Recordings]:
     """The usable clips of a folder, by split: "train", "validation" and "test", as far as they
-    exist. Without splits/*.csv, metadata.csv is divided 80/10/10 by a
-    hash of the id. The columns audio_file and text are required. The lengths in file headers are
-    kept in `cache_dir`.
+    exist. Without splits/*.csv, metadata.csv is divided 80/10/10 by a hash of the id. The columns
+    audio_file and text are required. The lengths in file headers are kept in `cache_dir`.
 
     Clips with missing or truncated files, without text, or with text beyond Morse are reported by
     reason. So are damaged lines; for metadata.csv they are reported with the training set. Raises

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common.device import full_fp32
 from speech.signal.spectra import mel_filters
@@ -19,7 +19,7 @@ def frames(samples, sample_rate: int):
     window = round(WINDOW * sample_rate)
     hop = round(HOP * sample_rate)
     count = (samples - window) // hop + 1
-    return count.clamp_min(1) if isinstance(count, torch.Tensor) else max(1, count)
+    return count.clamp_min(1) if isinstance(count, Tensor) else max(1, count)
 
 
 class LogMel(nn.Module):
@@ -38,7 +38,7 @@ class LogMel(nn.Module):
             "taper", torch.hann_window(self.window, periodic=False), persistent=False
         )
 
-    def forward(self, waveforms: torch.Tensor) -> torch.Tensor:
+    def forward(self, waveforms: Tensor) -> Tensor:
         with torch.autocast(waveforms.device.type, enabled=False):
             waveforms = nn.functional.pad(waveforms, (0, max(0, self.window - waveforms.shape[1])))
             windows = waveforms.unfold(1, self.window, self.hop) * self.taper  # (B, F, window)
@@ -56,12 +56,12 @@ class FeatureNorm(nn.Module):
         self.register_buffer("mean", torch.zeros(n_mels))
         self.register_buffer("std", torch.ones(n_mels))
 
-    def forward(self, features: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
         valid = valid_mask(lengths, features.shape[1])[:, :, None]
         return ((features - self.mean) / self.std).masked_fill(~valid, 0.0)
 
     @torch.no_grad()
-    def measure(self, features: list[torch.Tensor]) -> None:
+    def measure(self, features: list[Tensor]) -> None:
         """Sets the statistics from features (F, M) of training utterances, else 0 and 1."""
         if not features:
             return
@@ -71,19 +71,19 @@ class FeatureNorm(nn.Module):
         self.std.copy_(together.std(0, correction=0).clamp_min(1e-3))
 
 
-def valid_mask(lengths: torch.Tensor, size: int) -> torch.Tensor:
+def valid_mask(lengths: Tensor, size: int) -> Tensor:
     """(B, size), True at positions below each of `lengths` (B,)."""
     return torch.arange(size, device=lengths.device)[None, :] < lengths[:, None]
 
 
-def random_masks(random: np.random.Generator, count: int, widest: float) -> torch.Tensor:
+def random_masks(random: np.random.Generator, count: int, widest: float) -> Tensor:
     """(count, 2) start and end of SpecAugment masks as shares of an axis, up to `widest`."""
     width = random.uniform(0, widest, count)
     start = random.uniform(0, 1, count) * (1 - width)
     return torch.from_numpy(np.stack([start, start + width], axis=1).astype(np.float32))
 
 
-def span_mask(random: np.random.Generator, size: int, share: float, span: int) -> torch.Tensor:
+def span_mask(random: np.random.Generator, size: int, share: float, span: int) -> Tensor:
     """(size,), True in spans of `span` places at random beginnings, as many as would cover a
     `share` of the places if none overlapped (Baevski et al. 2020, "wav2vec 2.0")."""
     mask = np.zeros(size, dtype=bool)
@@ -95,11 +95,8 @@ def span_mask(random: np.random.Generator, size: int, share: float, span: int) -
 
 
 def spec_augment(
-    features: torch.Tensor,
-    lengths: torch.Tensor,
-    frequency_masks: torch.Tensor,
-    time_masks: torch.Tensor,
-) -> torch.Tensor:
+    features: Tensor, lengths: Tensor, frequency_masks: Tensor, time_masks: Tensor
+) -> Tensor:
     """SpecAugment (Park et al. 2019): sets mel bands and time spans of normalised features (B, F,
     M) to 0, their mean.
 
@@ -107,7 +104,7 @@ def spec_augment(
     with the batch, drawn from (seed, epoch, utterance), so an utterance's mask does not depend on
     how its global batch is split."""
 
-    def covered(masks: torch.Tensor, size: int, extent: torch.Tensor) -> torch.Tensor:
+    def covered(masks: Tensor, size: int, extent: Tensor) -> Tensor:
         edges = (masks * extent[:, None, None]).round()  # (B, N, 2)
         position = torch.arange(size, device=features.device)
         return ((position >= edges[..., :1]) & (position < edges[..., 1:])).any(1)  # (B, size)

@@ -3,7 +3,7 @@ AudioToMelSpectrogramPreprocessor)."""
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from common.device import full_fp32
 from speech.signal.audio import SAMPLE_RATE
@@ -21,7 +21,7 @@ EPSILON = 1e-5  # added to the standard deviation
 def frames(samples):
     """The number of valid frames of so many samples, an int or a tensor; at least 1."""
     count = samples // HOP
-    if isinstance(count, torch.Tensor):
+    if isinstance(count, Tensor):
         return count.clamp_min(1)
     return max(1, count)
 
@@ -43,7 +43,7 @@ class MelFeatures(nn.Module):
         self.register_buffer("filters", filters, persistent=False)  # (N_FFT / 2 + 1, M)
         self.register_buffer("window", window, persistent=False)
 
-    def forward(self, waveforms: torch.Tensor, lengths: torch.Tensor, count: int) -> torch.Tensor:
+    def forward(self, waveforms: Tensor, lengths: Tensor, count: int) -> Tensor:
         """`count`: the number of frames to return, that of the longest waveform."""
         with torch.autocast(waveforms.device.type, enabled=False), full_fp32(waveforms.device):
             x = waveforms[:, 1:] - PRE_EMPHASIS * waveforms[:, :-1]
@@ -59,14 +59,14 @@ class MelFeatures(nn.Module):
             variance = ((x - mean).square() * valid).sum(1, keepdim=True) / (total - 1).clamp_min(1)
             return ((x - mean) / (variance.sqrt() + EPSILON)).masked_fill(~valid, 0.0)
 
-    def of_windows(self, x: torch.Tensor) -> torch.Tensor:
+    def of_windows(self, x: Tensor) -> Tensor:
         """Waveforms after pre-emphasis (B, N_FFT + HOP (F - 1)) to features (B, F, M) that are not
         normalised. A frame sees the WINDOW samples in the middle of its N_FFT."""
         x = torch.stft(x, N_FFT, HOP, WINDOW, self.window, center=False, return_complex=True)
         x = x.abs().square().transpose(1, 2)  # (B, F, N_FFT / 2 + 1)
         return (x @ self.filters + FLOOR).log()
 
-    def step(self, waveform: torch.Tensor, count: int) -> torch.Tensor:
+    def step(self, waveform: Tensor, count: int) -> Tensor:
         """Features (1, `count`, M) of a part (T,) of a longer waveform, which begins with the
         sample before the first window. Zeros follow it if it is short."""
         with torch.autocast(waveform.device.type, enabled=False), full_fp32(waveform.device):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 # The band-limited interpolation of `resample`: zero crossings on each side, and the share of the
 # lower Nyquist frequency that stays.
@@ -18,7 +18,7 @@ INVERSION_STEPS = 50
 SMALLEST = 1e-10  # value of a frequency bin; a bin at 0 would stay there
 
 
-def mel_of(hertz: torch.Tensor, scale: str) -> torch.Tensor:
+def mel_of(hertz: Tensor, scale: str) -> Tensor:
     """Frequencies in mel: "htk" (O'Shaughnessy 1987), or "slaney" (Auditory Toolbox), which is
     linear below 1 kHz."""
     if scale == "htk":
@@ -27,7 +27,7 @@ def mel_of(hertz: torch.Tensor, scale: str) -> torch.Tensor:
     return torch.where(hertz < 1000, 3 * hertz / 200, above)
 
 
-def hertz_of(mel: torch.Tensor, scale: str) -> torch.Tensor:
+def hertz_of(mel: Tensor, scale: str) -> Tensor:
     """The inverse of `mel_of`."""
     if scale == "htk":
         return 700 * (10 ** (mel / 2595) - 1)
@@ -41,7 +41,7 @@ def mel_filters(
     sample_rate: int,
     scale: str = "htk",
     has_equal_area: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Triangular filters (bins, bands) from 0 to `highest` Hz over the `bins` of a real FFT, on the
     CPU, in the default type. A triangle reaches 1, or with `has_equal_area` has the area 1 over
     Hz. Computed in fp64, because fp32 loses up to 2e-5 of a narrow filter's weight."""
@@ -63,7 +63,7 @@ class MelSpectrogram(nn.Module):
     mirrored ends, so T must exceed n_fft / 2. The buffers have the names of torchaudio's, which
     released models have in their files."""
 
-    def __init__(self, n_fft: int, hop: int, window: torch.Tensor, filters: torch.Tensor):
+    def __init__(self, n_fft: int, hop: int, window: Tensor, filters: Tensor):
         super().__init__()
         self.n_fft = n_fft
         self.hop = hop
@@ -72,7 +72,7 @@ class MelSpectrogram(nn.Module):
         self.mel_scale = nn.Module()
         self.mel_scale.register_buffer("fb", filters)
 
-    def forward(self, waveforms: torch.Tensor) -> torch.Tensor:
+    def forward(self, waveforms: Tensor) -> Tensor:
         window = self.spectrogram.window
         spectrum = torch.stft(
             waveforms, self.n_fft, self.hop, len(window), window, return_complex=True
@@ -81,7 +81,7 @@ class MelSpectrogram(nn.Module):
 
 
 @functools.lru_cache(maxsize=32)
-def resampling_filters(source: int, target: int) -> tuple[torch.Tensor, int]:
+def resampling_filters(source: int, target: int) -> tuple[Tensor, int]:
     """The filters (target, 1, K) from `source` to `target` samples, which have no common divisor,
     in fp64, and how many samples they reach back."""
     rate = ROLLOFF * min(source, target)  # zero crossings in `source` samples
@@ -93,7 +93,7 @@ def resampling_filters(source: int, target: int) -> tuple[torch.Tensor, int]:
     return (torch.sinc(x) * window * rate / source)[:, None], reach
 
 
-def resample(waveform: torch.Tensor, source: int, target: int) -> torch.Tensor:
+def resample(waveform: Tensor, source: int, target: int) -> Tensor:
     """(T,) at `source` Hz to (ceil(T target / source),) at `target` Hz, by sinc functions under a
     Hann window (Smith, Digital Audio Resampling)."""
     divisor = math.gcd(source, target)
@@ -106,7 +106,7 @@ def resample(waveform: torch.Tensor, source: int, target: int) -> torch.Tensor:
     return made[: math.ceil(target * len(waveform) / source)]
 
 
-def resampled(pieces: Iterable[torch.Tensor], source: int, target: int) -> Iterator[torch.Tensor]:
+def resampled(pieces: Iterable[Tensor], source: int, target: int) -> Iterator[Tensor]:
     """`resample` of a waveform that comes in pieces (T,), in pieces of other lengths."""
     divisor = math.gcd(source, target)
     source, target = source // divisor, target // divisor
@@ -128,14 +128,12 @@ def resampled(pieces: Iterable[torch.Tensor], source: int, target: int) -> Itera
     yield _filtered(kept, filters, source)[: math.ceil(target * heard / source) - made]
 
 
-def _filtered(padded: torch.Tensor, filters: torch.Tensor, source: int) -> torch.Tensor:
+def _filtered(padded: Tensor, filters: Tensor, source: int) -> Tensor:
     made = nn.functional.conv1d(padded[None, None], filters.to(padded), stride=source)
     return made[0].t().flatten()
 
 
-def linear_spectrum(
-    bands: torch.Tensor, filters: torch.Tensor, inverse: torch.Tensor | None = None
-) -> torch.Tensor:
+def linear_spectrum(bands: Tensor, filters: Tensor, inverse: Tensor | None = None) -> Tensor:
     """The spectrum (..., N, F), at least 0, of power or of magnitude, whose sums over `filters`
     (N, M) are nearest to `bands` (..., M, F): the pseudo-inverse of the filters' transpose, which
     may be given, improved by multiplicative updates (Lee and Seung 2000)."""
@@ -148,9 +146,7 @@ def linear_spectrum(
     return spectrum
 
 
-def griffin_lim(
-    power: torch.Tensor, window: torch.Tensor, hop: int, steps: int, momentum: float
-) -> torch.Tensor:
+def griffin_lim(power: Tensor, window: Tensor, hop: int, steps: int, momentum: float) -> Tensor:
     """The waveform (hop (F - 1),) whose spectrum is near to `power` (N, F) in magnitude (Griffin
     and Lim 1984, with the momentum of Perraudin et al. 2013). Phases begin at 0."""
     n_fft = 2 * (len(power) - 1)
