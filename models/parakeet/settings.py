@@ -13,20 +13,12 @@ from speech.signal.nemo_features import FLOOR, HOP, N_FFT, PRE_EMPHASIS, WINDOW
 # --- configurations -------------------------------------------------------------------------------
 
 
-def _are_durations(values) -> bool:
+def _are_frames(values) -> bool:
+    """Whether these are different numbers of frames, or none."""
     if type(values) is not list or len(values) > 64:
         return False
-    if not all(records.is_within(value, range(1001)) for value in values):
-        return False
-    return len(set(values)) == len(values) and (not values or max(values) > 0)
-
-
-def _are_lookaheads(values) -> bool:
-    if type(values) is not list or not 0 < len(values) <= 64:
-        return False
-    return len(set(values)) == len(values) and all(
-        records.is_within(value, range(1001)) for value in values
-    )
+    are_counts = all(records.is_within(each, range(1001)) for each in values)
+    return are_counts and len(set(values)) == len(values)
 
 
 # A schema for `records.mismatch`. `vocabulary` is without the blank; `ctc`: a CTC head; `kind`:
@@ -47,10 +39,13 @@ CONFIG = {
     "biases": bool,
     "scale_input": bool,
     "vocabulary": range(1, 200_001),
-    "durations": _are_durations,
+    "durations": lambda values: _are_frames(values) and (not values or max(values) > 0),
     "ctc": bool,
     "kind?": set(KINDS),
-    "streaming?": {"left": range(1, 10_001), "lookaheads": _are_lookaheads},
+    "streaming?": {
+        "left": range(1, 10_001),
+        "lookaheads": lambda values: _are_frames(values) and values != [],
+    },
     "prompts?": {"slots": range(1, 4097), "width": range(1, 65_537)},
 }
 TRANSDUCER = {  # what a model with a prediction and a joint network has besides
