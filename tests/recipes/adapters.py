@@ -33,11 +33,9 @@ def check(
     exported = whole / "exported"
     out = ran(recipe, *flags, "--max_steps", "4", "--output_dir", whole, "--export", exported)
     state = newest(whole, recipe)
-    assert (
-        state.adapters["rank"] == 3
-        and state.adapters["alpha"] == 6.0
-        and len(state.adapters["base"]) == 64
-    )
+    assert state.adapters["rank"] == 3
+    assert state.adapters["alpha"] == 6.0
+    assert len(state.adapters["base"]) == 64
     check_resumed(recipe, flags, folder, state)
     best = whole / "checkpoints" / "best.safetensors"
     check_merged(load_file(best), read(Path(base[-1])), read(exported), transposed)

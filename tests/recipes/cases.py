@@ -108,13 +108,7 @@ CASES = [
     Case(konkani_conformer, " ".join(TINY), manifests),
     Case(whisper_morse, WHISPER, synthetic, limits="--max_duration 3.5", reads_export=True),
     Case(whisper_vietnamese, WHISPER, manifests, limits="--max_duration 3.5", reads_export=True),
-    Case(
-        parakeet_tdt,
-        DEMO,
-        manifests,
-        exact="--dropout 0 --joint_dropout 0",
-        reads_export=True,
-    ),
+    Case(parakeet_tdt, DEMO, manifests, exact="--dropout 0 --joint_dropout 0", reads_export=True),
     Case(
         wav2vec2_ctc,
         DEMO,

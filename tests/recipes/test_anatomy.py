@@ -97,9 +97,8 @@ def test_the_parts_of_a_recipe_have_the_same_names_and_order(recipe):
 def test_a_recipe_describes_itself(recipe):
     lines = recipe.__doc__.splitlines()
     commands = [line for line in lines if line.startswith("    ")]
-    assert len(commands) == 3 and all(
-        f"python recipes/{recipe.RECIPE}.py" in line for line in commands
-    )
+    assert len(commands) == 3
+    assert all(f"python recipes/{recipe.RECIPE}.py" in line for line in commands)
     demo = commands[0].split("#")[0].strip()
     if recipe is not xtts_amharic:  # which has no demo
         assert demo == f"python recipes/{recipe.RECIPE}.py"

@@ -119,14 +119,11 @@ def test_the_answer_for_a_card(recipe, card, fits, manifest):
         for name, value in gib.items()
         if name not in ("total", "left", "missing", "t4", "0.05 GiB")
     ]
-    assert (
-        len(parts) == 9
-        and sum(parts) == pytest.approx(gib["total"], abs=0.06)
-        and gib["weights"] > 0
-    )
-    assert ("Verdict: fits" in out) == fits and (
-        "--optimizer" in out or "--batch_size" in out or "smallest card" in out
-    ) != fits
+    assert len(parts) == 9
+    assert sum(parts) == pytest.approx(gib["total"], abs=0.06)
+    assert gib["weights"] > 0
+    assert ("Verdict: fits" in out) == fits
+    assert ("--optimizer" in out or "--batch_size" in out or "smallest card" in out) != fits
 
 
 def test_a_plan_of_a_billion_utterances_takes_seconds_and_leaves_nothing(tmp_path_factory):
@@ -151,9 +148,8 @@ def test_no_layer_with_a_convolution_is_compiled(recipe):
     plan = without_data(recipe)
     layers = [layer for layer in plan.model.modules() if isinstance(layer, plan.task.compiled)]
     inside = [module for layer in layers for module in layer.modules()]
-    assert layers and not any(
-        isinstance(module, torch.nn.modules.conv._ConvNd) for module in inside
-    )
+    assert layers
+    assert not any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in inside)
 
 
 @EACH

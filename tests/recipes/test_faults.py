@@ -294,10 +294,8 @@ def test_weights_that_are_not_finite_are_named(copied, manifests, recordings, tm
     )
     for flags in uses(path, manifests, recordings[0], tmp_path / "new"):
         status, err = refused(recipe, *flags)
-        assert (
-            status == 2
-            and f"{path}: the tensor 'ctc_head.bias' has values that are not finite" in err
-        )
+        assert status == 2
+        assert f"{path}: the tensor 'ctc_head.bias' has values that are not finite" in err
     assert not checkpoint.list_checkpoints(tmp_path / "new" / "checkpoints")
 
 
@@ -372,10 +370,8 @@ def test_a_zip_bomb_is_refused(copied, training, recordings, tmp_path):
 @pytest.fixture(scope="module")
 def in_mid_epoch(training, tmp_path_factory):
     """The flags of a run of four global batches an epoch, and its folder in the second epoch."""
-    flags, folder = (
-        [*training, "--gradient_accumulation_steps", "2"],
-        tmp_path_factory.mktemp("mid epoch"),
-    )
+    flags = [*training, "--gradient_accumulation_steps", "2"]
+    folder = tmp_path_factory.mktemp("mid epoch")
     ran(recipe, *flags, "--max_steps", "5", "--output_dir", folder)
     return flags, folder
 

@@ -7,15 +7,7 @@ import time
 import pytest
 
 from recipes import konkani_conformer as recipe
-from tests.recipes.runs import (
-    TINY,
-    assert_same_state,
-    command,
-    kill,
-    newest,
-    ran,
-    start_anew,
-)
+from tests.recipes.runs import TINY, assert_same_state, command, kill, newest, ran, start_anew
 
 KILLS = 40
 LONG = "--batch_size 2 --gradient_accumulation_steps 2 --max_steps 16 --save_every 1 --eval_every 5".split()

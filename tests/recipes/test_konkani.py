@@ -224,18 +224,14 @@ def test_recomputing_norms_and_silu_changes_nothing(monkeypatch, dropout, count,
     if checkpointed:
         assert plain[-1] == lean[-1]
     else:
-        d, frames = (
-            CONFIG["d_model"],
-            max(recipe.encoder_frames(len(item["audio"]), CONFIG) for item in items),
-        )
+        d = CONFIG["d_model"]
+        frames = max(recipe.encoder_frames(len(item["audio"]), CONFIG) for item in items)
         tokens = max(len(item["labels"]) for item in items)
         # Of a norm also its two statistics. A feed-forward: norm and SiLU. Self-attention: norm, q
         # and k. Convolution: two norms and SiLU.
         feed_forward, attention, convolution = 5 * d + 2, 3 * d + 2, 3 * d + 4
-        encoder_layer, decoder_layer = (
-            2 * feed_forward + attention + convolution,
-            feed_forward + attention,
-        )
+        encoder_layer = 2 * feed_forward + attention + convolution
+        decoder_layer = feed_forward + attention
         sizes = (CONFIG["encoder_layers"] * encoder_layer, CONFIG["decoder_layers"] * decoder_layer)
         assert plain[-1] - lean[-1] == count * (frames * sizes[0] + tokens * sizes[1])
 
@@ -372,9 +368,8 @@ def test_a_few_utterances_are_pauses_without_a_word(utterances):
     data = utterances("--no_speed_perturbation")
     items = [data.item(index, epoch) for epoch in range(3) for index in range(40)]
     silent = [item for item in items if not len(item["tokens"])]
-    assert 0 < len(silent) < 15 and all(
-        item["labels"].tolist() == [TOKENIZER.size] for item in silent
-    )
+    assert 0 < len(silent) < 15
+    assert all(item["labels"].tolist() == [TOKENIZER.size] for item in silent)
     batch = next(batches.to_device([recipe.collate(silent[:2])], torch.device("cpu")))
     torch.manual_seed(0)
     terms = recipe.compute_loss(recipe.Conformer(CONFIG), batch)

@@ -337,9 +337,8 @@ def test_a_model_from_scratch_is_fitted_to_the_valid_frames_of_some_utterances(
     model = start.make_model(info, None, 0.5, 0.5).double().train()
     before = model.encoder.subsampling.linear.weight.clone()
     recipe.fit(1, model, data)
-    assert model.training and not any(
-        norm.measures for norm in model.modules() if hasattr(norm, "measures")
-    )
+    assert model.training
+    assert not any(norm.measures for norm in model.modules() if hasattr(norm, "measures"))
     model.eval()
 
     def inputs_of(module) -> torch.Tensor:
@@ -375,12 +374,10 @@ def test_dither_is_tiny_and_an_evaluation_set_is_read_as_it_is(noise):
         dither = (item["audio"] - plain["audio"]).double()
         assert plain["audio"].shape == item["audio"].shape == (round(SECONDS[index] * SAMPLE_RATE),)
         assert dither.std().item() == pytest.approx(1e-5, rel=0.05) and dither.abs().max() < 1e-4
-        assert (
-            item["plain"]
-            and not plain["plain"]
-            and "time_masks" not in plain
-            and plain["text"] == TEXTS[index]
-        )
+        assert item["plain"]
+        assert not plain["plain"]
+        assert "time_masks" not in plain
+        assert plain["text"] == TEXTS[index]
         path = Path(noise[0]).parent / f"{index}.wav"
         assert torch.equal(plain["audio"], read_audio(str(path), SAMPLE_RATE))
 
@@ -544,10 +541,8 @@ def test_a_run_from_scratch_leaves_what_it_promises(scratch):
     for line in terms:
         expected = 0.7 * line["train/loss_tdt"] + 0.3 * line["train/loss_ctc"]
         assert line["train/loss"] == pytest.approx(expected) and math.isfinite(expected)
-    assert (
-        "val set, weights of the best evaluation, 4 utterances" in out
-        and out.count("reference:") == 4
-    )
+    assert "val set, weights of the best evaluation, 4 utterances" in out
+    assert out.count("reference:") == 4
     assert out.index("val set, weights of the best evaluation") < out.index("\nexported to")
     card = (folder / "hf" / "README.md").read_text(encoding="utf-8")
     block = yaml.safe_load(card.split("---\n")[1])
@@ -601,9 +596,8 @@ def test_an_export_is_fine_tuned_and_evaluated_before_its_first_update(
     best = checkpoint.read_weights(tmp_path / "checkpoints" / "best.safetensors", recipe.RECIPE)
     best = best.model
     after = formats.read_model(tmp_path / "out")[0]
-    assert after.keys() == best.keys() and all(
-        torch.equal(after[name], best[name]) for name in after
-    )
+    assert after.keys() == best.keys()
+    assert all(torch.equal(after[name], best[name]) for name in after)
 
 
 def test_transformers_loads_an_export_and_decodes_it_alike(transformers, best, released, konkani):
@@ -658,10 +652,7 @@ def test_another_style_of_the_training_texts_is_a_warning(released, konkani, jso
     assert (
         "of the characters are outside the vocabulary: , x 3, . x 3, Y x 3, e x 3, s x 3" in lacking
     )
-    assert others == [
-        f"warning: capitals are in {rest}",
-        f"warning: punctuation is in {rest}",
-    ]
+    assert others == [f"warning: capitals are in {rest}", f"warning: punctuation is in {rest}"]
     again = ran(recipe, *flags, "--max_steps", "2", "--resume", "auto")
     assert "resuming from" in again and "learns another style" not in again
 
@@ -782,9 +773,8 @@ def test_transcripts_have_words_and_segments_and_long_files_are_cut(
         for name in ("words", "segments"):
             assert row[name] and " ".join(part["text"] for part in row[name]) == row["text"]
             times = [(part["start"], part["end"]) for part in row[name]]
-            assert times == sorted(times) and all(
-                0 <= start <= end <= row["seconds"] + 0.4 for start, end in times
-            )
+            assert times == sorted(times)
+            assert all(0 <= start <= end <= row["seconds"] + 0.4 for start, end in times)
         assert len(row["segments"]) >= len([piece for piece in row["pieces"] if piece["text"]])
     last = rows[0]["pieces"][-1]["start"]
     assert rows[0]["words"][-1]["start"] >= round(last, 3) > longest  # words are rounded to 1 ms

@@ -109,12 +109,10 @@ def morse_copy(morse_demo, tmp_path):
 
 def test_the_morse_demo_and_what_it_leaves(morse_demo):
     folder, out = morse_demo
-    assert (
-        "test set, " in out
-        and ", 3 clips" in out
-        and out.count("reference:") == 3
-        and "callsigns" in out
-    )
+    assert "test set, " in out
+    assert ", 3 clips" in out
+    assert out.count("reference:") == 3
+    assert "callsigns" in out
     tables = json.loads((folder / "logs" / "evaluation.json").read_text(encoding="utf-8"))
     assert set(tables) == {"all", "condition", "contest", "sample type", "speed", "SNR"}
     assert tables["all"]["all"]["samples"] == 3 and set(tables["condition"]) == {"demo"}
@@ -149,11 +147,9 @@ def test_the_auxiliary_loss_may_end_before_the_run(morse_copy):
 def test_the_vietnamese_demo_and_its_results_again(tmp_path, monkeypatch):
     monkeypatch.setattr(vietnamese, "DEMO_SIZES", {"train": 12, "val": 2, "test": 3})
     out = ran(vietnamese, *TINY, *SHORT, "--output_dir", tmp_path)
-    assert (
-        "demo corpus: 17 utterances" in out
-        and ", 3 utterances, decoding" in out
-        and out.count("reference:") == 3
-    )
+    assert "demo corpus: 17 utterances" in out
+    assert ", 3 utterances, decoding" in out
+    assert out.count("reference:") == 3
     assert out.splitlines()[-1].startswith("memory: peak ")
     assert len((tmp_path / "logs" / "transcripts.jsonl").read_text().splitlines()) == 3
     assert newest(tmp_path, vietnamese).model_info["config"]["vocab_size"] <= 320
@@ -455,9 +451,8 @@ def test_old_clips_and_watched_ones(spoken, tmp_path, monkeypatch):
 def test_a_run_without_times_is_resumed_without_them(with_times, recorded, silence, tmp_path):
     flags = [*recorded, *SHORT, "--model_dir", with_times / "listed", "--output_dir", tmp_path]
     out = ran(vietnamese, *flags, "--timestamp_share", 0, "--max_steps", 1)
-    assert (
-        "long recordings, tried on " in out and not newest(tmp_path, vietnamese).model_info["times"]
-    )
+    assert "long recordings, tried on " in out
+    assert not newest(tmp_path, vietnamese).model_info["times"]
     out += ran(vietnamese, *flags, "--resume", "auto", "--max_steps", 2)
     assert "windows of them" not in out and not newest(tmp_path, vietnamese).model_info["times"]
     best = tmp_path / "checkpoints" / "best.safetensors"
@@ -755,12 +750,10 @@ def test_compared_to_a_baseline(memorised, released, tmp_path):
     assert len(models) == 2
     assert "test set, " in out and ", 2 utterances, decoding" in out and "demo corpus" not in out
     rows = {line.split()[0]: line.split()[1:] for line in error_lines(out)}
-    assert (
-        "before    after   points" in out
-        and rows["CER"][1] == "0.00%"
-        and rows["CER"][-1] == "100.0%"
-        and rows["CER"][0] != "0.00%"
-    )
+    assert "before    after   points" in out
+    assert rows["CER"][1] == "0.00%"
+    assert rows["CER"][-1] == "100.0%"
+    assert rows["CER"][0] != "0.00%"
 
 
 # --- mistakes at the command line -----------------------------------------------------------------
@@ -828,9 +821,7 @@ def test_without_data_a_released_size_has_the_released_vocabulary(spoken, tmp_pa
         return info.config["vocab_size"]
 
     assert vocabulary() == 320
-    assert (
-        vocabulary("--model_size", "base") == 51_865
-        and vocabulary("--model_size", "large-v3") == 51_866
-    )
+    assert vocabulary("--model_size", "base") == 51_865
+    assert vocabulary("--model_size", "large-v3") == 51_866
     assert vocabulary("--model_size", "base", "--vocab_size", "900") == 900
     assert vocabulary("--model_size", "base", "--train_manifest", spoken["train"]) <= 500

@@ -163,8 +163,7 @@ def test_a_family_whose_recipe_does_it_says_so(family):
 
 
 @pytest.mark.parametrize(
-    "note",
-    ["[]", '{"new_pieces": [99], "base": ""}', '{"new_pieces": [true], "base": ""}', "{"],
+    "note", ["[]", '{"new_pieces": [99], "base": ""}', '{"new_pieces": [true], "base": ""}', "{"]
 )
 def test_a_damaged_note_is_refused(note, nemotron, tmp_path):
     release(tmp_path / "hf")

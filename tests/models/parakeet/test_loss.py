@@ -57,10 +57,8 @@ def materialised(tensors, targets, frames, labels, durations, sigma, plain) -> t
     Differentiable."""
     logits = whole_logits(tensors)
     blank = logits.shape[-1] - len(durations) - 1
-    tokens, steps = (
-        logits[..., : blank + 1].log_softmax(-1),
-        logits[..., blank + 1 :].log_softmax(-1),
-    )
+    tokens = logits[..., : blank + 1].log_softmax(-1)
+    steps = logits[..., blank + 1 :].log_softmax(-1)
     result = []
     for b in range(len(logits)):
         t_size, u_size = int(frames[b]), int(labels[b])
@@ -165,10 +163,8 @@ def test_sum_over_all_paths():
     tensors, targets, frames, labels = random_case(5, durations, batch=1, frames=3, labels=2)
     logits = whole_logits(tensors)[0].detach()
     blank = logits.shape[-1] - 4
-    tokens, steps = (
-        logits[..., : blank + 1].log_softmax(-1),
-        logits[..., blank + 1 :].log_softmax(-1),
-    )
+    tokens = logits[..., : blank + 1].log_softmax(-1)
+    steps = logits[..., blank + 1 :].log_softmax(-1)
 
     def paths(t, u):
         if t == 3:
@@ -210,9 +206,8 @@ def test_awkward_lengths():
         targets = torch.randint(0, 3, (2, u_size), generator=generator)
         frames, labels = torch.tensor([t_size, 1]), torch.tensor([u_size, 0])
         ours = transducer_losses(*tensors, Lattice(targets, frames, labels, (0, 1, 2, 3, 4)))
-        assert ours.isfinite().all() and all(
-            g.isfinite().all() for g in gradients(ours.sum(), tensors)
-        )
+        assert ours.isfinite().all()
+        assert all(g.isfinite().all() for g in gradients(ours.sum(), tensors))
         if u_size < 10:
             theirs = materialised(tensors, targets, frames, labels, (0, 1, 2, 3, 4), 0.0, None)
             assert_close([ours], [theirs], 1e-12)
@@ -231,9 +226,8 @@ def test_padding_and_pieces_change_nothing(monkeypatch):
     ours = transducer_losses(*garbage, *tensors[2:], Lattice(wide, frames, labels, (0, 1, 2, 3, 4)))
     assert_close([ours], [reference], 1e-13)
     padded = gradients(ours.sum(), [*garbage, *tensors[2:]])
-    assert (
-        float(padded[0][:, -2:].abs().max()) == 0.0 and float(padded[1][:, -2:].abs().max()) == 0.0
-    )
+    assert float(padded[0][:, -2:].abs().max()) == 0.0
+    assert float(padded[1][:, -2:].abs().max()) == 0.0
     assert_close([padded[0][:, :-2], padded[1][:, :-2], *padded[2:]], expected, 1e-10)
 
 

@@ -136,10 +136,8 @@ def test_greedy_is_transformers_own(pair, suppressed):
     free = tokens_of(decoding.greedy(model, encoded, None, search))
     often = [token for token, _ in Counter(itertools.chain(*free)).most_common(4)]
     begins = [token for token, _ in Counter(row[0] if row else EOS for row in free).most_common(6)]
-    suppress, first = (
-        often * (suppressed in ("everywhere", "both")),
-        begins * (suppressed in ("at first", "both")),
-    )
+    suppress = often * (suppressed in ("everywhere", "both"))
+    first = begins * (suppressed in ("at first", "both"))
     options = {"suppress_tokens": suppress or None, "begin_suppress_tokens": first or None}
     expected = transformers_tokens(theirs, features, **options)
     search = dataclasses.replace(search, suppress=suppress, suppress_first=first, beam_size=3)
@@ -409,10 +407,8 @@ def test_only_what_failed_is_decoded_again(scripted, method):
     good = TOKENIZER.decode(GOOD)
     assert [row.text for row in decoded] == [good, good, good, good, "", good, "", ""]
     assert [row.temperature for row in decoded] == [0.0, 0.4, 0.0, 0.2, 0.0, 0.2, 0.0, 0.2]
-    assert (
-        decoded[1].mean_log_probability == pytest.approx(-0.9)
-        and decoded[4].no_speech_probability == 0.7
-    )
+    assert decoded[1].mean_log_probability == pytest.approx(-0.9)
+    assert decoded[4].no_speech_probability == 0.7
 
 
 def test_after_the_last_temperature_the_best_attempt_is_taken_without_its_loop(scripted):

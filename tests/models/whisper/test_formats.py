@@ -142,10 +142,8 @@ def test_conversions_are_each_others_inverse():
     config = tiny(70)
     weights = weights_of(peer(config))
     theirs = formats.hf_to_openai(weights)
-    assert (
-        "encoder.blocks.0.attn.query.weight" in theirs
-        and "decoder.blocks.1.cross_attn_ln.bias" in theirs
-    )
+    assert "encoder.blocks.0.attn.query.weight" in theirs
+    assert "decoder.blocks.1.cross_attn_ln.bias" in theirs
     assert not any("layers" in name or "proj" in name or "embed_" in name for name in theirs)
     assert same(formats.openai_to_hf(theirs), weights)
     assert same(formats.hf_to_openai(formats.openai_to_hf(theirs)), theirs)
@@ -299,11 +297,9 @@ def test_base_settings_are_carried_and_ours_take_precedence(tmp_path):
     model = exported(tmp_path / "fine-tuned", FULL, base=base)
     settings = model.generation_config
     assert settings.suppress_tokens == [1, 2, 7] and settings.begin_suppress_tokens == [220]
-    assert (
-        settings.alignment_heads == [[0, 1]]
-        and settings.language == "<|vi|>"
-        and settings.max_length == 24
-    )
+    assert settings.alignment_heads == [[0, 1]]
+    assert settings.language == "<|vi|>"
+    assert settings.max_length == 24
     assert getattr(settings, "forced_decoder_ids", None) is None
     assert len(settings.lang_to_id) == 99
     in_hindi = whisper_tokenizer.make_tokenizer({**FULL.state(), "language": "hi"})

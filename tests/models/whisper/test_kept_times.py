@@ -17,11 +17,7 @@ EOS, TIMES = 20, 30  # ids; those of time tokens from TIMES on
 PROMPT = [21, 22, 23]
 TOKENIZER = SimpleNamespace(eos=EOS, timestamp_begin=TIMES)
 # Tokens after the prompt: three utterances; two and the start of a third, which is cut; one.
-TEXTS = [
-    [30, 1, 2, 33, 33, 3, 36, 38, 4, 5, 40],
-    [31, 6, 34, 35, 7, 8, 37, 39],
-    [30, 9, 44],
-]
+TEXTS = [[30, 1, 2, 33, 33, 3, 36, 38, 4, 5, 40], [31, 6, 34, 35, 7, 8, 37, 39], [30, 9, 44]]
 BEFORE = [[], [24, 30, 1, 32], [24, 5]]
 
 

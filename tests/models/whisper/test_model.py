@@ -209,9 +209,8 @@ def test_padding_changes_neither_outputs_nor_loss_nor_gradients():
         assert float((alone[0, :frames] - encoded[row, :frames]).abs().max()) < 1e-10
         more = loss_and_gradient(model, batch)
         alone_loss, alone_gradient = alone_loss + more[0], alone_gradient + more[1]
-    assert (
-        loss == pytest.approx(alone_loss, rel=1e-10) and relative(gradient, alone_gradient) < 1e-10
-    )
+    assert loss == pytest.approx(alone_loss, rel=1e-10)
+    assert relative(gradient, alone_gradient) < 1e-10
 
 
 @pytest.mark.parametrize("odd", [0, 1, 159, 160, 161, 319])
@@ -283,11 +282,9 @@ def test_the_output_layer_in_pieces_is_the_whole(monkeypatch, rows):
     monkeypatch.setattr(whisper, "output_loss", recorded)
     again, gradient_again = loss_and_gradient(model, batch)
     assert len(weights) == 1  # cast once for all pieces, not once for each
-    assert (
-        max(calls) <= rows
-        and again == pytest.approx(loss, rel=1e-12)
-        and relative(gradient_again, gradient) < 1e-12
-    )
+    assert max(calls) <= rows
+    assert again == pytest.approx(loss, rel=1e-12)
+    assert relative(gradient_again, gradient) < 1e-12
     with torch.no_grad():
         terms = compute_loss(model, moved(batch))
     assert sum(WEIGHTS[name] * float(term) for name, term in terms.items()) == pytest.approx(
@@ -426,11 +423,9 @@ def test_silence_alone_initialises_finitely():
 @pytest.mark.parametrize("longest", [480_000, 160_000, 320 * 20])
 def test_a_gpu_gets_few_lengths_that_waste_little(longest):
     sizes = gpu_lengths(longest)
-    assert (
-        len(sizes) == 12
-        and sizes == sorted(sizes)
-        and sizes[-1] == longest
-        and sizes[0] < longest / 16 + FRAME
-    )
+    assert len(sizes) == 12
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == longest
+    assert sizes[0] < longest / 16 + FRAME
     assert all(size % FRAME == 0 for size in sizes)
     assert all(after <= 1.29 * before + FRAME for before, after in itertools.pairwise(sizes))

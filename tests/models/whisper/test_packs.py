@@ -148,9 +148,8 @@ def test_shares_and_lengths_of_many_windows():
     assert (lengths > 27).mean() == pytest.approx(0.625 * packs.FULL, abs=0.08)
     leads = layout.start < layout.line.starts[layout.place]
     assert leads[layout.timed].mean() == pytest.approx(packs.LEADS, abs=0.05)
-    assert (
-        0.4 < layout.cut[layout.timed].mean() < packs.OPEN and not layout.cut[~layout.timed].any()
-    )
+    assert 0.4 < layout.cut[layout.timed].mean() < packs.OPEN
+    assert not layout.cut[~layout.timed].any()
     full = layout.cut & (lengths > LONGEST - 1e-6)
     assert full.any()
 

@@ -272,10 +272,7 @@ def test_what_a_window_cuts_off_is_decoded_again():
     length = 30 * SAMPLE_RATE
     cut = [first, 1, 2, first + 100, first + 150, 3, first + 1000, first + 1000, 4, 5]
     segments, moved = timed.split(cut, TIMES, length)
-    assert segments == [
-        (0, 100 * FRAME, cut[:4]),
-        (150 * FRAME, 1000 * FRAME, cut[4:7]),
-    ]
+    assert segments == [(0, 100 * FRAME, cut[:4]), (150 * FRAME, 1000 * FRAME, cut[4:7])]
     assert moved == 1000 * FRAME  # 4 and 5 come again
     ended = [*cut, first + 1200]  # nobody speaks after it
     segments, moved = timed.split(ended, TIMES, length)

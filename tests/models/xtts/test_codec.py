@@ -87,9 +87,8 @@ def test_features_stay_in_fp32_under_autocast(kind):
         result = mel(waveforms)
         of_narrow = mel(waveforms.bfloat16())
     assert result.dtype == of_narrow.dtype == torch.float32
-    assert torch.equal(result, mel(waveforms)) and torch.equal(
-        of_narrow, mel(waveforms.bfloat16().float())
-    )
+    assert torch.equal(result, mel(waveforms))
+    assert torch.equal(of_narrow, mel(waveforms.bfloat16().float()))
 
 
 # --- DVAE -----------------------------------------------------------------------------------------

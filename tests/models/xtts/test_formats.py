@@ -294,9 +294,8 @@ def test_a_pickled_configuration_is_read_without_its_class(name, tmp_path):
     groups = random_groups()
     coqui_folder(tmp_path, groups)
     save_with_object(tmp_path / "model.pth", name, coqui_state(groups))
-    assert (
-        same(formats.read_model(tmp_path)[0], groups) and name.rpartition(".")[0] not in sys.modules
-    )
+    assert same(formats.read_model(tmp_path)[0], groups)
+    assert name.rpartition(".")[0] not in sys.modules
 
 
 @pytest.mark.parametrize(
@@ -439,11 +438,9 @@ def test_hostile_folders_are_refused_in_one_line(name, tmp_path):
     with pytest.raises(UsageError, match=reason) as refusal:
         formats.read_model(tmp_path)
     message = str(refusal.value)
-    assert (
-        "\n" not in message
-        and message.startswith(str(tmp_path))
-        and len(message) < len(str(tmp_path)) + 300
-    )
+    assert "\n" not in message
+    assert message.startswith(str(tmp_path))
+    assert len(message) < len(str(tmp_path)) + 300
 
 
 def test_what_is_not_a_file(tmp_path):
@@ -533,10 +530,8 @@ def test_settings_of_the_source_and_its_licence_are_kept(tmp_path):
     formats.export(tmp_path / "out", read, config, extras, {})
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["temperature"] == 0.61 and written["languages"] == ["en", "fr"]
-    assert (
-        written["model_args"]["gpt_batch_size"] == 3
-        and written["model_args"]["gpt_start_text_token"] == TOKENS.start
-    )
+    assert written["model_args"]["gpt_batch_size"] == 3
+    assert written["model_args"]["gpt_start_text_token"] == TOKENS.start
     assert formats.read_model(tmp_path / "out")[2]["licence"]
     # The second export replaces the first.
     formats.export(tmp_path / "out", read, config, extras | {"licence": False}, {})

@@ -57,10 +57,8 @@ def test_an_extended_vocabulary(kind, size, capsys):
     count = reader.vocabulary.size - ROWS
     out = f"vocabulary: {count} new tokens ({kind}), {ROWS + count} in all\n"
     assert capsys.readouterr().out == out and info.config["text_tokens"] == ROWS + count
-    assert (
-        model["merges"][: len(old["merges"])] == old["merges"]
-        and old["vocab"].items() <= model["vocab"].items()
-    )
+    assert model["merges"][: len(old["merges"])] == old["merges"]
+    assert old["vocab"].items() <= model["vocab"].items()
     assert sorted({*model["vocab"].values()} - {*old["vocab"].values()}) == [
         *range(ROWS, ROWS + count)
     ]

@@ -129,19 +129,11 @@ def test_what_is_written_is_read_as_manifests(corpus, said, tmp_path):
         {kind: str(folder / f"{kind}.csv") for kind in KINDS}, normalise, Checks(strict=True)
     )
     for kind, read in sets.items():
-        assert list(read.texts) == ["one two", "three", "four five", "six"] and list(
-            read.speakers
-        ) == [
-            "a",
-            "b",
-            "a",
-            "c",
-        ]
+        assert list(read.texts) == ["one two", "three", "four five", "six"]
+        assert list(read.speakers) == ["a", "b", "a", "c"]
         for index, path in enumerate(read.paths):
-            assert (
-                Path(path).name == f"00{index + 1}_{kind}.wav"
-                and soundfile.info(path).samplerate == rates[kind]
-            )
+            assert Path(path).name == f"00{index + 1}_{kind}.wav"
+            assert soundfile.info(path).samplerate == rates[kind]
     for index in range(4):
         original, copy = (
             soundfile.read(one.paths[index], dtype="int16")[0]

@@ -48,14 +48,11 @@ def resolved(*flags) -> start.XttsOptions:
 def test_amharic_is_read_as_phonemes_which_the_vocabulary_has():
     reader = texts.Texts(make_info(g2p=True))
     read = reader.read("ሰላም")
-    assert (
-        read == amharic.phonemes("ሰላም", {}, True)
-        and not texts.ETHIOPIC.search(read)
-        and read.startswith("s")
-    )
-    assert reader.encode("ሰላም") == reader.vocabulary.encode(read, "am") and not unknown_in(
-        reader, "ሰላም"
-    )
+    assert read == amharic.phonemes("ሰላም", {}, True)
+    assert not texts.ETHIOPIC.search(read)
+    assert read.startswith("s")
+    assert reader.encode("ሰላም") == reader.vocabulary.encode(read, "am")
+    assert not unknown_in(reader, "ሰላም")
     assert reader.vocabulary.size == ROWS
 
 
@@ -94,9 +91,8 @@ def test_the_lexicon_and_epenthesis_reach_the_phonemes(monkeypatch):
 def test_the_prefix_of_a_language_that_coqui_lacks():
     reader = texts.Texts(replace(make_info(), carried=True))
     vocabulary = reader.vocabulary
-    assert reader.encode("no") == vocabulary.encode("[am]no", "en") and reader.encode(
-        "no", "de"
-    ) == vocabulary.encode("no", "de")
+    assert reader.encode("no") == vocabulary.encode("[am]no", "en")
+    assert reader.encode("no", "de") == vocabulary.encode("no", "de")
 
 
 @pytest.mark.parametrize(
@@ -167,11 +163,9 @@ def test_faults():
         assert each.fault("", None, 100) == ("the text has no letters", "''")
     assert reader.fault("hen", None, 3) is None and reader.fault("then", "de", 2) is None
     assert reader.fault("hens", None, 3) == ("text is longer than 3 tokens", "4 tokens")
-    assert (
-        reader.fault("ቡ a", None, 100) is None
-        and unknown_in(reader, "ቡ a")
-        and not unknown_in(reader, "a", "de")
-    )
+    assert reader.fault("ቡ a", None, 100) is None
+    assert unknown_in(reader, "ቡ a")
+    assert not unknown_in(reader, "a", "de")
 
 
 def test_a_text_to_speak_is_checked(capsys):
@@ -249,10 +243,7 @@ CONTRADICTIONS = [  # words, and a part of the message
         "--dry_run=8GB --vocab_size 9 --extend_vocab characters",
         "--vocab_size goes with --extend_vocab bpe",
     ),
-    (
-        "--dry_run=8GB --use_amharic_g2p --extend_vocab bpe",
-        "--extend_vocab and --use_amharic_g2p",
-    ),
+    ("--dry_run=8GB --use_amharic_g2p --extend_vocab bpe", "--extend_vocab and --use_amharic_g2p"),
     ("--dry_run=8GB --use_amharic_g2p --language ti", "is for Amharic"),
     ("--show_text a --use_amharic_g2p --lexicon missing.tsv", "missing.tsv"),
     ("--show_text a --extend_vocab bpe", "--extend_vocab and --show_text"),
@@ -284,11 +275,7 @@ OF_A_CHECKPOINT = [  # words, how the checkpoint reads, and the contradiction
     ("--use_amharic_g2p", G2P, None),
     ("--no_use_amharic_g2p", G2P, "--no_use_amharic_g2p (the checkpoint reads phonemes)"),
     ("", replace(G2P, epenthesis=False, lexicon={"a": "b"}), None),
-    (
-        "--use_amharic_g2p --no_epenthesis",
-        G2P,
-        "--no_epenthesis (the checkpoint has the opposite)",
-    ),
+    ("--use_amharic_g2p --no_epenthesis", G2P, "--no_epenthesis (the checkpoint has the opposite)"),
     (
         "--extend_vocab bpe",
         PLAIN,

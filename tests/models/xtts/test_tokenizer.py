@@ -40,9 +40,8 @@ def test_attributes_are_the_files():
         VOCABULARY.stop,
         VOCABULARY.unknown,
     ]
-    assert {"am", "de", "en", "fr"} <= {
-        *VOCABULARY.languages
-    } and "START" not in VOCABULARY.languages
+    assert {"am", "de", "en", "fr"} <= {*VOCABULARY.languages}
+    assert "START" not in VOCABULARY.languages
 
 
 @settings(max_examples=150, deadline=None)
@@ -158,9 +157,8 @@ def test_added_pieces_are_merged_and_older_ids_stay(form):
     assert larger.size == size + 5 and PEER.get_vocab().items() <= ids.items()
     assert larger.encode("ቡናለመ xyz", "am") == [ids["[am]"], ids["ቡናለመ"], ids["[SPACE]"], ids["xyz"]]
     merges = json.loads(text)["model"]["merges"]
-    assert len(merges) == len(content["model"]["merges"]) + 4 and {
-        type(pair) for pair in merges
-    } == {type(merges[0])}
+    assert len(merges) == len(content["model"]["merges"]) + 4
+    assert {type(pair) for pair in merges} == {type(merges[0])}
     assert add_pieces(text, ["ቡ"], [("ቡ", "ና")]) == text
     with pytest.raises(UsageError, match=r"vocab\.json is refused"):
         add_pieces(TEXT, ["\ud800"], [])
@@ -170,11 +168,9 @@ def test_merges_are_learned_from_frequencies():
     words = {"ሰላም": 5, "ሰላ": 1, "ቡና": 2, "ቤት": 1}
     merges = learn_merges(words, 100)
     assert merges[0] == ("ሰ", "ላ") and {("ቡ", "ና"), ("ሰላ", "ም")} == {*merges[1:]}, "ቤት occurs once"
-    assert (
-        learn_merges(words, 10**12) == merges
-        and learn_merges(words, 1) == merges[:1]
-        and learn_merges({}, 9) == []
-    )
+    assert learn_merges(words, 10**12) == merges
+    assert learn_merges(words, 1) == merges[:1]
+    assert learn_merges({}, 9) == []
 
 
 def test_a_new_vocabulary():

@@ -89,36 +89,30 @@ def test_codes_become_frames_of_256_samples_at_24_khz(codes, frames):
 
 
 def test_a_waveform_depends_on_its_own_latents_and_speaker_alone():
-    decoder, latents, speakers = (
-        tiny_decoder().double(),
-        normal(3, 5, 12).double(),
-        normal(3, 24).double(),
-    )
+    decoder = tiny_decoder().double()
+    latents = normal(3, 5, 12).double()
+    speakers = normal(3, 24).double()
     together = decoder(latents, speakers)
     for i in range(3):
         torch.testing.assert_close(
             decoder(latents[i : i + 1], speakers[i : i + 1])[0], together[i], rtol=0, atol=1e-12
         )
     other = decoder(latents, speakers.flip(0))
-    assert (other[0] - together[0]).abs().max() > 0.01 and torch.allclose(
-        other[1], together[1], rtol=0, atol=1e-12
-    )
+    assert (other[0] - together[0]).abs().max() > 0.01
+    assert torch.allclose(other[1], together[1], rtol=0, atol=1e-12)
 
 
 def test_waveforms_and_speaker_vectors_stay_in_fp32_under_autocast():
-    decoder, latents, speaker, clip = (
-        tiny_decoder(),
-        normal(1, 6, 12),
-        normal(1, 24),
-        normal(1, 4_800),
-    )
+    decoder = tiny_decoder()
+    latents = normal(1, 6, 12)
+    speaker = normal(1, 24)
+    clip = normal(1, 4_800)
     with torch.autocast("cpu", torch.bfloat16):
         waveform, vector = decoder(latents, speaker), decoder.speaker_vector(clip)
         of_narrow = decoder(latents.bfloat16(), speaker.bfloat16())
     assert waveform.dtype == vector.dtype == of_narrow.dtype == torch.float32
-    assert torch.equal(waveform, decoder(latents, speaker)) and torch.equal(
-        vector, decoder.speaker_vector(clip)
-    )
+    assert torch.equal(waveform, decoder(latents, speaker))
+    assert torch.equal(vector, decoder.speaker_vector(clip))
     assert torch.equal(of_narrow, decoder(latents.bfloat16().float(), speaker.bfloat16().float()))
 
 
