@@ -3,6 +3,7 @@ command line, by what it hands to `train`, and by its files."""
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,13 @@ from unittest import mock
 import numpy as np
 import torch
 
-from common import checkpoint, memory
+from common import checkpoint, layers, memory
 from common.batches import to_device
 from common.device import Setup
 from common.engine import run_global_batch
+from common.parts import compiling
 from speech.data import splits
+from tests.peers import assert_rounded
 from tests.recipes import runs
 
 CPU = torch.device("cpu")
@@ -183,32 +186,79 @@ def check_dropout(given: SimpleNamespace) -> None:
         assert torch.equal(first, second) != is_training
 
 
+def keeping(
+    given: SimpleNamespace, model: torch.nn.Module, items: list[dict], autocast=None
+) -> tuple[list[torch.Tensor], int]:
+    """The terms of the loss of utterances and their gradient, and how many bytes are kept for
+    backward."""
+    batch = next(to_device([given.collate(items)], CPU))
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    model.zero_grad()
+    torch.manual_seed(1)
+    casting = torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), casting:
+        terms = given.task.compute_loss(model, batch)
+    sum(terms.values()).backward()
+    terms = [term.detach() for term in terms.values()]
+    return [*terms, gradient(model)], sum(kept.values())
+
+
 def check_checkpointing(given: SimpleNamespace, autocast: torch.dtype | None) -> None:
     """Recomputed layers change no bit, with dropout, and keep less."""
+    items = [given.data.item(index, 1) for index in range(4)]
+    plain, recomputed = (copy.deepcopy(given.model).train() for _ in range(2))
+    memory.checkpoint_layers(recomputed, given.task.checkpointed)
+    results, all_kept = keeping(given, plain, items, autocast)
+    again, kept = keeping(given, recomputed, items, autocast)
+    assert all(map(torch.equal, results, again))
+    assert kept < 0.9 * all_kept, "nothing was recomputed"
+
+
+def check_lean_chains(given: SimpleNamespace) -> None:
+    """Norms and activations of large inputs, which are computed again in backward, change no more
+    than roundings and are not kept."""
     results = []
-    kept = []
-    batch = next(to_device([given.collate([given.data.item(i, 1) for i in range(4)])], CPU))
-    for is_checkpointed in (False, True):
-        model = copy.deepcopy(given.model).train()
-        if is_checkpointed:
-            memory.checkpoint_layers(model, given.task.checkpointed)
-        count = 0
+    for smallest in (math.inf, 0):
+        with mock.patch.object(layers, "SMALL", smallest):
+            results.append(keeping(given, given.model, given.items))
+    (plain, all_kept), (lean, kept) = results
+    assert_rounded(lean, plain)
+    assert kept < 0.975 * all_kept, "nothing was recomputed"
 
-        def pack(tensor):
-            nonlocal count
-            count += tensor.numel()
-            return tensor
 
-        torch.manual_seed(1)
-        casting = torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), casting:
-            terms = given.task.compute_loss(model, batch)
-        sum(terms.values()).backward()
-        kept.append(count)
-        results.append([*terms.values(), gradient(model)])
-    for plain, recomputed in zip(*results, strict=True):
-        assert torch.equal(plain, recomputed)
-    assert kept[1] < 0.9 * kept[0], "nothing was recomputed"
+def check_16_bits(given: SimpleNamespace, dtype: torch.dtype) -> None:
+    """Losses and gradients in 16 bits are near those in 32."""
+    items = [given.data.item(index, 1) for index in range(4)]
+    model = copy.deepcopy(given.model).eval()
+    [*exact, slope], _ = keeping(given, model, items)
+    [*found, other], _ = keeping(given, model, items, dtype)
+    for one, term in zip(found, exact, strict=True):
+        assert one.dtype == torch.float32 and abs(one - term) <= 0.05 * term
+    assert 0 < (other - slope).norm() <= 0.2 * slope.norm()
+
+
+def check_compiled(given: SimpleNamespace) -> None:
+    """Compiled and recomputed layers give the same losses and gradients, for several lengths. This
+    backend traces and differentiates as the default one does, and runs torch's own kernels."""
+    model = copy.deepcopy(given.model)
+    backend = functools.partial(torch.compile, backend="aot_eager")
+    with mock.patch.object(torch, "compile", backend), mock.patch.object(layers, "SMALL", 0):
+        compiling.compile_layers(model, given.task.compiled)
+        memory.checkpoint_layers(model, given.task.checkpointed)
+        for items in (given.items, given.items[:1]):
+            ours, _ = keeping(given, model, items)
+            theirs, _ = keeping(given, given.model, items)
+            for one, other in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    torch._dynamo.reset()
 
 
 def check_evaluation(given: SimpleNamespace) -> None:

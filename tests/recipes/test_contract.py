@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common import checkpoint, layers
-from recipes import konkani_conformer, parakeet_tdt, template
+from recipes import konkani_conformer, matcha_voice, parakeet_tdt, template, xtts_amharic
 from tests import contract
 from tests.contract import LAST
 from tests.recipes import adapters, runs
@@ -80,6 +80,24 @@ def test_dropout_is_drawn_in_training_alone(case, data, tmp_path):
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_checkpointing_changes_neither_loss_nor_gradient(given, autocast):
     contract.check_checkpointing(given, autocast)
+
+
+def test_what_lean_chains_compute_again_changes_nothing_and_is_not_kept(case, exact):
+    if case.recipe in (template, xtts_amharic, matcha_voice):
+        pytest.skip("it has none")
+    contract.check_lean_chains(exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_losses_and_gradients_in_16_bits_are_near_those_in_32(given, dtype):
+    contract.check_16_bits(given, dtype)
+
+
+@pytest.mark.slow
+def test_compiled_and_checkpointed_layers_give_the_same_losses_and_gradients(exact):
+    if not exact.task.compiled:
+        pytest.skip("it compiles none")
+    contract.check_compiled(exact)
 
 
 def test_adapters_are_as_exact(exact, monkeypatch):

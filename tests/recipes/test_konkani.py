@@ -1,15 +1,11 @@
 """The Konkani recipe's model, loss, decoding and data, against references."""
 
-import functools
-
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from common import batches, layers, memory
-from common.errors import UsageError
-from common.parts import compiling
+from common import batches
 from models import onnx_files
 from recipes import konkani_conformer as recipe
 from speech.data import feasible
@@ -20,7 +16,6 @@ from speech.signal import nemo_features
 from speech.signal.audio import SAMPLE_RATE
 from speech.signal.features import valid_mask
 from tests.contract import awake
-from tests.peers import assert_rounded
 from tests.recipes import runs
 
 CPU = torch.device("cpu")
@@ -177,87 +172,6 @@ def ctc_by_hand(log_probs, tokens, blank):
             new.append(np.logaddexp.reduce(paths) + float(log_probs[t, label]))
         alpha = new
     return -np.logaddexp(alpha[-1], alpha[-2])
-
-
-def plain_chain(x, *steps):
-    for step in steps:
-        x = step(x)
-    return x
-
-
-def plain_attention(self, x, angles, mask=None, causal=False):
-    q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-    q, k = recipe.rotate(q, angles), recipe.rotate(k, angles)
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
-    return self.dropout(self.out(y.transpose(1, 2).flatten(2)))
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("count", [1, 3], ids=["whole", "ragged"])
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_recomputing_norms_and_silu_changes_nothing(monkeypatch, dropout, count, checkpointed):
-    monkeypatch.setattr(layers, "SMALL", 0)
-    items, results = make_items(count), []
-    for lean in (True, False):
-        model = awake(make_model(dropout))
-        if checkpointed:
-            memory.checkpoint_layers(model, recipe.CHECKPOINTED)
-        if not lean:
-            monkeypatch.setattr(recipe, "lean_chain", plain_chain)
-            monkeypatch.setattr(recipe.SelfAttention, "forward", plain_attention)
-        known, kept = {p.data_ptr() for p in model.parameters()}, {}
-
-        def pack(tensor, known=known, kept=kept):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in known:
-                kept[storage.data_ptr()] = storage.nbytes() // 8
-            return tensor
-
-        torch.manual_seed(1)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = sum(recipe.compute_loss(model, moved(items)).values())
-        gradient = torch.autograd.grad(loss, list(model.parameters()))
-        gradient = torch.cat([part.reshape(-1) for part in gradient])
-        results.append((loss, gradient, sum(kept.values())))
-    lean, plain = results
-    assert_rounded(lean[:-1], plain[:-1])
-    if checkpointed:
-        assert plain[-1] == lean[-1]
-    else:
-        d = CONFIG["d_model"]
-        frames = max(recipe.encoder_frames(len(item["audio"]), CONFIG) for item in items)
-        tokens = max(len(item["labels"]) for item in items)
-        # Of a norm also its two statistics. A feed-forward: norm and SiLU. Self-attention: norm, q
-        # and k. Convolution: two norms and SiLU.
-        feed_forward, attention, convolution = 5 * d + 2, 3 * d + 2, 3 * d + 4
-        encoder_layer = 2 * feed_forward + attention + convolution
-        decoder_layer = feed_forward + attention
-        sizes = (CONFIG["encoder_layers"] * encoder_layer, CONFIG["decoder_layers"] * decoder_layer)
-        assert plain[-1] - lean[-1] == count * (frames * sizes[0] + tokens * sizes[1])
-
-
-def test_checkpointing_a_model_without_layers_is_an_error():
-    with pytest.raises(UsageError, match="--gradient_checkpointing: Linear has no layer"):
-        memory.checkpoint_layers(torch.nn.Linear(2, 2), recipe.CHECKPOINTED)
-
-
-@pytest.mark.slow
-def test_compiled_and_checkpointed_layers_give_the_same_loss_and_gradients(monkeypatch):
-    # This backend traces and differentiates as the default one does, and runs torch's own kernels.
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr(layers, "SMALL", 0)
-    plain, compiled = awake(make_model(0.2)), awake(make_model(0.2))
-    compiling.compile_layers(compiled, recipe.COMPILED)
-    memory.checkpoint_layers(compiled, recipe.CHECKPOINTED)
-    for count, seed in ((3, 0), (1, 2)):
-        results = []
-        for model in (plain, compiled):
-            torch.manual_seed(1)
-            loss = sum(recipe.compute_loss(model, moved(make_items(count, seed))).values())
-            results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-        for a, b in zip(*results, strict=True):
-            torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-12)
-    torch._dynamo.reset()
 
 
 # --- decoding -------------------------------------------------------------------------------------

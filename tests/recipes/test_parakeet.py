@@ -27,11 +27,10 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from common import checkpoint, layers, memory, optim, records
+from common import checkpoint, optim, records
 from common.batches import to_device
 from common.device import Setup
 from common.loop import Run
-from common.parts import compiling
 from models.parakeet import archive, decoding, formats, onnx, settings, start, vocabulary
 from models.parakeet import model as network
 from models.parakeet.model import Parakeet
@@ -277,26 +276,6 @@ def test_pieces_of_the_subsampling_change_nothing(noise, monkeypatch, at_once):
             torch.cat([torch.stack([*terms.values()]), gradient_of(sum(terms.values()), model)])
         )
     assert (results[0] - results[1]).abs().max() <= 1e-12 * results[0].abs().max()
-
-
-@pytest.mark.slow
-def test_compiled_and_checkpointed_layers_give_the_same_loss_and_gradients(noise, monkeypatch):
-    # This backend traces and differentiates as the default one does, and runs torch's own kernels.
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr(layers, "SMALL", 0)
-    info, items = make_items(noise, layers=1, ctc=False)
-    plain, compiled = (make_model(info.config, 0.1, 0.2).train() for _ in range(2))
-    compiling.compile_layers(compiled, recipe.COMPILED)
-    memory.checkpoint_layers(compiled, recipe.CHECKPOINTED)
-    for chosen in (items, items[:1]):
-        results = []
-        for model in (plain, compiled):
-            torch.manual_seed(1)
-            terms = recipe.compute_loss(model, moved(chosen))
-            results.append([*terms.values(), gradient_of(sum(terms.values()), model)])
-        for a, b in zip(*results, strict=True):
-            torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-12)
-    torch._dynamo.reset()
 
 
 def test_training_changes_neither_the_blank_row_nor_the_statistics(noise):

@@ -24,7 +24,6 @@ MODELS = {
     template: [],
     wav2vec2_ctc: ["--from_scratch", "--model_size", "300m"],
 }
-EXPORTS = [konkani_conformer, wav2vec2_ctc]
 
 
 @pytest.fixture(scope="module", autouse=True)

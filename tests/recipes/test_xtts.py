@@ -18,8 +18,6 @@ from safetensors.torch import load_file
 
 from common import checkpoint, memory, optim, records
 from common.batches import to_device
-from common.device import LossScale, Setup
-from common.engine import run_global_batch
 from common.errors import DataError
 from models.xtts import decoding, formats, speaking, start, texts
 from models.xtts import model as xtts
@@ -255,23 +253,6 @@ def test_greedy_codes_and_latents_are_coquis(theirs, capsys):
 # --- exactness ------------------------------------------------------------------------------------
 
 
-def window_gradient(
-    model, items: list[dict], sizes: list[int], frozen, setup=None, scaler=None
-) -> tuple:
-    """The sums of the terms, and the gradient, of a global batch that is cut into micro-batches of
-    these sizes."""
-    rest = iter(items)
-    micro_batches = [recipe.collate([next(rest) for _ in range(size)]) for size in sizes]
-    totals = {name: sum(batch["counts"][name] for batch in micro_batches) for name in WEIGHTS}
-    model.zero_grad()
-    compute_loss = functools.partial(recipe.compute_loss, frozen=frozen)
-    outcome = run_global_batch(
-        model, micro_batches, totals, compute_loss, WEIGHTS, setup or Setup(), scaler
-    )
-    assert outcome.failed is None
-    return outcome.sums, torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
 def test_the_explicit_product_is_the_fused_attention(noise, monkeypatch):
     items, model, frozen = make_items(noise)[:4], make_model().train(), make_frozen()
     explicit, calls, results = xtts.explicit_attention, [], []
@@ -368,20 +349,6 @@ def test_the_counts_are_those_of_the_targets_and_no_stop_is_lost(noise, monkeypa
 
 
 # --- precision ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-def test_sixteen_bits_give_finite_losses_near_those_of_fp32(noise, dtype):
-    items = make_items(noise, torch.float32)
-    model = make_model(0.0, torch.float32).train()
-    frozen = make_frozen(torch.float32)
-    sums, gradient = window_gradient(model, items, [4, 4], frozen)
-    scaler = LossScale(256.0) if dtype is torch.float16 else None
-    ours, scaled = window_gradient(model, items, [4, 4], frozen, Setup(dtype=dtype), scaler)
-    scaled = scaled / 256 if scaler else scaled
-    assert sums.dtype == ours.dtype == torch.float32 and bool(scaled.isfinite().all())
-    assert ((ours - sums) / sums).abs().max() < 0.01
-    assert (scaled - gradient).norm() < 0.1 * gradient.norm() and not torch.equal(scaled, gradient)
 
 
 def test_a_clip_that_became_longer_after_the_check_is_named(noise, tmp_path):

@@ -17,22 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.device import Setup
-from models.whisper import decoding
+from models.whisper import decoding, formats
 from models.whisper.decoding import Search
 from models.whisper.model import Whisper
 from speech.decoding import long, recogniser, transcribing
 from speech.signal.features import valid_mask
 
 CONFIG = {
-    "vocab_size": 40,
-    "d_model": 16,
-    "encoder_layers": 1,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "num_mel_bins": 8,
+    **formats.make_config(16, (1, 2), 2, 8, 40),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 32),
     "max_source_positions": 50,
     "max_target_positions": 48,
 }
