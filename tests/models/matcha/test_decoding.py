@@ -80,12 +80,6 @@ def test_texts_are_cut_into_sentences_and_joined(voice):
     assert not spoken[0][sizes[0] : sizes[0] + pause].any()
 
 
-class Columns(list):
-    """A corpus of texts."""
-
-    texts = property(lambda self: self)
-
-
 def short_of_memory(monkeypatch, most: int) -> None:
     """More than so many sentences at once do not fit."""
     mels_of = decoding.mels_of

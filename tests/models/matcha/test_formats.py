@@ -1,8 +1,6 @@
 """Released checkpoints of Matcha-TTS: files of their form with random weights."""
 
 import functools
-import io
-import pickle
 import zipfile
 from collections import OrderedDict
 from unittest import mock
@@ -66,30 +64,32 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path):
     assert not mark.exists()
 
 
-def test_what_is_not_such_a_checkpoint_is_refused(tmp_path):
-    torch.save({"weights": 1}, tmp_path / "other.ckpt")
-    with pytest.raises(UsageError, match="no state_dict"):
-        formats.read_model(str(tmp_path / "other.ckpt"))
+def without(name: str) -> dict:
     content = released()
-    content["state_dict"].pop("encoder.proj_m.bias")
-    torch.save(content, tmp_path / "part.ckpt")
-    with pytest.raises(UsageError, match=r"lacks 'encoder\.proj_m\.bias'"):
-        formats.read_model(str(tmp_path / "part.ckpt"))
+    del content["state_dict"][name]
+    return content
+
+
+def with_tensor(name: str, value: float) -> dict:
     content = released()
-    content["state_dict"][formats.SPEAKERS] = torch.tensor(1.0)
-    torch.save(content, tmp_path / "number.ckpt")
-    with pytest.raises(UsageError, match=r"spk_emb\.weight"):
-        formats.read_model(str(tmp_path / "number.ckpt"))
-    for value in (0.0, -1.0):
-        content = released()
-        content["state_dict"]["mel_std"] = torch.tensor(value)
-        torch.save(content, tmp_path / "even.ckpt")
-        with pytest.raises(UsageError, match=rf"even\.ckpt .* mel_std is {value:g}, and"):
-            formats.read_model(str(tmp_path / "even.ckpt"))
-    with zipfile.ZipFile(tmp_path / "zip.ckpt", "w") as archive:
-        archive.writestr("archive/data.pkl", pickle.dumps(io.BytesIO(b"no weights")))
-    with pytest.raises(UsageError):
-        formats.read_model(str(tmp_path / "zip.ckpt"))
+    content["state_dict"][name] = torch.tensor(value)
+    return content
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda: {"weights": 1}, "no state_dict"),
+        (lambda: without("encoder.proj_m.bias"), r"lacks 'encoder\.proj_m\.bias'"),
+        (lambda: with_tensor(formats.SPEAKERS, 1.0), r"spk_emb\.weight"),
+        (lambda: with_tensor("mel_std", 0.0), r"x\.ckpt .* mel_std is 0, and"),
+        (lambda: with_tensor("mel_std", -1.0), r"x\.ckpt .* mel_std is -1, and"),
+    ],
+)
+def test_what_is_not_such_a_checkpoint_is_refused(content, message, tmp_path):
+    torch.save(content(), tmp_path / "x.ckpt")
+    with pytest.raises(UsageError, match=message):
+        formats.read_model(str(tmp_path / "x.ckpt"))
 
 
 def test_a_file_that_would_take_much_memory_is_refused(tmp_path):

@@ -1,5 +1,6 @@
 """Exported voices in onnxruntime, Piper and sherpa-onnx: the same tokens, frames and samples."""
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,7 +116,7 @@ def test_a_program_makes_the_tokens_that_were_learned(program, language, voice, 
     assert heard == voice.tokens.encode(read(text, language))
 
 
-@pytest.mark.parametrize("language", TEXTS)
+@pytest.mark.parametrize("language", ["am", "fr"])  # a syllabary, and letters with marks
 def test_programs_speak_as_long_as_the_model(language, voice, exported):
     text = TEXTS[language]
     tokens = voice.tokens.encode(read(text, language))
@@ -126,22 +127,27 @@ def test_programs_speak_as_long_as_the_model(language, voice, exported):
         assert len(in_sherpa(exported, text, speed)) == samples
 
 
+@functools.cache
+def session(folder: Path) -> onnxruntime.InferenceSession:
+    return onnxruntime.InferenceSession(folder / "voice.onnx")
+
+
 def run(folder: Path, tokens: list[int], noise: float = 0.0, **others) -> np.ndarray:
-    session = onnxruntime.InferenceSession(folder / "voice.onnx")
     inputs = {
         "input": np.array([tokens]),
         "input_lengths": np.array([len(tokens)]),
         "scales": np.array([noise, 1.0, 0.0], dtype=np.float32),
         **others,
     }
-    (samples,) = session.run(["output"], inputs)
+    (samples,) = session(folder).run(["output"], inputs)
     assert samples.shape[:2] == (1, 1)
     return samples[0, 0]
 
 
-@pytest.mark.parametrize("speakers, rows", [(1, 1), (1, 2), (3, 3)])
+@pytest.mark.parametrize("speakers, rows", [(1, 2), (3, 3)])
 def test_the_graph_is_the_model(speakers, rows, tmp_path):
-    """Also for one speaker in a model of several, as it is made of a released one."""
+    """Also for one speaker in a model of several, as it is made of a released one. That of a model
+    with one has the vocoder, too (below)."""
     voice = make_voice(rows, Plain())
     voice = replace(voice, speakers=voice.speakers[:speakers])
     onnx.fill(tmp_path, voice)

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from common.device import Setup
-from common.engine import run_global_batch
 from models.matcha import vocoder_training
 from models.matcha.mels import EDGE, HOP, SAMPLE_RATE, LogMel, with_edges
 from models.matcha.vocoder import BINS, SIZES, ConvolutionalFourier, Fourier, GriffinLim, Vocos
+from tests import contract
 
 
 def voice_like(frames: int = 40) -> torch.Tensor:
@@ -84,24 +83,9 @@ def crops(count: int, dtype: torch.dtype) -> list[dict]:
 
 def test_however_an_update_is_cut_its_gradient_is_the_same():
     model = vocoder_training.VocoderInTraining({"width": 8, "layers": 2}).double()
-    items = crops(5, torch.float64)
-    counts = vocoder_training.collate(items)["counts"]
-    gradients = []
-    for size in (5, 2, 1):
-        model.zero_grad()
-        pieces = [vocoder_training.collate(items[i : i + size]) for i in range(0, 5, size)]
-        outcome = run_global_batch(
-            model,
-            pieces,
-            counts,
-            vocoder_training.compute_loss,
-            vocoder_training.LOSS_WEIGHTS,
-            Setup(),
-        )
-        assert outcome.failed is None
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    for other in gradients[1:]:
-        torch.testing.assert_close(other, gradients[0], rtol=0, atol=1e-10)
+    items = crops(contract.COUNT, torch.float64)
+    given = contract.loss_of(vocoder_training, model, items, vocoder_training.LOSS_WEIGHTS)
+    contract.check_any_cut(given)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -107,8 +107,10 @@ def unpacked(path: Path) -> dict[str, bytes]:
         }
 
 
-def packed(path: Path, members: dict[str, bytes], mode: str = "w") -> Path:
+def packed(path: Path, members: dict[str, bytes], mode: str = "w", headers=()) -> Path:
     with tarfile.open(path, mode) as archive:
+        for header in headers:
+            archive.addfile(header)
         for name, raw in members.items():
             header = tarfile.TarInfo(name)
             header.size = len(raw)
@@ -136,31 +138,16 @@ def test_conversions_are_each_others_inverse():
     weights = random_weights({**CONFIG, "ctc": True, "biases": True})
     theirs = formats.hf_to_nemo(weights, settings.TDT)
     assert same(formats.nemo_to_hf(theirs, settings.TDT), weights) and len(theirs) == len(weights)
-    hf = (
-        "_proj",
-        "subsampling",
-        "embedding",
-        "projector",
-        "joint.head",
-        "conv.norm.",
-        "ctc_head",
-        ".bias_u",
-    )
+    hf = ("_proj", "subsampling", "embedding", "projector", "joint.head", "conv.norm.", ".bias_u")
     assert not [name for name in theirs if any(part in name for part in hf)]
-    for name in (
+    assert {
         "encoder.pre_encode.conv.6.bias",
-        "encoder.pre_encode.out.weight",
         "encoder.layers.1.conv.batch_norm.running_var",
-        "encoder.layers.0.self_attn.linear_pos.weight",
         "encoder.layers.0.self_attn.pos_bias_u",
-        "decoder.prediction.embed.weight",
         "decoder.prediction.dec_rnn.lstm.bias_hh_l1",
-        "joint.enc.weight",
-        "joint.pred.bias",
         "joint.joint_net.2.weight",
         "ctc_decoder.decoder_layers.0.bias",
-    ):
-        assert name in theirs
+    } <= theirs.keys()
     without_dropout = {
         name.replace("joint_net.2", "joint_net.1"): tensor for name, tensor in theirs.items()
     }
@@ -233,11 +220,7 @@ def test_transformers_uses_an_export_as_it_is(pieces, tmp_path, capsys):
 def test_settings_of_a_source_folder_are_kept(tmp_path):
     formats.export(tmp_path / "a", "hf", random_weights(CONFIG), CONFIG, EXTRAS)
     changes = {
-        "config.json": {
-            "mood": "good",
-            "encoder_config": {"dropout": 0.3},
-            "auto_map": {"AutoModel": "x.y"},
-        },
+        "config.json": {"mood": "good", "encoder_config": {"dropout": 0.3}, "auto_map": {"A": "x"}},
         "generation_config.json": {"max_new_tokens": 77},
         "processor_config.json": {"note": "x"},
         "tokenizer_config.json": {"model_max_length": 99},
@@ -247,13 +230,12 @@ def test_settings_of_a_source_folder_are_kept(tmp_path):
         (tmp_path / "a" / name).write_text(json.dumps(content))
     weights, config, extras = formats.read_model(tmp_path / "a")
     formats.export(tmp_path / "b", "hf", weights, config, extras)
-    read = {name: json.loads((tmp_path / "b" / name).read_text()) for name in changes}
-    assert read["config.json"]["mood"] == "good"
-    assert read["config.json"]["encoder_config"]["dropout"] == 0.3
-    assert "auto_map" not in read["config.json"]
-    assert read["generation_config.json"]["max_new_tokens"] == 77
-    assert read["processor_config.json"]["note"] == "x"
-    assert read["tokenizer_config.json"]["model_max_length"] == 99
+    config, generation, processor, tokens = (
+        json.loads((tmp_path / "b" / name).read_text()) for name in changes
+    )
+    assert config["mood"] == "good" and config["encoder_config"]["dropout"] == 0.3
+    assert "auto_map" not in config and generation["max_new_tokens"] == 77
+    assert processor["note"] == "x" and tokens["model_max_length"] == 99
 
 
 @pytest.mark.parametrize(
@@ -414,30 +396,19 @@ def set_value(key: str, value):
 
 SETTINGS = [
     ("preprocessor.normalize", "all_features"),
-    ("preprocessor.window", "hamming"),
     ("preprocessor.features", 80),
-    ("preprocessor.window_size", 0.02),
-    ("preprocessor.preemph", None),
-    ("preprocessor.log_zero_guard_value", "1e-5"),
-    ("preprocessor.pad_value", -1),
     ("preprocessor._target_", "os.system"),
     ("encoder._target_", "SqueezeformerEncoder"),
     ("encoder.subsampling", "striding"),
-    ("encoder.causal_downsampling", "x"),
-    ("encoder.reduction", "pooling"),
     ("encoder.self_attention_model", "rel_pos_local_attn"),
     ("encoder.att_context_size", [128, 128]),
-    ("encoder.untie_biases", False),
     ("encoder.conv_norm_type", "layer_norm"),
     ("encoder.conv_context_size", "causal"),
     ("encoder.d_model", 2**31),
     ("encoder.n_layers", 10**9),
     ("encoder.n_heads", 3),
     ("encoder.ff_expansion_factor", 1.5),
-    ("encoder.conv_kernel_size", 8),
     ("encoder.subsampling_factor", 16),
-    ("decoder.blank_as_pad", False),
-    ("decoder.prednet.pred_rnn_layers", 10**9),
     ("decoder.vocab_size", 31),
     ("joint.jointnet.activation", "tanh"),
     ("joint.num_extra_outputs", 0),
@@ -445,14 +416,10 @@ SETTINGS = [
     ("labels", ["a"]),
     ("loss.loss_name", "default"),
     ("loss.tdt_kwargs.durations", [0, 0, 1]),
-    ("loss.tdt_kwargs.durations", [0]),
     ("loss.tdt_kwargs.sigma", "x"),
     ("loss.tdt_kwargs.omega", float("nan")),
     ("rnnt_reduction", None),
     ("tokenizer.type", "agg"),
-    ("encoder", []),
-    ("loss", ...),
-    ("preprocessor.window_size", 10**400),
 ]
 
 
@@ -474,19 +441,9 @@ class Trap:
         return (os.system, ("echo the file was run; exit 1",))
 
 
-def added(*headers, raw: bytes = b""):
-    """The archive with further members in front."""
-
-    def spoil(members, path):
-        with tarfile.open(path, "w") as archive:
-            for header in headers:
-                archive.addfile(header, io.BytesIO(raw) if header.isreg() else None)
-            for name, content in members.items():
-                header = tarfile.TarInfo(name)
-                header.size = len(content)
-                archive.addfile(header, io.BytesIO(content))
-
-    return spoil
+def added(*headers):
+    """The archive with further empty members in front."""
+    return lambda members, path: packed(path, members, headers=headers)
 
 
 def entry(name: str, kind: bytes = tarfile.REGTYPE, target: str = ""):
@@ -527,17 +484,16 @@ def changed_weights(change):
     return spoil
 
 
-def oversized(size: int, kind: bytes = tarfile.REGTYPE, compress: bool = False):
+def oversized(size: int, kind: bytes = tarfile.REGTYPE):
     """A member whose header claims `size` bytes."""
     header = tarfile.TarInfo("./model_weights.ckpt")
     header.size, header.type = size, kind
-    raw = header.tobuf(tarfile.GNU_FORMAT)
-    return lambda members, path: path.write_bytes(gzip.compress(raw) if compress else raw)
+    return lambda members, path: path.write_bytes(header.tobuf(tarfile.GNU_FORMAT))
 
 
-def bomb(name: str):
+def bomb(members, path):
     """50 MiB of zeros in 50 KiB."""
-    return lambda members, path: packed(path, {**members, name: bytes(50 << 20)}, "w:gz")
+    packed(path, {**members, CKPT: bytes(50 << 20)}, "w:gz")
 
 
 def rename(old: str, new: str):
@@ -546,14 +502,9 @@ def rename(old: str, new: str):
     )
 
 
-def only(*parts):
-    """The archive with these files and empty members alone."""
-
-    def spoil(members, path):
-        headers = [part for part in parts if not isinstance(part, str)]
-        added(*headers)({name: members[name] for name in parts if isinstance(name, str)}, path)
-
-    return spoil
+def only(*names: str):
+    """The archive with these files alone."""
+    return lambda members, path: packed(path, {name: members[name] for name in names})
 
 
 def another_tokenizer(members, path):
@@ -563,20 +514,13 @@ def another_tokenizer(members, path):
 YAML, CKPT = "./model_config.yaml", "./model_weights.ckpt"
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 ALLOWS = "more than its size allows"
-HEADER = tarfile.XHDTYPE
 HOSTILE = {  # damaged tensors: tests/models/whisper/test_formats.py
     "a path above": (added(entry("../escaped")), "escaped.*outside"),
-    "a path above, hidden": (added(entry("./a/../../escaped")), "outside"),
     "an absolute path": (added(entry("/tmp/escaped")), "outside"),
     "a symbolic link": (added(entry("./x", tarfile.SYMTYPE, "/etc/passwd")), "not a regular file"),
     "a hard link": (added(entry(CKPT, tarfile.LNKTYPE, "/etc/passwd")), "not a regular file"),
-    "a device": (added(entry("./x", tarfile.CHRTYPE)), "not a regular file"),
     "a pipe": (added(entry(YAML, tarfile.FIFOTYPE)), "not a regular file"),
-    "a sparse file": (added(entry("./x", tarfile.GNUTYPE_SPARSE)), "not a regular file"),
     "a file twice": (added(entry(YAML)), "there twice"),
-    "a file twice, once without ./": (added(entry("model_weights.ckpt")), "there twice"),
-    "a folder twice": (added(*[entry("./", tarfile.DIRTYPE)] * 2), "there twice"),
-    "a folder in place of the yaml": (only(CKPT, entry(YAML, tarfile.DIRTYPE)), "lacks model_con"),
     "many files": (added(*[entry(f"./{i}") for i in range(300)]), "more than 200"),
     "a pickle": (
         replaced(CKPT, pickle.dumps(Trap(), protocol=2)),
@@ -585,12 +529,9 @@ HOSTILE = {  # damaged tensors: tests/models/whisper/test_formats.py
     "a pickle in torch's form": (replaced(CKPT, saved(Trap())), f"x.nemo: {CKPT[2:]} is refused"),
     "a large yaml": (replaced(YAML, bytes(5 << 20)), "5 MiB"),
     "a large tokenizer": (replaced("./b_tokenizer.model", bytes(5 << 20)), "5 MiB"),
-    "a bomb of weights": (bomb(CKPT), ALLOWS),
-    "a bomb of another file": (bomb("./x"), ALLOWS),
+    "a bomb of weights": (bomb, ALLOWS),
     "a huge member": (oversized(1 << 50), "cut short"),
     "a huge name": (oversized(1 << 50, tarfile.GNUTYPE_LONGNAME), ALLOWS),
-    "huge settings of a member": (oversized(1 << 40, HEADER), ALLOWS),
-    "negative settings of a member": (oversized(-512, HEADER), "not a .nemo archive"),
     "a tag": (
         replaced(YAML, b"a: !!python/object/apply:os.system ['echo the file was run']"),
         "yaml",
@@ -599,8 +540,6 @@ HOSTILE = {  # damaged tensors: tests/models/whisper/test_formats.py
     # Some builds of libyaml refuse depth before our own check sees it.
     "deep yaml": (replaced(YAML, b"[" * 100_000), "yaml is refused"),
     "many entries": (replaced(YAML, b"a: [" + b"[]," * 500_000 + b"]"), "too many entries"),
-    "a number to the base of 60": (replaced(YAML, b"a: 1" + b":1" * 5000), "a long number"),
-    "a yaml of a list": (replaced(YAML, b"[1, 2]"), "not a table"),
     "a key twice": (appended(YAML, b"sample_rate: 8000\n"), "a key is there twice"),
     "a long number": (replaced(YAML, b"a: " + b"9" * 10_000), "refused"),
     "no yaml": (only(CKPT), "lacks model_config.yaml"),
@@ -609,7 +548,6 @@ HOSTILE = {  # damaged tensors: tests/models/whisper/test_formats.py
     "cut short": (written(lambda raw: raw[: len(raw) // 2]), "cut short"),
     "cut compressed": (written(lambda raw: gzip.compress(raw)[:-2000]), "cut short"),
     "changed compressed": (written(lambda raw: gzip.compress(raw)[:3000] + bytes(3000)), "damaged"),
-    "empty": (written(lambda raw: b""), "not a .nemo archive"),
     "not a tar": (written(lambda raw: b"RIFF" * 500), "not a .nemo archive"),
     "a pointer": (written(lambda raw: LFS), "git lfs pull"),
     "a tensor is missing": (rename("joint.enc.bias", "joint.enc.x"), "lacks 'encoder_projector.b"),
@@ -661,13 +599,11 @@ FOLDERS = {
     "another blank": (config("blank_token_id", 0), "blank_token_id is '0'"),
     "a larger vocabulary": (config("vocab_size", 40), "blank_token_id is '32'"),
     "a huge vocabulary": (config("vocab_size", 10**9), "vocabulary is '999999999'"),
-    "a text": (config("vocab_size", "x"), "vocabulary is 'x'"),
     "more durations": (config("durations", [0, 1, 2, 3, 4]), "joint.head.weight is"),
     "other features": (
         rewrite("processor_config.json", f"{FEATURES}.n_fft", 400),
         "n_fft is '400'",
     ),
-    "no features": (rewrite("processor_config.json", FEATURES, []), "extractor is '\\[\\]'"),
     "no tokenizer": (lambda f: [p.unlink() for p in f.glob("tokenizer*")], "no tokenizer"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "no weights"),
     "a pointer": (lambda f: (f / "tokenizer.model").write_bytes(LFS), "git lfs pull"),
@@ -687,13 +623,10 @@ def test_spoiled_folders_are_refused_in_one_line(case, sound, tmp_path):
 
 def test_files_that_are_not_there(sound, tmp_path, no_hang):
     os.mkfifo(tmp_path / "pipe.nemo")
-    for path, expected in (
-        (tmp_path / "pipe.nemo", "not a regular file"),
-        (tmp_path / "nothing.nemo", "No such file"),
-        (sound / "hf" / "model.safetensors", "give the folder"),
-    ):
-        with pytest.raises(UsageError, match=expected):
-            formats.read_model(path)
+    with pytest.raises(UsageError, match="not a regular file"):
+        formats.read_model(tmp_path / "pipe.nemo")
+    with pytest.raises(UsageError, match="give the folder"):
+        formats.read_model(sound / "hf" / "model.safetensors")
 
 
 @pytest.mark.parametrize("key", ["labels", "joint.vocabulary"])

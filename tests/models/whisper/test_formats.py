@@ -114,28 +114,19 @@ def test_expected_shapes_are_those_of_transformers():
     assert shapes == formats.expected_shapes(config)
 
 
-@pytest.mark.parametrize(
-    "size,millions",
-    [
-        ("tiny", 37.8),
-        ("base", 72.6),
-        ("small", 241.7),
-        ("medium", 763.9),
-        ("large-v2", 1543.3),
-        ("large-v3", 1543.5),
-        ("turbo", 808.9),
-    ],
-)
-def test_sizes_have_the_released_numbers_of_parameters(size, millions):
+MILLIONS = {
+    "tiny": 37.8, "base": 72.6, "small": 241.7, "medium": 763.9,
+    "large-v2": 1543.3, "large-v3": 1543.5, "turbo": 808.9,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", MILLIONS)
+def test_sizes_have_the_released_numbers_of_parameters(size):
     shapes = formats.expected_shapes(formats.SIZES[size])
-    positions = shapes[
-        "encoder.embed_positions.weight"
-    ]  # sinusoids: counted by transformers, not by OpenAI
     count = sum(int(np.prod(shape)) for shape in shapes.values())
-    assert (
-        abs(count / 1e6 - millions) < 0.1
-        or abs((count - np.prod(positions)) / 1e6 - millions) < 0.1
-    )
+    # Sinusoids are counted by transformers, not by OpenAI.
+    positions = np.prod(shapes["encoder.embed_positions.weight"])
+    assert min(abs(each / 1e6 - MILLIONS[size]) for each in (count, count - positions)) < 0.1
 
 
 def test_conversions_are_each_others_inverse():
@@ -208,8 +199,9 @@ def test_hugging_face_folder_is_read(form, tmp_path):
 # --- the export -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokenizer", [SYMBOLS, BPE, FULL], ids=["symbols", "bpe", "full"])
-@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize(
+    ("tokenizer", "padding"), [(SYMBOLS, 0), (BPE, 5), (FULL, 0)], ids=["symbols", "bpe", "full"]
+)
 def test_transformers_uses_an_export_as_it_is(tokenizer, padding, tmp_path):
     config = tiny(tokenizer.size + padding)
     model = peer(config, tokenizer)
@@ -338,7 +330,7 @@ def test_timestamps_work_if_the_vocabulary_has_them(tmp_path):
     assert tokens[0][0] >= FULL.timestamp_begin
 
 
-@pytest.mark.parametrize("positions,seconds", [(50, 1), (500, 10), (1500, 30)])
+@pytest.mark.parametrize("positions,seconds", [(50, 1), (500, 10)])
 def test_the_window_follows_the_positions(positions, seconds, tmp_path):
     changes = {"max_source_positions": positions, "num_mel_bins": 128}
     model = exported(tmp_path / "ours", changes=changes)
@@ -353,50 +345,21 @@ def test_a_shape_that_openai_cannot_have(tmp_path, capsys):
     assert "model.pt" in capsys.readouterr().out
 
 
-def test_export_replaces_its_own_folder_and_no_other(tmp_path):
-    folder = tmp_path / "ours"
-    folder.mkdir()
+def test_an_export_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+    """Which folders may be replaced: tests/speech/data/test_folders.py."""
     for _ in range(2):
-        exported(folder)
-    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "config.json").write_text('{"model_type": "whisper"}')
-    (tmp_path / "file").write_text("")
-    for foreign, reason in (
-        ("theirs", "holds files that are not replaced"),
-        ("file", "exists and is not a folder"),
-    ):
-        with pytest.raises(UsageError, match=f"--export {tmp_path / foreign}: it {reason}"):
-            exported(tmp_path / foreign)
-    assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["config.json"]
-    with pytest.raises(RunError, match="a part of that path is a file"):
-        exported(tmp_path / "file" / "below")
-
-
-@pytest.mark.parametrize("edit", ["README.md", "config.json", "made_from.json"])
-def test_an_export_that_was_edited_is_not_replaced(edit, tmp_path):
-    exported(tmp_path / "ours")
-    if edit == "made_from.json":  # an export of an earlier version of this project has none
-        (tmp_path / "ours" / edit).unlink()
-    else:
-        with open(tmp_path / "ours" / edit, "a") as file:
-            file.write(" ")
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(UsageError, match="it holds files that are not replaced"):
         exported(tmp_path / "ours")
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-
-
-def test_a_failed_export_leaves_what_was_there(tmp_path, monkeypatch):
-    exported(tmp_path / "ours")
     before = (tmp_path / "ours" / "model.safetensors").read_bytes()
 
     def full_disk(*args, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(model_files, "save_file", full_disk)
-    with pytest.raises(RunError, match="No space left"):
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="No space left"):
+        patch.setattr(model_files, "save_file", full_disk)
         exported(tmp_path / "ours", padding=2)
+    (tmp_path / "ours" / "README.md").write_text("mine")
+    with pytest.raises(UsageError, match="it holds files that are not replaced"):
+        exported(tmp_path / "ours")
     assert (tmp_path / "ours" / "model.safetensors").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
@@ -528,9 +491,7 @@ HOSTILE = {
     "config is a pipe": (pipe("config.json"), "no config.json"),
     "a billion layers": (settings(encoder_layers=10**9), "encoder_layers is '1000000000'"),
     "a wide model": (settings(d_model=2**31), "d_model is '2147483648'"),
-    "a boolean": (settings(decoder_layers=True), "decoder_layers is 'True'"),
     "a huge vocabulary": (settings(vocab_size=10**30), "vocab_size is '1000000"),
-    "generation is deep": (write("generation_config.json", b'{"a":' * 100_000), "not valid JSON"),
     "config is a pointer": (write("config.json", LFS), "git lfs pull"),
     "weights are a pointer": (write("model.safetensors", LFS), "git lfs pull"),
     "weights are cut": (cut("model.safetensors"), "cut short"),
@@ -544,20 +505,14 @@ HOSTILE = {
     "bin is quantised": (as_bin(lambda w: {n: t.char() for n, t in w.items()}), "quantised"),
     "expanded": (spoiled(lambda w: torch.zeros(1).expand(1 << 40)), BIAS + "is larger than its"),
     "sparse": (spoiled(lambda w: w.to_sparse()), BIAS + "is not a dense tensor"),
-    "complex": (spoiled(lambda w: w.to(torch.complex64)), NOT_FLOATS),
     "8-bit floats": (spoiled(lambda w: w.to(torch.float8_e4m3fn)), NOT_FLOATS),
-    "without data": (spoiled(lambda w: w.to("meta")), NOT_FLOATS),
-    "in place of a tensor": (spoiled(lambda w: "x" * 1000), NOT_FLOATS),
-    "a number as name": (as_bin(lambda w: {**w, 7: torch.ones(1)}), "'7' is not a dense tensor"),
     "NaN": (spoiled(lambda w: w * float("nan")), NOT_FINITE),
     "beyond fp32": (spoiled(lambda w: w.double() + 1e300), NOT_FINITE),
     "infinity": (unlimited, NOT_FINITE),
     "untied": (as_bin(lambda w: {**w, "proj_out.weight": torch.zeros(70, 32)}), "its embedding"),
     "a shard is missing": (shards({"a": "model-00001-of-00002.safetensors"}), "lacks 'model-00001"),
     "a shard's name is long": (shards({"a": "x" * 300}), "lacks 'xxx"),
-    "shards are lists": (shards({"a": ["model.safetensors"]}), "lists no files"),
     "a shard elsewhere": (shards({"a": "../other.safetensors"}), "lists no files"),
-    "no shards": (shards([]), "lists no files"),
 }
 
 
@@ -581,6 +536,7 @@ def dims(**changes) -> dict:
     "content,expected",
     [
         (LFS, "git lfs pull"),
+        (os.mkfifo, "not a regular file"),
         (b"", "not a file of torch.save"),
         (b"RIFFxxxxWAVE", "not a file of torch.save"),
         (pickle.dumps(Trap(), protocol=2), "refused"),
@@ -588,16 +544,14 @@ def dims(**changes) -> dict:
         ({"dims": {}, "model_state_dict": {}}, "dims are not"),
         (dims(), "lacks"),
         ({**dims(), "model_state_dict": None}, "not weights by name"),
-        ({**dims(), "model_state_dict": {3: torch.ones(1)}}, "'3' is not a dense tensor"),
         (dims(n_mels=-1), "num_mel_bins is '-1'"),
-        (dims(n_text_layer=torch.tensor(2)), "decoder_layers is"),
         (dims(n_audio_state=2**31, n_text_state=2**31), "d_model is '2147483648'"),
-        (dims(n_audio_state=32.0, n_text_state=32.0), "dims are not"),
-        (dims(n_text_state=[1] * 9), "dims are not"),
     ],
 )
-def test_spoiled_files_are_refused_in_one_line(content, expected, tmp_path, capfd):
-    if isinstance(content, bytes):
+def test_spoiled_files_are_refused_in_one_line(content, expected, tmp_path, capfd, no_hang):
+    if content is os.mkfifo:
+        os.mkfifo(tmp_path / "base.pt")
+    elif isinstance(content, bytes):
         (tmp_path / "base.pt").write_bytes(content)
     else:
         torch.save(content, tmp_path / "base.pt")
@@ -605,13 +559,3 @@ def test_spoiled_files_are_refused_in_one_line(content, expected, tmp_path, capf
         formats.read_model(tmp_path / "base.pt")
     assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
     assert "the file was run" not in capfd.readouterr().out
-
-
-def test_files_that_are_not_there(sound, tmp_path, no_hang):
-    os.mkfifo(tmp_path / "pipe.pt")
-    with pytest.raises(UsageError, match="not a regular file"):
-        formats.read_model(tmp_path / "pipe.pt")
-    with pytest.raises(UsageError, match="No such file"):
-        formats.read_model(tmp_path / "nothing.pt")
-    with pytest.raises(UsageError, match="give the folder"):
-        formats.read_model(sound / "model.safetensors")

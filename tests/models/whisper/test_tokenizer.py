@@ -11,7 +11,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import tokenizers
-import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -86,9 +85,7 @@ def test_incomplete_utf8_is_marked():
     assert BPE.decode([*tokens[:-1], *BPE.encode("a")]) == "\ufffda"
 
 
-@pytest.mark.parametrize(
-    "text", ["<|endoftext|>", "a<|vi|>b", "<|notimestamps|> <|startoftranscript|>", "<|0.00|>"]
-)
+@pytest.mark.parametrize("text", ["<|endoftext|>", "a<|vi|>b", "<|0.00|>"])
 def test_special_tokens_in_a_transcript_are_text(text, tmp_path):
     tiktoken = whisper_tokenizer.read_tokenizer(
         tiktoken_file(tmp_path / "multilingual.tiktoken", BPE), "vi"
@@ -312,7 +309,6 @@ def of_bpe(merges=(), **more) -> str:
     "name,content",
     [
         ("tokenizer.json", ""),
-        ("tokenizer.json", "[]"),
         ("tokenizer.json", '{"model": 3}'),
         ("tokenizer.json", '{"model": {"vocab": {"a": 0}, "merges": []}}'),
         ("tokenizer.json", json.dumps({"model": {"vocab": NO_LANGUAGE, "merges": ["a b"]}})),
@@ -321,28 +317,24 @@ def of_bpe(merges=(), **more) -> str:
         ("tokenizer.json", "[" * 100_000),
         ("tokenizer.json", of_bpe(zz=10**12)),
         ("tokenizer.json", of_bpe(zz=-1)),
-        ("tokenizer.json", of_bpe(zz=1.0)),
-        ("tokenizer.json", of_bpe(zz=True)),
         ("tokenizer.json", of_bpe(zz=3)),
         ("tokenizer.json", of_bpe(**{"\ud800": 400})),
-        ("tokenizer.json", of_bpe([["a"], 3], **BPE.specials)),
         ("tokenizer.json", of_bpe([[1, 2]], **BPE.specials)),
-        ("vocab.json", "{" * 100_000),
         ("vocab.json", '{"a": 0}'),
         ("multilingual.tiktoken", "IQ== 0\nIg== 1\n"),
         ("multilingual.tiktoken", "IQ==\n"),
-        ("multilingual.tiktoken", f"IQ== {'9' * 5000}\n"),
         ("multilingual.tiktoken", LFS),
         ("other.txt", ""),
+        ("tokenizer.json", b"\xff\xfe\x00"),
     ],
 )
 def test_hostile_files_are_refused_in_one_line(name, content, tmp_path):
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     for path in (tmp_path, tmp_path / name):
         with pytest.raises(UsageError) as caught:
             whisper_tokenizer.read_tokenizer(path, "vi")
         assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
-        if "git-lfs" in content:
+        if content == LFS:
             assert "git lfs pull" in str(caught.value)
 
 
@@ -354,13 +346,9 @@ STATE = SYMBOLS.state()
     [
         {"vocab": None},
         {"vocab": {}},
-        {"vocab": {**STATE["vocab"], 7: 3}},
         {"vocab": {**STATE["vocab"], "x": 10**9}},
-        {"vocab": {**STATE["vocab"], "x": torch.tensor(1)}},
         {"merges": ["a"]},
-        {"merges": [""]},
         {"merges": ["a b c"]},
-        {"merges": [["a", "b"]]},
         {"merges": ["qq ww"]},
         {"specials": {}},
         {"specials": {**STATE["specials"], "<|\n|>": 150}},
@@ -370,13 +358,8 @@ STATE = SYMBOLS.state()
             }
         },
         {"symbols": ["<none>"]},
-        {"symbols": [""]},
-        {"symbols": "AB"},
         {"language": "xx"},
-        {"language": None},
         {"task": "guess"},
-        {"multilingual": 1},
-        {"spelling": [1]},
         {"kind": "other"},
     ],
 )
@@ -399,27 +382,17 @@ def test_a_token_of_thousands_of_bytes_is_refused(tmp_path, no_hang):
         whisper_tokenizer.read_tokenizer(tmp_path, "vi")
 
 
-@pytest.mark.parametrize(
-    "name", ["tokenizer.json", "vocab.json", "merges.txt", "multilingual.tiktoken"]
-)
+@pytest.mark.parametrize("name", ["tokenizer.json", "merges.txt", "multilingual.tiktoken"])
 def test_pipes_are_not_waited_for(name, tmp_path, no_hang):
     BPE.save(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
-    if name in ("merges.txt", "vocab.json"):
+    if name == "merges.txt":
         with pytest.raises(UsageError):
             whisper_tokenizer.read_tokenizer(tmp_path, "vi")
     with pytest.raises(UsageError, match="not a regular file"):
         whisper_tokenizer.read_tokenizer(tmp_path / name, "vi")
-
-
-def test_bytes_that_are_not_text(tmp_path):
-    (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UsageError):
-        whisper_tokenizer.read_tokenizer(tmp_path, "vi")
-    with pytest.raises(UsageError, match="No such file"):
-        whisper_tokenizer.read_tokenizer(tmp_path / "nothing.json", "vi")
 
 
 def test_a_tokenizer_of_another_model(tmp_path):
@@ -430,8 +403,8 @@ def test_a_tokenizer_of_another_model(tmp_path):
 
 def test_related_languages_have_a_token_and_are_near_by_descent_not_by_spelling():
     near = {code for codes in whisper_tokenizer.RELATED.values() for code in codes}
-    assert near <= set(whisper_tokenizer.LANGUAGES)
-    assert not set(whisper_tokenizer.RELATED) & set(whisper_tokenizer.LANGUAGES)
+    assert near <= {*whisper_tokenizer.LANGUAGES}
+    assert not {*whisper_tokenizer.RELATED} & {*whisper_tokenizer.LANGUAGES}
     assert whisper_tokenizer.RELATED["ti"] == ("am",) and whisper_tokenizer.RELATED["qu"] == ("es",)
 
 
@@ -460,7 +433,6 @@ def test_a_row_has_the_token_of_its_language_however_it_is_written(many, name, c
 @pytest.mark.parametrize(
     ("told", "spoken", "language"),
     [
-        ("Lingala", "ln", "ln"),
         ("kok", "kok", "kok"),
         ("mdw=Lingala", "mdw", "ln"),
         ("jv", "jw", "jw"),
@@ -482,11 +454,8 @@ def test_a_language_may_be_added_or_borrow_a_token(many, told, spoken, language)
      ("mdw=bem", r"language bem: .*"), (None, "add --language")],
 )  # fmt: skip
 def test_a_language_without_a_token_is_refused_with_help(many, told, says):
-    state = {**many.state(), "language": told}
     with pytest.raises(UsageError, match=says):
-        whisper_tokenizer.WhisperTokenizer(
-            many.vocab, many.merges, many.specials, language=state["language"]
-        )
+        whisper_tokenizer.WhisperTokenizer(many.vocab, many.merges, many.specials, language=told)
 
 
 def test_a_new_vocabulary_has_the_languages_of_its_rows():
