@@ -41,7 +41,6 @@ KINDS = {
         "remove_extra_whitespaces": False,
     },
     "char": {"model_type": "char", "vocab_size": 500},
-    "char without prefix": {"model_type": "char", "vocab_size": 500, "add_dummy_prefix": False},
     "unigram": {"model_type": "unigram", "vocab_size": 100, "hard_vocab_limit": False},
     "bytes": {"model_type": "bpe", "vocab_size": 400, "byte_fallback": True},
     "unigram bytes": {
@@ -76,13 +75,8 @@ def corpus() -> list[str]:
 
 def train(kind: str) -> bytes:
     if kind not in MODELS:
-        settings = {
-            "normalization_rule_name": "identity",
-            "unk_id": 0,
-            "bos_id": -1,
-            "eos_id": -1,
-            "pad_id": -1,
-        }
+        ids = {"unk_id": 0, "bos_id": -1, "eos_id": -1, "pad_id": -1}
+        settings = {"normalization_rule_name": "identity", **ids, **KINDS[kind]}
         model = io.BytesIO()
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(corpus()),
@@ -90,7 +84,7 @@ def train(kind: str) -> bytes:
             character_coverage=0.99,
             minloglevel=2,
             num_threads=1,
-            **{**settings, **KINDS[kind]},
+            **settings,
         )
         MODELS[kind] = model.getvalue()
     return MODELS[kind]
@@ -112,6 +106,13 @@ def random_texts(count: int, symbols: tuple[str, ...] = ()) -> list[str]:
         draw.shuffle(words)
         texts.append(draw.choice(["", " ", "  "]).join(["", *words, ""][draw.randint(0, 1) :]))
     return texts
+
+
+def known(kind: str, texts: list[str]) -> list[str]:
+    """Without marks for "table": `tokenizers` drops one after a character that the table changes."""
+    if kind != "table":
+        return texts
+    return ["".join(c for c in text if unicodedata.category(c)[0] != "M") for text in texts]
 
 
 def symbols_of(kind: str) -> tuple[str, ...]:
@@ -137,13 +138,7 @@ def test_every_form_encodes_and_decodes_as_sentencepiece(kind, tmp_path):
     assert first.unknown == second.unknown == peer.unk_token_id == processor.unk_id()
     assert first.spaces == second.spaces >= {processor.piece_to_id("\u2581")}
     assert peer.convert_tokens_to_ids(BLANK) == size == len(peer) - 1
-    texts = random_texts(300, symbols_of(kind))
-    if kind == "table":  # `tokenizers` drops a mark after a character that the table changes
-        texts = [
-            "".join(c for c in text if not unicodedata.category(c).startswith("M"))
-            for text in texts
-        ]
-    for text in texts:
+    for text in known(kind, random_texts(300, symbols_of(kind))):
         ids = processor.encode(text)
         for tokenizer in (first, second):
             assert tokenizer.encode(text) == ids, (text, tokenizer._backend)
@@ -181,16 +176,10 @@ def test_tokenizer_json_of_transformers(kind, tmp_path):
         made[" ".join(last)] = state = {"json": grown.to_str()}
         tokenizer = make_tokenizer(state, size)
         assert tokenizer.pieces == [processor.id_to_piece(i) for i in range(size)]
-        for text in random_texts(40):
-            text = (
-                "".join(c for c in text if not unicodedata.category(c).startswith("M"))
-                if kind == "table"
-                else text
-            )
-            assert tokenizer.encode(text) == processor.encode(text), text
-            assert tokenizer.decode(tokenizer.encode(text)) == processor.decode(
-                processor.encode(text)
-            )
+        for text in known(kind, random_texts(40)):
+            ids = processor.encode(text)
+            assert tokenizer.encode(text) == ids, text
+            assert tokenizer.decode(ids) == processor.decode(ids)
         folder = folder_with(hf_files(state), tmp_path)
         peer = transformers.AutoTokenizer.from_pretrained(folder)
         assert type(peer) is transformers.ParakeetTokenizer
@@ -248,7 +237,6 @@ def test_models_that_cannot_be_converted():
         lambda proto: setattr(proto.pieces[9], "type", 5),
         lambda proto: setattr(proto.pieces[9], "piece", BLANK),
         lambda proto: setattr(proto.pieces[9], "score", float("nan")),
-        lambda proto: setattr(proto.pieces[9], "piece", "a" * 600),
         lambda proto: setattr(proto.trainer_spec, "treat_whitespace_as_suffix", True),
         lambda proto: setattr(proto.trainer_spec, "model_type", 3),
         lambda proto: setattr(proto.normalizer_spec, "escape_whitespaces", False),
@@ -263,52 +251,28 @@ def deep(depth: int) -> list:
 
 HOSTILE = {
     "gap": lambda c: c["model"]["vocab"].update({"zz": 5000}),
-    "huge": lambda c: c["model"]["vocab"].update({"zz": 1 << 60}),
-    "negative": lambda c: c["model"]["vocab"].update({"zz": -1}),
     "repeated id": lambda c: c["model"]["vocab"].update({"zz": 3}),
     "type of an id": lambda c: c["model"]["vocab"].update({"a": "3"}),
-    "true for an id": lambda c: c["model"]["vocab"].update({"a": True}),
     "vocab": lambda c: c["model"].update(vocab=[1, 2]),
     "empty": lambda c: (c["model"].update(vocab={}, merges=[]), c.update(added_tokens=[])),
     "surrogate": lambda c: c["model"]["vocab"].update({"\ud800": c["model"]["vocab"].pop("h")}),
     "absent piece": lambda c: c["model"]["merges"].append(["xyz", "a"]),
-    "three parts": lambda c: c["model"]["merges"].append(["a", "b", "c"]),
-    "part of a merge": lambda c: c["model"]["merges"].append([["a"], "b"]),
     "merge": lambda c: c["model"]["merges"].append(7),
-    "merges": lambda c: c["model"].update(merges=None),
     "dropout": lambda c: c["model"].update(dropout=0.5),
     "no unknown": lambda c: c["model"].update(unk_token="<none>"),
-    "model": lambda c: c.update(model=[]),
     "word piece": lambda c: c["model"].update(type="WordPiece"),
     "two ids": lambda c: c["added_tokens"].append({"id": 3, "content": "<unk>"}),
-    "added": lambda c: c["added_tokens"].append({"id": 3, "content": ["a"]}),
     "huge added": lambda c: c["added_tokens"].append({"id": 1 << 62, "content": "<q>"}),
-    "empty added": lambda c: c["added_tokens"].append({"id": 201, "content": ""}),
     "slow pattern": (
         lambda c: c["normalizer"]["normalizers"].append(
             {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}
         )
     ),
     "a prefix by itself": lambda c: c.update(normalizer={"type": "Prepend", "prepend": "\u2581"}),
-    "no unknown at all": lambda c: c["model"].update(unk_token=None),
     "step": lambda c: c.update(normalizer={"type": "Lowercase"}),
-    "steps": lambda c: c.update(
-        normalizer={
-            "type": "Sequence",
-            "normalizers": (
-                [{"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}] * 40
-            ),
-        }
-    ),
     "splitter": lambda c: c.update(pre_tokenizer={"type": "Split", "pattern": {"Regex": "a"}}),
-    "two tables": (
-        lambda c: c["normalizer"]["normalizers"].extend(
-            [{"type": "Precompiled", "precompiled_charsmap": ""}] * 2
-        )
-    ),
     "table": lambda c: c.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "@@@"}),
     "deep decoder": lambda c: c.update(decoder=deep(900)),
-    "deep merges": lambda c: c["model"].update(merges=[deep(900)]),
 }
 
 
@@ -323,33 +287,25 @@ def test_damaged_tokenizer_json_is_refused(name):
         assert "\n" not in str(error.value)
 
 
+def unigram(vocab: list, unknown: int) -> dict:
+    model = {"type": "Unigram", "vocab": vocab, "unk_id": unknown}
+    return {"json": json.dumps({"model": model})}
+
+
 @pytest.mark.parametrize(
     "state",
     [
         {},
-        [],
         {"sentencepiece": "zz"},
         {"sentencepiece": "00ff"},
         {"sentencepiece": ""},
-        {"sentencepiece": 3},
         {"json": "{"},
         {"json": "[" * 100_000},
         {"json": "[]"},
-        {"json": None},
         {"json": "{}", "files": {"../a": ""}},
-        {"json": "NaN"},
-        {
-            "json": json.dumps(
-                {"model": {"type": "Unigram", "vocab": [["a", 0.0], ["a", 1.0]], "unk_id": 0}}
-            )
-        },
-        {"json": json.dumps({"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 1}})},
-        {"json": json.dumps({"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": None}})},
-        {
-            "json": json.dumps(
-                {"model": {"type": "Unigram", "vocab": [["a", 0.0], ["", 0.0]], "unk_id": 0}}
-            )
-        },
+        unigram([["a", 0.0], ["a", 1.0]], 0),
+        unigram([["a", 0.0]], 1),
+        unigram([["a", 0.0], ["", 0.0]], 0),
     ],
 )
 def test_damaged_state_is_refused(state):
@@ -390,10 +346,9 @@ def test_padding_adds_pieces_that_no_text_has(kind):
         assert tokenizer.pieces[:before] == make_tokenizer(state_of(kind), before).pieces
         assert len({*tokenizer.pieces}) == before + 30
         for text in [*random_texts(30, symbols_of(kind)), "<unused_0>", "<unused_29>"]:
-            assert tokenizer.encode(text) == processor.encode(text)
-            assert tokenizer.decode(processor.encode(text)) == processor.decode(
-                processor.encode(text)
-            )
+            ids = processor.encode(text)
+            assert tokenizer.encode(text) == ids
+            assert tokenizer.decode(ids) == processor.decode(ids)
         for i in range(before, before + 30):
             assert tokenizer.decode([i]) == tokenizer.pieces[i]
     assert (
@@ -488,12 +443,7 @@ def test_added_pieces_are_the_same_in_every_form_and_change_no_other_text(kind, 
     assert first.pieces == second.pieces == third.pieces == [*before.pieces, *SIGNS]
     peer = transformers.ParakeetTokenizer.from_pretrained(folder_with(hf_files(state), tmp_path))
     assert peer.convert_tokens_to_ids(BLANK) == size
-    texts = random_texts(100, symbols_of(kind))
-    if kind == "table":  # as above
-        texts = [
-            "".join(c for c in text if not unicodedata.category(c).startswith("M"))
-            for text in texts
-        ]
+    texts = known(kind, random_texts(100, symbols_of(kind)))
     for text in filter(has_no_sign, texts):
         assert first.encode(text) == before.encode(text), text
     for text in with_signs(texts):

@@ -30,14 +30,6 @@ RELEASED = formats.make_config(
     16, 2, 2, ROWS, 32, mel_positions=80, text_positions=60, **PARTS,
     start_text=WITHOUT_AM["model"]["vocab"]["[START]"],
 )  # fmt: skip
-# For a separate process: what `use_small_vocoder` does.
-PRELUDE = """
-from models.xtts import formats, frozen, vocoder
-def small(d_model):
-    sizes = {"filters": (8, 8, 8, 8), "blocks": (1, 1, 1, 1)}
-    return vocoder.HifiDecoder(d_model, channels=16, speaker=8, **sizes)
-formats.HifiDecoder = frozen.HifiDecoder = small
-"""
 
 
 def small_vocoder(d_model: int) -> HifiDecoder:

