@@ -4,7 +4,6 @@ transcribing, and mistakes."""
 import dataclasses
 import json
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +32,7 @@ from recipes import whisper_vietnamese as vietnamese
 from speech.data.columns import Codes
 from speech.morse.synthesis import Choice
 from speech.signal.audio import SAMPLE_RATE, read_audio
+from tests.models.whisper.test_formats import peer, weights_of
 from tests.recipes import runs
 from tests.recipes.runs import SHORT, TINY, error_lines, newest, planned, ran, refused
 from tests.speech.morse.sets import write_set
@@ -55,37 +55,17 @@ def data(spoken):
 def released(spoken, tmp_path_factory):
     """A random model in both released forms: a Hugging Face folder as transformers saves it, and
     OpenAI's base.pt."""
-    transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("released")
     tokenizer = train_bpe([row["text"] for row in runs.rows(spoken["train"])], 300, "vi")
     config = formats.make_config(16, (1, 1), 2, vocabulary=tokenizer.size)
-    special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), tokenizer.eos)
-    torch.manual_seed(0)
-    settings = transformers.WhisperConfig(
-        **config,
-        **special,
-        decoder_start_token_id=tokenizer.start,
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-    )
-    model = transformers.WhisperForConditionalGeneration(settings)
+    model = peer(config, tokenizer, suppress_tokens=None, begin_suppress_tokens=None)
     model.save_pretrained(folder / "hf")
     tokenizer.save(folder / "hf")
     (folder / "openai").mkdir()
     tokenizer.save(folder / "openai")
-    weights = {
-        name.removeprefix("model."): w
-        for name, w in model.state_dict().items()
-        if name != "proj_out.weight"
-    }
-    content = {
-        "dims": formats.config_to_dims(config),
-        "model_state_dict": formats.hf_to_openai(weights),
-    }
+    weights = formats.hf_to_openai(weights_of(model))
+    content = {"dims": formats.config_to_dims(config), "model_state_dict": weights}
     torch.save(content, folder / "openai" / "base.pt")
-    (folder / "alone").mkdir()
-    torch.save(content, folder / "alone" / "base.pt")
-    torch.save(model.state_dict(), folder / "pytorch_model.bin")
     return folder
 
 
@@ -117,20 +97,14 @@ def test_the_morse_demo_and_what_it_leaves(morse_demo):
     assert set(tables) == {"all", "condition", "contest", "sample type", "speed", "SNR"}
     assert tables["all"]["all"]["samples"] == 3 and set(tables["condition"]) == {"demo"}
     assert tables["all"]["all"]["cer"] is not None
-    assert {"best.safetensors", "best.json"} <= {
-        path.name for path in (folder / "checkpoints").iterdir()
-    }
     exported = folder / "exported"
-    assert {"model.safetensors", "model.pt", "tokenizer.json"} <= {
-        path.name for path in exported.iterdir()
-    }
+    files = {path.name for path in exported.iterdir()}
+    assert {"model.safetensors", "model.pt", "tokenizer.json"} <= files
     card = (exported / "README.md").read_text(encoding="utf-8")
     assert "language" not in yaml.safe_load(card.split("---\n")[1]) and "synthetic audio" in card
     assert "| test | 3 | 0.00 |" in card and "| test set | as sent | CER |" in card
     generation = json.loads((exported / "generation_config.json").read_text())
     assert generation["suppress_tokens"] == generation["begin_suppress_tokens"] == []
-    *_, memory_line, export_line = out.splitlines()
-    assert memory_line.startswith("memory: peak ") and export_line.startswith("exported to ")
 
 
 def test_the_auxiliary_loss_may_end_before_the_run(morse_copy):
@@ -186,19 +160,11 @@ def test_compiled_layers_train(tmp_path):
 
 
 def test_both_released_forms_are_fine_tuned_alike(released, data, tmp_path):
-    out = ran(
-        vietnamese, *data, *SHORT, "--model_dir", released / "hf", "--output_dir", tmp_path / "a"
-    )
-    assert "learning rate: 3.75e-05 (fine-tuning at this width)" in out
-    ran(
-        vietnamese,
-        *data,
-        *SHORT,
-        "--model_file",
-        released / "openai" / "base.pt",
-        "--output_dir",
-        tmp_path / "b",
-    )
+    flags = [*data, *SHORT]
+    hf = ["--model_dir", released / "hf", "--output_dir", tmp_path / "a"]
+    assert "3.75e-05 (fine-tuning at this width)" in ran(vietnamese, *flags, *hf)
+    openai = ["--model_file", released / "openai" / "base.pt", "--output_dir", tmp_path / "b"]
+    ran(vietnamese, *flags, *openai)
     a, b = newest(tmp_path / "a", vietnamese), newest(tmp_path / "b", vietnamese)
     before = formats.read_model(released / "hf")[0]
     for name, weight in a.model.items():
@@ -208,16 +174,8 @@ def test_both_released_forms_are_fine_tuned_alike(released, data, tmp_path):
 
 
 def test_a_frozen_encoder_keeps_its_weights_and_hears_30_seconds(released, data, tmp_path):
-    flags = [
-        "--model_dir",
-        released / "hf",
-        "--freeze_encoder",
-        "--dropout",
-        "0.2",
-        "--output_dir",
-        tmp_path,
-    ]
-    out = ran(vietnamese, *data, *SHORT, *flags)
+    flags = ["--model_dir", released / "hf", "--freeze_encoder", "--dropout", "0.2"]
+    out = ran(vietnamese, *data, *SHORT, *flags, "--output_dir", tmp_path)
     before, state = formats.read_model(released / "hf")[0], newest(tmp_path, vietnamese)
     for name, weight in state.model.items():
         assert torch.equal(weight, before[name]) == name.startswith("encoder."), name
@@ -228,25 +186,13 @@ def test_a_frozen_encoder_keeps_its_weights_and_hears_30_seconds(released, data,
 
 
 def test_released_models_learn_morse_with_nothing_suppressed(released, tmp_path):
-    flags = [
-        *CLIPS,
-        *SHORT,
-        "--model_dir",
-        released / "hf",
-        "--language",
-        "vi",
-        "--output_dir",
-        tmp_path,
-    ]
-    out = ran(morse, *flags, "--conditions", "wide", "clean", "--export", tmp_path / "exported")
+    flags = [*CLIPS, *SHORT, "--model_dir", released / "hf", "--language", "vi"]
+    flags += ["--conditions", "wide", "clean", "--export", tmp_path / "exported"]
+    ran(morse, *flags, "--output_dir", tmp_path)
     tables = json.loads((tmp_path / "logs" / "evaluation.json").read_text())
-    assert set(tables["condition"]) <= {"wide", "clean"} and "exported to" in out
-    assert (
-        json.loads((tmp_path / "exported" / "generation_config.json").read_text())[
-            "suppress_tokens"
-        ]
-        == []
-    )
+    assert set(tables["condition"]) <= {"wide", "clean"}
+    generation = json.loads((tmp_path / "exported" / "generation_config.json").read_text())
+    assert generation["suppress_tokens"] == []
 
 
 # --- times ----------------------------------------------------------------------------------------
@@ -256,27 +202,17 @@ def test_released_models_learn_morse_with_nothing_suppressed(released, tmp_path)
 def with_times(spoken, tmp_path_factory):
     """A random model with all languages and time tokens, as transformers saves it, in two folders;
     "unlisted" has a tokenizer without the time tokens, as older folders have it."""
-    transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("with times")
     bpe = train_bpe([row["text"] for row in runs.rows(spoken["train"])], 300, "vi")
     # The multilingual vocabularies end with an empty token. CTranslate2 knows them by it: without
     # it faster-whisper leaves language and task out of its prompts.
     vocab = {**bpe.vocab, "": len(bpe.vocab)}
-    torch.manual_seed(0)
     for name, has_times in (("listed", True), ("unlisted", False)):
         specials = special_tokens(len(vocab), LANGUAGES[:99], has_times)
         tokenizer = WhisperTokenizer(vocab, bpe.merges, specials, (), "vi")
         if has_times:
             config = formats.make_config(16, (1, 1), 2, vocabulary=tokenizer.size)
-            special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), tokenizer.eos)
-            settings = transformers.WhisperConfig(
-                **config,
-                **special,
-                decoder_start_token_id=tokenizer.start,
-                suppress_tokens=None,
-                begin_suppress_tokens=None,
-            )
-            model = transformers.WhisperForConditionalGeneration(settings)
+            model = peer(config, tokenizer, suppress_tokens=None, begin_suppress_tokens=None)
         model.save_pretrained(folder / name)
         tokenizer.save(folder / name)
     return folder
@@ -383,51 +319,34 @@ def test_times_are_where_the_speech_is(with_times, recorded, tmp_path):
     assert speeds == {0.9, 1.0, 1.1} and leads == {True, False}
 
 
-# As `runs.run` does in this process, for the evaluation before the first update.
-SHORT_TEXTS = """
-import dataclasses
-from models.whisper import decoding
-make_search = decoding.make_search
-def short_search(*inputs, **named):
-    return dataclasses.replace(make_search(*inputs, **named), max_new_tokens=4)
-decoding.make_search = short_search
-"""
+def table_of(out: str) -> list[str]:
+    """The lines of stdout about long recordings."""
+    return out[out.index("long recordings, tried on ") :].splitlines()[:4]
 
 
-def test_a_run_with_times_stopped_and_resumed_ends_with_the_same_bits(
+def test_a_run_with_times_that_goes_on_ends_with_the_same_bits(
     with_times, recorded, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(runs, "MAX_NEW_TOKENS", 4)
     steps = "--max_steps 4 --batch_size 2 --gradient_accumulation_steps 2 --eval_every 4"
-    flags = [*recorded, *steps.split(), "--save_every", 0, "--model_dir", with_times / "listed"]
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    flags = [*recorded, *steps.split(), "--save_every", 3, "--model_dir", with_times / "listed"]
+    whole = tmp_path / "whole"
     out = ran(vietnamese, *flags, "--output_dir", whole)
     assert "--timestamp_share 0.25: 98 % of the training utterances are followed" in out
-    command = runs.command(vietnamese, *flags, "--resume", "auto", "--output_dir", stopped)
-    prelude = SHORT_TEXTS + runs.signal_after(3, signal.SIGTERM)
-    process = runs.start(command, tmp_path, prelude)
-    _, err = process.communicate()
-    assert process.returncode == 143, err
-    again = ran(vietnamese, *flags, "--resume", "auto", "--output_dir", stopped)
-    runs.assert_same_state(newest(whole, vietnamese), newest(stopped, vietnamese))
-    before = [newest(each, vietnamese).run_info["times_before"] for each in (whole, stopped)]
+    copy = shutil.copytree(whole, tmp_path / "copy")
+    (copy / "checkpoints" / "checkpoint_step_00000004.pt").unlink()
+    again = ran(vietnamese, *flags, "--resume", "auto", "--output_dir", copy)
+    assert "(step 3)" in again
+    runs.assert_same_state(newest(whole, vietnamese), newest(copy, vietnamese))
+    before = [newest(each, vietnamese).run_info["times_before"] for each in (whole, copy)]
     assert before[0] == before[1] and len(before[0]) == 4
-    # What was measured before the first update is in both tables.
-    tables = [
-        text[text.index("long recordings, tried on ") :].splitlines()[:4] for text in (out, again)
-    ]
-    assert tables[0] == tables[1] and tables[0][0].split()[-2:] == ["before", "now"]
+    # What was measured before the first update is in all tables, but not in that of another set.
+    table = table_of(out)
+    assert table == table_of(again) and table[0].split()[-2:] == ["before", "now"]
     evaluated = ran(vietnamese, "--evaluate", *recorded, "--output_dir", whole)
-    assert (
-        evaluated[evaluated.index("long recordings, tried on ") :].splitlines()[1:4]
-        == tables[0][1:]
-    )
-    # Another set was not measured before.
+    assert table_of(evaluated)[1:] == table[1:]
     other = ["--test_manifest", recorded[-1], "--output_dir", whole]
-    other = ran(vietnamese, "--evaluate", *other)
-    assert (
-        other[other.index("long recordings, tried on ") :].splitlines()[0].split()[-2] != "before"
-    )
+    assert table_of(ran(vietnamese, "--evaluate", *other))[0].split()[-2] != "before"
 
 
 @pytest.mark.slow
@@ -484,10 +403,10 @@ def test_what_is_trained_on_by_default(
 
 def test_segments_are_utterances_only_for_training_with_times(with_times, recorded, tmp_path):
     rows = runs.rows(recorded[1])
-    segments = [
-        {"start": row["offset"], "end": row["offset"] + row["duration"], "text": row["text"]}
-        for row in rows
-    ]
+    segments = []
+    for row in rows:
+        times = {"start": row["offset"], "end": row["offset"] + row["duration"]}
+        segments.append({**times, "text": row["text"]})
     row = {"audio_filepath": str(Path(recorded[1]).parent / "train.wav"), "segments": segments}
     manifest = runs.write_rows(tmp_path / "long.json", [row])
     flags = ["--train_manifest", manifest, *recorded[2:], "--use_chunking"]
@@ -550,9 +469,8 @@ def test_the_text_before_a_pack_has_no_loss(with_times, recorded, tmp_path):
     def loss(items: list[dict]) -> tuple[float, int]:
         batch = vietnamese.collate(items)
         (moved,) = to_device([batch], torch.device("cpu"))
-        return float(vietnamese.compute_loss(model, moved)["attention"]), batch["counts"][
-            "attention"
-        ]
+        terms = vietnamese.compute_loss(model, moved)
+        return float(terms["attention"]), batch["counts"]["attention"]
 
     whole, count = loss(items)
     parts = [loss([item]) for item in items]
@@ -565,19 +483,17 @@ def test_the_text_before_a_pack_has_no_loss(with_times, recorded, tmp_path):
 
 
 def test_time_tokens_that_a_folder_does_not_list(with_times):
-    tokenizers = [
-        read_tokenizer(
-            with_times / name, "vi", formats.read_config(with_times / name)["vocab_size"]
-        )
-        for name in ("listed", "unlisted")
-    ]
-    assert tokenizers[0].specials == tokenizers[1].specials
-    assert tokenizers[1].timestamp_begin == tokenizers[1].no_timestamps + 1
+    size = formats.read_config(with_times / "listed")["vocab_size"]
+    listed, found = (
+        read_tokenizer(with_times / name, "vi", size) for name in ("listed", "unlisted")
+    )
+    assert listed.specials == found.specials
+    assert found.timestamp_begin == found.no_timestamps + 1
     assert read_tokenizer(with_times / "unlisted", "vi").timestamp_begin is None
-    assert tokenizers[1].time(2.3) == tokenizers[1].specials["<|2.30|>"]
-    assert tokenizers[1].time(31.0) == tokenizers[1].specials["<|30.00|>"]
-    assert tokenizers[1].timed_prompt == tokenizers[1].prompt[:3]
-    assert tokenizers[1].previous == tokenizers[1].specials["<|startofprev|>"]
+    assert found.time(2.3) == found.specials["<|2.30|>"]
+    assert found.time(31.0) == found.specials["<|30.00|>"]
+    assert found.timed_prompt == found.prompt[:3]
+    assert found.previous == found.specials["<|startofprev|>"]
     spaces = [read_tokenizer(with_times / "listed", code).space for code in ("vi", "ja", "zh")]
     assert spaces == [" ", "", ""]
 
@@ -696,16 +612,13 @@ def test_transformers_decodes_an_export_as_we_do(memorised, tmp_path):
     waveforms = [read_audio(path, SAMPLE_RATE).numpy() for path in paths]
     features = processor(waveforms, sampling_rate=SAMPLE_RATE, return_tensors="pt").input_features
     with torch.no_grad():
-        theirs = processor.batch_decode(
-            model.generate(features, max_new_tokens=60), skip_special_tokens=True
-        )
+        tokens = model.generate(features, max_new_tokens=60)
+    theirs = processor.batch_decode(tokens, skip_special_tokens=True)
     assert [text.strip() for text in theirs] == ours
     # The exported folder and its model.pt are models for us as well.
-    for flag, path in (
-        ("--model_dir", folder / "exported"),
-        ("--model_file", folder / "exported" / "model.pt"),
-    ):
-        assert ours[0] in ran(vietnamese, "--transcribe", *paths, flag, path)
+    exported = folder / "exported"
+    for source in (["--model_dir", exported], ["--model_file", exported / "model.pt"]):
+        assert ours[0] in ran(vietnamese, "--transcribe", *paths, *source)
     beam = ["--decoding", "beam", "--beam_size", "2"]
     assert ours[1] in ran(vietnamese, "--transcribe", *paths, "--resume", best, *beam)
 
@@ -737,14 +650,9 @@ def test_step_0_is_the_released_model_as_other_programs_read_it(
 
 def test_compared_to_a_baseline(memorised, released, tmp_path):
     folder, _ = memorised
-    flags = [
-        "--evaluate",
-        "--resume",
-        folder / "checkpoints" / "best.safetensors",
-        "--output_dir",
-        tmp_path,
-    ]
+    flags = ["--evaluate", "--resume", folder / "checkpoints" / "best.safetensors"]
     flags += ["--test_manifest", folder / "two.json", "--max_duration", "3"]
+    flags += ["--output_dir", tmp_path]
     with runs.one_on_device(Whisper) as models:
         out = ran(vietnamese, *flags, "--compare_to", released / "hf")
     assert len(models) == 2
@@ -759,23 +667,12 @@ def test_compared_to_a_baseline(memorised, released, tmp_path):
 # --- mistakes at the command line -----------------------------------------------------------------
 
 
+HF = "--model_dir {released}/hf"
 CONTRADICTIONS = [  # what was saved, flags, and a part of the message
     ("scratch", "--vocab_size 400", "--vocab_size 400 (the checkpoint has 500)"),
-    (
-        "scratch",
-        "--ctc_weight 0.3",
-        "--ctc_weight 0.3 (the checkpoint's encoder has no output layer)",
-    ),
-    (
-        "tuned",
-        "--model_dir {released}/hf --tokenizer_file {other}",
-        "{other} (the checkpoint has another vocabulary)",
-    ),
-    (
-        "tuned",
-        "--model_dir {released}/hf --tokenizer_file {released}/hf --language vi --resume auto",
-        None,
-    ),
+    ("scratch", "--ctc_weight 0.3", "(the checkpoint's encoder has no output layer)"),
+    ("tuned", f"{HF} --tokenizer_file {{other}}", "{other} (the checkpoint has another vocab"),
+    ("tuned", f"{HF} --tokenizer_file {{released}}/hf --language vi --resume auto", None),
     ("scratch", "--vocab_size 500 --ctc_weight 0 --language vi", None),
 ]
 
@@ -800,16 +697,8 @@ def test_flags_that_contradict_the_checkpoint(saved, line, message, released, tm
 def test_a_manifest_of_morse_keeps_what_it_holds_out(tmp_path, wav, json_lines):
     rows = [{"audio_filepath": wav(tmp_path / f"{n}.wav"), "text": "CQ"} for n in range(4)]
     manifest = json_lines(tmp_path / "m.json", rows)
-    flags = [
-        "--train_manifest",
-        manifest,
-        *TINY,
-        *SHORT,
-        "--from_scratch",
-        "--output_dir",
-        tmp_path,
-    ]
-    ran(morse, *flags)
+    flags = ["--train_manifest", manifest, *TINY, *SHORT, "--from_scratch"]
+    ran(morse, *flags, "--output_dir", tmp_path)
     assert len(newest(tmp_path, morse).run_info["data"]["held_out"]) == 1
 
 

@@ -46,15 +46,12 @@ def tiny(vocabulary: int, **changes) -> dict[str, int]:
     }
 
 
-def peer(config: dict, tokenizer=SYMBOLS, seed: int = 0):
+def peer(config: dict, tokenizer=SYMBOLS, **settings):
     """transformers' own model with random weights."""
-    torch.manual_seed(seed)
-    ids = {
-        "pad_token_id": tokenizer.eos,
-        "bos_token_id": tokenizer.eos,
-        "eos_token_id": tokenizer.eos,
-    }
-    described = WhisperConfig(**config, **ids, decoder_start_token_id=tokenizer.start)
+    torch.manual_seed(0)
+    ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), tokenizer.eos)
+    start = {"decoder_start_token_id": tokenizer.start}
+    described = WhisperConfig(**config, **ids, **start, **settings)
     return WhisperForConditionalGeneration(described).eval()
 
 
