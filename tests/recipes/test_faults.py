@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import zipfile
 from pathlib import Path
 from unittest import mock
 
@@ -181,40 +180,23 @@ def test_a_disk_for_the_logs_that_fills_up_ends_the_run_with_what_was_trained(tr
                 file.write(bytes(1 << 12))
 
     try:
-        flags = [
-            *training,
-            "--save_every",
-            "0",
-            "--log_every",
-            "1",
-            "--max_steps",
-            "100",
-            "--output_dir",
-            tmp_path,
-        ]
+        flags = [*training, *"--save_every 0 --log_every 1 --max_steps 100".split()]
+        flags += ["--output_dir", tmp_path]
         with mock.patch.object(report.Report, "progress", progress):
             status, _, err = run(recipe, *flags)
     finally:
         subprocess.run(["umount", "-l", str(logs)])
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert lines == [
-        f"error: cannot write in {logs}: No space left on device; choose another --output_dir"
-    ]
-    assert (
-        status == 1 and "Traceback" not in err and 0 < newest(tmp_path, recipe).progress.step < 100
-    )
+    assert status == 1 and len(lines) == 1 and "Traceback" not in err
+    assert f"cannot write in {logs}: No space left on device" in lines[0]
+    assert 0 < newest(tmp_path, recipe).progress.step < 100
 
 
 def test_a_second_run_in_a_folder_moves_the_first_one_aside(copied, training):
-    before = {
-        path.name: path.read_bytes()
-        for path in (copied / "logs").glob("*.*")
-        if path.name != ".lock"
-    }
-    assert before.keys() == {"metrics.jsonl", "results.json", "transcripts.jsonl"}
-    assert "an earlier run was moved to earlier-1/" in ran(
-        recipe, *training, "--seed", "5", "--output_dir", copied
-    )
+    names = ("metrics.jsonl", "results.json", "transcripts.jsonl")
+    before = {name: (copied / "logs" / name).read_bytes() for name in names}
+    out = ran(recipe, *training, "--seed", "5", "--output_dir", copied)
+    assert "an earlier run was moved to earlier-1/" in out
     moved = {path.name: path.read_bytes() for path in (copied / "logs" / "earlier-1").iterdir()}
     assert moved == before
     assert (copied / "checkpoints" / "earlier-1" / "best.safetensors").exists()
@@ -224,13 +206,9 @@ def test_a_second_run_in_a_folder_moves_the_first_one_aside(copied, training):
 
 
 def test_a_closed_terminal_saves_the_run(training, tmp_path):
-    process = start(
-        tmp_path, *training, "--save_every", "0", prelude=runs.signal_after(1, signal.SIGHUP)
-    )
-    message = (
-        "stopped by SIGHUP: step 1 is saved in checkpoints; --resume auto continues from there\n"
-    )
-    assert ended(process)[::2] == (129, message)
+    hangup = runs.signal_after(1, signal.SIGHUP)
+    status, _, err = ended(start(tmp_path, *training, "--save_every", "0", prelude=hangup))
+    assert status == 129 and "stopped by SIGHUP: step 1 is saved in checkpoints" in err
     assert newest(tmp_path, recipe).progress.step == 1
 
 
@@ -238,13 +216,9 @@ def test_ctrl_c_saves_the_run_if_it_ends_the_reader_of_its_output_first(training
     """As in `... | tee log`. Nobody reads what the run says then."""
     reading, writing = processes.CONTEXT.Pipe(duplex=False)
     reading.close()
-    process = start(
-        tmp_path,
-        *(*training, "--save_every", "0"),
-        prelude=runs.signal_after(1, signal.SIGINT),
-        streams={1: writing},
-    )
-    process.communicate()
+    interrupt = runs.signal_after(1, signal.SIGINT)
+    flags = [*training, "--save_every", "0"]
+    start(tmp_path, *flags, prelude=interrupt, streams={1: writing}).communicate()
     assert newest(tmp_path, recipe).progress.step == 1
 
 
@@ -289,9 +263,8 @@ def uses(best: Path, manifests, recording: str, folder: Path) -> list[list]:
 
 def test_weights_that_are_not_finite_are_named(copied, manifests, recordings, tmp_path):
     path = copied / "checkpoints" / "best.safetensors"
-    damage(
-        path, **{"ctc_head.bias": torch.full_like(load_file(path)["ctc_head.bias"], float("nan"))}
-    )
+    bias = load_file(path)["ctc_head.bias"]
+    damage(path, **{"ctc_head.bias": torch.full_like(bias, float("nan"))})
     for flags in uses(path, manifests, recordings[0], tmp_path / "new"):
         status, err = refused(recipe, *flags)
         assert status == 2
@@ -310,7 +283,7 @@ def change(record: dict, *place_and_value) -> None:
         record[key] = value
 
 
-@pytest.mark.parametrize("text", ["", "[]", "null", "[" * 100_000])
+@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000])
 def test_records_that_cannot_be_read_are_one_line(text, copied, manifests, recordings, tmp_path):
     path = copied / "checkpoints" / "best.safetensors"
     damage(path, {"model_info": text})
@@ -323,19 +296,13 @@ def test_records_that_cannot_be_read_are_one_line(text, copied, manifests, recor
 
 TAMPERED = [  # places in a checkpoint of somebody else, and their values
     ("progress", ...),
-    ("rng", ...),
-    ("model", {}),
     ("model", "ctc_head.bias", torch.zeros(3)),
     ("model", "ctc_head.bias", torch.tensor(float("nan"))),
-    ("model", "ctc_head.bias", "text"),
-    ("optimizer", 3),
     ("optimizer", "ctc_head.bias", {"exp_avg": torch.tensor(float("nan"))}),
-    ("scaler", 3),
     ("model_info", {}),
     ("run_info", "held_out", "x"),
     ("recipe", "other"),
-    ("format", "x"),
-]
+]  # others: tests/common/test_checkpoint.py
 
 
 @pytest.mark.parametrize("alter", TAMPERED, ids=lambda alter: " ".join(map(str, alter))[:60])
@@ -347,21 +314,6 @@ def test_an_altered_checkpoint_is_one_line(alter, copied, training, tmp_path):
     resume = [*training, "--max_steps", "3", "--resume"]
     status, err = refused(recipe, *resume, path, "--output_dir", tmp_path / "new")
     assert status == 2 and len(err) < 500, err
-
-
-def test_a_zip_bomb_is_refused(copied, training, recordings, tmp_path):
-    path = checkpoint.list_checkpoints(copied / "checkpoints")[0]
-    with (
-        zipfile.ZipFile(path) as source,
-        zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as target,
-    ):
-        for name in source.namelist():
-            target.writestr(name, source.read(name) if "/data/" not in name else bytes(1 << 16))
-    for flags in (training, ["--transcribe", recordings[0]]):
-        status, err = refused(
-            recipe, *flags, "--resume", tmp_path / "bomb.pt", "--output_dir", tmp_path
-        )
-        assert status == 2 and "bomb.pt is damaged" in err
 
 
 # --- what changes when a run is resumed -----------------------------------------------------------
@@ -400,15 +352,10 @@ def test_another_order_in_mid_epoch_starts_the_epoch_anew_and_says_so(in_mid_epo
 # --- flags ----------------------------------------------------------------------------------------
 
 
-def refused_as_too_large(flags: str, manifests, folder: Path) -> None:
-    status, err = refused(recipe, *manifests, *flags.split(), "--output_dir", folder)
-    assert status == 2 and "the model is too large for this machine" in err
-
-
 def test_a_model_that_this_machine_cannot_hold_is_one_line(manifests, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1 << 20}.get
-    )  # 4 GiB
-    flags = "--d_model 8192 --encoder_layers 4 --decoder_layers 1"
-    refused_as_too_large(flags, manifests, tmp_path)
-    runs.planned(recipe, *manifests, *flags.split())  # which takes no memory
+    sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1 << 20}  # 4 GiB
+    monkeypatch.setattr(os, "sysconf", sizes.get)
+    flags = [*manifests, *"--d_model 8192 --encoder_layers 4 --decoder_layers 1".split()]
+    status, err = refused(recipe, *flags, "--output_dir", tmp_path)
+    assert status == 2 and "the model is too large for this machine" in err
+    runs.planned(recipe, *flags)  # which takes no memory
