@@ -21,7 +21,6 @@ from recipes import (
     konkani_conformer,
     matcha_voice,
     parakeet_tdt,
-    template,
     wav2vec2_ctc,
     whisper_vietnamese,
     xtts_amharic,
@@ -105,10 +104,6 @@ def test_training_and_evaluation(recipe, manifest, tmp_path, monkeypatch):
     calls.require_fused()
     if recipe is not xtts_amharic:  # whose padding follows all that attends
         assert any(mask is not None for *_, mask, _, _ in calls.values())
-
-
-def test_the_template_has_no_attention():
-    assert not hasattr(template, "Attention")
 
 
 def test_speaking():

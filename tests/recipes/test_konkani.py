@@ -19,14 +19,8 @@ from tests.contract import awake
 from tests.recipes import runs
 
 CPU = torch.device("cpu")
-CONFIG = {
-    "d_model": 16,
-    "encoder_layers": 2,
-    "decoder_layers": 1,
-    "attention_heads": 2,
-    "subsampling": 4,
-    "vocabulary": 7,
-}
+SHAPE = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "attention_heads": 2}
+CONFIG = {**SHAPE, "subsampling": 4, "vocabulary": 7}
 TOKENIZER = recipe.text.CharTokenizer(["a", "b", "c"])
 
 
@@ -37,17 +31,9 @@ def make_items(count: int, seed: int = 0, dtype=torch.float64) -> list[dict]:
     for number in range(count):
         tokens = random.integers(0, CONFIG["vocabulary"], random.integers(1, 5)).tolist()
         audio = torch.from_numpy(random.normal(0, 0.1, random.integers(4800, 13000))).to(dtype)
-        items.append(
-            {
-                "audio": audio,
-                "tokens": torch.tensor(tokens),
-                "targets": len(tokens),
-                "labels": torch.tensor([*tokens, CONFIG["vocabulary"]]),
-                "text": "x",
-                "name": f"item {number}",
-                "index": number,
-            }
-        )
+        item = {"audio": audio, "tokens": torch.tensor(tokens), "targets": len(tokens)}
+        item["labels"] = torch.tensor([*tokens, CONFIG["vocabulary"]])
+        items.append({**item, "text": "x", "name": f"item {number}", "index": number})
     return items
 
 
@@ -65,7 +51,7 @@ def moved(items):
 # --- model ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("samples", [1, 100, 399, 400, 401, 559, 560, 1040, 1041, 16000, 47_999])
+@pytest.mark.parametrize("samples", [1, 400, 401, 560, 1040, 1041, 47_999])
 @pytest.mark.parametrize("subsampling", [4, 8])
 def test_encoder_frames_predicts_what_the_encoder_makes(samples, subsampling):
     model = make_model(dtype=torch.float32, subsampling=subsampling).eval()
@@ -119,17 +105,11 @@ def test_rotary_attention_depends_on_distances_only():
 def test_model_sizes_are_those_of_the_guide():
     millions = []
     for d, encoder, decoder in ((256, 12, 6), (192, 8, 4), (128, 6, 3)):
-        shape = {
-            "d_model": d,
-            "encoder_layers": encoder,
-            "decoder_layers": decoder,
-            "attention_heads": 4,
-        }
-        model = make_model(dtype=torch.float32, vocabulary=200, **shape)
+        layers = {"encoder_layers": encoder, "decoder_layers": decoder, "attention_heads": 4}
+        model = make_model(dtype=torch.float32, vocabulary=200, d_model=d, **layers)
         millions.append(sum(p.numel() for p in model.parameters()) / 1e6)
-    assert (
-        millions[0] == pytest.approx(24.7, abs=2) and 9 < millions[1] < 12 and 3 < millions[2] < 6
-    )
+    assert millions[0] == pytest.approx(24.7, abs=2)
+    assert 9 < millions[1] < 12 and 3 < millions[2] < 6
 
 
 # --- loss -----------------------------------------------------------------------------------------

@@ -22,13 +22,8 @@ from tests.recipes import runs
 
 CHARACTERS = [" ", "क", "ा", "b", "\u00a0"]  # as in a --vocab_file
 TOKENIZER = CharTokenizer(CHARACTERS)
-CONFIG = {
-    "d_model": 32,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "attention_heads": 2,
-    "subsampling": 4,
-}
+SHAPE = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "attention_heads": 2}
+CONFIG = {**SHAPE, "subsampling": 4}
 INFO = recipe.ModelInfo(CONFIG, CHARACTERS)
 TEXTS = ["का b", "b", "b का bका क", "कb"]
 # Samples before and after the tones; the last clip ends within an encoder frame.
@@ -147,17 +142,9 @@ def test_weights_of_a_run_are_exported_without_training(trained, tmp_path, monke
 
     monkeypatch.setattr(onnx_files, "fill_ctc", fill)
     weights = tmp_path / "best.safetensors"
-    task = recipe.Task(
-        recipe.RECIPE,
-        recipe.compute_loss,
-        recipe.LOSS_WEIGHTS,
-        None,
-        INFO,
-        recipe.splits.RunInfo([], 30.0, True),
-        metric="cer",
-        higher_is_better=False,
-        fit=None,
-    )
+    run_info = recipe.splits.RunInfo([], 30.0, True)
+    about = (recipe.RECIPE, recipe.compute_loss, recipe.LOSS_WEIGHTS, None, INFO, run_info)
+    task = recipe.Task(*about, metric="cer", higher_is_better=False, fit=None)
     checkpoint.save_weights(weights, trained.state_dict(), task, {})
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS), encoding="utf-8")
     (tmp_path / "best.json").write_text('{"language_model_helps": true}')
