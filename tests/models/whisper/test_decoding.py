@@ -22,6 +22,7 @@ from models.whisper.decoding import Search
 from models.whisper.model import Whisper
 from speech.decoding import long, recogniser, transcribing
 from speech.signal.features import valid_mask
+from tests.models.whisper.test_formats import peer
 
 CONFIG = {
     **formats.make_config(16, (1, 2), 2, 8, 40),
@@ -78,30 +79,14 @@ def tokens_of(hypotheses):
 @pytest.fixture(scope="module")
 def pair():
     """The same weights in transformers and here, 50 inputs, and the search for both."""
-    names = {
-        "pad_token_id": EOS,
-        "bos_token_id": EOS,
-        "eos_token_id": EOS,
-        "decoder_start_token_id": START,
-    }
     model = make_model(3)
-    theirs = (
-        transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**CONFIG, **names))
-        .double()
-        .eval()
-    )
-    missing = theirs.load_state_dict(
-        {f"model.{name}": value for name, value in model.state_dict().items()}, strict=False
-    )
+    theirs = peer(CONFIG, SimpleNamespace(eos=EOS, start=START)).double()
+    weights = {f"model.{name}": value for name, value in model.state_dict().items()}
+    missing = theirs.load_state_dict(weights, strict=False)
     assert missing.missing_keys == ["proj_out.weight"] and not missing.unexpected_keys
     features = 2 * torch.randn(50, 8, 100, dtype=torch.float64)
-    return (
-        theirs,
-        model,
-        features,
-        model.encoder(features),
-        dataclasses.replace(SEARCH, max_new_tokens=32),
-    )
+    search = dataclasses.replace(SEARCH, max_new_tokens=32)
+    return theirs, model, features, model.encoder(features), search
 
 
 def transformers_tokens(theirs, features, **options):
@@ -144,7 +129,7 @@ def test_greedy_is_transformers_own(pair, suppressed):
         assert not set(row) & set(suppress) and (row or [EOS])[0] not in first
 
 
-@pytest.mark.parametrize("beam_size", [2, 3, 5, 25])
+@pytest.mark.parametrize("beam_size", [2, 5, 25])
 def test_beam_is_transformers_own(pair, beam_size):
     theirs, model, features, encoded, search = pair
     options = {"num_beams": beam_size, "early_stopping": True, "length_penalty": 1.0}
@@ -197,9 +182,8 @@ def test_an_utterance_is_decoded_alike_alone_and_in_a_padded_batch(monkeypatch, 
     monkeypatch.setattr(decoding, "CHECK_EVERY", {"cpu": every})  # as on CUDA
     model = make_model(3)
     lengths = [100, 9, 64, 90, 31, 2, 77, 50]
-    features = 2 * torch.randn(
-        8, 8, 100, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-    )
+    generator = torch.Generator().manual_seed(1)
+    features = 2 * torch.randn(8, 8, 100, dtype=torch.float64, generator=generator)
     frames = torch.tensor(lengths)
     encoded = model.encoder(features, frames)
     mask = valid_mask((frames + 1) // 2, 50)[:, None, None, :]
@@ -270,7 +254,7 @@ def test_no_more_tokens_than_the_model_has_positions():
 # --- beam and sampling ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_a_wide_beam_is_exhaustive(seed):
     size, eos, max_new_tokens, prompt = 5, 4, 4, [3]
     model = make_model(seed, vocab_size=size, eos=eos)
@@ -290,9 +274,8 @@ def test_a_wide_beam_is_exhaustive(seed):
             tokens = torch.tensor(list(group))
             before = torch.cat([torch.tensor([prompt]).expand(len(tokens), 1), tokens[:, :-1]], 1)
             x = model.decoder(before, encoded[row : row + 1].expand(len(tokens), -1, -1), None)
-            scores = (
-                model.logits(x).log_softmax(-1).gather(2, tokens[:, :, None]).sum((1, 2)) / length
-            )
+            chances = model.logits(x).log_softmax(-1).gather(2, tokens[:, :, None])
+            scores = chances.sum((1, 2)) / length
             best = max(best, (float(scores.max()), tokens[scores.argmax()].tolist()))
         tokens = best[1][:-1] if best[1][-1] == eos else best[1]
         assert hypothesis.tokens == tokens and hypothesis.ended == (best[1][-1] == eos)
@@ -305,11 +288,8 @@ def test_sampling_is_reproducible_and_cold_sampling_is_greedy():
     search = Search(PROMPT, EOS, max_new_tokens=20)
 
     def tokens(seed, temperature):
-        return tokens_of(
-            decoding.sample(
-                model, encoded, None, search, temperature, torch.Generator().manual_seed(seed)
-            )
-        )
+        generator = torch.Generator().manual_seed(seed)
+        return tokens_of(decoding.sample(model, encoded, None, search, temperature, generator))
 
     assert tokens(1, 1.0) == tokens(1, 1.0) != tokens(2, 1.0)
     assert tokens(1, 1e-6) == tokens_of(decoding.greedy(model, encoded, None, search))
@@ -359,19 +339,16 @@ def scripted(monkeypatch):
                 for row in rows:
                     tokens, mean, no_speech = script[row][tried[row]]
                     tried[row] += 1
-                    hypotheses.append(
-                        decoding.Hypothesis(tokens, mean * (len(tokens) + 1), True, no_speech)
-                    )
+                    total = mean * (len(tokens) + 1)
+                    hypotheses.append(decoding.Hypothesis(tokens, total, True, no_speech))
                 return hypotheses
 
             return search
 
         for name in ("greedy", "sample", "beam"):
             monkeypatch.setattr(decoding, name, fake(name))
-        return (
-            torch.arange(len(script))[:, None, None].float(),
-            torch.arange(len(script))[:, None, None, None],
-        )
+        numbers = torch.arange(len(script))
+        return numbers[:, None, None].float(), numbers[:, None, None, None]
 
     return install, calls
 
@@ -428,19 +405,14 @@ def test_decode_with_a_model(monkeypatch):
     search = Search(PROMPT, EOS, no_speech=NO_SPEECH, max_new_tokens=12)
     together = decoding.decode(model, TOKENIZER, encoded, mask, search)
     assert together == decoding.decode(model, TOKENIZER, encoded, mask, search)
-    assert together != decoding.decode(
-        model, TOKENIZER, encoded, mask, dataclasses.replace(search, seed=1)
-    )
+    seeded = dataclasses.replace(search, seed=1)
+    assert together != decoding.decode(model, TOKENIZER, encoded, mask, seeded)
     assert len({row.temperature for row in together}) > 1
     for row, expected in enumerate(together):
-        (alone,) = decoding.decode(
-            model, TOKENIZER, encoded[row : row + 1], mask[row : row + 1], search
-        )
-        assert (alone.text, alone.tokens, alone.temperature) == (
-            expected.text,
-            expected.tokens,
-            expected.temperature,
-        )
+        part = encoded[row : row + 1], mask[row : row + 1]
+        (alone,) = decoding.decode(model, TOKENIZER, *part, search)
+        assert (alone.text, alone.tokens) == (expected.text, expected.tokens)
+        assert alone.temperature == expected.temperature
 
 
 @pytest.mark.parametrize("texts", [decoding.texts, decoding.greedy_texts])
@@ -528,21 +500,12 @@ def test_the_search_of_a_model():
     "text",
     [
         "",
-        "E",
         "CQ CQ CQ DE W1AW W1AW W1AW K",
-        "TEST TEST",
-        "73 73",
-        "VVV VVV VVV DE DL1ABC",
-        "599 599 5NN 5NN",
         "0" * 20,
-        "100000000 00000",
-        "CQ DE W1AW CQ DE W1AW CQ DE W1AW K",
         "rất rất rất vui",
-        "ha ha ha ha ha ha",
         "CQ " * 9 + "K",
         "QRL? DE W1AW/7 PSE K = " + "CQ TEST DE W1AW/7 " * 3 + "K",
         "không, không, không, không",
-        "W1AW W1AW W1AW W1AW 5NN 5NN TU",
         "EEEEEEEE",
     ],
 )
@@ -555,8 +518,6 @@ def test_what_people_say_again_stays(text):
     [
         ("the cat " * 20, "the cat"),
         ("I saw that " + "the cat " * 20 + "the c", "I saw that the cat"),
-        ("CQ DE W1AW " + "5NN " * 50, "CQ DE W1AW 5NN"),
-        ("E " * 100, "E"),
         ("T" * 60, "T"),
         ("TU " + "E" * 99 + " K", "TU E K"),
         ("xin chào " + "các bạn nhé " * 9 + "các dì", "xin chào các bạn nhé các dì"),
@@ -625,7 +586,7 @@ def cut_text(words, times, windows, random, garbled):
     return texts
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_stitched_text_is_the_text(seed):
     """Random words, some of them after long pauses, of a small vocabulary: no word is lost and none
     doubled."""
@@ -653,7 +614,7 @@ def test_stitched_text_is_the_text(seed):
         assert not text or any(a - 5000 < times[i][0] < b + 5000 for i in place)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_languages_without_spaces_are_stitched_by_characters(seed):
     random = np.random.default_rng(seed)
     words = [chr(0x4E00 + c) for c in random.integers(0, 300, 500)]
@@ -680,18 +641,8 @@ def test_repeated_words_are_aligned_by_time():
         (["hello there", "", "good bye"], "hello there good bye"),
         (["", "one two", ""], "one two"),
         (
-            [
-                "he went into the",
-                (
-                    "the dog barked and then it was quiet again for a very long time until the"
-                    " morning came"
-                ),
-                "",
-            ],
-            (
-                "he went into the dog barked and then it was quiet again for a very long time until"
-                " the morning came"
-            ),
+            ["he went into the", "the dog barked and then it was quiet until the morning came", ""],
+            "he went into the dog barked and then it was quiet until the morning came",
         ),
         (
             ["we meet at noon, Tuesd", "at noon. Tuesday is fine", ""],
