@@ -33,7 +33,7 @@ from tests.models.wav2vec2.test_formats import (
     GROUP,
     LAYER,
     PIECES,
-    TO_FAIRSEQ2,
+    as_fairseq2,
     change_json,
     mms,
     peer,
@@ -325,11 +325,7 @@ def omni(tmp_path, monkeypatch) -> Path:
     monkeypatch.setitem(settings.TOKENIZERS, rows, "tiny.model")
     (tmp_path / "tiny.model").write_bytes(bytes.fromhex(state["model"]))
     shape = {"intermediate_size": 128, "vocab_size": rows, "pad_token_id": 0}
-    content = {}
-    for name, tensor in peer(Wav2Vec2ForCTC, **LAYER, **shape).state_dict().items():
-        for pattern, replacement in TO_FAIRSEQ2:
-            name = formats.re.sub(pattern, replacement, name)
-        content[name] = tensor
+    content = as_fairseq2(peer(Wav2Vec2ForCTC, **LAYER, **shape).state_dict())
     del content["masker.temporal_mask_embed"]
     torch.save({"model": content}, tmp_path / "omniASR-CTC-300M.pt")
     return tmp_path / "omniASR-CTC-300M.pt"

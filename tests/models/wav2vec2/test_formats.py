@@ -1,6 +1,5 @@
 """wav2vec 2.0's files against transformers: read, export, load; and files that are refused."""
 
-import io
 import json
 import math
 import os
@@ -12,7 +11,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import numpy as np
 import pytest
-import sentencepiece
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -32,6 +30,7 @@ from common.errors import UsageError
 from models.wav2vec2 import formats, settings
 from models.wav2vec2.model import Wav2Vec2
 from models.wav2vec2.tokenizer import make_tokenizer
+from tests.models.wav2vec2.small import sentencepiece_state
 
 SHAPE = {
     "hidden_size": 32,
@@ -47,13 +46,9 @@ GROUP = {"feat_extract_norm": "group", "do_stable_layer_norm": False, "conv_bias
 HUBERT = {**GROUP, "model_type": "hubert"}
 PIECES = ["|", "a", "b", "[UNK]", "[PAD]", "é"]
 STATE = {
-    "kind": "characters",
-    "pieces": PIECES,
-    "delimiter": "|",
-    "blank": 4,
-    "unknown": 3,
-    "lower": False,
-}
+    "kind": "characters", "pieces": PIECES, "delimiter": "|",
+    "blank": 4, "unknown": 3, "lower": False,
+}  # fmt: skip
 TINY = settings.make_config(
     32, 2, conv_dim=[8] * 7, num_conv_pos_embeddings=16, intermediate_size=48
 )
@@ -136,7 +131,6 @@ def assert_equal(weights: dict[str, torch.Tensor], config: dict, model) -> None:
         (Wav2Vec2ForPreTraining, LAYER),
         (Wav2Vec2Model, {**GROUP, "mask_time_prob": 0.0}),  # without a mask's vector
         (HubertForCTC, {**GROUP, "feat_proj_layer_norm": False}),
-        (HubertModel, LAYER),
     ],
 )
 def test_a_folder_of_transformers_is_read(kind, changes, tmp_path):
@@ -343,21 +337,18 @@ TO_FAIRSEQ2 = (
 )
 
 
+def as_fairseq2(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A model's tensors by fairseq2's names."""
+    state = {}
+    for name, tensor in weights.items():
+        for pattern, replacement in TO_FAIRSEQ2:
+            name = re.sub(pattern, replacement, name)
+        state[name] = tensor
+    return state
+
+
 def train_characters(text: str) -> bytes:
-    """A SentencePiece model with omniASR's special tokens."""
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([text] * 20),
-        model_writer=model,
-        vocab_size=4 + len({*text}),
-        model_type="char",
-        bos_id=0,
-        pad_id=1,
-        eos_id=2,
-        unk_id=3,
-        minloglevel=2,
-    )
-    return model.getvalue()
+    return bytes.fromhex(sentencepiece_state([text] * 20)["model"])
 
 
 CHARACTERS = train_characters("the cat sat on a mat | é")
@@ -373,12 +364,7 @@ def omni(tmp_path, monkeypatch):
     (tmp_path / "tiny.model").write_bytes(CHARACTERS)
     shape = {"num_attention_heads": 16, "num_conv_pos_embedding_groups": 16}
     model = peer(Wav2Vec2ForCTC, **{**LAYER, **shape, "vocab_size": ROWS, "pad_token_id": 0})
-    state = {}
-    for name, tensor in model.state_dict().items():
-        for pattern, replacement in TO_FAIRSEQ2:
-            name = re.sub(pattern, replacement, name)
-        state[name] = tensor
-    return model, state
+    return model, as_fairseq2(model.state_dict())
 
 
 def test_an_omniasr_file_is_read(omni, tmp_path):
@@ -552,12 +538,11 @@ def cut_short(folder: Path) -> None:
 
 HEAD = "lm_head.weight"
 ROW = torch.zeros(64)
+FIRST = "encoder_frontend.model_dim_proj.weight"
 REFUSED = {
     "another network": (settings_with(model_type="wav2vec2-bert"), "of type 'wav2vec2-bert'"),
     "an adapter after the encoder": (settings_with(add_adapter=True), "add_adapter is 'True'"),
     "another activation": (settings_with(hidden_act="relu"), "hidden_act is 'relu'"),
-    "billions": (settings_with(num_hidden_layers=1 << 40), "out of range"),
-    "convolutions": (settings_with(conv_dim=[8] * 6), "lists of the same length"),
     "a huge convolution": (settings_with(conv_kernel=[10**9] * 7), "out of range"),
     "heads": (settings_with(num_attention_heads=5), "does not divide"),
     "weights of another size": (settings_with(num_hidden_layers=1), "has unexpected"),
@@ -565,12 +550,10 @@ REFUSED = {
     "no vocabulary": (lambda folder: (folder / "vocab.json").unlink(), "lacks vocab.json"),
     "a long vocabulary": (vocabulary_of({"[PAD]": 0, "a": 10**12}), "not a vocabulary for"),
     "two of a number": (vocabulary_of({"[PAD]": 0, "a": 1, "b": 1}), "with the same number"),
-    "an odd vocabulary": (vocabulary_of({"[PAD]": 0, "a": {"b": 1}}), "not a vocabulary for"),
     "half a pair": (vocabulary_of({"[PAD]": 0, "\ud800": 1}), "tokenizer cannot be used"),
     "no blank": (tokens_with(pad_token=["<pad>"]), "which is the blank"),
     "phonemes": (tokens_with(tokenizer_class="Wav2Vec2PhonemeCTCTokenizer"), "Phoneme"),
     "no head": (tensor_with(HEAD, lambda w: None), "lacks 'lm_head.weight'"),
-    "a head without rows": (tensor_with(HEAD, lambda w: w[0, 0]), "not a vocabulary for"),
     "cut short": (cut_short, "cut short"),
     "code": (hostile, "could run code"),
     "many names of one tensor": (shared, "its tensors share their data"),
@@ -600,20 +583,11 @@ def test_a_damaged_folder_is_refused_in_one_line(name, sound, tmp_path, monkeypa
     "content, reason",
     [
         ({"model": Hostile()}, "could run code"),
-        ([1, 2], "not a wav2vec 2.0 model in fairseq2's form"),
         ({"model": {3: torch.zeros(2)}}, "not a wav2vec 2.0 model in fairseq2's form"),
-        (
-            {"encoder_frontend.model_dim_proj.weight": torch.zeros(2), "llama_decoder.x": 0},
-            "has 'llama_decoder.x'",
-        ),
-        ({"encoder_frontend.model_dim_proj.weight": torch.tensor(1.0)}, "0 layers of width 0"),
-        ({"encoder_frontend.model_dim_proj.weight": torch.tensor(math.nan)}, "not finite"),
-        ({"encoder_frontend.model_dim_proj.weight": "text"}, "not a floating-point tensor"),
-        (
-            {"encoder_frontend.model_dim_proj.weight": ROW}
-            | {f"encoder.layers.{number}.bias": ROW for number in range(3)},
-            "its tensors share their data",
-        ),
+        ({FIRST: torch.zeros(2), "llama_decoder.x": 0}, "has 'llama_decoder.x'"),
+        ({FIRST: torch.tensor(1.0)}, "0 layers of width 0"),
+        ({FIRST: torch.tensor(math.nan)}, "not finite"),
+        ({f"encoder.layers.{n}.bias": ROW for n in range(3)} | {FIRST: ROW}, "share their data"),
     ],
 )
 def test_a_damaged_file_is_refused_in_one_line(content, reason, tmp_path, monkeypatch):

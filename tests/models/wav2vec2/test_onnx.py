@@ -22,27 +22,17 @@ from models.wav2vec2.model import Wav2Vec2
 from models.wav2vec2.settings import HF_EPSILON, make_config
 from models.wav2vec2.tokenizer import SPECIAL, make_tokenizer
 from tests.models.wav2vec2.small import characters_state, sentencepiece_state
+from tests.models.wav2vec2.test_formats import GROUP
 
 SMALL = {
-    "conv_dim": [24, 16, 16],
-    "conv_kernel": [10, 8, 4],
-    "conv_stride": [5, 8, 8],
-    "num_conv_pos_embeddings": 8,
-    "num_conv_pos_embedding_groups": 2,
-}
+    "conv_dim": [24, 16, 16], "conv_kernel": [10, 8, 4], "conv_stride": [5, 8, 8],
+    "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2,
+}  # fmt: skip
 RELEASED = {
-    "conv_dim": [16] * 7,
-    "conv_kernel": [10, 3, 3, 3, 3, 2, 2],
-    "conv_stride": [5, 2, 2, 2, 2, 2, 2],
-}
+    "conv_dim": [16] * 7, "conv_kernel": [10, 3, 3, 3, 3, 2, 2], "conv_stride": [5] + [2] * 6,
+}  # fmt: skip
 DEMO = {"conv_dim": [16, 14, 14], "conv_kernel": [256, 3, 3], "conv_stride": [80, 2, 2]}
-BASE = {
-    **SMALL,
-    "feat_extract_norm": "group",
-    "do_stable_layer_norm": False,
-    "conv_bias": False,
-    "normalize_eps": HF_EPSILON,
-}
+BASE = {**SMALL, **GROUP, "normalize_eps": HF_EPSILON}
 HUBERT = {**BASE, "model_type": "hubert", "feat_proj_layer_norm": False}
 # Latin letters whose bytes look like pieces of letters.
 LATIN = characters_state("abcdeƙơƒ", unknown=None)

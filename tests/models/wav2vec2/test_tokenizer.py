@@ -51,11 +51,8 @@ def test_ids_are_those_of_sentencepiece(options):
         tokens = tokenizer.encode(text)
         assert tokens == expected
         if tokenizer.unknown not in tokens:
-            assert (
-                tokenizer.decode(tokens)
-                == peer.decode(tokens)
-                == peer.normalize(single).replace(SPACE, " ").strip()
-            )
+            assert tokenizer.decode(tokens) == peer.decode(tokens)
+            assert tokenizer.decode(tokens) == peer.normalize(single).replace(SPACE, " ").strip()
     assert tokenizer.encode(" ") == []
     assert tokenizer.lacking("aXb XY") == ["X", "X", "Y"]
 
@@ -136,22 +133,15 @@ MODEL = sentencepiece_state(["abc"])
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ([], "it"),
         ({"kind": "json"}, "kind"),
-        ({**MODEL, "model": "zz"}, "non-hexadecimal"),
         ({**MODEL, "model": MODEL["model"][:60]}, "unk is not defined"),
         (sentencepiece_state(["abc"], bos_id=-1, pad_id=0, eos_id=1, unk_id=2), "lacks the piece"),
         ({**CHARACTERS, "pieces": ["<pad>", "a", "a"]}, "pieces"),
-        ({**CHARACTERS, "pieces": ["<pad>", "", "a"]}, "pieces"),
         ({**CHARACTERS, "pieces": ["<pad>", "\ud800", "a"]}, "pieces"),
         ({**CHARACTERS, "pieces": ["<pad>", "|", SPACE]}, "two pieces for the space"),
-        ({**CHARACTERS, "pieces": "abc"}, "pieces"),
         ({**CHARACTERS, "pieces": ["a" * 65, "b"]}, "pieces"),
         ({**CHARACTERS, "blank": 7}, "not one of its pieces"),
-        ({**CHARACTERS, "blank": True}, "blank"),
-        ({**CHARACTERS, "unknown": 7}, "not one of its pieces"),
         ({**CHARACTERS, "unknown": 0}, "not one of its pieces"),
-        ({**CHARACTERS, "lower": 1}, "lower"),
     ],
 )
 def test_a_damaged_state_is_refused_in_one_line(state, message):
