@@ -6,9 +6,7 @@ import io
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-import soundfile
 import torch
 
 from common.errors import UsageError
@@ -18,6 +16,7 @@ from models.parakeet.settings import make_config
 from speech.signal.audio import SAMPLE_RATE
 from speech.writing.text import train_tokenizer
 from tests.models.parakeet.test_families import random_weights
+from tests.recipes import runs
 
 TEXTS = ("abc cab", "b", "cab ba", "ca", "a c", "bb", "ac b", "cba")
 NAMES = {"en-US": 0, "de-DE": 1, "de": 1, "fi-FI": 4, "auto": 7}
@@ -34,14 +33,10 @@ def prepared(*flags) -> str:
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory) -> Path:
     """Eight utterances of noise."""
-    folder, random = tmp_path_factory.mktemp("noise"), np.random.default_rng(0)
-    rows = []
-    for number, text in enumerate(TEXTS):
-        length = int(random.integers(8_000, 20_000))
-        soundfile.write(folder / f"{number}.wav", random.uniform(-0.5, 0.5, length), SAMPLE_RATE)
-        rows.append({"audio_filepath": f"{number}.wav", "text": f"({text})"})
-    (folder / "train.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder / "train.json"
+    texts = [f"({text})" for text in TEXTS]
+    seconds = [0.5 + 0.1 * number for number in range(len(texts))]
+    folder = tmp_path_factory.mktemp("noise")
+    return Path(runs.write_noise(folder, texts, seconds, SAMPLE_RATE))
 
 
 def release(folder: Path, form: str = "hf", **changes) -> Path:

@@ -3,7 +3,6 @@ and its memory options."""
 
 import functools
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -157,32 +156,6 @@ def test_any_durations_and_the_plain_loss(durations):
             )  # an utterance without a path adds nothing
 
 
-def test_sum_over_all_paths():
-    """A tiny lattice, by listing every sequence of arcs."""
-    durations = (0, 1, 2)
-    tensors, targets, frames, labels = random_case(5, durations, batch=1, frames=3, labels=2)
-    logits = whole_logits(tensors)[0].detach()
-    blank = logits.shape[-1] - 4
-    tokens = logits[..., : blank + 1].log_softmax(-1)
-    steps = logits[..., blank + 1 :].log_softmax(-1)
-
-    def paths(t, u):
-        if t == 3:
-            yield 0.0 if u == 2 else -math.inf
-            return
-        for k, d in enumerate(durations):
-            if d and t + d <= 3:
-                for rest in paths(t + d, u):
-                    yield float(tokens[t, u, blank] + steps[t, u, k]) + rest
-            if u < 2 and t + d < 3:
-                for rest in paths(t + d, u + 1):
-                    yield float(tokens[t, u, targets[0, u]] + steps[t, u, k]) + rest
-
-    total = -torch.tensor(list(paths(0, 0)), dtype=torch.float64).logsumexp(0)
-    ours = transducer_losses(*tensors, Lattice(targets, frames, labels, durations))
-    assert float((ours[0] - total).detach().abs()) < 1e-12
-
-
 def test_gradcheck():
     tensors, targets, frames, labels = random_case(
         3, batch=2, frames=4, labels=2, width=2, vocabulary=2
@@ -290,20 +263,6 @@ def test_autocast_keeps_small_gradients(dtype):
         assert float((one.double() / 1e-12 - other).norm() / other.norm()) < 0.03
 
 
-def test_wrong_arguments_are_errors():
-    tensors, targets, frames, labels = random_case(1)
-    for durations in ((0,), (1, 1), (-1, 2)):
-        with pytest.raises(ValueError, match="durations"):
-            transducer_losses(*tensors, Lattice(targets, frames, labels, durations))
-    plain = torch.ones(3, dtype=torch.bool)
-    with pytest.raises(ValueError, match="RNN-T"):
-        transducer_losses(*tensors, Lattice(targets, frames, labels, (1, 2, 3, 4, 5), plain=plain))
-    with pytest.raises(ValueError, match="frames"):
-        transducer_losses(*tensors, Lattice(targets, frames * 0, labels, (0, 1, 2, 3, 4)))
-    with pytest.raises(ValueError, match="labels"):
-        transducer_losses(*tensors, Lattice(targets, frames, labels + 5, (0, 1, 2, 3, 4)))
-
-
 # --- RNN-T ----------------------------------------------------------------------------------------
 
 
@@ -360,20 +319,3 @@ def test_without_durations_it_is_the_rnnt_loss(fastemit):
         ours = transducer_losses(*tensors, lattice)
         assert_close([ours], [theirs], 1e-12)
         assert_close(gradients((ours * weights).sum(), tensors), gradients(value, tensors), 1e-11)
-
-
-def test_without_durations_it_is_the_plain_branch_of_a_model_with_durations():
-    """The same loss and the same gradients as with two rows for durations that no arc reads."""
-    tensors, targets, frames, labels = random_case(3, ())
-    encoded, predicted, weight, bias = tensors
-    ours = transducer_losses(*tensors, Lattice(targets, frames, labels, ()))
-    wide = [
-        encoded,
-        predicted,
-        torch.cat([weight, torch.randn(2, weight.shape[1], dtype=weight.dtype)]),
-        torch.cat([bias, torch.randn(2, dtype=bias.dtype)]),
-    ]
-    plain = torch.ones(len(frames), dtype=torch.bool)
-    theirs = transducer_losses(*wide, Lattice(targets, frames, labels, (0, 1), plain=plain))
-    assert_close([ours], [theirs], 1e-12)
-    assert_close(gradients(ours.sum(), tensors), gradients(theirs.sum(), tensors), 1e-11)

@@ -39,11 +39,13 @@ def make(**changes) -> dict:
 
 def make_theirs(config: dict, has_prompts: bool):
     """transformers' model with random weights, none of which is zero."""
+    streaming = config["streaming"]
     content = {
         "vocab_size": config["vocabulary"] + 1,
         "blank_token_id": config["vocabulary"],
         "decoder_hidden_size": config["prediction_width"],
         "num_decoder_layers": config["prediction_layers"],
+        "max_symbols_per_step": config["max_symbols"],
         "encoder_config": {
             "model_type": "nemotron_asr_streaming_encoder",
             "hidden_size": config["d_model"],
@@ -58,15 +60,15 @@ def make_theirs(config: dict, has_prompts: bool):
             "convolution_bias": config["biases"],
             "scale_input": config["scale_input"],
             "layerdrop": 0.0,
-            "sliding_window": LEFT + 1,
-            "default_num_lookahead_tokens": LOOKAHEADS[0],
+            "sliding_window": streaming["left"] + 1,
+            "default_num_lookahead_tokens": streaming["lookaheads"][0],
         },
     }
     torch.manual_seed(0)
     if has_prompts:
-        prompts = config["prompts"]
-        content |= {"num_prompts": SLOTS, "prompt_intermediate_size": prompts["width"]}
-        model = Nemotron3_5AsrForRNNT(Nemotron3_5AsrConfig(**content))
+        slots, width = config["prompts"]["slots"], config["prompts"]["width"]
+        content |= {"num_prompts": slots, "prompt_intermediate_size": width}
+        model = Nemotron3_5AsrForRNNT(Nemotron3_5AsrConfig(**content, default_prompt_id=slots - 2))
     else:
         model = NemotronAsrStreamingForRNNT(NemotronAsrStreamingConfig(**content))
     model = model.double().eval()

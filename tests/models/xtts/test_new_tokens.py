@@ -55,20 +55,16 @@ def test_an_extended_vocabulary(kind, size, capsys):
     info, old = extended(kind, size), json.loads(TEXT)["model"]
     reader, model = texts.Texts(info), json.loads(info.vocab)["model"]
     count = reader.vocabulary.size - ROWS
-    out = f"vocabulary: {count} new tokens ({kind}), {ROWS + count} in all\n"
-    assert capsys.readouterr().out == out and info.config["text_tokens"] == ROWS + count
+    assert f": {count} new tokens ({kind}), {ROWS + count} in all" in capsys.readouterr().out
+    assert info.config["text_tokens"] == ROWS + count
     assert model["merges"][: len(old["merges"])] == old["merges"]
     assert old["vocab"].items() <= model["vocab"].items()
     assert sorted({*model["vocab"].values()} - {*old["vocab"].values()}) == [
         *range(ROWS, ROWS + count)
     ]
-    assert [token["content"] for token in json.loads(info.vocab)["added_tokens"]] == [
-        token["content"] for token in json.loads(TEXT)["added_tokens"]
-    ]
-    assert (reader.vocabulary.start, reader.vocabulary.stop) == (
-        Vocabulary(TEXT).start,
-        Vocabulary(TEXT).stop,
-    )
+    before = Vocabulary(TEXT)
+    assert (reader.vocabulary.start, reader.vocabulary.stop) == (before.start, before.stop)
+    assert reader.vocabulary.languages == before.languages
     for text in TRAINING:
         assert reader.vocabulary.unknown not in reader.encode(text)
         assert reader.vocabulary.decode(reader.encode(text)) == f"[am]{reader.read(text)}"
@@ -81,34 +77,15 @@ def test_an_extended_vocabulary(kind, size, capsys):
     assert info.text == asked(kind, size)
 
 
-ALPHABET = [
-    "the",
-    "end",
-    "[am]",
-    "[SPACE]",
-    "an",
-    "ə",
-    "šən",
-    " ",
-    "x",
-    "1",
-    ".",
-    "[",
-    "é",
-    "ж",
-    "𝒳",
-    "\0",
-    "_",
-]
+ALPHABET = ["the", "end", "[am]", "[SPACE]", "an", "ə", "šən", " ", *"x1.[éж𝒳\0_"]
 MIXED = [*ALPHABET, "ሰ", "ላም", "ለመ", "ሰላም", "፩", "።", "\u135f", "ꬁ"]
 LARGER = {}
 
 
 def larger(kind: str) -> tuple[Vocabulary, Tokenizer]:
     if kind not in LARGER:
-        vocab = extended(
-            kind, dict(KINDS)[kind], training=[*TRAINING, "abሰላምthe2ላምend abሰላምthe2ላምend"]
-        ).vocab
+        training = [*TRAINING, "abሰላምthe2ላምend abሰላምthe2ላምend"]
+        vocab = extended(kind, dict(KINDS)[kind], training=training).vocab
         LARGER[kind] = Vocabulary(vocab), Tokenizer.from_str(vocab)
     return LARGER[kind]
 
@@ -159,10 +136,7 @@ def test_the_vocabulary_of_a_plan_has_ethiopic_letters_and_phonemes(capsys):
     )
     info = extended("characters", 2000, vocab)
     assert info.vocab == vocab and info.config["text_tokens"] == 512
-    assert (
-        capsys.readouterr().out
-        == "vocabulary: no new tokens (characters): it has those of the training texts\n"
-    )
+    assert "no new tokens (characters)" in capsys.readouterr().out
 
 
 def test_the_most_tokens():
@@ -201,8 +175,7 @@ CORPUS = [
 ]
 
 
-@pytest.mark.parametrize("kind", texts.KINDS)
-@pytest.mark.parametrize("form", ["random", "peaked"])
+@pytest.mark.parametrize(("kind", "form"), [("characters", "random"), ("bpe", "peaked")])
 def test_the_first_loss_is_below_a_uniform_guess(kind, form):
     """Outputs of a head with V = 6681 on normalised hidden states. In the peaked one, the
     space and five other tokens have the most of the probability."""
@@ -229,7 +202,7 @@ def test_the_first_loss_is_below_a_uniform_guess(kind, form):
     assert worse > math.log(size), "rows drawn like the old ones do worse than a guess"
 
 
-@pytest.mark.parametrize("language", ["am", "de", "en", "xx"])
+@pytest.mark.parametrize("language", ["am", "de", "xx"])
 @pytest.mark.parametrize("kind", texts.KINDS)
 def test_what_coqui_never_reads_becomes_no_token(kind, language):
     written = (

