@@ -41,18 +41,8 @@ def train_pieces(**options) -> bytes:
 
 PIECES = train_pieces()
 PADDED = train_pieces(pad_id=2)
-CONFIG = settings.make_config(
-    16,
-    2,
-    2,
-    (12, 2),
-    32,
-    num_mel_bins=16,
-    channels=8,
-    durations=[0, 1, 2, 4],
-    ffn=48,
-    max_symbols=7,
-)
+SHAPE = {"num_mel_bins": 16, "channels": 8, "ffn": 48, "max_symbols": 7}
+CONFIG = settings.make_config(16, 2, 2, (12, 2), 32, durations=[0, 1, 2, 4], **SHAPE)
 EXTRAS = {"tokenizer": {"sentencepiece": PIECES.hex()}, "source": {}, "loss": settings.TDT.loss}
 
 
@@ -65,24 +55,21 @@ def random_weights(config: dict, seed: int = 0) -> dict[str, torch.Tensor]:
     return weights | {name: torch.tensor(1000 + i) for i, name in enumerate(counters)}
 
 
-def peer(config: dict, pad: int = 32):
+def peer(config: dict):
     """transformers' own model with random weights."""
     encoder = {
         hf.split(".")[1]: config[name] for name, (hf, _) in settings.TDT.hf.items() if "." in hf
     }
+    encoder |= {"convolution_bias": config["biases"], "model_type": "parakeet_encoder"}
     described = ParakeetTDTConfig(
         vocab_size=config["vocabulary"] + 1,
         blank_token_id=config["vocabulary"],
-        pad_token_id=pad,
+        pad_token_id=32,
         decoder_hidden_size=config["prediction_width"],
         num_decoder_layers=config["prediction_layers"],
         durations=config["durations"],
         max_symbols_per_step=config["max_symbols"],
-        encoder_config={
-            **encoder,
-            "convolution_bias": config["biases"],
-            "model_type": "parakeet_encoder",
-        },
+        encoder_config=encoder,
     )
     return ParakeetForTDT(described).eval()
 
@@ -193,11 +180,8 @@ def test_transformers_uses_an_export_as_it_is(pieces, tmp_path, capsys):
     plain = {name: w for name, w in weights.items() if "ctc" not in name}
     assert same(model.state_dict(), plain)
     pad = 2 if pieces is PADDED else 32
-    assert (model.config.pad_token_id, model.config.blank_token_id, model.config.vocab_size) == (
-        pad,
-        32,
-        33,
-    )
+    assert (model.config.pad_token_id, model.config.blank_token_id) == (pad, 32)
+    assert model.config.vocab_size == 33
     assert model.config.encoder_config.layerdrop == 0 and model.config.max_symbols_per_step == 7
     assert model.generation_config.decoder_start_token_id == 32
     assert model.generation_config.suppress_tokens == [33, 34, 35, 36]
@@ -522,10 +506,7 @@ HOSTILE = {  # damaged tensors: tests/models/whisper/test_formats.py
     "a pipe": (added(entry(YAML, tarfile.FIFOTYPE)), "not a regular file"),
     "a file twice": (added(entry(YAML)), "there twice"),
     "many files": (added(*[entry(f"./{i}") for i in range(300)]), "more than 200"),
-    "a pickle": (
-        replaced(CKPT, pickle.dumps(Trap(), protocol=2)),
-        f"x.nemo: {CKPT[2:]} is refused",
-    ),
+    "a pickle": (replaced(CKPT, pickle.dumps(Trap(), protocol=2)), f"{CKPT[2:]} is refused"),
     "a pickle in torch's form": (replaced(CKPT, saved(Trap())), f"x.nemo: {CKPT[2:]} is refused"),
     "a large yaml": (replaced(YAML, bytes(5 << 20)), "5 MiB"),
     "a large tokenizer": (replaced("./b_tokenizer.model", bytes(5 << 20)), "5 MiB"),

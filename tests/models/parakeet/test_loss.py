@@ -46,9 +46,8 @@ def gradients(value, tensors):
 
 def assert_close(ours, theirs, tolerance):
     for one, other in zip(ours, theirs, strict=True):
-        assert float((one - other).detach().abs().max()) <= tolerance * max(
-            1e-30, float(other.detach().abs().max())
-        )
+        largest = max(1e-30, float(other.detach().abs().max()))
+        assert float((one - other).detach().abs().max()) <= tolerance * largest
 
 
 def materialised(tensors, targets, frames, labels, durations, sigma, plain) -> torch.Tensor:
@@ -149,11 +148,8 @@ def test_any_durations_and_the_plain_loss(durations):
         assert torch.equal(has_path, ours.isfinite())
         if has_path.any():
             assert_close([ours[has_path]], [theirs[has_path]], 1e-10)
-            assert_close(
-                gradients(ours[has_path].sum(), tensors),
-                gradients(theirs[has_path].sum(), tensors),
-                1e-9,
-            )  # an utterance without a path adds nothing
+            slopes = [gradients(each[has_path].sum(), tensors) for each in (ours, theirs)]
+            assert_close(*slopes, 1e-9)  # an utterance without a path adds nothing
 
 
 def test_gradcheck():
@@ -234,16 +230,12 @@ def test_dropout_has_the_same_mask_in_both_passes(rows, monkeypatch):
         with torch.no_grad():
             up = value(*(t + step * d for t, d in zip(tensors, direction, strict=True)))
             down = value(*(t - step * d for t, d in zip(tensors, direction, strict=True)))
-        slope = sum(
-            float((g * d).sum())
-            for g, d in zip(gradients(value(*tensors), tensors), direction, strict=True)
-        )
-        assert slope == pytest.approx(
-            float(up - down) / (2 * step), rel=1e-6 if least == 0.0 else 0.1
-        )
-    assert float(value(*tensors)) != pytest.approx(
-        float(transducer_losses(*tensors, Lattice(targets, frames, labels, (0, 1, 2, 3, 4))).sum())
-    )
+        pairs = zip(gradients(value(*tensors), tensors), direction, strict=True)
+        slope = sum(float((g * d).sum()) for g, d in pairs)
+        difference = float(up - down) / (2 * step)
+        assert slope == pytest.approx(difference, rel=1e-6 if least == 0.0 else 0.1)
+    without = transducer_losses(*tensors, Lattice(targets, frames, labels, (0, 1, 2, 3, 4)))
+    assert value(*tensors).item() != pytest.approx(without.sum().item())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -251,13 +243,11 @@ def test_autocast_keeps_small_gradients(dtype):
     """Products are in 16 bits, and gradients whose factor is far below fp16's range still
     arrive."""
     tensors, targets, frames, labels = random_case(4, batch=2, vocabulary=40)
-    exact = gradients(
-        transducer_losses(*tensors, Lattice(targets, frames, labels, (0, 1, 2, 3, 4))).sum(),
-        tensors,
-    )
+    lattice = Lattice(targets, frames, labels, (0, 1, 2, 3, 4))
+    exact = gradients(transducer_losses(*tensors, lattice).sum(), tensors)
     singles = [tensor.detach().float().requires_grad_() for tensor in tensors]
     with torch.autocast("cpu", dtype):
-        ours = transducer_losses(*singles, Lattice(targets, frames, labels, (0, 1, 2, 3, 4)))
+        ours = transducer_losses(*singles, lattice)
     assert ours.dtype is torch.float32
     for one, other in zip(gradients(ours.sum() * 1e-12, singles), exact, strict=True):
         assert float((one.double() / 1e-12 - other).norm() / other.norm()) < 0.03

@@ -249,12 +249,11 @@ def test_durations_that_other_programs_would_take_for_others_are_refused():
         formats.check_form("onnx", config, EXTRAS)
 
 
-@pytest.mark.parametrize(("bins", "loads"), [(80, True), (64, False)])
-def test_mel_bins_that_onnx_asr_lacks_are_named(bins, loads, monkeypatch, capsys):
+def test_mel_bins_that_onnx_asr_lacks_are_named(monkeypatch, capsys):
     monkeypatch.setattr(onnx, "graphs", lambda model: {})
-    config = {**CONFIG, "num_mel_bins": bins}
+    config = {**CONFIG, "num_mel_bins": 64}
     onnx.prepare(Parakeet(config).state_dict(), config, ["a"])
-    assert ("onnx-asr cannot load" not in capsys.readouterr().out) == loads
+    assert "onnx-asr cannot load" in capsys.readouterr().out
 
 
 def test_a_missing_package_is_named_before_a_training(monkeypatch):

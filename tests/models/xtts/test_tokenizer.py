@@ -69,9 +69,8 @@ def test_the_row_decides_about_the_language_and_an_unknown_one_is_an_error():
 
 def test_a_token_that_is_not_special_is_not_a_language():
     content = json.loads(TEXT)
-    content["added_tokens"] = [
-        token for token in content["added_tokens"] if token["content"] != "[de]"
-    ]
+    tokens = content["added_tokens"]
+    content["added_tokens"] = [token for token in tokens if token["content"] != "[de]"]
     assert "de" not in Vocabulary(json.dumps(content)).languages
 
 
@@ -116,11 +115,8 @@ def test_added_tokens_are_never_split_and_older_ids_stay():
     assert larger.encode("[am]on", "en") == before.encode("[am]on", "en")
     assert larger.languages == sorted([*before.languages, "ti"])
     assert larger.encode("ሰላም", "ti") == [ti, word]
-    assert (
-        larger.encode("offer", "ti")
-        == peer.encode("[ti]offer").ids
-        == [ti, off, *VOCABULARY.encode("er", "en")[1:]]
-    )
+    assert larger.encode("offer", "ti") == [ti, off, *VOCABULARY.encode("er", "en")[1:]]
+    assert peer.encode("[ti]offer").ids == larger.encode("offer", "ti")
     assert len({*peer.get_vocab().values()}) == len(peer.get_vocab())
     assert larger.encode("on a hen", "en") == VOCABULARY.encode("on a hen", "en")
     older = Tokenizer.from_str(json.dumps(content)).get_vocab()
@@ -171,12 +167,8 @@ def test_merges_are_learned_from_frequencies():
 def test_a_new_vocabulary():
     text = new_vocabulary("ሀለሐመ ab.ab", ["am", "zh-cn"], 512)
     vocabulary, peer = Vocabulary(text), Tokenizer.from_str(text)
-    assert (vocabulary.size, vocabulary.start, vocabulary.stop, vocabulary.unknown) == (
-        512,
-        261,
-        0,
-        1,
-    )
+    special = (vocabulary.start, vocabulary.stop, vocabulary.unknown)
+    assert vocabulary.size == 512 and special == (261, 0, 1)
     assert vocabulary.languages == ["am", "zh-cn"]
     ids = vocabulary.encode("ሀመ b.q", "am")
     assert ids == peer.encode("[am]ሀመ[SPACE]b.q").ids and ids.count(1) == 1 and len(ids) == 7
