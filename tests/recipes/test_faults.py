@@ -136,7 +136,7 @@ transcribing.read_audio = read_audio
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_in_transcribing_keeps_what_was_done(best, recordings, tmp_path, number):
     earlier = '{"file": "earlier"}\n'
     (tmp_path / "out.jsonl").write_text(earlier)

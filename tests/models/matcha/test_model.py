@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.matcha.model import SIZES, Matcha, SnakeLayer, masked_group_norm
+from models.matcha.model import SIZES, Matcha, SnakeLayer
 from tests.models.matcha import plain
 
 DEMO = {**SIZES["demo"], "symbols": 20, "speakers": 1}
@@ -55,41 +55,6 @@ def test_padded_utterances_are_those_of_a_second_implementation(speakers):
             x.append(vector[:, None].expand(-1, count))
         expected = plain.velocity(weights, DEMO, torch.cat(x), float(time[row]))
         torch.testing.assert_close(velocity[row, :count].t(), expected, rtol=0, atol=1e-5)
-
-
-@torch.no_grad()
-def test_padding_changes_nothing():
-    """Odd numbers of frames, too, which the U-Net halves. fp32 is only in rotary positions and in
-    the frequencies of the time, which both have."""
-    model = random_model()
-    tokens = torch.randint(0, 20, (1, 7))
-    noisy, mean_frames = torch.randn(2, 1, 11, 80, dtype=torch.float64)
-    time = torch.rand(1, dtype=torch.float64)
-
-    def results(extra: int) -> list[torch.Tensor]:
-        padded = torch.cat([tokens, torch.randint(0, 20, (1, extra))], 1)
-        means, log_frames, _ = model.encode(padded, torch.tensor([7]), torch.tensor([0]))
-        noise = torch.randn(2, 1, extra, 80, dtype=torch.float64)
-        x, y = torch.cat([torch.stack([noisy, mean_frames]), noise], 2)
-        velocity = model.velocity(x, y, time, torch.tensor([11]), None)
-        assert not velocity[:, 11:].any() and not means[:, 7:].any()
-        return [means[:, :7], log_frames[:, :7], velocity[:, :11]]
-
-    for alone, padded in zip(results(0), results(6), strict=True):
-        torch.testing.assert_close(padded, alone, rtol=0, atol=1e-10)
-
-
-def test_the_statistics_of_group_norm_are_those_of_valid_frames():
-    norm = nn.GroupNorm(8, 16)
-    nn.init.normal_(norm.weight)
-    nn.init.normal_(norm.bias)
-    x = torch.randn(2, 16, 9) + 3
-    lengths = torch.tensor([9, 4])
-    mask = (torch.arange(9) < lengths[:, None])[:, None]
-    normed = masked_group_norm(x, mask, norm)
-    for row, length in enumerate(lengths.tolist()):
-        expected = norm(x[row : row + 1, :, :length])
-        torch.testing.assert_close(normed[row : row + 1, :, :length], expected)
 
 
 def test_the_snake_keeps_what_its_linear_layer_returns_and_no_copies_in_fp32():

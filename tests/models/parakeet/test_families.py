@@ -29,20 +29,9 @@ KINDS = ("rnnt", "ctc")
 
 def make_config(kind: str, ctc: bool, **changes) -> dict:
     """A small model as the released ones of its kind are: biases, scaled input."""
-    config = settings.make_config(
-        16,
-        2,
-        2,
-        (12, 2),
-        PIECES.size,
-        num_mel_bins=16,
-        channels=8,
-        biases=True,
-        scale_input=True,
-        max_symbols=4,
-        ctc=ctc,
-        **changes,
-    )
+    shape = {"num_mel_bins": 16, "channels": 8, "max_symbols": 4, "ctc": ctc, **changes}
+    shape |= {"biases": True, "scale_input": True}
+    config = settings.make_config(16, 2, 2, (12, 2), PIECES.size, **shape)
     if kind != "tdt":
         config |= {"kind": kind, "durations": []}
     if kind == "ctc":

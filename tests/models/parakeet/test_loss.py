@@ -113,17 +113,9 @@ def test_equals_the_peer(monkeypatch):
         sigma, weights = 0.02 * (seed % 3), torch.rand(len(frames), dtype=torch.float64)
         logits = whole_logits(tensors)
         blank = logits.shape[-1] - len(durations) - 1
-        theirs = loss_tdt.tdt_loss(
-            logits[..., : blank + 1],
-            logits[..., blank + 1 :],
-            targets,
-            frames,
-            labels,
-            blank,
-            list(durations),
-            sigma,
-            "none",
-        )
+        parts = logits[..., : blank + 1], logits[..., blank + 1 :]
+        spoken = (targets, frames, labels, blank)
+        theirs = loss_tdt.tdt_loss(*parts, *spoken, list(durations), sigma, "none")
         their_gradients = gradients((theirs * weights).sum(), tensors)
         for dtype, tolerance in ((torch.float64, 1e-8), (torch.float32, 1e-4)):
             ours_of = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]

@@ -114,12 +114,6 @@ def test_every_end_of_a_recording(lookahead):
     assert stream.push(torch.zeros(0)) == [] and stream.finish() == []
 
 
-def test_one_sample_at_a_time():
-    model = make(layers=1)
-    for lookahead in (0, 1):
-        assert_same(model, list(noise(2 * CHUNK + 711).split(1)), lookahead)
-
-
 def test_a_chunk_is_decoded_when_its_last_feature_can_be_made():
     model = make()
     for lookahead in (0, 3):

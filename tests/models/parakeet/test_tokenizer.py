@@ -30,38 +30,22 @@ from models.parakeet.tokenizer import (
 )
 
 ALPHABETS = ["abcdefgh", "ABC", "àảãäñßÉ", "हिंदीकोंकणीांव", "0123456789", " .,!?'", "中文é☃Ω", " "]
+BPE, UNIGRAM = {"model_type": "bpe"}, {"model_type": "unigram", "hard_vocab_limit": False}
+KEPT, BARE = {"remove_extra_whitespaces": False}, {"add_dummy_prefix": False}
+SYMBOLS = [PAD, "<|x|>", "1", "2"]
 KINDS = {
-    "bpe": {"model_type": "bpe", "vocab_size": 200},
-    "bpe kept spaces": {"model_type": "bpe", "vocab_size": 180, "remove_extra_whitespaces": False},
-    "bpe without prefix": {"model_type": "bpe", "vocab_size": 64, "add_dummy_prefix": False},
-    "bpe without either": {
-        "model_type": "bpe",
-        "vocab_size": 80,
-        "add_dummy_prefix": False,
-        "remove_extra_whitespaces": False,
-    },
+    "bpe": {**BPE, "vocab_size": 200},
+    "bpe kept spaces": {**BPE, "vocab_size": 180, **KEPT},
+    "bpe without prefix": {**BPE, "vocab_size": 64, **BARE},
+    "bpe without either": {**BPE, "vocab_size": 80, **BARE, **KEPT},
     "char": {"model_type": "char", "vocab_size": 500},
-    "unigram": {"model_type": "unigram", "vocab_size": 100, "hard_vocab_limit": False},
-    "bytes": {"model_type": "bpe", "vocab_size": 400, "byte_fallback": True},
-    "unigram bytes": {
-        "model_type": "unigram",
-        "vocab_size": 330,
-        "byte_fallback": True,
-        "hard_vocab_limit": False,
-    },
-    "symbols": {
-        "model_type": "bpe",
-        "vocab_size": 150,
-        "user_defined_symbols": [PAD, "<|x|>", "1", "2"],
-    },
-    "unigram symbols": {
-        "model_type": "unigram",
-        "vocab_size": 120,
-        "user_defined_symbols": ["<|x|>", "7"],
-        "hard_vocab_limit": False,
-    },
-    "specials": {"model_type": "bpe", "vocab_size": 120, "bos_id": 1, "eos_id": 2, "pad_id": 3},
-    "table": {"model_type": "bpe", "vocab_size": 200, "normalization_rule_name": "nmt_nfkc_cf"},
+    "unigram": {**UNIGRAM, "vocab_size": 100},
+    "bytes": {**BPE, "vocab_size": 400, "byte_fallback": True},
+    "unigram bytes": {**UNIGRAM, "vocab_size": 330, "byte_fallback": True},
+    "symbols": {**BPE, "vocab_size": 150, "user_defined_symbols": SYMBOLS},
+    "unigram symbols": {**UNIGRAM, "vocab_size": 120, "user_defined_symbols": ["<|x|>", "7"]},
+    "specials": {**BPE, "vocab_size": 120, "bos_id": 1, "eos_id": 2, "pad_id": 3},
+    "table": {**BPE, "vocab_size": 200, "normalization_rule_name": "nmt_nfkc_cf"},
 }
 MODELS = {}
 
@@ -358,21 +342,12 @@ def test_padding_adds_pieces_that_no_text_has(kind):
 
 
 def test_normalisation_tables_are_checked():
-    table = bytearray(
-        sentencepiece_model_pb2.ModelProto.FromString(
-            train("table")
-        ).normalizer_spec.precompiled_charsmap
-    )
+    proto = sentencepiece_model_pb2.ModelProto.FromString(train("table"))
+    table = bytearray(proto.normalizer_spec.precompiled_charsmap)
     content = json.loads(hf_files(state_of("table"))["tokenizer.json"])
     draw, refused = random.Random(3), 0
-    damaged = [
-        b"",
-        table[:3],
-        table[:5000],
-        table[:-1],
-        bytes(4) + table[4:],
-        b"\xff" * 4 + table[4:],
-    ]
+    damaged = [b"", table[:3], table[:5000], table[:-1]]
+    damaged += [bytes(4) + table[4:], b"\xff" * 4 + table[4:]]
     for _ in range(60):
         copy = bytearray(table)
         for _ in range(20):

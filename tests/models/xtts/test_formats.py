@@ -20,18 +20,8 @@ from models.xtts import formats, tokenizer, vocoder
 from tests.models.xtts.small import FIXTURES, VOCAB, use_small_vocoder
 
 TOKENS = tokenizer.Vocabulary(VOCAB)
-CONFIG = formats.make_config(
-    16,
-    2,
-    2,
-    TOKENS.size,
-    6,
-    text_positions=12,
-    mel_positions=9,
-    start_text=TOKENS.start,
-    code_dim=4,
-    dvae_hidden=8,
-)
+SIZES = {"text_positions": 12, "mel_positions": 9, "code_dim": 4, "dvae_hidden": 8}
+CONFIG = formats.make_config(16, 2, 2, TOKENS.size, 6, start_text=TOKENS.start, **SIZES)
 EXTRAS = {"config": {}, "vocab": VOCAB, "licence": True}
 
 
