@@ -21,6 +21,7 @@ from transformers import ParakeetForTDT, ParakeetTDTConfig
 
 from common.errors import Failure, UsageError
 from models.parakeet import formats, settings
+from tests.models.whisper.test_formats import LFS, Trap
 
 
 def train_pieces(**options) -> bytes:
@@ -299,25 +300,12 @@ def test_unknown_settings_are_kept_and_ours_take_precedence(tmp_path):
     assert same(formats.read_model(tmp_path / "b" / "model.nemo")[0], weights)
 
 
-def test_an_archive_names_its_durations_where_whisper_cpp_reads_them(tmp_path):
+@pytest.mark.parametrize("found", [{}, {"validation_ds": None}, {"validation_ds": {"a": True}}])
+def test_an_archive_has_the_sections_that_other_programs_read(found, tmp_path):
+    """NeMo's transcribe one, whisper.cpp the durations. That of the source stays."""
+
     def change(content):
-        del content["model_defaults"]
-
-    members = with_yaml(unpacked(nemo(tmp_path / "a")), change)
-    weights, config, extras = formats.read_model(packed(tmp_path / "changed.nemo", members))
-    formats.export(tmp_path / "b", "nemo", weights, config, extras)
-    for path in (tmp_path / "a", tmp_path / "b"):
-        content = yaml.safe_load(unpacked(path / "model.nemo")["./model_config.yaml"])
-        defaults = content["model_defaults"]
-        assert defaults["tdt_durations"] == [0, 1, 2, 4] and defaults["num_tdt_durations"] == 4
-
-
-@pytest.mark.parametrize(
-    "found", [{}, {"validation_ds": None}, {"validation_ds": {"shuffle": True}}]
-)
-def test_an_archive_has_the_section_that_nemos_transcribe_reads(found, tmp_path):
-    def change(content):
-        del content["validation_ds"]
+        del content["validation_ds"], content["model_defaults"]
         content.update(found)
 
     members = with_yaml(unpacked(nemo(tmp_path / "a")), change)
@@ -327,6 +315,8 @@ def test_an_archive_has_the_section_that_nemos_transcribe_reads(found, tmp_path)
         content = yaml.safe_load(unpacked(path / "model.nemo")["./model_config.yaml"])
         expected = {"manifest_filepath": None, "sample_rate": 16_000}
         assert content["validation_ds"] == (kept.get("validation_ds") or expected)
+        defaults = content["model_defaults"]
+        assert defaults["tdt_durations"] == [0, 1, 2, 4] and defaults["num_tdt_durations"] == 4
 
 
 def test_from_one_form_to_the_other_and_back(tmp_path):
@@ -342,14 +332,12 @@ def test_from_one_form_to_the_other_and_back(tmp_path):
 @pytest.mark.parametrize("mode", ["w", "w:gz"])
 def test_old_archives(mode, tmp_path):
     """Without `./`, md5 prefixes and references, compressed before NeMo 1.7, the yaml last."""
-    members = with_yaml(
-        unpacked(nemo(tmp_path / "a")), lambda content: content["tokenizer"].pop("model_path")
-    )
-    ours = {
-        n.rpartition("/")[2] if "tok" not in n else n.rpartition("_")[2]: raw
-        for n, raw in members.items()
-    }
-    path = packed(tmp_path / "old.nemo", {"sub/x": b"1", **dict(reversed(ours.items()))}, mode)
+    members = unpacked(nemo(tmp_path / "a"))
+    members = with_yaml(members, lambda content: content["tokenizer"].pop("model_path"))
+    old = {"sub/x": b"1"}
+    for name, raw in reversed(members.items()):
+        old[name.rpartition("_" if "tok" in name else "/")[2]] = raw
+    path = packed(tmp_path / "old.nemo", old, mode)
     weights, config, _ = formats.read_model(path)
     assert same(weights, random_weights(CONFIG)) and config == CONFIG
 
@@ -418,11 +406,6 @@ def test_settings_that_the_network_does_not_have(key, value, sound, tmp_path):
         "encoder.ff_expansion_factor": "ffn"
     }
     assert names.get(key, key) in str(caught.value)
-
-
-class Trap:
-    def __reduce__(self):
-        return (os.system, ("echo the file was run; exit 1",))
 
 
 def added(*headers):
@@ -496,7 +479,6 @@ def another_tokenizer(members, path):
 
 
 YAML, CKPT = "./model_config.yaml", "./model_weights.ckpt"
-LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 ALLOWS = "more than its size allows"
 HOSTILE = {  # damaged tensors: tests/models/whisper/test_formats.py
     "a path above": (added(entry("../escaped")), "escaped.*outside"),

@@ -3,15 +3,14 @@ weights."""
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from models.xtts.codec import DVAE, Codebook, Mel, code_count, griffin_lim
+from tests.models.xtts.small import FIXTURES, dvae_weights
 
-FIXTURES = Path(__file__).parents[2] / "fixtures" / "xtts"
 TINY = {"mel_channels": 80, "dvae_hidden": 16, "codes": 64, "code_dim": 8}
 STATS = torch.linspace(1.5, 4.0, 80)
 
@@ -36,10 +35,7 @@ def tone(hertz: float, samples: int) -> torch.Tensor:
 def reference_dvae() -> DVAE:
     """The fixtures' weights, without the statistics of a loss that is off."""
     dvae = DVAE(json.loads((FIXTURES / "cases.json").read_text(encoding="utf-8"))["sizes"])
-    weights = load_file(FIXTURES / "dvae.safetensors")
-    dvae.load_state_dict(
-        {name: w.float() for name, w in weights.items() if not name.startswith("discrete_loss.")}
-    )
+    dvae.load_state_dict(dvae_weights())
     return dvae
 
 

@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 from common.errors import UsageError
 from models.xtts import formats, tokenizer, vocoder
+from tests.models.whisper.test_formats import LFS
 from tests.models.xtts.small import FIXTURES, VOCAB, use_small_vocoder
 
 TOKENS = tokenizer.Vocabulary(VOCAB)
@@ -341,7 +342,6 @@ def without(name: str):
 HEAD = "gpt.mel_head.weight"
 POST = "hifigan_decoder.waveform_decoder.conv_post.weight"
 NAN = torch.full((8, 16), math.nan)
-LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 HOSTILE = {
     "no model.pth": (without("model.pth"), r"lacks model\.pth"),
     "no vocab.json": (without("vocab.json"), "lacks vocab"),

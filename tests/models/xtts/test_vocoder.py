@@ -2,15 +2,13 @@
 weights."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from models.xtts.vocoder import HifiDecoder
-
-FIXTURES = Path(__file__).parents[2] / "fixtures" / "xtts"
+from tests.models.xtts.small import FIXTURES, coquis
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -43,10 +41,8 @@ def reference_decoder() -> HifiDecoder:
         filters=sizes["speaker_filters"],
         blocks=sizes["speaker_layers"],
     )
-    weights = load_file(FIXTURES / "hifigan_decoder.safetensors")
-    decoder.load_state_dict(
-        {name.removeprefix("hifigan_decoder."): w for name, w in weights.items()}
-    )
+    weights = coquis("hifigan_decoder").items()
+    decoder.load_state_dict({name.removeprefix("hifigan_decoder."): w for name, w in weights})
     return decoder
 
 
