@@ -54,7 +54,9 @@ class Case:
     `counts_audio`  whether `seconds` are those of the audio
     `limits`        flags that the model's longest input asks for
     `reads_export`  whether a run can start from an export
-    `transcribes`   whether it is a recogniser"""
+    `transcribes`   whether it is a recogniser
+    `lean`          the share of the memory for backward that is left with lean chains, at most; 1:
+                    it has none"""
 
     recipe: ModuleType
     model: str
@@ -65,6 +67,7 @@ class Case:
     limits: str = ""
     reads_export: bool = False
     transcribes: bool = True
+    lean: float = 1
 
     @property
     def name(self) -> str:
@@ -222,7 +225,7 @@ def check_checkpointing(given: SimpleNamespace, autocast: torch.dtype | None) ->
     assert kept < 0.9 * all_kept, "nothing was recomputed"
 
 
-def check_lean_chains(given: SimpleNamespace) -> None:
+def check_lean_chains(given: SimpleNamespace, most: float) -> None:
     """Norms and activations of large inputs, which are computed again in backward, change no more
     than roundings and are not kept."""
     results = []
@@ -231,7 +234,7 @@ def check_lean_chains(given: SimpleNamespace) -> None:
             results.append(keeping(given, given.model, given.items))
     (plain, all_kept), (lean, kept) = results
     assert_rounded(lean, plain)
-    assert kept < 0.975 * all_kept, "nothing was recomputed"
+    assert kept < most * all_kept, "a chain was not recomputed"
 
 
 def check_16_bits(given: SimpleNamespace, dtype: torch.dtype) -> None:
