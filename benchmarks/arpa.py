@@ -20,6 +20,7 @@ common.spin_briefly()
 
 import numpy as np
 
+from models.lm_files import ORDER
 from speech.decoding.arpa import lines_of
 from speech.decoding.ngram import NGram
 
@@ -73,7 +74,7 @@ def main() -> None:
     characters = sorted({*" ", *"".join(texts)})
     numbers = {character: token for token, character in enumerate(characters)}
     sentences = [[numbers[character] for character in text] for text in texts]
-    model = NGram(sentences, len(characters), numbers[" "])
+    model = NGram(sentences, len(characters), numbers[" "], ORDER)
     random = np.random.default_rng(0)
     drawn = [random.integers(0, model.size, random.integers(1, 40)) for _ in range(COUNT)]
     tried = [sentence.tolist() for sentence in drawn] + sentences[:COUNT]

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from models import card
 from speech.decoding import arpa, language_model
-from speech.decoding.language_model import LanguageModelFlags, Tokens
-from speech.decoding.ngram import LM_WEIGHT
+from speech.decoding.language_model import Tokens
+from speech.decoding.ngram import LM_WEIGHT, NGram
 
 ARPA = "lm.arpa"
+ORDER = 6  # of its n-grams: kenlm, as it is published, reads no longer ones
 TOKENS = "lm_tokens.txt"  # the names of a model's outputs in order, for torchaudio
 NEMO_OFFSET = 100  # of NeMo's names of tokens, which are single characters
 SPACE = "|"
@@ -87,10 +88,12 @@ def beside(weights: Path | None, named: Names, form: card.Form) -> tuple[dict[st
     language model of a run's `weights`. No files if it is not known to help them."""
     if weights is None or not language_model.kept(weights.parent):
         return {}, form
-    fusion = language_model.in_search(LanguageModelFlags(), named.tokens, weights.parent)
-    if fusion is None:  # somebody has removed the texts
+    tokens = named.tokens
+    lines = language_model.read_lines(weights.parent / language_model.TEXTS)
+    if not lines:  # somebody has removed the texts
         return {}, form
-    texts = {ARPA: "".join(f"{line}\n" for line in arpa.lines_of(fusion.model, named.names))}
+    model = NGram(map(tokens.of, lines), tokens.size, tokens.mark, ORDER)
+    texts = {ARPA: "".join(f"{line}\n" for line in arpa.lines_of(model, named.names))}
     if named.lines:
         texts[TOKENS] = "".join(f"{line}\n" for line in named.lines)
     return texts, replace(form, with_lm=named.use)

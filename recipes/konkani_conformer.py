@@ -79,7 +79,7 @@ N_MELS = 80
 # could after 300.
 LOSS_WEIGHTS = {"ctc": 0.7, "attention": 0.3}
 SEARCH_WEIGHTS = {"ctc": 0.3, "attention": 0.7}
-FUSED_WEIGHTS = {"ctc": 0.6, "attention": 0.4}  # with a language model, which is a part of CTC's
+FUSED_WEIGHTS = {"ctc": 0.5, "attention": 0.5}  # with a language model, which is a part of CTC's
 BEAM_SIZE = 10
 FREQUENCY_MASKS = 2
 FREQUENCY_MASK_WIDTH = 27 / 80  # share of the bands, at most

@@ -93,7 +93,7 @@ def read_arpa(lines: list[str]) -> dict[tuple[str, ...], tuple[float, float]]:
 @pytest.mark.parametrize("mark", ["|", None])
 def test_its_arpa_file_is_read_as_the_format_says(first, mark):
     """Sentences begin after a mark, or after <s>, and end with </s>."""
-    model = NGram(some_texts(6), 8, MARK)
+    model = NGram(some_texts(6), 8, MARK, order=6)
     names = {token: name for token, name in enumerate("|abcdefg")}
     if mark is None:
         del names[MARK]
