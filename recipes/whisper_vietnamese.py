@@ -51,6 +51,19 @@ from models import card, released
 from models.whisper import comparing, decoding, formats, kept_times, packs, start, timed
 from models.whisper.model import Whisper, ctc_loss, token_loss
 from models.whisper.padding import Padding, middle_epoch, note_longer_epochs
+from models.whisper.start import (
+    BEAM_SIZE,
+    ModelInfo,
+    WhisperOptions,
+    check_languages,
+    check_limits,
+    input_seconds,
+    long_recordings,
+    make_search,
+    read_released,
+    say_language,
+    with_longest,
+)
 from models.whisper.tokenizer import TRANSLATE, WhisperTokenizer, train_bpe
 from speech.data import demo, replay, splits, watching
 from speech.data.columns import Corpus
@@ -114,7 +127,7 @@ def add_arguments(parser) -> None:
     splits.add_arguments(parser)
     replay.add_arguments(parser)
     watching.add_arguments(parser)
-    recogniser.add_arguments(parser, ("greedy", "beam"), "greedy", start.BEAM_SIZE)
+    recogniser.add_arguments(parser, ("greedy", "beam"), "greedy", BEAM_SIZE)
     own = options.add_record(parser, "Vietnamese", Flags)
     packs.add_arguments(parser, own)
     comparing.add_arguments(parser, own)
@@ -125,14 +138,14 @@ def add_arguments(parser) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked(start.WhisperOptions, packs.PackFlags, comparing.ComparingFlags):
+class Asked(WhisperOptions, packs.PackFlags, comparing.ComparingFlags):
     """The request of the flags."""
 
 
 def resolve(args) -> Asked:
     is_demo = not args.train_manifest
     options.resolve(args, is_demo, DEMO_STEPS)
-    how = recogniser.resolve(args, is_demo, start.BEAM_SIZE, has_times=args.timestamps)
+    how = recogniser.resolve(args, is_demo, BEAM_SIZE, has_times=args.timestamps)
     if args.vocab_size is None:
         args.vocab_size = DEMO_TOKENS if is_demo else USUAL_TOKENS
     language = DEMO_LANGUAGE
@@ -169,7 +182,7 @@ def read_data(
 
 
 def read_for(
-    asked: Asked, info: start.ModelInfo, resumes: bool, read: Callable[[bool], dict[str, Corpus]]
+    asked: Asked, info: ModelInfo, resumes: bool, read: Callable[[bool], dict[str, Corpus]]
 ) -> tuple[dict[str, Corpus], float]:
     """The corpora that a training of this model has, and its --timestamp_share. `read`: `read_data`
     by `times`."""
@@ -183,11 +196,11 @@ def check_data(asked: Asked) -> None:
     corpora = None
     if asked.origin.path:
         with torch.device("meta"):
-            info, _ = start.read_released(asked, asked.origin.path)
-        tokenizer, _ = start.make_search(asked, info)
-        start.say_language(tokenizer)
+            info, _ = read_released(asked, asked.origin.path)
+        tokenizer, _ = make_search(asked, info)
+        say_language(tokenizer)
         corpora, _ = read_for(asked, info, False, read)
-        start.check_languages(corpora, tokenizer)
+        check_languages(corpora, tokenizer)
     elif asked.language:
         print(f"language of the texts: {described(asked.language)}")
     splits.report_checked(corpora or read(False), from_scratch=asked.origin.may_be_random)
@@ -205,14 +218,12 @@ class Utterances:
 
     augmented_share = 1.0
 
-    def __init__(
-        self, asked: Asked, corpus: Corpus, tokenizer, info: start.ModelInfo, training: bool
-    ):
+    def __init__(self, asked: Asked, corpus: Corpus, tokenizer, info: ModelInfo, training: bool):
         self.asked = asked
         self.corpus = corpus
         self.tokenizer = tokenizer
         self.training = training
-        self.longest = start.input_seconds(info.config)
+        self.longest = input_seconds(info.config)
         self.most_tokens = asked.max_target_tokens or info.config["max_target_positions"]
         self.encode = functools.partial(encode, tokenizer, info.times)
         padding = (asked.pad_share, asked.pad_to_30s)
@@ -365,7 +376,7 @@ def compute_loss(model: Whisper, batch: dict) -> dict[str, Tensor]:
     return losses(model, batch, encoded, mask)
 
 
-def loss_weights(asked: Asked, info: start.ModelInfo) -> dict[str, float]:
+def loss_weights(asked: Asked, info: ModelInfo) -> dict[str, float]:
     """The share of each loss term."""
     if info.ctc_tokens and asked.ctc_weight:
         return {"attention": 1.0 - asked.ctc_weight, "ctc": asked.ctc_weight}
@@ -396,9 +407,7 @@ def evaluate(
     return {**sums, **metrics.score(rows, for_scoring)}
 
 
-def measure_times(
-    data: Utterances, info: start.ModelInfo, model: Whisper
-) -> kept_times.Times | None:
+def measure_times(data: Utterances, info: ModelInfo, model: Whisper) -> kept_times.Times | None:
     """Whether a released model reads on after one utterance and knows times, on windows of a few
     utterances of `data`. None for a model without time tokens."""
     if not info.pretrained or data.tokenizer.timestamp_begin is None:
@@ -419,7 +428,7 @@ def final_texts(
 
 def report_results(
     asked: Asked,
-    info: start.ModelInfo,
+    info: ModelInfo,
     model: Whisper,
     evaluation: dict[str, EvalBatches],
     times_before: list[float],
@@ -428,7 +437,7 @@ def report_results(
     """Prints error rates and examples of the test set, or of "val" without one, decoded by
     --decoding, and what `measure_times` finds now and found before training; with --compare_to also
     a baseline's, for which the model is moved to the host. `weights`: for the title."""
-    tokenizer, search = start.make_search(asked, info)
+    tokenizer, search = make_search(asked, info)
     decode = functools.partial(final_texts, model, tokenizer, search)
     how = dataclasses.replace(asked.how, translates=tokenizer.task == TRANSLATE)
     rows, eval_batches = results.report(how, model, decode, evaluation, weights, for_scoring)
@@ -446,13 +455,13 @@ def report_results(
         results.print_improvement(theirs, rows, asked.compare_to, how, for_scoring)
 
 
-def report_long(asked: Asked, info: start.ModelInfo, model: Whisper) -> None:
+def report_long(asked: Asked, info: ModelInfo, model: Whisper) -> None:
     """Prints error rates of the whole recordings of --long; with --compare_to also a baseline's,
     for which the model is moved to the host."""
     corpora = splits.load_splits(asked.data, text.normalise)
-    start.check_languages(corpora, start.make_search(asked, info)[0])
+    check_languages(corpora, make_search(asked, info)[0])
     corpus = corpora["long"]
-    rows = timed.decode_corpus(model, *start.make_search(asked, info), corpus, "--long")
+    rows = timed.decode_corpus(model, *make_search(asked, info), corpus, "--long")
     title = f"{len(rows)} whole recordings, the given weights, decoding with times"
     print(f"\n{title}: {asked.how.decoding}")
     their_rows = None
@@ -465,14 +474,14 @@ def report_long(asked: Asked, info: start.ModelInfo, model: Whisper) -> None:
 # --- main -----------------------------------------------------------------------------------------
 
 
-def trained(asked: Asked, setup: device.Setup) -> tuple[Whisper, start.ModelInfo, RunInfo | None]:
+def trained(asked: Asked, setup: device.Setup) -> tuple[Whisper, ModelInfo, RunInfo | None]:
     """The model that is used without training, and what the run that trained it has saved."""
     return start.Family(asked).trained(RECIPE, RunInfo, setup)
 
 
 def transcribe(asked: Asked, setup: device.Setup) -> None:
     model, info, earlier_run = trained(asked, setup)
-    tokenizer, search = start.make_search(asked, info)
+    tokenizer, search = make_search(asked, info)
     if asked.timestamps:
         search = timed.make_search(tokenizer, search, "--timestamps")
         if earlier_run and info.pretrained and not info.times:
@@ -480,7 +489,7 @@ def transcribe(asked: Asked, setup: device.Setup) -> None:
         decode = functools.partial(timed.transcripts, model, tokenizer, search)
         transcribing.transcribe_files(asked.how, decode, setup, longest=None, parts=("segments",))
         return
-    longest, cutting = start.long_recordings(info, earlier_run and earlier_run.data)
+    longest, cutting = long_recordings(info, earlier_run and earlier_run.data)
     texts_of = functools.partial(final_texts, model, tokenizer, search)
     transcribing.transcribe_files(asked.how, texts_of, setup, longest, cutting)
 
@@ -514,13 +523,11 @@ def evaluate_only(asked: Asked, setup: device.Setup, batches_of: Callable) -> No
     start.Family(asked).export(info, model, about)
 
 
-def make_sets(
-    asked: Asked, info: start.ModelInfo, corpora: dict[str, Corpus]
-) -> dict[str, Utterances]:
+def make_sets(asked: Asked, info: ModelInfo, corpora: dict[str, Corpus]) -> dict[str, Utterances]:
     """The sets of utterances. `corpora` loses what cannot be trained on."""
-    start.check_limits(asked, info.config)
-    tokenizer, _ = start.make_search(asked, info)
-    start.check_languages(corpora, tokenizer)
+    check_limits(asked, info.config)
+    tokenizer, _ = make_search(asked, info)
+    check_languages(corpora, tokenizer)
     most_tokens = asked.max_target_tokens or info.config["max_target_positions"]
 
     def tokens_of(text: str) -> int:
@@ -546,7 +553,7 @@ def as_packs(data: Utterances, share: float) -> Utterances | packs.PackedUtteran
 
 def about_run(
     asked: Asked,
-    info: start.ModelInfo,
+    info: ModelInfo,
     corpora: dict[str, Corpus],
     middle: int,
     earlier_run: RunInfo | None,
@@ -554,7 +561,7 @@ def about_run(
 ) -> RunInfo:
     """The record of the run. `middle`: its middle epoch; `earlier_run`: of the resumed run."""
     data = splits.run_info(asked.data, corpora)
-    data = start.with_longest(info, data, earlier_run and earlier_run.data)
+    data = with_longest(info, data, earlier_run and earlier_run.data)
     pad_from = earlier_run.pad_from if earlier_run else middle
     return RunInfo(data, pad_from, times_before)
 
@@ -562,13 +569,13 @@ def about_run(
 def make_task(
     asked: Asked,
     run: Run,
-    info: start.ModelInfo,
+    info: ModelInfo,
     run_info: RunInfo,
     train_set: Utterances,
     evaluation: dict[str, EvalBatches],
 ) -> Task:
     """The task: all that the loop knows of this recipe."""
-    tokenizer, search = start.make_search(asked, info)
+    tokenizer, search = make_search(asked, info)
     watched = watching.watched(evaluation, asked.stop_when_watched_rises)
     heard = [
         train_set,
