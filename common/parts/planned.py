@@ -19,7 +19,7 @@ from common.device import Setup
 from common.engine import run_global_batch
 from common.errors import DataError, RunError, UsageError
 from common.evaluation import evaluate
-from common.parts import lora, offload, preflight
+from common.parts import offload
 from common.parts.replay import JoinedSets
 from common.ranks import Ranks, torchrun
 from common.task import Run, Task
@@ -43,6 +43,20 @@ def begin(args, name: str) -> Run:
     initial = checkpoint.read_initial(args.init_from, name, resumed)
     options.freeze(args)
     return Run(setup, resumed, initial, is_planned=True, card=card)
+
+
+def lower(model: torch.nn.Module, dtype: torch.dtype | None) -> None:
+    """`lora.lower`, which only models with adapters need."""
+    from common.parts import lora
+
+    lora.lower(model, dtype)
+
+
+def verify(args, model: torch.nn.Module, needs=None) -> int:
+    """`preflight.verify`, which only --verify_gpu needs."""
+    from common.parts import preflight
+
+    return preflight.verify(args, model, needs)
 
 
 def step(model: torch.nn.Module, task: Task, setup: Setup, batches: list[dict]) -> None:
@@ -77,6 +91,8 @@ def planned_evaluation(
 
 def attach(args, model: torch.nn.Module, task: Task, setup: Setup) -> str:
     """Adds the usual adapters to a model without any, and returns the flag that does."""
+    from common.parts import lora
+
     lora.attach(model, task.plans.adapters(lora.USUAL_RANK), args.seed)
     lora.lower(model, setup.dtype)
     return f"--lora {lora.USUAL_RANK}"
@@ -95,12 +111,12 @@ def plan(
     `DataError` and `RunError`."""
     card = run.card
     if card is None:
-        return preflight.verify(args, model)
+        return verify(args, model)
     ranks = card.count
     setup = Setup(dtype=device.pick_dtype(args.mixed_precision, card.capability)[0])
     has_adapters = checkpoint.partial_of(model) is not None
     if has_adapters:
-        lora.lower(model, setup.dtype)
+        lower(model, setup.dtype)
     length = run_length.choose(args, global_batches, task.fine_tunes, updates=task.updates)
     epochs = math.ceil(length.total / global_batches.per_epoch)
     checkpoint_layers = functools.partial(memory.checkpoint_layers, model, task.checkpointed)
@@ -126,5 +142,5 @@ def plan(
         adapt=adapt if task.plans.adapters and not has_adapters else None,
     )
     if args.verify_gpu:
-        return preflight.verify(args, model, lambda: planned.needs(args, card))
+        return verify(args, model, lambda: planned.needs(args, card))
     return planned.answer(args, card, str(setup.dtype or torch.float32), RunError)

@@ -119,10 +119,16 @@ def add_augmentation(parser) -> None:
     options.add_record(parser, "augmentation", AugmentationFlags)
 
 
-def add_arguments(parser, *decoding, **settings) -> None:
-    """The flags of augmentation, and those of `add_decoding` with these settings."""
+def add_arguments(
+    parser,
+    methods: tuple[str, ...] = (),
+    method: str = "",
+    beam_size: int = 0,
+    normalisers: bool = True,
+) -> None:
+    """The flags of augmentation and of decoding."""
     add_augmentation(parser)
-    add_decoding(parser, *decoding, **settings)
+    add_decoding(parser, methods, method, beam_size, normalisers)
 
 
 def add_decoding(
@@ -195,7 +201,8 @@ def augmented_share(cer: float) -> float:
 
 
 def not_begun(cer: float) -> str | None:
-    """`Task.not_begun`. One that knows only which characters are frequent has a CER of 80 %."""
+    """`Task.not_begun`. A model that has only learned which characters are frequent has a CER of
+    about 80 %."""
     if not cer > NOT_BEGUN:
         return None
     return (
