@@ -27,6 +27,8 @@ def taken(places: Places, table: Table, form: str) -> tuple[str, bytes]:
     if form not in FORMS:
         raise UsageError(f"the forms are {', '.join(FORMS)}")
     rows, _ = corrections.texts_of(table, places)
+    if form == ".eaf" and (copies := _copies(places, table, rows)):
+        return _packed(copies, form)
     tapes: dict[Path, list[dict]] = {}
     for row in rows:
         path = table.corrected.parent / row["audio_filepath"]
@@ -40,13 +42,18 @@ def taken(places: Places, table: Table, form: str) -> tuple[str, bytes]:
     if form == ".csv":
         table_name = Path(places.own_name(table.path).replace("*", "all")).stem
         return f"{table_name}.csv", _csv({names[path]: part for path, part in timed.items()})
-    files = _copies(places, table, rows) if form == ".eaf" else {}
-    for path, part in {} if files else timed.items():
+    files = {}
+    for path, part in timed.items():
         own = Path(names[path])
         audio = path if own.name == path.name else own  # an upload lies beside its file at home
         target = audio.with_suffix(form)
         text = writing.content(target, part, audio, lengths[path])
         files[own.with_suffix(form).name] = text.encode("utf-8", "replace")
+    return _packed(files, form)
+
+
+def _packed(files: dict[str, bytes], form: str) -> tuple[str, bytes]:
+    """The only one of these files, or all in a .zip."""
     if len(files) == 1:
         return next(iter(files.items()))
     content = io.BytesIO()
@@ -62,7 +69,7 @@ def _copies(places: Places, table: Table, rows: list[dict]) -> dict[str, bytes]:
     texts in tiers of such names, and are written anew."""
     copies = {}
     for path in files_of(table.path):
-        own = places.own_name(path)
+        own = places.own_name(path)  # another one in each file of a folder
         part = [_timed(row) for row in rows if row.get("from", own) == own]
         if path.suffix.lower() != ".eaf" or not part:
             continue
