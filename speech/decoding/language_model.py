@@ -12,7 +12,7 @@ from pathlib import Path
 from common import files, options
 from common.errors import DataError, UsageError
 from common.options import flag
-from speech.decoding.ngram import Fusion, NGram
+from speech.decoding.ngram import ORDER, Fusion, NGram
 from speech.writing import metrics
 from speech.writing.text import normalise
 
@@ -192,13 +192,15 @@ def make(
     return LanguageModel(choices, listed, helps, None if more else folder, tokens)
 
 
-def fusion_of(texts: list[str], tokens: Tokens) -> Fusion:
+def fusion_of(texts: list[str], tokens: Tokens, order: int = ORDER) -> Fusion:
     """The language model of texts."""
-    return Fusion(NGram(map(tokens.of, texts), tokens.size, tokens.mark), encode=tokens.of)
+    model = NGram(map(tokens.of, texts), tokens.size, tokens.mark, order)
+    return Fusion(model, encode=tokens.of)
 
 
 def further(paths: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The texts of --lm_text, and those files that are lists of names. Raises `UsageError`."""
+    """The texts of --lm_text, and the names in those files that are lists of names. Raises
+    `UsageError`."""
     from speech.decoding.names import are_names
 
     texts, names = [], []
