@@ -45,10 +45,12 @@ EVERY = {
 
 RESUME = "--mixed_precision --device cuda --resume checkpoints/checkpoint_epoch_15.pt"
 SHAPE = ("batch_size", "gradient_accumulation_steps", "d_model", "encoder_layers", "decoder_layers")
+UPDATE = "--batch_size {} --gradient_accumulation_steps {}"
+LAYERS = "--d_model {} --encoder_layers {} --decoder_layers {}"
 GUIDE = {  # flags, and their values
-    "--batch_size 1 --gradient_accumulation_steps 8 --d_model 192 --encoder_layers 8 --decoder_layers 4": (1, 8, 192, 8, 4),
-    "--batch_size 1 --gradient_accumulation_steps 8": (1, 8, None, None, None),
-}  # fmt: skip
+    f"{UPDATE} {LAYERS}".format(*values): values
+    for values in ((1, 8, 192, 8, 4), (2, 4, 128, 6, 3))
+} | {UPDATE.format(1, 8): (1, 8, None, None, None)}
 
 
 @pytest.mark.parametrize("command", GUIDE)

@@ -147,10 +147,14 @@ def make_peer() -> ParakeetForTDT:
     vary."""
     torch.manual_seed(10)
     encoder = {
-        "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "intermediate_size": 16, "subsampling_conv_channels": 4, "num_mel_bins": 16,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "subsampling_conv_channels": 4,
+        "num_mel_bins": 16,
         "model_type": "parakeet_encoder",
-    }  # fmt: skip
+    }
     config = ParakeetTDTConfig(
         vocab_size=12,
         blank_token_id=11,

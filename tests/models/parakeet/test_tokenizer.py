@@ -93,7 +93,7 @@ def random_texts(count: int, symbols: tuple[str, ...] = ()) -> list[str]:
 
 
 def known(kind: str, texts: list[str]) -> list[str]:
-    """Without marks for "table": `tokenizers` drops one after a character that the table changes."""
+    """Without marks for "table": `tokenizers` drops one after a character that it changes."""
     if kind != "table":
         return texts
     return ["".join(c for c in text if unicodedata.category(c)[0] != "M") for text in texts]

@@ -9,10 +9,17 @@ def sentencepiece_state(texts: list[str], **options) -> dict:
     """With omniASR's special ids."""
     model = io.BytesIO()
     settings = {
-        "model_type": "char", "vocab_size": 1000, "hard_vocab_limit": False,
-        "character_coverage": 1.0, "bos_id": 0, "pad_id": 1, "eos_id": 2, "unk_id": 3,
-        "minloglevel": 2, "num_threads": 1,
-    }  # fmt: skip
+        "model_type": "char",
+        "vocab_size": 1000,
+        "hard_vocab_limit": False,
+        "character_coverage": 1.0,
+        "bos_id": 0,
+        "pad_id": 1,
+        "eos_id": 2,
+        "unk_id": 3,
+        "minloglevel": 2,
+        "num_threads": 1,
+    }
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts), model_writer=model, **{**settings, **options}
     )

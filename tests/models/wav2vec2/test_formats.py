@@ -46,9 +46,13 @@ GROUP = {"feat_extract_norm": "group", "do_stable_layer_norm": False, "conv_bias
 HUBERT = {**GROUP, "model_type": "hubert"}
 PIECES = ["|", "a", "b", "[UNK]", "[PAD]", "é"]
 STATE = {
-    "kind": "characters", "pieces": PIECES, "delimiter": "|",
-    "blank": 4, "unknown": 3, "lower": False,
-}  # fmt: skip
+    "kind": "characters",
+    "pieces": PIECES,
+    "delimiter": "|",
+    "blank": 4,
+    "unknown": 3,
+    "lower": False,
+}
 TINY = settings.make_config(
     32, 2, conv_dim=[8] * 7, num_conv_pos_embeddings=16, intermediate_size=48
 )

@@ -25,12 +25,17 @@ from tests.models.wav2vec2.small import characters_state, sentencepiece_state
 from tests.models.wav2vec2.test_formats import GROUP
 
 SMALL = {
-    "conv_dim": [24, 16, 16], "conv_kernel": [10, 8, 4], "conv_stride": [5, 8, 8],
-    "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2,
-}  # fmt: skip
+    "conv_dim": [24, 16, 16],
+    "conv_kernel": [10, 8, 4],
+    "conv_stride": [5, 8, 8],
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 2,
+}
 RELEASED = {
-    "conv_dim": [16] * 7, "conv_kernel": [10, 3, 3, 3, 3, 2, 2], "conv_stride": [5] + [2] * 6,
-}  # fmt: skip
+    "conv_dim": [16] * 7,
+    "conv_kernel": [10, 3, 3, 3, 3, 2, 2],
+    "conv_stride": [5] + [2] * 6,
+}
 DEMO = {"conv_dim": [16, 14, 14], "conv_kernel": [256, 3, 3], "conv_stride": [80, 2, 2]}
 BASE = {**SMALL, **GROUP, "normalize_eps": HF_EPSILON}
 HUBERT = {**BASE, "model_type": "hubert", "feat_proj_layer_norm": False}
