@@ -150,7 +150,8 @@ def _refusal(member: tarfile.TarInfo, name: str, earlier: set[str]) -> str | Non
 
 
 def load_yaml(raw: bytes, path: str | Path) -> dict:
-    """The settings in a yaml. Raises `UsageError`, also for references, which can grow huge."""
+    """The settings in a yaml. Raises `UsageError`, also for references, which can make a small file
+    huge."""
     try:
         text = raw.decode()
         _check_events(text)

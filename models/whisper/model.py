@@ -130,7 +130,8 @@ class KVCache:
 
 
 class Attention(nn.Module):
-    """Multi-head attention of (B, U, D) to `source` (B, T, D), or to itself, without dropout."""
+    """Multi-head attention of (B, U, D) to `source` (B, T, D), or to itself. Its weights have no
+    dropout."""
 
     def __init__(self, d: int, heads: int):
         super().__init__()

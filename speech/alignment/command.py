@@ -68,9 +68,9 @@ class Recogniser:
 
     setup: Setup
     log_probs: Callable[[dict], torch.Tensor]  # (T, V) of a batch of one waveform, 16 kHz
-    frame: float  # its seconds
+    frame: float  # seconds of one
     vocabulary: Vocabulary
-    longest: float  # the seconds that it hears at once
+    longest: float  # seconds that it hears at once, at most
 
     def hear(self, waveform: torch.Tensor) -> np.ndarray:
         """The log-probabilities (T, V) of a waveform (N,)."""

@@ -27,7 +27,7 @@ class Emissions:
     column_of: dict[int, int]  # whose columns these are
     best: np.ndarray  # (T,) log-probability of the best of all tokens
     heard: np.ndarray  # (T,) and that token
-    frame: float  # its seconds
+    frame: float  # seconds of one
     energy: np.ndarray | None = None  # of every ENERGY_FRAME in dB, if it is known
 
     @property

@@ -124,7 +124,8 @@ def place(emissions: Emissions, text: Text, vocabulary: Vocabulary) -> list[Plac
 
 
 def _as_frames(chain: np.ndarray, heard: Heard, text: Text) -> np.ndarray:
-    """A chain of letters as (frame, token, whether a path may be pinned there). All rise."""
+    """A chain of letters as (frame, token, whether a path may be pinned there). The frames rise,
+    and so do the tokens."""
     sides = ((heard.frames, chain[:, 0]), (text.at, chain[:, 1]))
     can_pin = _are_pins(chain)
     for tokens, places in sides:

@@ -61,7 +61,7 @@ class Fields(NamedTuple):
     label: str  # in JSON
     offset: float  # NaN: the row does not say that it is a part
     duration: float  # NaN: to the end of the file
-    unit: float | None  # seconds; None: seconds or milliseconds
+    unit: float | None  # of both times, in seconds; None: they are in seconds or milliseconds
     channel: int  # -1: the average
     speaker: str
     language: str

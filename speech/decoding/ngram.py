@@ -14,7 +14,7 @@ import numpy as np
 
 # Of a language model beside CTC: of the weights 0.6 to 1.2 and bonuses 1 to 2.5 the best for
 # held-out clips of Mboshi, of an acoustic model with 21 % CER. For four models with 34 to 64 % CER
-# the WER of 0.6 and 1 was within 3 % of what the best weights for each reach.
+# and order 6 the WER of 0.6 and 1 was within 3 % of what the best weights for each reach.
 LM_WEIGHT = 1.0
 LM_BONUS = 2.0
 ORDER = 8  # a point of WER better than 6; 10 and 12 are as good

@@ -48,16 +48,16 @@ class NewTier:
 
 @dataclass
 class Written:
-    """Where the elements of a file in UTF-8 begin, and which names it has. `starts`: (element,
-    byte, attributes) of those in the root and of RELATIVE, `slots`: (milliseconds, byte) of those
-    with a time, sorted, `ends`: the byte of the end tag of each element in the root, the last of its name,
-    and of the root."""
+    """Where the elements of a file in UTF-8 begin, and which names it has."""
 
+    # (element, byte, attributes) of those in the root and of RELATIVE
     starts: list[tuple[str, int, dict[str, str]]] = field(default_factory=list)
+    # (milliseconds, byte) of the slots with a time, sorted
     slots: list[tuple[float, int]] = field(default_factory=list)
+    # the byte of the last end tag of each name in the root, and of its own
     ends: dict[str, int] = field(default_factory=dict)
     last: int = 0  # the highest number of an annotation
-    last_slot: int = 0
+    last_slot: int = 0  # and of a slot
     number: int | None = None  # the byte of the PROPERTY that has it
 
     def names(self, element: str, attribute: str) -> set[str]:
