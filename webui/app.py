@@ -44,10 +44,19 @@ TITLE = "Speech recipes"
 STYLE = Path(__file__).with_name("style.css")
 # Gradio 6.31 leaves the list of a dropdown open that is left with the Tab key: it sees the key
 # after the list is closed, and opens it again.
+# A click on a run's name in the table of runs changes the hidden control that follows it.
 # A tab from before a restart has the token of that time. Gradio would try to connect for ever.
 HEAD = """<script>addEventListener("keydown", (event) => {
   if (event.key === "Tab" && event.target.role === "combobox") event.stopImmediatePropagation()
 }, true)
+addEventListener("click", (event) => {
+  const name = event.target.closest("[data-run]")?.dataset.run
+  const box = document.querySelector("#clicked-run textarea")
+  if (name && box) {
+    box.value = name
+    box.dispatchEvent(new Event("input", {bubbles: true}))
+  }
+})
 const ask = window.fetch
 window.fetch = async (...words) => {
   const answer = await ask(...words)

@@ -318,3 +318,24 @@ def test_speech_and_an_export(page, whisper):
     answer = page.request.get(page.url + link.get_attribute("href"))
     assert answer.status == 200 and len(answer.body()) > 100_000
     picture(page, "export")
+
+
+def test_runs_are_chosen_by_a_click_and_removed_together(page, folders):
+    _, runs = folders
+    tab(page, "Runs")
+    for name in ("first", "voice"):
+        press(page, name)
+        page.get_by_role("heading", name=name, exact=True).wait_for()
+        expect_value(page, "Run", "combobox", name)
+    press(page, re.compile("^Stop or remove several runs"))
+    field = shown(page.get_by_role("combobox", name="Runs", exact=True))
+    for name in ("draft_1", "voice"):
+        field.click()
+        page.get_by_role("option", name=name, exact=True).click()
+    press(page, "Stop and save them")
+    see(page, "draft_1 does not run; voice does not run")
+    page.get_by_test_id("toast-close").click()
+    press(page, "Remove them for good")
+    expect_value(page, "Run", "combobox", "whisper")
+    page.get_by_role("button", name="voice", exact=True).wait_for(state="detached")
+    assert not (runs / "draft_1").exists() and not (runs / "voice").exists()

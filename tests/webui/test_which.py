@@ -66,7 +66,7 @@ def test_the_answer_is_put_into_the_form(here, wav):
             [gr.Dropdown()],
             lambda *v: given.append(v) or [],
         )
-    (answer,) = (each.fn for each in page.fns.values())
+    answer, warn = (each.fn for each in page.fns.values())
     said, recipe = answer("Swahili", None, TEXT, NONE, "t.csv", "")
     assert recipe["value"] == "whisper_vietnamese" and "2 minutes are too little" in said
     assert "It is there" in said and "\n" not in said
@@ -74,3 +74,6 @@ def test_the_answer_is_put_into_the_form(here, wav):
     assert given == [("whisper_vietnamese", values)]
     said, _ = answer("<b>", 60, TEXT, LARGE, None, None)
     assert f"cd {here.data} &amp;&amp; curl -LO" in said and "1.3 GB" in said
+    said = warn("", None, TEXT, NONE, "t.csv", "")
+    assert "2 minutes are too little" in said and "does not know" not in said
+    assert not warn("", None, TEXT, NONE, "t.cs", "")  # typed so far

@@ -1,7 +1,10 @@
 """The Runs tab: the list of runs, and what is known of one or two of them while they train."""
 
+import functools
+
 import gradio as gr
 
+from common.errors import Failure, UsageError
 from common.report import ERROR_RATES
 from webui import outputs, progress, runs, views
 from webui.context import Context
@@ -18,6 +21,7 @@ OVER = ("finished", "stopped", "failed", "killed", "untouched")  # of runs that 
 def build(context: Context, shared: Shared) -> None:
     folder = context.places.runs
     listed = gr.Markdown(**HTML)
+    clicked = gr.Textbox(visible="hidden", elem_id="clicked-run")  # a script of the page fills it
     with gr.Row():
         chosen = gr.Dropdown([], label="Run", info="what is shown below", min_width=200)
         other = gr.Dropdown(
@@ -30,12 +34,16 @@ def build(context: Context, shared: Shared) -> None:
         take = gr.Button("New run with these settings", interactive=False, min_width=140)
     plots = gr.Markdown(**HTML)
     log = gr.Markdown(**HTML)
-    with gr.Accordion("Remove a run", open=False):
-        typed = gr.Textbox(
-            label="Name of the run",
-            info="its weights, its log, its draft and its uploads are deleted",
+    with gr.Accordion("Stop or remove several runs", open=False):
+        several = gr.Dropdown(
+            [],
+            multiselect=True,
+            label="Runs",
+            info="of removed ones the weights, logs, drafts and uploads are deleted",
         )
-        remove = gr.Button("Remove it for good", variant="stop")
+        with gr.Row():
+            stop_them = gr.Button("Stop and save them", min_width=140)
+            remove = gr.Button("Remove them for good", variant="stop", min_width=140)
 
     def choose(wanted: str, name: str | None, second: str) -> tuple:
         return _choices(runs.list_runs(folder), wanted, name, second)
@@ -51,9 +59,22 @@ def build(context: Context, shared: Shared) -> None:
         action(context.run(name))
         return look(name, second)
 
-    def removed(name: str, *before: str) -> tuple:
-        runs.remove(context.run(name), context.places)
-        return "", *choose("", *before)
+    def names() -> gr.Dropdown:
+        return gr.Dropdown(choices=[run.name for run in runs.list_runs(folder)])
+
+    def act_on_each(action, names: list[str]) -> None:
+        """Those that cannot be stopped or removed are named after the others were."""
+        failures = []
+        for name in names:
+            try:
+                action(context.run(name))
+            except Failure as failure:
+                failures.append(str(failure))
+        if failures:
+            raise UsageError("; ".join(failures))
+
+    def click(name: str, *before: str) -> tuple:
+        return ("", *choose(name, *before), name) if name else (gr.skip(),) * 4
 
     both = [chosen, other]
     shown = [listed, status, plots, log, stop, resume, take]
@@ -61,8 +82,10 @@ def build(context: Context, shared: Shared) -> None:
         on(trigger, look, both, shown, show_progress="hidden")
     follow = {"show_progress": "hidden"}
     on(chosen.input, lambda name, second: choose(name, name, second)[1], both, other, **follow)
-    on(shared.tab.select, choose, [shared.chosen, *both], both)
     on(chosen.input, lambda name: name, chosen, shared.chosen)
+    on(clicked.change, click, [clicked, *both], [clicked, *both, shared.chosen], **follow)
+    on(shared.tab.select, choose, [shared.chosen, *both], both)
+    on(several.focus, names, None, several, **follow)
     on(stop.click, lambda *names: act(runs.stop, *names), both, shown)
     on(resume.click, lambda *names: act(continue_it, *names), both, shown)
     on(
@@ -71,7 +94,10 @@ def build(context: Context, shared: Shared) -> None:
         chosen,
         [shared.settings, shared.tabs],
     )
-    on(remove.click, removed, [typed, *both], [typed, *both])
+    on(stop_them.click, functools.partial(act_on_each, runs.stop), several)
+    removal = functools.partial(act_on_each, lambda run: runs.remove(run, context.places))
+    removed = on(remove.click, removal, several)
+    on(removed.then, lambda *before: ([], *choose("", *before)), both, [several, *both])
 
 
 def _choices(found: list[Run], wanted: str, name: str | None, second: str) -> tuple:
@@ -112,9 +138,14 @@ def _look(found: list[Run], name: str | None, second: str) -> tuple:
 
 
 def _row(run: Run, state: progress.State) -> list[str]:
-    pairs = (run.name, run.recipe), (state.word, state.detail)
-    cells = [f"<b>{views.text(one)}</b><div>{views.text(two)}</div>" for one, two in pairs]
-    return [*cells, views.text(views.moment(run.created))]
+    """A row of the table. A click on its name shows the run below."""
+    name, state_word = views.text(run.name), views.text(state.word)
+    button = f'<button class="run" data-run="{name}">{name}</button>'
+    return [
+        f"{button}<div>{views.text(run.recipe)}</div>",
+        f"<b>{state_word}</b><div>{views.text(state.detail)}</div>",
+        views.text(views.moment(run.created)),
+    ]
 
 
 def _status(run: Run, state: progress.State) -> str:

@@ -2,11 +2,13 @@
 "Three questions", whose table for each language and purpose is `advise`."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import gradio as gr
 
+from common.errors import Failure
 from models.whisper.tokenizer import LANGUAGES, RELATED
 from speech.data.hours import hours_of
 from speech.writing.languages import code_of, described
@@ -117,7 +119,8 @@ def advise(language: str, minutes: float, purpose: str, gpu: str) -> Advice:
         said.append(f"Whisper does not know it, but a relative: {described(relatives[0])}.")
         code = f"{code}={relatives[0]}"
     else:
-        said.append("Whisper does not know this language. omniASR knows 1,600.")
+        if code:
+            said.append("Whisper does not know this language. omniASR knows 1,600.")
         model, recipe = OMNI, "wav2vec2_ctc"
     if minutes >= FROM_NOTHING:
         said.append("There is so much speech that a model from nothing (Konkani) is worth a try.")
@@ -152,19 +155,31 @@ def build(places: Places, table: list, form: list, looks: Callable) -> None:
         button = gr.Button("Advise")
         answer = gr.Markdown(**HTML)
 
-    def answered(language: str, given: float | None, purpose: str, gpu: str, *table) -> list:
+    def advised(language: str, given: float | None, purpose: str, gpu: str, *table) -> tuple:
+        """The advice, the path of its model if that is there, and the advice as HTML."""
         count = given or _minutes(places, *table)
         advice = advise(language or "", count, purpose, gpu)
         path = ""
         if advice.model and places.data.joinpath(advice.model.path).exists():
             path = advice.model.path
+        return advice, path, _shown(places, advice, count, path)
+
+    def answered(*values) -> list:
+        advice, path, said = advised(*values)
         values = {"language": advice.language, "model_dir": "", "model_file": ""}
         if path:
             values[advice.model.option] = path
-        said = _shown(places, advice, count, path)
         return [said, gr.update(value=advice.recipe), *looks(advice.recipe, values)]
 
-    on(button.click, answered, [language, minutes, purpose, gpu, *table], [answer, *form])
+    def warned(*values) -> str:
+        """What is said of a table that was chosen: the form stays, which may be filled."""
+        with suppress(Failure):  # of a name that is being typed
+            return f"{advised(*values)[2]}<p>Press Advise, and this is chosen below.</p>"
+        return ""
+
+    asked = [language, minutes, purpose, gpu, *table]
+    on(button.click, answered, asked, [answer, *form])
+    on(table[0].change, warned, asked, answer, show_progress="hidden")
 
 
 def _minutes(places: Places, name: str | None, tier: str | None) -> float:
