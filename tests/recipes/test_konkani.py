@@ -1,5 +1,7 @@
 """The Konkani recipe's model, loss, decoding and data, against references."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -55,8 +57,12 @@ def moved(items):
 def test_encoder_frames_predicts_what_the_encoder_makes(samples, subsampling):
     model = make_model(dtype=torch.float32, subsampling=subsampling).eval()
     item = {**make_items(1, dtype=torch.float32)[0], "audio": torch.randn(samples)}
-    encoded, _, lengths = model.encode(moved([item]))
-    assert encoded.shape[1] == lengths[0] == recipe.encoder_frames(samples, model.config)
+    encoded = model.encode(moved([item]))
+    assert (
+        encoded.frames.shape[1]
+        == encoded.lengths[0]
+        == recipe.encoder_frames(samples, model.config)
+    )
 
 
 @torch.no_grad()
@@ -73,8 +79,8 @@ def test_an_exports_graph_computes_what_greedy_decoding_reads_and_ends_with_blan
     together = onnx_files.CtcGraph(model)(features.transpose(1, 2), lengths)
     assert together.shape[1] == -(int(lengths.max()) // -subsampling)  # onnx-asr reads so many
     for item, length, row in zip(items, lengths.tolist(), together, strict=True):
-        encoded, _, _ = model.encode(moved([item]))
-        expected = model.ctc_head(encoded[0]).log_softmax(-1)
+        encoded = model.encode(moved([item])).frames[0]
+        expected = model.ctc_head(encoded).log_softmax(-1)
         assert len(expected) == max(1, length // subsampling)  # sherpa-onnx reads so many
         assert torch.allclose(row[: len(expected)], expected, atol=1e-10)
         assert (row[len(expected) :].argmax(-1) == model.eos).all()
@@ -82,7 +88,7 @@ def test_an_exports_graph_computes_what_greedy_decoding_reads_and_ends_with_blan
 
 def test_the_decoder_sees_no_future_and_no_other_utterance():
     model = awake(make_model().eval())
-    encoded, mask, _ = model.encode(moved(make_items(3)))
+    encoded, _, mask, _ = model.encode(moved(make_items(3)))
     tokens = torch.randint(0, 7, (3, 6))
     logits = model.decode(tokens, encoded, mask)
     changed = tokens.clone()
@@ -118,17 +124,22 @@ def test_losses_match_a_plain_computation():
     model = awake(make_model().eval())
     items = make_items(3)
     losses = recipe.compute_loss(model, moved(items))
-    ctc = attention = 0.0
+    lower_half = copy.deepcopy(model)
+    del lower_half.encoder[1]
+    ctc = middle = attention = 0.0
     for item in items:
-        encoded, _, _ = model.encode(moved([item]))
-        log_probs = model.ctc_head(encoded[0]).log_softmax(-1).detach()
+        encoded = model.encode(moved([item])).frames
+        log_probs = model.ctc_head(encoded[0]).log_softmax(-1)
         ctc += ctc_by_hand(log_probs, item["tokens"].tolist(), model.eos)
+        log_probs = model.ctc_head(lower_half.encode(moved([item])).frames[0]).log_softmax(-1)
+        middle += ctc_by_hand(log_probs, item["tokens"].tolist(), model.eos)
         logits = model.decode(torch.tensor([[model.eos, *item["tokens"].tolist()]]), encoded, None)[
             0
         ].log_softmax(-1)
         target = F.one_hot(item["labels"], model.eos + 1).double() * 0.9 + 0.1 / (model.eos + 1)
         attention -= (target * logits).sum().item()
     assert losses["ctc"].item() == pytest.approx(ctc, rel=1e-9)
+    assert losses["middle_ctc"].item() == pytest.approx(middle, rel=1e-9)
     assert losses["attention"].item() == pytest.approx(attention, rel=1e-9)
 
 
@@ -173,7 +184,7 @@ def test_rescoring_picks_what_the_weighted_terms_like_best(seed):
     model = awake(make_model(seed=seed).eval(), seed)
     model.label_smoothing = 0.0
     item = make_items(1, seed=seed)[0]
-    encoded, _, lengths = model.encode(moved([item]))
+    encoded, _, _, lengths = model.encode(moved([item]))
     hypotheses = ctc_prefix_beam(model.ctc_head(encoded[0]).log_softmax(-1).numpy(), 6, model.eos)
 
     def loss(hypothesis):
@@ -181,7 +192,8 @@ def test_rescoring_picks_what_the_weighted_terms_like_best(seed):
         labels = torch.tensor([*tokens, model.eos])
         changed = {**item, "tokens": torch.tensor(tokens, dtype=torch.long), "labels": labels}
         terms = {**recipe.compute_loss(model, moved([changed])), "ctc": -ctc}
-        return sum(recipe.SEARCH_WEIGHTS[name] * float(value) for name, value in terms.items())
+        weights = recipe.SEARCH_WEIGHTS.items()
+        return sum(weight * float(terms[name]) for name, weight in weights)
 
     expected, _ = min(hypotheses, key=loss)
     assert recipe.decode(model, encoded, lengths, how("rescore", 6)) == [list(expected)]
@@ -192,10 +204,10 @@ def test_rescoring_picks_what_the_weighted_terms_like_best(seed):
 def test_decoding_does_not_depend_on_the_batch(method):
     model = awake(make_model().eval())
     items = make_items(3, seed=2)
-    encoded, _, lengths = model.encode(moved(items))
+    encoded, _, _, lengths = model.encode(moved(items))
     together = recipe.decode(model, encoded, lengths, how(method, 3))
     for item, tokens in zip(items, together, strict=True):
-        encoded, _, length = model.encode(moved([item]))
+        encoded, _, _, length = model.encode(moved([item]))
         assert recipe.decode(model, encoded, length, how(method, 3)) == [tokens]
         assert all(0 <= token < model.eos for token in tokens)
 

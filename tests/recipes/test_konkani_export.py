@@ -76,7 +76,7 @@ def trained():
         (recipe.compute_loss(model, batch)["ctc"] / batch["counts"]["ctc"]).backward()
         optimizer.step()
     model.eval()
-    encoded, _, lengths = model.encode(batch_of(TEXTS, CLIPS))
+    encoded, _, _, lengths = model.encode(batch_of(TEXTS, CLIPS))
     tokens = recipe.ctc_greedy(model, encoded, lengths)
     assert [TOKENIZER.decode(each) for each in tokens] == TEXTS
     return model
