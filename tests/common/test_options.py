@@ -233,15 +233,6 @@ def test_values_out_of_range(parser, capsys, command, reason):
 # --- flags that contradict ------------------------------------------------------------------------
 
 
-def words(parser, flag: str) -> list[str]:
-    """The words of a command that turn on a flag of the tables: "flag", or "flag value"."""
-    name, _, value = flag.partition(" ")
-    action = parser._option_string_actions[f"--{name}"]
-    if isinstance(action, options.OnOff):
-        return [options.shown(flag)]
-    return [f"--{name}", value or (action.choices[-1] if action.choices else "1")]
-
-
 def resolved(parser, *command: str, **settings) -> argparse.Namespace:
     args = parser.parse_args(command)
     options.resolve(args, **{"is_demo": False, "demo_steps": 1200, **settings})
@@ -256,20 +247,6 @@ def refusal(parser, *command: str, **settings) -> str:
 
 
 COMMANDS = {"dry_run": True, "verify_gpu": True, "evaluate": False}  # {name: takes training flags}
-
-
-def shared_excludes() -> list[tuple]:
-    parser = options.Parser("")
-    options.add_arguments(parser)
-    return options.all_excludes(parser.parse_args([]))
-
-
-@pytest.mark.parametrize("flag, other, reason", shared_excludes())
-def test_flags_that_exclude_each_other(parser, flag, other, reason):
-    message = refusal(parser, *words(parser, flag), *words(parser, other))
-    assert message == f"{options.shown(flag)} and {options.shown(other)}: {reason}"
-    for alone in (flag, other):
-        resolved(parser, *words(parser, alone))
 
 
 def test_a_command_of_a_recipe_is_marked_by_the_parser(parser):
