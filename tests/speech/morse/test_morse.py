@@ -480,11 +480,6 @@ def test_damaged_tables_are_answered_in_one_line(other_set, header, rows, messag
     assert "\n" not in str(caught.value)
 
 
-def test_no_data_set(tmp_path):
-    with pytest.raises(UsageError, match=r"neither splits/train.csv nor metadata.csv is there"):
-        recordings.read_dataset(tmp_path)
-
-
 # --- evaluation -----------------------------------------------------------------------------------
 
 
