@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from common import errors
-from common.errors import RunError, require
+from common.errors import RunError, first_line, require
 from common.ranks import LostRank
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +56,11 @@ def test_a_bug_keeps_its_traceback():
 def test_a_locale_without_devanagari_escapes_it():
     result = program("print('हांव')", env={"PYTHONIOENCODING": "latin-1", "PATH": ""})
     assert result.returncode == 0 and result.stdout == "\\u0939\\u093e\\u0902\\u0935\n"
+
+
+def test_the_first_line_of_an_error():
+    assert first_line(RuntimeError("\n  CUDA error \nmore")) == "CUDA error"
+    assert first_line(MemoryError()) == "MemoryError"
 
 
 def test_a_library_that_is_missing_is_named_with_its_package():

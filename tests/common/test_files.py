@@ -122,6 +122,11 @@ def test_what_a_killed_run_left_is_removed(tmp_path):
     assert [path.is_dir() for path in tmp_path.iterdir()] == [True]
 
 
+def test_a_text_that_is_not_unicode_is_written_as_escapes(tmp_path):
+    files.write_text(tmp_path / "a", '{"path": "x\udcff"}')
+    assert (tmp_path / "a").read_bytes() == b'{"path": "x\\udcff"}'
+
+
 def test_pipes_devices_folders_and_missing_files_are_refused_without_waiting(tmp_path, no_hang):
     os.mkfifo(tmp_path / "pipe")
     with socket.socket(socket.AF_UNIX) as listener:

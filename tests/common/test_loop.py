@@ -20,8 +20,9 @@ from common.engine import run_global_batch
 from common.errors import DataError, Planned, RunError, Stopped, UsageError
 from common.evaluation import mean_values
 from common.limits import cut_to_fit, length_bucket
-from common.loop import begin
+from common.loop import Run, begin, finish
 from common.parts import offload
+from common.ranks import Ranks
 from common.saving import made_by
 from speech.signal import augment
 from tests import small
@@ -299,6 +300,12 @@ def test_finish_evaluates_the_best_weights_also_in_16_bits(tmp_path):
         report_results=lambda weights: look(model),
     )
     assert len(stale) >= 2 and not any(stale)
+
+
+def test_only_the_first_rank_reports(tmp_path, capsys):
+    run = Run(Setup(ranks=Ranks(1, 2)))
+    finish(small.make_args(tmp_path), run, None, None, report_results=pytest.fail)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_only_a_new_model_is_fitted(tmp_path):
@@ -922,3 +929,11 @@ def test_best_weights_of_just_before_a_kill_stay(tmp_path):
     checkpoint.list_checkpoints(folder)[0].unlink()  # killed after evaluating, before saving
     trained(tmp_path, *flags, "--resume", "auto")
     assert checkpoint.best_step(folder) == 2
+
+
+def test_a_model_that_no_longer_fits_its_checkpoint_is_one_line(tmp_path):
+    trained(tmp_path)
+    message = r"the saved weights do not fit this model .*--init_from"
+    with pytest.raises(UsageError, match=message) as error:
+        trained(tmp_path, "--resume", "auto", model=small.Network(layers=3).double())
+    assert "\n" not in str(error.value)

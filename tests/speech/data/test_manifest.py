@@ -644,6 +644,20 @@ def test_a_hostile_manifest_is_one_line(tmp_path, no_hang, name, content, messag
     assert message in said and str(tmp_path / name) in said and "\n" not in said
 
 
+def test_a_manifest_that_is_missing_or_not_a_file(tmp_path, no_hang):
+    os.mkfifo(tmp_path / "pipe.json")
+    for path, reason in (
+        (tmp_path / "none.json", "No such file or directory"),
+        (tmp_path, "it is a folder"),
+        (tmp_path / "pipe.json", "it is not a regular file"),
+        ("x" * 5000, "File name too long"),
+        ("a\0b", "embedded null byte"),
+    ):
+        with pytest.raises(UsageError) as error:
+            load(path)
+        assert str(error.value).startswith(f"manifest {path}: {reason}")
+
+
 def test_a_long_text_is_not_normalised(tmp_path, wav, json_lines, no_hang):
     """The order of a million combining marks would take hours: it is sorted by insertion."""
     wav(tmp_path / "good.wav")
