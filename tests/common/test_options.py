@@ -52,15 +52,6 @@ def test_switches_that_may_have_a_word(parser, command, precision, level):
     assert (args.mixed_precision, args.use_cpu_offload) == (precision, level)
 
 
-def test_every_switch_has_its_opposite(parser):
-    switches = {action.dest for action in parser._actions if type(action) is options.OnOff}
-    assert {"gradient_checkpointing", "persistent_workers", "tf32", "evaluate"} <= switches
-    for name in switches:
-        assert getattr(parser.parse_args([f"--{name}"]), name) is True
-        assert getattr(parser.parse_args([f"--no_{name}"]), name) is False
-        assert getattr(parser.parse_args([f"--no_{name}", f"--{name}"]), name) is True
-
-
 def test_help_shows_every_flag_and_its_default(parser):
     text = parser.format_help()
     for action in parser._actions:
@@ -139,22 +130,6 @@ def test_a_recipes_own_defaults_replace_the_shared_ones_in_the_help_too():
         options.add_arguments(options.Parser(""), learning_rte=1)
 
 
-# --- which flags were given -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "command, given",
-    [
-        ("", set()),
-        ("--batch_size 2", {"batch_size"}),  # 2 is the default
-        ("--mixed_precision", {"mixed_precision"}),
-        ("--dropout=0.3 --resume auto", {"dropout", "resume"}),
-    ],
-)
-def test_given_are_the_flags_on_the_command_line(parser, command, given):
-    assert parser.parse_args(command.split()).given == given
-
-
 # --- mistakes -------------------------------------------------------------------------------------
 
 
@@ -195,19 +170,6 @@ def test_a_word_that_is_wrong_is_explained(parser, capsys, words, hint):
     parser.hints["--device_map"] = "one device is used"
     line = refused(parser, capsys, *words)
     assert hint in line and "did you mean" not in line
-
-
-@pytest.mark.parametrize(
-    ("command", "card"),
-    [
-        ("", None),
-        ("--dry_run", ""),
-        ("--dry_run 8 GB --bf16", "8 GB"),
-        ("--bf16 --dry_run=t4", "t4"),
-    ],
-)
-def test_the_card_of_a_plan_may_be_several_words(parser, command, card):
-    assert parser.parse_args(command.split()).dry_run == card
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Morse: synthesis against a decoder and measurements written here, data sets, and scores."""
 
 import dataclasses
-import hashlib
 import json
 import re
 from pathlib import Path
@@ -225,20 +224,6 @@ def test_texts_are_cut_to_the_length(seed, longest, wpm, farnsworth, sample_type
     assert sample.text and sample.text == alphabet.normalise(sample.text)
     units = np.cumsum(synthesis.keying(sample.text, farnsworth))[-1]
     assert units * 1.2 / wpm + 0.2 < sample.seconds + 0.1
-
-
-def digest(numbers) -> str:
-    hashed = hashlib.sha256()
-    for number in numbers:
-        sample = synthesis.synthesise(6, number, synthesis.CONDITIONS["wide"])
-        hashed.update(sample.audio.tobytes() + sample.text.encode() + repr(sample.snr_db).encode())
-    return hashed.hexdigest()
-
-
-def test_a_clip_depends_on_its_number_alone():
-    here = digest(range(4))
-    synthesis.synthesise(7, 3, CLEAN)
-    assert digest(range(4)) == here != digest(range(1, 5))
 
 
 def test_the_receiver():
