@@ -143,14 +143,6 @@ def test_lines_are_wrapped(page):
     assert [line for line in prose if len(line) > 120 and not line.startswith("|")] == []
 
 
-def test_every_recipe_has_a_page_with_markers_for_its_table():
-    pages = {path.stem for path in (ROOT / "recipes").glob("*.md")}
-    assert set(RECIPES) <= pages and "template" in RECIPES  # which has no presets
-    for recipe in set(RECIPES) - {"template"}:
-        lines = read(ROOT / "recipes" / f"{recipe}.md").splitlines()
-        assert lines.count("<!-- tiers: begin -->") == lines.count("<!-- tiers: end -->") == 1
-
-
 # --- flags and commands ---------------------------------------------------------------------------
 
 

@@ -151,15 +151,6 @@ def test_split_batch_keeps_every_row_and_trims(sizes, most):
             row += 1
 
 
-def test_to_device_keeps_the_lengths_on_the_host():
-    made = [collate([item("a", 3), item("b", 5)]), collate([item("c", 2)])]
-    moved = list(batches.to_device(made, torch.device("cpu")))
-    assert [batch["names"] for batch in moved] == [["a", "b"], ["c"]]
-    for batch, before in zip(moved, made, strict=True):
-        assert batch["values_lengths_host"] is before["values_lengths"]
-    assert list(batches.to_device([], torch.device("cpu"))) == []
-
-
 class OnGpu(torch.Tensor):
     """Stands for a tensor on a GPU. `users`: the streams that the allocator was told of."""
 
@@ -258,10 +249,6 @@ def everywhere(function) -> dict:
     return dict.fromkeys(range(20), function)
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def stumble() -> None:
     raise RuntimeError("a bug")
 
@@ -356,11 +343,6 @@ def test_bad_files_are_skipped_and_named(no_hang, count, trouble, skipped, worke
 def watchful(monkeypatch):
     """The loader looks every 0.2 s, not every 5 s, whether a worker has died."""
     monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.2,))
-
-
-def test_a_worker_that_dies_is_one_line(no_hang, watchful):
-    with pytest.raises(RunError, match=exactly(DIED)):
-        take(global_batches(clips(20, everywhere(die)), workers=2).iterate(), 4)
 
 
 def test_a_worker_that_dies_later_is_noticed_when_its_data_are_needed(no_hang, watchful):

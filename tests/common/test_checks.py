@@ -57,11 +57,6 @@ def test_a_batch_that_breaks_the_contract_is_one_line(tmp_path, monkeypatch, col
     assert not list(tmp_path.rglob("*.pt"))
 
 
-def test_a_tensor_of_the_same_length_for_all_needs_no_lengths():
-    masks = changed(lambda batch, items: batch.update(masks=torch.zeros(len(items), 5, 2)))
-    checks.check_collate(dataset(masks), small.LOSS_WEIGHTS)
-
-
 def test_utterances_that_cannot_be_read_are_left_out():
     class Damaged(small.Waveforms):
         def item(self, index, epoch):

@@ -17,7 +17,6 @@ from common import cuda, device
 from common.device import Setup
 from common.errors import UsageError
 from common.parts import processes
-from common.ranks import Ranks
 from tests import small
 
 CPU = torch.device("cpu")
@@ -206,10 +205,7 @@ def test_more_ranks_than_gpus_is_an_error_not_a_wait(machine, monkeypatch):
     assert device.pick_device("auto") == CPU
 
 
-def test_one_rank(monkeypatch):
-    ranks = Ranks()
-    assert ranks.first
-    assert ranks.reduce([1, 2.5]) == [1, 2.5] and ranks.gather({"a": 1}) == [{"a": 1}]
+def test_ranks_that_torchrun_did_not_start(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match=r"WORLD_SIZE is 2, but .*torchrun"):
         processes.join(CPU)

@@ -8,7 +8,6 @@ import random
 import re
 import signal
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -348,15 +347,6 @@ def test_a_model_that_was_fitted_on_the_gpu_is_offloaded_from_the_host(tmp_path,
     flags = ("--max_steps", "1", "--use_cpu_offload", "weights")
     trained(tmp_path, *flags, fit=lambda model, data: places.append("fitted"))
     assert places == ["fitted", "host", "offload"]
-
-
-def test_a_plan_makes_its_model_without_values_and_changes_no_global(tmp_path):
-    for flags, is_meta in ((("--dry_run", "8GB"), True), ((), False)):
-        run = begin(small.make_args(tmp_path, *flags), small.RECIPE)
-        assert torch.zeros(1).device.type == "cpu"
-        with run.model_device():
-            assert small.Network().output.weight.is_meta is is_meta
-        assert torch.zeros(1).device.type == "cpu"
 
 
 # --- evaluations ----------------------------------------------------------------------------------
@@ -787,18 +777,6 @@ def test_a_signal_discards_the_global_batch_saves_and_resumes_to_the_same_weight
     assert are_equal(model, reference)
 
 
-def test_nohup_keeps_a_run_alive(tmp_path):
-    def hang_up(*inputs):
-        os.kill(os.getpid(), signal.SIGHUP)
-
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        _, progress = trained(tmp_path, "--max_steps", "2", compute_loss=changing(hang_up))
-        assert progress.step == 2 and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
 def test_a_signal_during_a_save_lets_it_finish(tmp_path, monkeypatch):
     write_file = files.write_file
 
@@ -935,13 +913,10 @@ def test_resuming_into_another_folder_leaves_best_weights_there_and_another_run_
     assert {path.name for path in (folder / "earlier-1").glob("*.pt")} == before
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [Path.unlink, lambda path: path.write_text("{"), lambda path: path.write_text('{"step": -1}')],
-)
-def test_best_weights_that_are_gone_are_found_again(tmp_path, damage):
+def test_best_weights_that_are_gone_are_found_again(tmp_path):
+    """As those are of which best.json is damaged: tests/common/test_checkpoint.py."""
     trained(tmp_path, "--max_steps", "2", "--eval_every", "1")
-    damage(tmp_path / "checkpoints/best.json")
+    (tmp_path / "checkpoints/best.json").unlink()
     flags = ("--max_steps", "3", "--eval_every", "9", "--resume", "auto")
     _, progress = trained(tmp_path, *flags, evaluate=scripted(9.0, 10.0))
     assert progress.best == 9.0 and checkpoint.best_step(tmp_path / "checkpoints") == 2

@@ -52,15 +52,6 @@ def test_switches_that_may_have_a_word(parser, command, precision, level):
     assert (args.mixed_precision, args.use_cpu_offload) == (precision, level)
 
 
-def test_every_switch_has_its_opposite(parser):
-    switches = {action.dest for action in parser._actions if type(action) is options.OnOff}
-    assert {"gradient_checkpointing", "persistent_workers", "tf32", "evaluate"} <= switches
-    for name in switches:
-        assert getattr(parser.parse_args([f"--{name}"]), name) is True
-        assert getattr(parser.parse_args([f"--no_{name}"]), name) is False
-        assert getattr(parser.parse_args([f"--no_{name}", f"--{name}"]), name) is True
-
-
 def test_help_shows_every_flag_and_its_default(parser):
     text = parser.format_help()
     for action in parser._actions:
@@ -139,22 +130,6 @@ def test_a_recipes_own_defaults_replace_the_shared_ones_in_the_help_too():
         options.add_arguments(options.Parser(""), learning_rte=1)
 
 
-# --- which flags were given -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "command, given",
-    [
-        ("", set()),
-        ("--batch_size 2", {"batch_size"}),  # 2 is the default
-        ("--mixed_precision", {"mixed_precision"}),
-        ("--dropout=0.3 --resume auto", {"dropout", "resume"}),
-    ],
-)
-def test_given_are_the_flags_on_the_command_line(parser, command, given):
-    assert parser.parse_args(command.split()).given == given
-
-
 # --- mistakes -------------------------------------------------------------------------------------
 
 
@@ -198,19 +173,6 @@ def test_a_word_that_is_wrong_is_explained(parser, capsys, words, hint):
 
 
 @pytest.mark.parametrize(
-    ("command", "card"),
-    [
-        ("", None),
-        ("--dry_run", ""),
-        ("--dry_run 8 GB --bf16", "8 GB"),
-        ("--bf16 --dry_run=t4", "t4"),
-    ],
-)
-def test_the_card_of_a_plan_may_be_several_words(parser, command, card):
-    assert parser.parse_args(command.split()).dry_run == card
-
-
-@pytest.mark.parametrize(
     "command, reason",
     [
         ("--batch_size 0", "at least 1"),
@@ -233,15 +195,6 @@ def test_values_out_of_range(parser, capsys, command, reason):
 # --- flags that contradict ------------------------------------------------------------------------
 
 
-def words(parser, flag: str) -> list[str]:
-    """The words of a command that turn on a flag of the tables: "flag", or "flag value"."""
-    name, _, value = flag.partition(" ")
-    action = parser._option_string_actions[f"--{name}"]
-    if isinstance(action, options.OnOff):
-        return [options.shown(flag)]
-    return [f"--{name}", value or (action.choices[-1] if action.choices else "1")]
-
-
 def resolved(parser, *command: str, **settings) -> argparse.Namespace:
     args = parser.parse_args(command)
     options.resolve(args, **{"is_demo": False, "demo_steps": 1200, **settings})
@@ -256,20 +209,6 @@ def refusal(parser, *command: str, **settings) -> str:
 
 
 COMMANDS = {"dry_run": True, "verify_gpu": True, "evaluate": False}  # {name: takes training flags}
-
-
-def shared_excludes() -> list[tuple]:
-    parser = options.Parser("")
-    options.add_arguments(parser)
-    return options.all_excludes(parser.parse_args([]))
-
-
-@pytest.mark.parametrize("flag, other, reason", shared_excludes())
-def test_flags_that_exclude_each_other(parser, flag, other, reason):
-    message = refusal(parser, *words(parser, flag), *words(parser, other))
-    assert message == f"{options.shown(flag)} and {options.shown(other)}: {reason}"
-    for alone in (flag, other):
-        resolved(parser, *words(parser, alone))
 
 
 def test_a_command_of_a_recipe_is_marked_by_the_parser(parser):

@@ -79,16 +79,6 @@ def test_other_data_have_a_length_of_their_own():
     assert length.num_epochs == 42 and length.total == 1200 + 10 * batches.per_epoch
 
 
-def test_the_hours_are_those_of_speech():
-    class Padded(Clips):
-        def hours(self) -> float:
-            return 0.25
-
-    args = small.make_args("unused")
-    assert GlobalBatches(args, Clips(600), None, Setup()).hours == 1.0
-    assert GlobalBatches(args, Padded(600), None, Setup()).hours == 0.25
-
-
 @pytest.mark.parametrize("fine_tunes", [True, False])
 def test_a_run_has_the_length_that_it_says(tmp_path, capsys, monkeypatch, fine_tunes):
     """Also when it is resumed without the flags of its start."""

@@ -244,14 +244,6 @@ def test_what_excludes_a_flag_is_taken_back(optimizer, can, flags):
     assert step.advice(given, {can}, card).startswith(f"  {flags}: ")
 
 
-def test_a_run_in_fp32_is_not_told_to_offload_its_weights():
-    """It has no 16-bit copies of them."""
-    given = PlannedSettings(1, 8, True, "adamw", False)
-    for can, level in ((EVERYTHING, "weights"), (EVERYTHING - {"weights"}, "gradients")):
-        text = advise(PLAIN, given, can, card_with_room(1))
-        assert text.startswith(f"  --use_cpu_offload {level}: ")
-
-
 def test_what_fits_nowhere_gets_the_smallest_card():
     given = PlannedSettings(4, 2, False, "adamw", False)
     text = advise(PLAIN, given, set(), card_with_room(690))
@@ -264,13 +256,3 @@ def test_what_fits_nowhere_gets_the_smallest_card():
         return Peak({"weights": 1 << 40, "optimizer states": 0}, 0, "", "update", 0)
 
     assert advise(Measures(huge), given, set(), card_with_room(1)).endswith("none that is known")
-
-
-def test_smaller_batches_of_evaluations_are_enough():
-    def evaluation(settings: PlannedSettings) -> Peak:
-        parts = {"weights": 100 * MIB, "activations": settings.eval_batch_size * 300 * MIB}
-        return Peak(parts, 0, "", "forward", stage="evaluation")
-
-    given = PlannedSettings(4, 2, False, "adamw", False)
-    text = advise(Measures(plain_step, evaluation), given, EVERYTHING, card_with_room(2000))
-    assert text.splitlines()[:-1] == ["  --eval_batch_size 4: 0.49 GiB less"]

@@ -92,22 +92,6 @@ def test_a_number_of_cards(text, count, name):
     assert workspace(card) == workspace(find_card(name)) + NCCL * (count > 1)
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("0x16gb", "the number of GPUs"),
-        ("1.5x16gb", "the number of GPUs"),
-        ("2x2x8gb", "'2x8gb' is not a GPU"),
-        ("2x-8gb", "'-8gb' is not a GPU"),
-    ],
-)
-def test_a_wrong_number_of_cards_is_one_line(text, reason):
-    with pytest.raises(RuntimeError) as caught:
-        choose_card(text, "auto", RuntimeError)
-    message = str(caught.value)
-    assert reason in message and "\n" not in message and len(message) < 500
-
-
 def test_several_of_the_card_that_is_here(monkeypatch):
     own = Card("Tesla T4", 14 * GIB, (7, 5))
     monkeypatch.setattr(dry_run.cards, "card_here", lambda index: own if index == 1 else None)

@@ -220,11 +220,6 @@ def test_an_export_alone_does_not_train(script):
 
 
 def test_a_value_is_not_taken_for_a_flag_or_a_word():
-    """Of a folder's name, of a pattern, and of a text."""
-    for name in ("x --resume auto y", "--from_scratch --max_steps", "* "):
-        for export in ([f"--export={name}"], ["--export", name.lstrip("-")]):
-            words = flags_of(PARAKEET, "8gb", "--resume", "a.pt", *export)
-            assert "--batch_size" not in words, name
     for card, tier in {
         "*": "cpu",
         "8GB --init_from a100": "8gb",

@@ -117,12 +117,6 @@ def arguments(*words: str):
     return parser.parse_args(words)
 
 
-def test_the_folders_of_a_fresh_clone_are_made(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert app.check(arguments()) == (tmp_path / "data", tmp_path / "runs")
-    assert (tmp_path / "data").is_dir() and (tmp_path / "runs").is_dir()
-
-
 def test_files_of_a_page_that_was_killed_are_removed(tmp_path):
     """Those of another page that is open stay."""
     program = (

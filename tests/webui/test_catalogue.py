@@ -124,7 +124,3 @@ def test_a_recipe_that_cannot_be_imported_has_a_fault(tmp_path):
     assert "add_arguments" in found["other"].fault and found["ends"].fault
     with pytest.raises(UsageError, match=r"half\.py cannot be used"):
         commands.command(None, found["half"], {}, tmp_path)
-
-
-def test_which_voices_need_a_reference_clip():
-    assert RECIPES["xtts_amharic"].clones and not RECIPES["matcha_voice"].clones

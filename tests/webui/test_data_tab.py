@@ -5,7 +5,6 @@ import re
 import gradio as gr
 import pytest
 
-from tests.webui.test_app import started
 from webui import catalogue, corrections
 from webui.checked import Example, Row, Section
 from webui.context import Context
@@ -188,40 +187,3 @@ def test_texts_are_shown_as_text(here, wav):
         html = data._report(here, list(sections), examples, problem)
         assert "<img" not in html.lower() and html.count("&lt;img") >= 7
         assert "<audio" in html and "%3Cimg" in html
-
-
-@pytest.mark.browser
-def test_harmful_names_and_players_in_a_browser(here, wav, tmp_path, browser, request):
-    playwright = pytest.importorskip("playwright.sync_api")
-    wav(here.data / f"clips/{HARMFUL}.wav", 31.0)
-    table_of(here, "clips/train.csv", wav)
-    with open(here.data / "clips/train.csv", "a", encoding="utf-8") as file:
-        file.write(f"\n{HARMFUL}.wav|{HARMFUL}|{HARMFUL}\n2.wav|more|{HARMFUL}\n")
-    with started(tmp_path) as page:
-        context = browser.new_context()
-        request.addfinalizer(context.close)
-        context.set_default_timeout(180_000)
-        tab = context.new_page()
-        problems = []
-        tab.on("dialog", lambda dialog: problems.append(dialog.message))
-        tab.on("console", lambda each: each.type == "error" and problems.append(each.text))
-        tab.on("pageerror", lambda error: problems.append(str(error)))
-        tab.goto(page.address)
-        check = tab.get_by_role("button", name="Check", exact=True)
-        check.press("Enter")
-        tab.get_by_text("Table of the recordings: choose one").wait_for()
-        covers = tab.get_by_test_id("status-tracker").get_by_text("Error", exact=True)
-        assert not covers.filter(visible=True).count()
-        choice = tab.get_by_label("Table of the recordings")
-        choice.focus()
-        tab.get_by_role("option", name="clips/train.csv").wait_for()
-        choice.fill("clips")
-        choice.press("Enter")
-        playwright.expect(choice).to_have_value("clips/train.csv")  # the table of that folder
-        choice.press("Tab")
-        check.press("Enter")
-        tab.get_by_role("heading", name="can be used").wait_for()
-        assert tab.get_by_text(f"line 6: {HARMFUL}.wav (31.00 s)").is_visible()
-        play = "async (audio) => { audio.muted = true; await audio.play(); return audio.duration }"
-        assert tab.locator("audio").first.evaluate(play) == 30.0
-        assert problems == [] and not tab.locator("img[src=x]").count()

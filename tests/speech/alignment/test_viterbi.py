@@ -75,9 +75,3 @@ def test_the_best_of_all_ways_to_skip(seed):
     visited = set((found.states[found.states % 2 == 1] // 2).tolist())
     read = tuple(set(range(a + 1, b)) <= visited for a, b in itertools.pairwise(stops))
     assert read == wanted
-
-
-def test_too_few_frames():
-    log_probs = random_log_probs(np.random.default_rng(0), 3, 4)
-    assert align(log_probs, np.array([1, 1, 2]), 0) is None
-    assert align(log_probs, np.array([1, 3, 2]), 0) is not None

@@ -29,27 +29,9 @@ def test_watched_sets_are_called_after_their_files():
     assert watching.watched({"val": 1}, None) is None
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--train_manifest t --replay_share 0.2", "replay_share goes with --replay_manifest"),
-        ("--replay_manifest r", "replay_manifest goes with --train_manifest"),
-        ("--transcribe a.wav --replay_manifest w", "the first is for training"),
-        ("--train_manifest t --stop_when_watched_rises 0.2", "rises goes with --watch_manifest"),
-        ("--watch_manifest r", "watch_manifest goes with --train_manifest"),
-        ("--evaluate --test_manifest t --watch_manifest w", "the first is for training"),
-        ("--train_manifest t --watch_manifest a/b.json --watch_manifest a/b.json", "same name"),
-    ],
-)
-def test_flags_that_make_no_sense(flags, message):
-    with pytest.raises(UsageError, match=message):
-        sets.resolved(*flags.split())
-
-
-@pytest.mark.parametrize("value", ["0", "1.1", "nan"])
-def test_shares_that_make_no_sense(value):
-    with pytest.raises(SystemExit):
-        sets.parse("--replay_share", value)
+def test_a_set_that_is_watched_twice_is_refused():
+    with pytest.raises(UsageError, match="same name"):
+        sets.parse("--watch_manifest", "a/b.json", "--watch_manifest", "a/b.json")
 
 
 def test_a_flag_that_is_repeated_has_all_its_values():

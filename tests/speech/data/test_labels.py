@@ -85,9 +85,6 @@ def test_silence_may_be_a_class(tmp_path, clips, capsys):
     corpus, rejected = load(path, Checks(needs="label", listen=True))
     assert labels(corpus) == ["noise", "silence"] and not rejected.total
     assert dict(rejected.notes.counts) == {"audio is silent": 1}
-    with_text = clips([{"text": "a"}, {"text": "b"}])
-    soundfile.write(tmp_path / "m.json-1.wav", np.zeros(RATE), RATE)
-    assert load(with_text, Checks(listen=True))[1].counts == {"audio is silent": 1}
 
 
 def test_pieces_of_a_recording_have_its_label(tmp_path, clips):

@@ -336,13 +336,3 @@ def test_pieces_are_segments_of_transcripts_alone(tmp_path, data):
     assert list(corpus.texts) == ["one"] and corpus.seconds.tolist() == [1.0]
     reason = "longer than 1.5 s (--max_duration), without segment times for --use_chunking"
     assert rejected.counts == {reason: 2, "segments are not a list of objects": 1}
-
-
-def test_check_data_reports_what_sets_share(data, capsys):
-    path = data({f"c{i}": speech(0.3, seed=i) for i in range(3)})
-    sets = read_manifests({"train": path, "val": path}, normalise, Checks(listen=True))
-    capsys.readouterr()
-    report_checked(sets)
-    out = capsys.readouterr().out
-    assert "val set: 3 noted (all are used):\n        3  audio is in the training set, too" in out
-    assert out.endswith("checked: 3 utterances in train, 3 utterances in val can be used\n")

@@ -62,9 +62,6 @@ def test_the_flags_become_checks():
         assert not checks(manifest_flag, "m.json", "--no_check_audio").listen
     skipping = ([], ["--skip_bad_audio"], ["--check_data"])
     assert [checks(*flags).skip_bad_audio for flags in skipping] == [False, True, True]
-    with pytest.raises(UsageError) as error:
-        checks("--min_duration", "30")
-    assert str(error.value) == "--min_duration 30 is not below --max_duration 30"
 
 
 def test_a_check_leaves_no_cache_in_the_current_folder():
@@ -124,8 +121,6 @@ def test_what_a_checkpoint_keeps_about_the_data(tmp_path, wav, json_lines):
     kept = splits.run_info(data, corpora)
     assert kept.held_out == splits.held_out_keys(corpora["val"]) and len(kept.held_out) == 6
     assert kept.longest == corpora["train"].seconds.max() and not kept.demo
-    again = load_splits(splits.resolve(parse("--train_manifest", path), kept), normalise)
-    assert list(again["val"].texts) == list(corpora["val"].texts)
     data = splits.resolve(parse("--train_manifest", path, "--val_manifest", path))
     assert splits.run_info(data, load_splits(data, normalise)).held_out == []
     of_set = {"utterances": 54, "hours": pytest.approx(54 / 3600), "languages": [], "drafted": 0}

@@ -120,13 +120,6 @@ def test_one_column_has_the_texts_of_a_table(talk):
         load(talk(*rows, name="m.json"))
 
 
-def test_columns_that_are_not_used_are_named(talk):
-    row = '{"audio_filepath": "talk.wav", "text": "a", "speaker_id": 7, "emotion": "calm"}'
-    _, rejected = load(talk(row, name="m.json"))
-    used = "audio_filepath (audio), text, speaker_id (speaker)"
-    assert rejected.source == f"columns used: {used}; not used: emotion"
-
-
 def test_spaces_and_unicode_forms_make_no_other_speaker(talk):
     names = ["é la", " e\u0301  la "]
     corpus, _ = load(

@@ -154,13 +154,9 @@ def test_an_answer_that_is_not_sound_is_none(folder, content):
     language_model.keep(folder, True)
 
 
-def test_a_missing_text_and_a_contradiction_are_refused(tmp_path):
+def test_a_missing_text_is_refused(tmp_path):
     parser = options.Parser("")
     language_model.add_arguments(parser)
-    options.add_arguments(parser)
-    args = parser.parse_args(["--lm", "off", "--lm_text", "a.txt"])
-    with pytest.raises(UsageError, match="--lm off and --lm_text"):
-        options.resolve(args, False, 1)
     with pytest.raises(UsageError, match="--lm_text"):
         language_model.resolve(parser.parse_args(["--lm_text", str(tmp_path / "none.txt")]))
 

@@ -121,22 +121,6 @@ def test_plain_texts_have_no_parts(spoken, tmp_path):
     assert list(plain) == ["file", "text", "seconds", "pieces"] and plain.items() <= record.items()
 
 
-def test_without_output_only_the_texts_are_printed(spoken, tmp_path, capsys):
-    silent = str(tmp_path / "silent.wav")
-    soundfile.write(silent, np.zeros(int(9.5 * SAMPLE_RATE)), SAMPLE_RATE)
-    decode = Decoder()
-    transcribe([spoken], decode)
-    assert capsys.readouterr().out == "w1 w2 w3 w4 w5 w6 w7 w8\n"
-    decoded = len(decode.sizes)
-    transcribe([silent], decode, tmp_path / "out.jsonl")
-    (row,) = rows_of(tmp_path / "out.jsonl")
-    assert (row["text"], row.get("words", []), len(decode.sizes)) == ("", [], decoded) and len(
-        row["pieces"]
-    ) > 2
-    transcribe([spoken, silent], decode)
-    assert capsys.readouterr().out == f"{spoken}\tw1 w2 w3 w4 w5 w6 w7 w8\n{silent}\t\n"
-
-
 # --- results --------------------------------------------------------------------------------------
 
 TEXTS = {

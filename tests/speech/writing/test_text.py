@@ -185,9 +185,6 @@ NUMBERS = "it does not map each character to a number of its own"
     ("content", "reason"),
     [
         (b"{", "it is not valid JSON ("),
-        (b"[1]", "it is not a JSON object"),
-        (b"\xff\xfe{", "it is not UTF-8"),
-        (b'{"a":' * 100_000, "it is not valid JSON ("),
         (b'{"char2idx": [1]}', "char2idx is not a JSON object"),
         *(
             (b'{"b": 0, "a": %s}' % value, NUMBERS)

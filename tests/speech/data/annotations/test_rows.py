@@ -11,10 +11,8 @@ from pympi import Elan
 from common.errors import DataError, Stopped, UsageError
 from speech.data import splits
 from speech.data.annotations.rows import READERS, files_of
-from speech.data.columns import Rejections
 from speech.data.hours import hours_of
 from speech.data.loading import Checks, load_corpus
-from speech.data.manifest import parse
 from tests.speech.data.sets import resolved
 
 
@@ -352,12 +350,3 @@ def test_times_that_cannot_be_are_rejected(tmp_path, wav):
     assert len(corpus) == 1 and rejected.total == 3
     (examples,) = rejected.examples.values()
     assert f"{path}: 2.004 to 2.0021 s: back" in examples
-
-
-def test_a_txt_that_has_no_labels_is_a_manifest_as_before(tmp_path, wav):
-    wav(tmp_path / "a.wav")
-    (tmp_path / "m.txt").write_text("audio_file|text\na.wav|one\n")
-    assert len(load(tmp_path / "m.txt")[0]) == 1
-    (tmp_path / "bad.txt").write_text("0.5 1.5 one\n")
-    with pytest.raises(DataError, match="names no audio column"):
-        list(parse(tmp_path / "bad.txt", Rejections()))
