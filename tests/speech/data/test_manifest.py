@@ -345,6 +345,31 @@ def test_segments_speakers_and_numbers_as_text(tmp_path, wav, json_lines):
     assert corpus.where(0) == f"{path} at 1.50 s"
 
 
+text_of_a_line = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+
+
+@given(
+    texts=st.lists(text_of_a_line, min_size=1, max_size=8), family=st.sampled_from(["json", "csv"])
+)
+def test_any_text_survives(tmp_path_factory, texts, family):
+    """JSON and quoted CSV carry any text. It is read in its normal form, and rejected if that is
+    empty."""
+    folder = any_wav(tmp_path_factory)
+    if family == "json":
+        entries = ({"audio_filepath": "any.wav", "text": text} for text in texts)
+        content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in entries)
+    else:
+        texts = [text.replace("\0", "") for text in texts]
+        # A line of a text with as many commas as a row is taken for one.
+        texts = [text.replace(",", "") if "\n" in text else text for text in texts]
+        content = as_csv(["path", "sentence"], [["any.wav", text] for text in texts])
+    corpus, rejected = loaded(folder, content, f"any.{family}")
+    kept = [normalise(text) for text in texts]
+    assert list(corpus.texts) == [text for text in kept if text]
+    assert rejected.counts == ({"text is empty": kept.count("")} if "" in kept else {})
+    assert rejected.repeated == max(0, len(corpus) - 1)
+
+
 # --- where paths lead -----------------------------------------------------------------------------
 
 
