@@ -777,6 +777,18 @@ def test_a_signal_discards_the_global_batch_saves_and_resumes_to_the_same_weight
     assert are_equal(model, reference)
 
 
+def test_nohup_keeps_a_run_alive(tmp_path):
+    def hang_up(*inputs):
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        _, progress = trained(tmp_path, "--max_steps", "2", compute_loss=changing(hang_up))
+        assert progress.step == 2 and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_signal_during_a_save_lets_it_finish(tmp_path, monkeypatch):
     write_file = files.write_file
 

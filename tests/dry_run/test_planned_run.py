@@ -18,7 +18,7 @@ from common.parts import preflight
 from dry_run.advice import PlannedSettings
 from dry_run.cards import Card
 from dry_run.fake_tensors import CannotPlan
-from dry_run.planned_run import Evaluation, PlannedRun, longest_items, repeated
+from dry_run.planned_run import FIRST, Evaluation, PlannedRun, longest_items, repeated
 from tests import small
 
 
@@ -152,6 +152,27 @@ def test_a_large_batch_is_the_small_one_again_and_again():
     for key in ("numbers", "short"):
         assert torch.equal(larger.pop(key), expected.pop(key))
     assert larger == expected
+
+
+@pytest.mark.parametrize("words", ["--batch_size 2147483647", "--batch_size 100000"])
+def test_a_batch_that_is_far_too_large_takes_no_longer(words, capsys):
+    """Utterances of 10 MB as they are, and of 100 MB in the network."""
+    planned = run_of(Network(256), [{"index": 0, "seconds": 10.0, "targets": 1}])
+    planned = dataclasses.replace(planned, count=10_000_000)
+    sizes = []
+
+    def step(batches: list[dict]) -> None:
+        sizes.append(len(batches[0]["x"]))
+        run_of(planned.model).step(batches)
+
+    planned = dataclasses.replace(planned, step=step)
+    args = flags(*words.split(), "--gradient_accumulation_steps", "1")
+    assert planned.answer(args, CARD, "torch.float32", RunError) == 3
+    out = capsys.readouterr().out
+    assert f"Dry run: {FIRST} x 10.0 s" in out and "Verdict: does not fit" in out
+    size = planned.settings(args).batch_size
+    assert f"all {size} need more" in out and re.search(r"^  --batch_size \d+ ", out, re.MULTILINE)
+    assert max(sizes) == FIRST and len(sizes) < 60
 
 
 def flags(*words: str):

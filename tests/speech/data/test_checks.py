@@ -123,6 +123,22 @@ def test_utterances_are_counted_by_speaker_language_and_length():
     assert line == "      0.1  a\\n<b>" + "x" * 54
 
 
+def test_the_training_set_is_described(capsys):
+    rows = [(f"t{i}", 60.0 * (i + 1), f"s{i}") for i in range(23)]
+    checks.describe(make_corpus(rows))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "training speech: 276.0 min of 23 speakers",
+        "warning: no clip is under 2 s: the model will add noise to short texts",
+    ]
+    checks.describe(make_corpus([("a", 1.5, "")]))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "training speech: 0.0 min of 1 speaker",
+        "warning: less than 3 minutes of training speech: the voice will hardly be learned",
+    ]
+
+
 def test_sets_are_checked_as_speech(capsys):
     sets = {
         "train": make_corpus([*even(25), ("x" * 90, 3.0, "a"), ("c", 1.0, "c")]),
