@@ -379,7 +379,7 @@ def fit(model: Network, data: Utterances) -> None:
 """
 
 
-def test_a_released_encoder_as_a_start(tmp_path, konkani):
+def test_a_released_encoder_as_a_start(tmp_path, manifests):
     """As recipes/template.md shows it: `fit` reads the folder once for a new model, and a plan does
     not."""
     source = redefine(TEMPLATE.read_text(encoding="utf-8"), FROM_A_FOLDER)
@@ -396,8 +396,7 @@ def test_a_released_encoder_as_a_start(tmp_path, konkani):
     torch.manual_seed(5)
     layers = recipe.Network(recipe.ModelInfo(32, 2, ["a"])).layers
     weights = {f"encoder.{name}": value for name, value in layers.state_dict().items()}
-    flags = ["--train_manifest", konkani["train"], "--val_manifest", konkani["val"]]
-    flags += ["--max_steps", "1", "--learning_rate", "1e-30", "--output_dir", tmp_path]
+    flags = [*manifests, "--max_steps", "1", "--learning_rate", "1e-30", "--output_dir", tmp_path]
     runs.ran(recipe, *flags, "--dry_run", "8GB")
     (tmp_path / "released").mkdir()
     save_file(weights | {"decoder.weight": torch.ones(1)}, tmp_path / "released/model.safetensors")

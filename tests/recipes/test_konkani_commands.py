@@ -2,43 +2,21 @@
 transcribe, torchrun."""
 
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
 
-from common import options
-from common.errors import UsageError
 from recipes import konkani_conformer as recipe
 from tests.recipes import runs
 from tests.recipes.runs import SHORT, TINY, newest, planned, ran, refused, run
 
 
 @pytest.fixture(scope="module")
-def flags(konkani):
+def flags(manifests):
     """The flags of a tiny model on the corpus."""
-    data = ["--train_manifest", konkani["train"], "--val_manifest", konkani["val"]]
-    return [*data, *TINY, "--batch_size", "2", "--gradient_accumulation_steps", "2"]
-
-
-def test_the_configuration_is_the_checkpoints_or_the_flags():
-    parser = options.Parser("")
-    recipe.add_arguments(parser)
-
-    def config(saved, *command):
-        return recipe.choose_config(parser.parse_args(command), saved)
-
-    expected = {**recipe.DEFAULTS, "d_model": 128, "subsampling": 8}
-    saved = recipe.ModelInfo(expected, ["a"])
-    assert config(None) == recipe.DEFAULTS
-    assert config(None, "--d_model", "64") == {**recipe.DEFAULTS, "d_model": 64}
-    assert config(saved) == config(saved, "--d_model", "128") == expected
-    for flag, value, has in (("d_model", "192", 128), ("subsampling", "4", 8)):
-        message = f"--{flag} {value} conflicts with the checkpoint, which has {has}.*--init_from"
-        with pytest.raises(UsageError, match=message):
-            config(saved, f"--{flag}", value)
+    return [*manifests, *TINY, "--batch_size", "2", "--gradient_accumulation_steps", "2"]
 
 
 @pytest.mark.parametrize(
@@ -49,23 +27,6 @@ def test_the_demo_warms_up_longer(flags, warmup):
     args = runs.parse(recipe, *flags.split())
     recipe.resolve(args)
     assert args.warmup_steps == warmup
-
-
-# --- trained, stopped and resumed -----------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_torchrun_trains_with_two_processes(flags, tmp_path):
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    launch += ["--master_port", runs.free_port()]
-    words = runs.command(recipe, *flags, "--num_epochs", "1")[1:]
-    process = runs.start_anew([*launch, *words], tmp_path)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert out.count("evaluation at step 2") == 1 and out.count("memory: peak ") == 1
-    saved = newest(tmp_path, recipe)
-    assert (saved.progress.step, saved.progress.utterances) == (2, 14)
-    assert len(saved.state["rng"]) == 2
 
 
 # --- data -----------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import signal
 import termios
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +22,7 @@ import pytest
 import soundfile
 import torch
 import yaml
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from common import checkpoint, optim, records
 from common.batches import to_device
@@ -386,11 +384,6 @@ DEMO = "--from_scratch --model_size demo".split()
 
 
 @pytest.fixture(scope="module")
-def manifests(konkani) -> list[str]:
-    return ["--train_manifest", konkani["train"], "--val_manifest", konkani["val"]]
-
-
-@pytest.fixture(scope="module")
 def scratch(manifests, tmp_path_factory) -> tuple[Path, str]:
     """The folder and the stdout of two updates from scratch, exported to "hf"."""
     folder = tmp_path_factory.mktemp("scratch")
@@ -410,21 +403,8 @@ def best(scratch, tmp_path_factory) -> Path:
     weights["joint.head.bias"][blank] -= 2
     weights["joint.head.bias"][blank + 1] -= 4  # a duration of 0: transformers bounds none
     weights["joint.head.bias"][0] -= 100  # the unknown token
-    write_best(path, scratch[0] / "checkpoints" / path.name, weights)
+    runs.write_best(path, scratch[0] / "checkpoints" / path.name, weights)
     return path
-
-
-def write_best(
-    path: Path, source: Path, weights: dict | None = None, change: Callable = lambda records: None
-) -> None:
-    """Copies a best.safetensors with other weights, or with records {"model_info", "run_info"} that
-    `change` has changed."""
-    with safe_open(source, framework="pt") as file:
-        header = file.metadata()
-    records = {name: json.loads(header[name]) for name in ("model_info", "run_info")}
-    change(records)
-    header |= {name: json.dumps(content) for name, content in records.items()}
-    save_file(weights or load_file(source), path, header)
 
 
 @pytest.fixture(scope="module")
@@ -961,7 +941,7 @@ def streaming(best, tmp_path_factory) -> Path:
             same = name in fits and fits[name].shape == tensor.shape
             made[name] = (fits[name] if same else tensor).contiguous()
 
-    write_best(path, best, made, change)
+    runs.write_best(path, best, made, change)
     return path
 
 

@@ -9,8 +9,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from common import checkpoint
 from recipes import (
@@ -22,6 +20,7 @@ from recipes import (
     whisper_vietnamese,
 )
 from tests import contract
+from tests.recipes import runs
 from tests.recipes.cases import CASES, make_small
 from tests.recipes.runs import SHORT, ran, refused
 
@@ -225,27 +224,19 @@ DAMAGED = {  # what is changed in the records of best.safetensors, and a part of
     konkani_conformer: [
         ((*CONFIG, "encoder_layers"), 10**9, "encoder_layers is '1000000000'"),
         ((*CONFIG, "encoder_layers"), 3, "not those of the model that it"),
-        ((*CONFIG, "d_model"), 32, ""),
         ((*CONFIG, "attention_heads"), 3, ""),
         ((*CONFIG, "subsampling"), [4], "subsampling is '[4]'"),
-        (CONFIG, None, "config is 'None'"),
-        (CONFIG, {}, ""),
         (("model_info", "characters"), [], ""),
         (("model_info", "characters"), [3], "characters[0] is '3'"),
         (("run_info", "longest"), "10", "longest is '10'"),
-        (("run_info", "held_out"), [3], "held_out[0] is '3'"),
     ],
     whisper_morse: [
         ((*CONFIG, "encoder_layers"), 10**9, "config.encoder_layers is '1000000000'"),
         ((*CONFIG, "encoder_layers"), 128, "lacks 'encoder.layers.1."),
-        ((*CONFIG, "d_model"), 8192, "its configuration asks for"),
         ((*CONFIG, "decoder_attention_heads"), 3, "does not divide d_model"),
         (("model_info", "tokenizer", "vocab"), {}, "is not a Whisper tokenizer"),
-        (("model_info", "tokenizer", "merges"), [["a", "b"]], "tokenizer.merges[0] is"),
-        (("model_info", "tokenizer", "language"), "xx", "Whisper has no token for it"),
         (("model_info", "generation"), {"suppress_tokens": [5000]}, "not those of its tokenizer"),
         (("model_info", "ctc_tokens"), 3, "not those of its tokenizer"),
-        (("run_info", "pad_from"), "0", "pad_from is '0'"),
         (("run_info", "data", "longest"), float("nan"), "longest is 'nan'"),
         (("run_info", "data", "longest"), 1e-300, "longest is '1e-300'"),
         (("run_info", "synthesis", "wpm"), [4, 10**9], "wpm is '[4, 1000000000]'"),
@@ -253,14 +244,11 @@ DAMAGED = {  # what is changed in the records of best.safetensors, and a part of
     parakeet_tdt: [
         ((*CONFIG, "layers"), 10**9, "config.layers is '1000000000'"),
         ((*CONFIG, "layers"), 128, "lacks 'encoder.layers.2."),
-        ((*CONFIG, "d_model"), 8192, "its configuration asks for"),
         ((*CONFIG, "heads"), 3, "heads does not divide d_model"),
-        ((*CONFIG, "kernel"), True, "config.kernel is 'True'"),
         ((*CONFIG, "durations"), [0], "config.durations is '[0]'"),
         ((*CONFIG, "ctc"), False, "has unexpected 'ctc_head."),
         (("model_info", "tokenizer", "sentencepiece"), "00", "tokenizer"),
         (("model_info", "loss", "reduction"), "sum", "loss.reduction is 'sum'"),
-        (("model_info", "loss", "omega"), 1.5, "loss.omega is '1.5'"),
     ],
     wav2vec2_ctc: [
         (CONFIG, {}, "config"),
@@ -269,7 +257,6 @@ DAMAGED = {  # what is changed in the records of best.safetensors, and a part of
     ],
     matcha_voice: [
         ((*CONFIG, "heads"), 7, "no model has the shape"),
-        ((*CONFIG, "channels"), 17, "no model has the shape"),
         (("model_info", "symbols"), ["_", "^", "$", " ", ""], "symbols"),
         (("model_info", "speakers"), [], "speakers"),
     ],
@@ -283,23 +270,17 @@ def damaged_records():
             yield pytest.param(case, place, value, message, id=words[:70])
 
 
-def damage(path: Path, target: Path, place: tuple[str, ...], value) -> None:
-    """Copies a best.safetensors with another value in its records."""
-    with safe_open(path, framework="pt") as file:
-        header = file.metadata()
-    record, *folders, name = place
-    content = json.loads(header[record])
-    functools.reduce(dict.__getitem__, folders, content)[name] = value
-    header[record] = json.dumps(content)
-    save_file(load_file(path), target, header)
-
-
 @pytest.mark.parametrize(("case", "place", "value", "message"), list(damaged_records()))
 def test_damaged_records_are_named_before_weights_are_read(
     case, place, value, message, made, tmp_path, no_hang
 ):
     target = tmp_path / "best.safetensors"
-    damage(Path(made(case)["best"]), target, place, value)
+
+    def change(records: dict) -> None:
+        *folders, name = place
+        functools.reduce(dict.__getitem__, folders, records)[name] = value
+
+    runs.write_best(target, made(case)["best"], change=change)
     flags = ["--evaluate", "--resume", target, *contract.held_out(made(case)["train"].split())]
     status, err = refused(case.recipe, *flags, *case.limits.split(), "--output_dir", tmp_path)
     assert status == 2 and message in err and len(err) < 600, err

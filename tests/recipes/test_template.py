@@ -14,18 +14,10 @@ from tests.recipes import runs
 SHORT = (*runs.SHORT, "--save_every", "1", "--eval_every", "1")
 
 
-@pytest.fixture(scope="module")
-def trained(konkani, tmp_path_factory):
-    """The folder of a short run, and its stdout."""
-    folder = tmp_path_factory.mktemp("template")
-    data = ("--train_manifest", konkani["train"], "--val_manifest", konkani["val"])
-    return folder, data, runs.ran(template, *data, *SHORT, "--output_dir", folder)
-
-
-def test_transcribing_gives_a_line_for_each_file(trained, wav, tmp_path):
-    folder, _, _ = trained
+def test_transcribing_gives_a_line_for_each_file(manifests, wav, tmp_path):
+    runs.ran(template, *manifests, *SHORT, "--output_dir", tmp_path)
     paths = [wav(tmp_path / f"{name}.wav", 1.5) for name in "ab"]
-    out = runs.ran(template, "--transcribe", *paths, "--output_dir", folder)
+    out = runs.ran(template, "--transcribe", *paths, "--output_dir", tmp_path)
     assert [line.split("\t")[0] for line in out.splitlines()] == paths
 
 
@@ -73,11 +65,10 @@ def test_weights_of_another_network_are_refused_before_one_is_made(tmp_path):
     assert status == 2 and "not those of the model that it describes" in err
 
 
-def test_what_a_killed_run_left_of_its_reports_is_removed(konkani, tmp_path):
+def test_what_a_killed_run_left_of_its_reports_is_removed(manifests, tmp_path):
     logs = tmp_path / "logs"
     logs.mkdir()
     (logs / ".transcripts.jsonl.abcd1234.tmp").write_text("half")
     (logs / ".notes.abcd1234.tmp").write_text("of the user")
-    data = ("--train_manifest", konkani["train"], "--val_manifest", konkani["val"])
-    runs.ran(template, *data, *SHORT, "--max_steps", "1", "--output_dir", tmp_path)
+    runs.ran(template, *manifests, *SHORT, "--max_steps", "1", "--output_dir", tmp_path)
     assert [path.name for path in logs.glob(".*.tmp")] == [".notes.abcd1234.tmp"]
