@@ -132,6 +132,7 @@ def test_what_is_used_without_training(monkeypatch):
         ({"export": "x", "resume": "a.pt"}, True),
         ({"export": "x", "resume": "auto", "path": "toy"}, False),
         ({"export": "x", "path": "toy", "given": frozenset({"max_steps"})}, False),
+        ({"export": "x", "resume": "a.pt", "given": frozenset({"dry_run"})}, False),
         ({"export": "x"}, False),
         ({"path": "toy"}, False),
     ],

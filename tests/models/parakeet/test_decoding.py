@@ -318,15 +318,6 @@ def test_words_and_segments_are_those_of_nemo(row, words, sentences):
     assert record["text"] == " ".join(text for text, _, _ in record["words"])
 
 
-def test_seconds_are_frames_of_80_ms():
-    record = transcript(tokens_of("▁t:7+3 h:11+0 ▁a:12+2", PIECES), TOKENIZER, 0.08, 20)
-    assert record["words"] == [
-        {"start": 0.56, "end": 0.88, "text": "th"},
-        {"start": 0.96, "end": 1.12, "text": "a"},
-    ]
-    assert record["segments"] == [{"start": 0.56, "end": 1.12, "text": "th a"}]
-
-
 WORDS = {  # pieces with their frames, and the words
     "no token": ("", ""),
     "spaces alone": ("▁:1+1 ▁:2+1", ""),

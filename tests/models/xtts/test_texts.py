@@ -6,13 +6,11 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from common import options, records
-from common.checkpoint import Saved
 from common.errors import UsageError
-from models.xtts import cleaners, formats, new_tokens, speaking, start, texts
-from models.xtts.tokenizer import Vocabulary, new_vocabulary
+from models.xtts import cleaners, new_tokens, speaking, start, texts
+from models.xtts.tokenizer import Vocabulary
 from speech import amharic
 from speech.data import splits
 from tests.models.xtts.small import VOCAB, make_info
@@ -220,14 +218,6 @@ def test_an_older_record_is_read_unless_its_model_began_at_random_weights():
         records.read(start.ModelInfo, {**values, "pretrained": False, "reads_stop": True}, "it")
 
 
-@pytest.mark.parametrize(
-    "change", [{"g2p": 1}, {"lexicon": {"a": 1}}, {"lexicon": []}, {"extend_vocab": "x"}]
-)
-def test_damaged_options(change):
-    with pytest.raises(UsageError, match=f"^it: TextOptions.{next(iter(change))} is "):
-        records.read(texts.TextOptions, {**asdict(PLAIN), **change}, "it")
-
-
 SPEAKING = f"--synthesize a --speaker_wav {__file__}"
 CONTRADICTIONS = [  # words, and a part of the message
     ("--dry_run=8GB --lexicon x", "--lexicon goes with --use_amharic_g2p"),
@@ -272,20 +262,3 @@ def test_flags_that_contradict_a_checkpoint(words, text, message):
     chosen = resolved("--dry_run=8GB", "--resume", "auto", *words.split())
     found = texts.conflicts(chosen.origin.given, chosen.text, text)
     assert len(found) == bool(message) and (message or "") in "".join(found)
-
-
-def test_a_contradiction_ends_the_resumed_run(tmp_path):
-    info = make_info(new_vocabulary(texts.CHARACTERS, ["en", "am"], 512))
-    shapes = formats.expected_shapes(info.config)["gpt"]
-    weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    saved = Saved(tmp_path / "a.pt", "xtts_amharic", asdict(info), {}, weights)
-
-    def read_info(*flags) -> start.ModelInfo:
-        asked = resolved("--dry_run=8GB", "--resume", "auto", *flags)
-        return start.Family(asked).read_info(saved)
-
-    assert read_info() == info
-    with pytest.raises(
-        UsageError, match=r"--use_amharic_g2p \(the checkpoint reads text as written\) conflicts"
-    ):
-        read_info("--use_amharic_g2p")
