@@ -1,4 +1,5 @@
-"""Recordings with files of ELAN and Praat, from a check to a resumed training."""
+"""Recordings with files of ELAN and Praat in a training that is resumed. How they are read:
+tests/speech/data/annotations."""
 
 import json
 from pathlib import Path
@@ -9,7 +10,7 @@ import soundfile
 from praatio import textgrid
 from pympi import Elan
 
-from recipes import konkani_conformer, template
+from recipes import template
 from tests.recipes import runs
 
 SHORT = (*runs.SHORT, "--save_every", "1", "--eval_every", "1")
@@ -35,7 +36,7 @@ def joined(manifest: str, path: Path) -> list[tuple[float, float, str]]:
 
 @pytest.fixture(scope="module")
 def recordings(konkani, tmp_path_factory):
-    """A folder with train.eaf, of two speakers with a translation, val.TextGrid in UTF-16, and
+    """A folder with train.eaf, of two speakers, val.TextGrid in UTF-16, and
     JSON Lines of the same utterances."""
     folder = tmp_path_factory.mktemp("recordings")
     for name in ("train", "val"):
@@ -65,32 +66,16 @@ def recordings(konkani, tmp_path_factory):
 def write_eaf(path: Path, parts: list[tuple[float, float, str]]) -> None:
     file = Elan.Eaf()
     file.remove_tier("default")
-    file.add_linguistic_type("translation", constraints="Symbolic_Association")
     for number, who in enumerate(("Anna", "Berta")):
         file.add_tier(f"tx@{who}", part=who)
-        file.add_tier(f"ft@{who}", ling="translation", parent=f"tx@{who}")
         for start, end, text in parts[number::2]:
             file.add_annotation(f"tx@{who}", round(1000 * start), round(1000 * end), text)
-            file.add_ref_annotation(f"ft@{who}", f"tx@{who}", round(1000 * start), "in English")
     file.add_linked_file("file:///D:/tapes/train.wav", relpath="./train.wav")
     file.to_file(str(path))
 
 
 def flags(recordings, train: str, val: str) -> list[str]:
     return ["--train_manifest", recordings / train, "--val_manifest", recordings / val]
-
-
-def test_the_check_says_what_there_is(recordings, tmp_path):
-    data = flags(recordings, "*.eaf", "val.TextGrid")
-    check = ("--check_data", "--output_dir", tmp_path)
-    status, _, message = runs.run(konkani_conformer, *data, *check)
-    assert status == 2 and "which tier has the texts? Add --tier NAME" in message
-    assert "  ft@Berta  translation  Berta    7      in English" in message
-    out = runs.ran(konkani_conformer, *data, "--tier", "tx@*", "text", *check)
-    assert "*.eaf): 1 file; tiers tx@Anna (7), tx@Berta (7); no tier is called text" in out
-    assert "val.TextGrid): 1 file; tiers text (4); no tier is called tx@*; without text" in out
-    assert "Anna\n" in out and "Berta\n" in out
-    assert "14 utterances in train, 4 utterances in val can be used" in out
 
 
 def test_training_and_resuming_are_those_of_a_manifest_to_the_bit(recordings, tmp_path):

@@ -10,7 +10,7 @@ import soundfile
 
 from recipes import konkani_conformer as recipe
 from tests.recipes import runs
-from tests.recipes.runs import SHORT, TINY, newest, planned, ran, refused, run
+from tests.recipes.runs import SHORT, TINY, planned, ran, run
 
 
 @pytest.fixture(scope="module")
@@ -53,25 +53,6 @@ def test_a_bad_file_is_named_and_with_skip_bad_audio_listed(konkani, flags, tmp_
     ran(recipe, *flags, *place, "--skip_bad_audio", "--no_check_audio")
     lines = runs.rows(tmp_path / "logs" / "metrics.jsonl")
     assert [line["file"] for line in lines if line.get("event") == "skipped"] == [str(audio)]
-
-
-def test_long_recordings_are_cut_by_their_segments(konkani, flags, tmp_path):
-    pieces, segments, now = [], [], 0.0
-    for row in runs.rows_of(konkani["train"]):
-        samples, rate = soundfile.read(row["audio_filepath"])
-        segments.append({"start": now, "end": now + len(samples) / rate, "text": row["text"]})
-        pieces.append(samples)
-        now += len(samples) / rate
-    soundfile.write(tmp_path / "long.wav", np.concatenate(pieces), rate)
-    assert now > 15
-    rows = [{"audio_filepath": "long.wav", "segments": segments}]
-    manifest = ["--train_manifest", runs.write_rows(tmp_path / "long.json", rows)]
-    limit = ["--max_duration", "5"]
-    flags = [*flags, *SHORT, *manifest, *limit, "--output_dir", tmp_path]
-    status, err = refused(recipe, *flags)
-    assert status == 1 and "--use_chunking" in err
-    ran(recipe, *flags, "--use_chunking")
-    assert 2.5 < newest(tmp_path, recipe).run_info["longest"] <= 5
 
 
 # --- transcribed

@@ -1,10 +1,10 @@
 """The Parakeet recipe with Nemotron's models: languages, look-aheads, tags, adapters, exports."""
 
+import functools
 import json
 import re
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 import transformers
@@ -118,14 +118,6 @@ def test_languages_and_lookaheads_depend_on_seed_epoch_and_utterance(manifest, r
     assert info.languages == NAMES
 
 
-def test_tags_end_sentences_of_their_language(manifest, released):
-    _, _, data = make_data(manifest, released)
-    tag = data.tokenizer.tags["de-DE"]
-    has_tag = [tag in data.item(i, 0)["tokens"].tolist() for i in range(8)]
-    assert has_tag == [True, False, False, False, True, False, False, False]
-    assert data.item(0, 0)["tokens"][-1] == tag and data.item(0, 0)["text"] == "abc."
-
-
 def make_model(info, weights) -> Parakeet:
     model = Parakeet(info.config, fastemit=info.loss["fastemit"]).double()
     model.load_state_dict(weights)
@@ -222,20 +214,11 @@ def test_files_are_transcribed_in_a_language_and_with_a_lookahead(trained, manif
 
 
 def test_adapters_beside_a_nemotron(manifest, released, tmp_path):
-    def read(folder: Path) -> dict:
-        return formats.read_model(folder)[0]
-
-    def in_peft(base: list, merged: Path, folder: Path) -> None:
-        kind = transformers.Nemotron3_5AsrForRNNT
-        model = peft.PeftModel.from_pretrained(kind.from_pretrained(base[1]), folder)
-        found = model.merge_and_unload().state_dict()
-        for name, tensor in kind.from_pretrained(merged).state_dict().items():
-            assert torch.allclose(found[name], tensor, atol=1e-6), name
-
+    in_peft = functools.partial(adapters.check_peft, transformers.Nemotron3_5AsrForRNNT)
     data = flags_of(manifest, released)[:4]
     source = ["--model_dir", released]
     flags = [*data, "--language", "de"]
-    out = adapters.check(recipe, flags, source, tmp_path, read, peft=in_peft)
+    out = adapters.check(recipe, flags, source, tmp_path, formats, in_peft=in_peft)
     assert "trained whole: decoder, joint, prompt_projector" in out
 
 
@@ -253,6 +236,7 @@ def test_mistakes_are_answered_in_one_line(flags, message, manifest, released, t
     flags = [tmp_path / "x" if flag == "x" else flag for flag in flags]
     _, err = refused(recipe, *flags_of(manifest, released, *flags), *places)
     assert re.search(message, err), err
+    assert not list(tmp_path.rglob("checkpoint_step*"))
 
 
 def test_the_english_model_is_told_no_language(manifest, english, tmp_path):

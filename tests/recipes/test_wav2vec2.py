@@ -423,11 +423,10 @@ def assert_same_in_peft(kind, base: list, merged: Path, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_adapters_beside_a_released_model(noise, released, tmp_path):
-    def read(folder: Path) -> dict:
-        return formats.read_model(folder)[0]
-
     in_peft = functools.partial(assert_same_in_peft, Wav2Vec2ForCTC)
-    out = adapters.check(recipe, noise, ["--model_dir", released], tmp_path, read, peft=in_peft)
+    out = adapters.check(
+        recipe, noise, ["--model_dir", released], tmp_path, formats, in_peft=in_peft
+    )
     assert "trained whole: lm_head" in out
 
 

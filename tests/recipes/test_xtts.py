@@ -16,7 +16,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from common import checkpoint, memory, records
+from common import checkpoint, records
 from common.batches import to_device
 from common.errors import DataError
 from models.xtts import decoding, formats, speaking, start, texts
@@ -44,6 +44,7 @@ from tests.models.xtts.small import (
     use_small_vocoder,
     write_released,
 )
+from tests.peers import same_tensors
 from tests.recipes import adapters, runs
 from tests.recipes.runs import newest, ran, refused
 
@@ -242,24 +243,6 @@ def test_the_explicit_product_is_the_fused_attention(noise, monkeypatch):
         assert (fused - product).norm() <= 1e-10 * fused.norm()
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("sdpa", [True, False], ids=["sdpa", "explicit"])
-def test_positions_one_after_the_other_are_a_full_forward(sdpa):
-    model = make_model().eval()
-    for block in model.gpt.h:
-        block.attn.sdpa = sdpa
-    x = torch.randn(3, 12, 16, dtype=torch.float64)
-    whole, cache, parts, first = model.hidden(x), None, [], 0
-    for size in (5, 1, 1, 3, 2):
-        hidden, cache = model.run(x[:, first : first + size], cache)
-        parts.append(hidden)
-        first += size
-    assert (torch.cat(parts, dim=1) - whole).abs().max() < 1e-10
-    later = x.clone()
-    later[:, 7:] += 1
-    assert torch.equal(model.hidden(later)[:, :7], whole[:, :7]), "attention is not causal"
-
-
 # --- data -----------------------------------------------------------------------------------------
 
 
@@ -322,9 +305,6 @@ def test_the_counts_are_those_of_the_targets_and_no_stop_is_lost(noise, monkeypa
     assert {name: len(values) for name, values in targets.items()} == batch["counts"]
 
 
-# --- precision ------------------------------------------------------------------------------------
-
-
 def test_a_clip_that_became_longer_after_the_check_is_named(noise, tmp_path):
     data = make_utterances(noise)
     path = tmp_path / "grown.wav"
@@ -336,19 +316,7 @@ def test_a_clip_that_became_longer_after_the_check_is_named(noise, tmp_path):
         data.item(0, 0)
 
 
-# --- memory options -------------------------------------------------------------------------------
-
-
-def test_frozen_layers_have_no_gradient(noise):
-    """tests/common/test_optim.py: they do not change."""
-    model = make_model(dtype=torch.float32).train()
-    start.freeze(model, 1)
-    memory.checkpoint_layers(model, xtts.CHECKPOINTED)
-    items, frozen = make_items(noise, torch.float32)[:2], make_frozen(torch.float32)
-    sum(recipe.compute_loss(model, moved(items), frozen).values()).backward()
-    kept = {name for name, p in model.named_parameters() if p.grad is None}
-    assert len(kept) == 12
-    assert kept == {name for name, _ in model.named_parameters() if name.startswith("gpt.h.0.")}
+# --- flags ----------------------------------------------------------------------------------------
 
 
 ALIASES = {
@@ -555,19 +523,11 @@ def test_another_dvae_on_resume_is_refused(tuned, places, tmp_path):
 # --- exported and spoken --------------------------------------------------------------------------
 
 
-def same_folders(a: Path, b: Path) -> bool:
-    (first, config, extras), (second, other, more) = formats.read_model(a), formats.read_model(b)
-    pairs = [(first[group], second[group]) for group in ("gpt", "dvae", "hifigan_decoder")]
-    return (config, extras) == (other, more) and all(
-        one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-        for one, two in pairs
-    )
-
-
 def test_a_released_model_is_exported_as_it_is(places, tmp_path):
     flags = ["--model_dir", places.model, "--language", "en", "--output_dir", tmp_path]
     ran(recipe, *flags, "--export", tmp_path / "b")
-    assert same_folders(tmp_path / "b", places.model)
+    (ours, *others), (theirs, *expected) = map(formats.read_model, (tmp_path / "b", places.model))
+    assert same_tensors(ours, theirs) and others == expected
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -595,26 +555,6 @@ def test_texts_are_spoken_with_the_vocoder(tuned, places, tmp_path):
     several = [tmp_path / "lines.txt", *flags, "--resume", best, "--output", tmp_path / "n.wav"]
     ran(recipe, "--synthesize", *several)
     assert {path.name for path in tmp_path.glob("n*.wav")} == {"n_001.wav", "n_002.wav"}
-
-
-# --- what is written ------------------------------------------------------------------------------
-
-
-def test_a_new_run_moves_the_sentences_of_the_earlier_one_aside(places, tmp_path):
-    flags = tuning(places, *PLAIN, "--max_steps", "1", "--speak_held_out", "2")
-    flags += ["--output_dir", tmp_path]
-    mine = tmp_path / "speech" / "mine.txt"
-    ran(recipe, *flags)
-    mine.write_text("mine")
-    ran(recipe, *flags, "--seed", "1")
-    assert (tmp_path / "earlier-1" / "speech" / "mine.txt").read_text() == "mine"
-    assert not mine.exists()
-    # The same run, spoken again: its own sentences are replaced, those of somebody else are kept.
-    mine.write_text("mine")
-    flags += ["--seed", "1", "--resume", "auto"]
-    assert "what was there was moved to " in ran(recipe, *flags)
-    assert (tmp_path / "earlier-2" / "speech" / "mine.txt").read_text() == "mine"
-    assert "what was there was moved to " not in ran(recipe, *flags)
 
 
 # --- the voice of another clip --------------------------------------------------------------------
@@ -714,13 +654,10 @@ def test_the_results_have_a_line_for_each_language(places, json_lines, tmp_path,
 
 @pytest.mark.slow
 def test_adapters_beside_a_released_gpt(places, tmp_path):
-    def read(folder: Path) -> dict:
-        return formats.read_model(folder)[0]["gpt"]
-
     flags = [*manifests(places), "--speak_held_out", "0"]
     base = ["--model_dir", places.model]
     transposed = ("c_attn", "c_fc", "c_proj")
-    out = adapters.check(recipe, flags, base, tmp_path, read, transposed)
+    out = adapters.check(recipe, flags, base, tmp_path, formats, transposed)
     assert "trained whole: text_embedding, text_head" in out
 
 
@@ -880,21 +817,6 @@ def test_mistakes_are_answered_in_one_line_before_anything_is_trained(
     status, err = refused(recipe, *data, *line.split(), "--output_dir", tmp_path)
     assert status == (1 if message == "cannot be used" else 2) and message in err, err
     assert not list(tmp_path.glob("checkpoints/*.pt"))
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("", "training needs --train_manifest FILE (clips and their texts) and --model_dir DIR"),
-        ("--model_dir {model}", "training needs --train_manifest FILE"),
-        ("--model_dir {model} --evaluate", "there are no data: give --train_manifest or, with"),
-        ("--train_csv {train} --from_scratch", "--from_scratch"),
-    ],
-)
-def test_without_data_or_a_model_it_says_what_it_needs(places, tmp_path, line, message):
-    words = line.format(**vars(places)).split()
-    status, err = refused(recipe, *words, "--output_dir", tmp_path)
-    assert status == 2 and message in err and not [*tmp_path.iterdir()]
 
 
 def test_what_has_no_positions_or_no_letters_is_rejected(places, tmp_path):
