@@ -10,7 +10,6 @@ import torch
 import transformers
 
 from common import memory, records
-from common.batches import to_device
 from common.device import Setup
 from common.loop import Run
 from models.parakeet import formats, start
@@ -24,7 +23,7 @@ from tests.models.parakeet.test_nemotron import pieces
 from tests.recipes import adapters, runs
 from tests.recipes.runs import newest, planned, ran, refused
 
-CPU = torch.device("cpu")
+moved = functools.partial(contract.moved, recipe)
 V = 24
 CONFIG = {
     **make_config(16, 2, 2, (8, 1), V, num_mel_bins=16, channels=4, subsampling=4),
@@ -93,10 +92,6 @@ def make_data(manifest: Path, released: Path, *more, training: bool = True):
     tokenizer = start.tokenizer_of(info)
     data = recipe.Utterances(asked, corpora["train"], tokenizer, info, training)
     return info, weights, data
-
-
-def moved(items: list[dict]) -> dict:
-    return next(to_device([recipe.collate(items)], CPU))
 
 
 def test_languages_and_lookaheads_depend_on_seed_epoch_and_utterance(manifest, released):

@@ -15,6 +15,7 @@ from recipes import (
     konkani_conformer,
     matcha_voice,
     parakeet_tdt,
+    template,
     wav2vec2_ctc,
     whisper_morse,
     whisper_vietnamese,
@@ -62,7 +63,6 @@ OF_ONE = {
         ("--min_duration 9 --max_duration 3", "--min_duration 9 is not below --max_duration 3"),
         ("{train} --min_duration 1 --strict_data", "utterances rejected (--strict_data)"),
         ("{train} --vocab_file {here}/gone.json", "{here}/gone.json"),
-        ("--align a.wav a.txt", "--align goes with --output: name the manifest"),
         ("{train} --d_model 30", "--d_model 30 must be a multiple of twice --attention_heads 4"),
         ("--d_model 32 --resume {saved}", "--d_model 32 conflicts"),
         ("--subsampling 8 --resume {best} --evaluate", "--subsampling 8 conflicts"),
@@ -214,6 +214,7 @@ def test_a_mistake_is_answered_in_one_line_before_anything_is_trained(
 
 CONFIG = ("model_info", "config")
 DAMAGED = {  # what is changed in the records of best.safetensors, and a part of the message
+    template: [(("model_info", "layers"), 128, "not those of the model that it describes")],
     konkani_conformer: [
         ((*CONFIG, "encoder_layers"), 10**9, "encoder_layers is '1000000000'"),
         ((*CONFIG, "encoder_layers"), 3, "not those of the model that it"),

@@ -17,7 +17,6 @@ import yaml
 from safetensors.torch import load_file
 
 from common import checkpoint, records
-from common.batches import to_device
 from common.errors import DataError
 from models.xtts import decoding, formats, speaking, start, texts
 from models.xtts import model as xtts
@@ -31,6 +30,7 @@ from recipes import xtts_amharic as recipe
 from speech.data.columns import Corpus, Strings
 from speech.data.splits import Checks, load_corpus
 from speech.decoding import judge
+from tests import contract
 from tests.contract import awake, metrics
 from tests.models.xtts.small import (
     CONFIG,
@@ -48,7 +48,7 @@ from tests.peers import same_tensors
 from tests.recipes import adapters, runs
 from tests.recipes.runs import newest, ran, refused
 
-CPU = torch.device("cpu")
+moved = functools.partial(contract.moved, recipe)
 COQUI = json.loads((FIXTURES / "cases.json").read_text(encoding="utf-8"))["sizes"]
 TEXTS = ("ሰላም", "ቤት ውሃ", "ዳቦ", "ቡና ወተት ሥጋ", "መንገድ", "ከተማ ሰው", "ሴት ልጅ አባት", "እናት")
 SECONDS = (0.9, 0.5, 3.4, 0.7, 1.0, 0.6, 2.0, 1.1)
@@ -88,7 +88,7 @@ def make_frozen(dtype=torch.float64) -> Frozen:
     frozen = Frozen(Mel("dvae", stats), Mel("conditioning", stats), dvae, small_vocoder(16))
     for part in (frozen.dvae_mel, frozen.conditioning_mel, dvae):
         part.to(dtype)
-    return frozen.to(CPU)
+    return frozen.to(torch.device("cpu"))
 
 
 def make_utterances(
@@ -119,10 +119,6 @@ def make_model(dropout: float = 0.0, dtype=torch.float64, config: dict = CONFIG)
     return awake(GPT(config, dropout).to(dtype))
 
 
-def moved(items: list[dict]) -> dict:
-    return next(to_device([recipe.collate(items)], CPU))
-
-
 def gradient_of(loss: torch.Tensor, model) -> torch.Tensor:
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*model.parameters()])])
 
@@ -132,11 +128,8 @@ def gradient_of(loss: torch.Tensor, model) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def theirs() -> GPT:
-    """Our GPT with Coqui's random weights, in evaluation. The names must be the same."""
+    """Our GPT with Coqui's random weights, in evaluation."""
     weights = {name.removeprefix("gpt."): w for name, w in coquis("gpt").items()}
-    assert {name: tuple(w.shape) for name, w in weights.items()} == formats.expected_shapes(COQUI)[
-        "gpt"
-    ]
     return xtts.make_model(COQUI, weights).eval()
 
 
@@ -517,7 +510,6 @@ def test_another_dvae_on_resume_is_refused(tuned, places, tmp_path):
     status, err = refused(recipe, *flags, "--max_steps", "3", "--model_dir", places.other)
     assert status == 2 and "the DVAE is not the one that this GPT learned the codes of" in err
     assert "(step 2)" in ran(recipe, *flags, "--max_steps", "3")
-    assert newest(folder, recipe).progress.step == 3
 
 
 # --- exported and spoken --------------------------------------------------------------------------
@@ -784,9 +776,7 @@ MISTAKES = [  # flags, a part of the message
     ("{export} --speaker_wav {here}/gone.wav", "gone.wav: no such file"),
     ("{export} --speaker_wav {short}", "--speaker_wav {short}: it is shorter than 0.33 s"),
     ("{export} --speaker_wav {wav} {same}", "{wav} and {same}: both would be the voice 5"),
-    ("{say} --judge {wav}", "--judge and --synthesize"),
     ("{say} --model_dir {model} --output {wav}", "--output {wav}: this command reads it ({wav})"),
-    ("--synthesize hello --model_dir {model}", "--synthesize goes with --speaker_wav"),
     ("--synthesize hello --model_dir {model} --speaker_wav {model}/config.json", "cannot be used"),
     ("{say}", "no weights at "),
     ("--synthesize {empty} --speaker_wav {wav} --model_dir {model}", "there is no text"),

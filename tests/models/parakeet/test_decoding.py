@@ -352,15 +352,6 @@ def test_a_space_that_is_decoded_to_one_is_no_part_of_a_word_as_in_nemo():
     assert record["words"] == [("ab", 1, 4), ("c", 7, 8), ("a", 12, 14)]
 
 
-def test_a_vocabulary_of_characters():
-    tokenizer = make(["<unk>", "▁", *"abc'.é"])
-    record = record_of("▁:0+1 a:1+1 ':2+1 b:3+0 .:3+2 ▁:6+1 c:7+1 é:8+0", 9, tokenizer)
-    assert record["text"] == "a'b. cé" and record["words"] == [("a'b.", 0, 3), ("cé", 6, 8)]
-    assert record["segments"] == [("a'b.", 0, 3), ("cé", 6, 8)]
-    found = record_of("a:1+1 b:3+1 ▁:4+1 c:7+1", 9, tokenizer)["words"]
-    assert found == [("ab", 1, 4), ("c", 4, 8)]
-
-
 def test_words_of_a_script_without_spaces_are_pieces():
     record = record_of("▁:0+1 你:1+2 好:4+1 。:5+1 好:7+2 a:9+1 ▁the:12+2 好:15+1 ▁:17+0 好:18+1")
     assert record["text"] == "你好。好a the好 好"

@@ -559,13 +559,3 @@ def test_pieces_that_are_not_the_labels_are_refused(key, sound, tmp_path):
     members = with_yaml(unpacked(sound / "nemo" / "model.nemo"), swap)
     with pytest.raises(UsageError, match=f"piece 1 of its SentencePiece model .* its {key} say"):
         formats.read_model(packed(tmp_path / "x.nemo", members))
-
-
-def test_a_tokenizer_is_read_without_weights(sound, tmp_path):
-    members = unpacked(sound / "nemo" / "model.nemo")
-    members["./model_weights.ckpt"] = b"no weights"
-    state = formats.read_tokenizer(packed(tmp_path / "x.nemo", members))
-    shutil.copytree(sound / "hf", tmp_path / "hf")
-    (tmp_path / "hf" / "model.safetensors").unlink()
-    of_folder = formats.read_tokenizer(tmp_path / "hf")
-    assert state["sentencepiece"] == of_folder["sentencepiece"]

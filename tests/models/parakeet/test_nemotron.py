@@ -238,7 +238,6 @@ def test_one_context_is_a_list_of_one(tmp_path):
     [
         ({"prompts": {"slots": 9, "width": 24}}, "nemo", "the prompt's width is 24"),
         ({}, "onnx", "a streaming model"),
-        ({"joint_width": 8}, "hf", "joint_width is 8"),
     ],
 )
 def test_shapes_that_a_form_cannot_hold(changes, form, message):

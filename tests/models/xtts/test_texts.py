@@ -9,7 +9,7 @@ import pytest
 
 from common import options, records
 from common.errors import UsageError
-from models.xtts import cleaners, new_tokens, speaking, start, texts
+from models.xtts import cleaners, speaking, start, texts
 from models.xtts.tokenizer import Vocabulary
 from speech import amharic
 from speech.data import splits
@@ -176,17 +176,6 @@ def test_a_text_to_speak_is_checked(capsys):
     assert capsys.readouterr().err == "warning: 'aቡ bናቡ': the vocabulary lacks ቡ x 2, ና x 1\n"
 
 
-def test_show(capsys):
-    texts.show(["ሰላም", "the end"], texts.Texts(texts.Reading("am", G2P, True)), 200)
-    out, err = capsys.readouterr()
-    assert out == f"{amharic.phonemes('ሰላም', {}, True)}\nthe end\n" and not err
-    texts.show(["ሰቡ", "hens"], texts.Texts(make_info()), 3)
-    out, err = capsys.readouterr()
-    assert out == "ሰቡ\nhens\n"
-    first, second = err.splitlines()
-    assert "'ሰቡ': the vocabulary lacks ቡ x 1" in first and "longer than 3 tokens" in second
-
-
 # --- flags ----------------------------------------------------------------------------------------
 
 
@@ -203,11 +192,6 @@ def test_json_keeps_the_options(tmp_path):
     assert chosen == texts.TextOptions(g2p=True, epenthesis=False, lexicon=lexicon)
     assert lexicon["ሰላም"] == "səlam" and kept(chosen) == chosen
     assert resolved("--dry_run=8GB").text == PLAIN == kept(PLAIN)
-    asked = texts.TextOptions(extend_vocab="bpe", vocab_size=30)
-    info, _, _ = new_tokens.extend(make_info(), None, TRAINING, asked)
-    assert info.text == asked == kept(info.text)
-    again = records.read(start.ModelInfo, json.loads(json.dumps(asdict(info))), "it")
-    assert again == info and texts.Texts(again).encode("ሰላም") == texts.Texts(info).encode("ሰላም")
 
 
 def test_an_older_record_is_read_unless_its_model_began_at_random_weights():
@@ -220,11 +204,9 @@ def test_an_older_record_is_read_unless_its_model_began_at_random_weights():
 
 SPEAKING = f"--synthesize a --speaker_wav {__file__}"
 CONTRADICTIONS = [  # words, and a part of the message
-    ("--dry_run=8GB --lexicon x", "--lexicon goes with --use_amharic_g2p"),
     ("--dry_run=8GB --vocab_size 9 --extend_vocab characters", "goes with --extend_vocab bpe"),
     ("--dry_run=8GB --use_amharic_g2p --language ti", "is for Amharic"),
     ("--show_text a --use_amharic_g2p --lexicon missing.tsv", "missing.tsv"),
-    ("--show_text a --extend_vocab bpe", "--extend_vocab and --show_text"),
     (f"{SPEAKING} --use_amharic_g2p", "a checkpoint keeps how it reads"),
     (f"{SPEAKING} --use_amharic_g2p --model_dir . --resume x", "keeps how it reads"),
 ]
