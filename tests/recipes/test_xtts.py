@@ -549,6 +549,26 @@ def test_texts_are_spoken_with_the_vocoder(tuned, places, tmp_path):
     assert {path.name for path in tmp_path.glob("n*.wav")} == {"n_001.wav", "n_002.wav"}
 
 
+# --- what is written ------------------------------------------------------------------------------
+
+
+def test_a_new_run_moves_the_sentences_of_the_earlier_one_aside(places, tmp_path):
+    flags = tuning(places, *PLAIN, "--max_steps", "1", "--speak_held_out", "2")
+    flags += ["--output_dir", tmp_path]
+    mine = tmp_path / "speech" / "mine.txt"
+    ran(recipe, *flags)
+    mine.write_text("mine")
+    ran(recipe, *flags, "--seed", "1")
+    assert (tmp_path / "earlier-1" / "speech" / "mine.txt").read_text() == "mine"
+    assert not mine.exists()
+    # The same run, spoken again: its own sentences are replaced, those of somebody else are kept.
+    mine.write_text("mine")
+    flags += ["--seed", "1", "--resume", "auto"]
+    assert "what was there was moved to " in ran(recipe, *flags)
+    assert (tmp_path / "earlier-2" / "speech" / "mine.txt").read_text() == "mine"
+    assert "what was there was moved to " not in ran(recipe, *flags)
+
+
 # --- the voice of another clip --------------------------------------------------------------------
 
 
