@@ -874,12 +874,8 @@ def test_a_stream_writes_what_one_pass_writes(streaming, best, tmp_path, konkani
         assert " ".join(row["text"] for row in rows).split() == whole.split()
         found += len(rows)
     assert found
-    for flags, message in (  # others: tests/models/parakeet/test_live.py
-        (["--transcribe", path, "--stream", "80", "--resume", best], "Nemotron 3.5 ASR"),
-        (["--stream", "80", *model], "--stream goes with --transcribe"),
-        (["--transcribe", path, "--stream", "80", "--lookahead", "1", *model], "leave the second"),
-    ):
-        assert message in refused(recipe, *flags)[1]
+    _, err = refused(recipe, "--transcribe", path, "--stream", "80", "--resume", best)
+    assert "Nemotron 3.5 ASR" in err  # other mistakes: tests/models/parakeet/test_live.py
 
 
 def is_read(descriptor: int) -> bool:

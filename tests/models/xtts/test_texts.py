@@ -16,7 +16,6 @@ from speech.data import splits
 from tests.models.xtts.small import VOCAB, make_info
 
 ROWS = Vocabulary(VOCAB).size
-TRAINING = ["ሰላም ለሁሉም።", "ሰላም, እንዴት ነህ?", "ለሁሉም ሰላም the end", "ቡና እወዳለሁ"]
 PLAIN = texts.TextOptions()
 G2P = texts.TextOptions(g2p=True)
 
