@@ -1,5 +1,4 @@
-"""The Konkani recipe's command lines on a small spoken corpus: train, kill, resume, evaluate,
-transcribe, torchrun."""
+"""The Konkani recipe's command lines on a small spoken corpus: bad files, transcribing, plans."""
 
 import os
 from pathlib import Path
@@ -55,7 +54,7 @@ def test_a_bad_file_is_named_and_with_skip_bad_audio_listed(konkani, flags, tmp_
     assert [line["file"] for line in lines if line.get("event") == "skipped"] == [str(audio)]
 
 
-# --- transcribed
+# --- transcribed ----------------------------------------------------------------------------------
 
 
 def test_transcribe_files_and_folders(flags, konkani, tmp_path):
