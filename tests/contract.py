@@ -143,6 +143,11 @@ def in_64_bits(case: Case, *flags) -> SimpleNamespace:
     return given
 
 
+def moved(given: SimpleNamespace | ModuleType, items: list[dict]) -> dict:
+    """Utterances as a batch on the device. `given`: a recipe, or what `begun` gives."""
+    return next(to_device([given.collate(items)], CPU))
+
+
 def loss_of(recipe: ModuleType, model, items: list[dict], weights: dict, loss=None):
     """What `check_any_cut` and `update` ask of a recipe, for a model and utterances in 64 bits."""
     task = SimpleNamespace(compute_loss=loss or recipe.compute_loss, loss_weights=weights)
@@ -180,7 +185,7 @@ def check_any_cut(given: SimpleNamespace) -> None:
 
 def check_dropout(given: SimpleNamespace) -> None:
     """Chance is part of training alone."""
-    [batch] = to_device([given.collate([given.data.item(0, 1)])], CPU)
+    batch = moved(given, [given.data.item(0, 1)])
     model = given.model
     for is_training in (True, False):
         model.train(is_training)
@@ -194,7 +199,7 @@ def keeping(
 ) -> tuple[list[torch.Tensor], int]:
     """The terms of the loss of utterances and their gradient, and how many bytes are kept for
     backward."""
-    batch = next(to_device([given.collate(items)], CPU))
+    batch = moved(given, items)
     known = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
 

@@ -27,6 +27,17 @@ def assert_rounded(ours, theirs, low: torch.dtype | None = None) -> None:
         assert (one - other).norm() <= 16 * rounding * other.norm()
 
 
+def same_tensors(first: dict, second: dict) -> bool:
+    """Whether tensors by name, or groups of them, are equal, with their types."""
+    if first.keys() != second.keys():
+        return False
+    pairs = [(first[name], second[name]) for name in first]
+    return all(
+        same_tensors(a, b) if isinstance(a, dict) else torch.equal(a, b) and a.dtype == b.dtype
+        for a, b in pairs
+    )
+
+
 def resampled(waveform: np.ndarray, source: int, target: int) -> np.ndarray:
     """(T,) at `target` Hz of (T,) at `source` Hz by the definition: each sample is the sum over all
     samples, weighted by a sinc with six zero crossings on each side under a Hann window."""
@@ -39,3 +50,19 @@ def resampled(waveform: np.ndarray, source: int, target: int) -> np.ndarray:
     weights[(near < 0) | (near >= len(waveform))] = 0.0
     near = near.clip(0, len(waveform) - 1)
     return (weights * waveform[near]).sum(1) * rate / source
+
+
+def texts_in_sherpa(recognizer, clips: list[np.ndarray]) -> tuple[list[str], list[str]]:
+    """The texts of clips at 16 kHz that sherpa-onnx writes one by one, and as a batch."""
+
+    def streams() -> list:
+        made = [recognizer.create_stream() for _ in clips]
+        for stream, samples in zip(made, clips, strict=True):
+            stream.accept_waveform(16_000, samples)
+        return made
+
+    single, together = streams(), streams()
+    for stream in single:
+        recognizer.decode_stream(stream)
+    recognizer.decode_streams(together)
+    return tuple([each.result.text.strip() for each in made] for made in (single, together))

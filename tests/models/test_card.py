@@ -26,7 +26,10 @@ DATA = RunInfo(
     held_out=[],
     longest=3.0,
     demo=False,
-    sets={"train": {"utterances": 12_345, "hours": 12.34, "languages": ["vi"]}},
+    sets={
+        "train": {"utterances": 12_345, "hours": 12.34, "languages": ["vi"]},
+        "replay": {"utterances": 67, "hours": 0.12, "languages": ["vi"]},
+    },
 )
 MADE = {
     "step": 400,
@@ -97,6 +100,7 @@ def test_all_that_is_known(tmp_path):
         "fine-tuned from openai/whisper-base",
         'pipeline("automatic-speech-recognition", "mine")',
         "| training | 12,345 | 12.3 |",
+        "| replayed | 67 | ",
         f"| test set | {LOWER} | WER | 45.00 | 15.00 |",
         f"| test set | {CASED} | CER | 25.00 | 12.50 |",
         f"| evaluation set, in training | {CASED} | CER | 30.00 | 6.10 |",

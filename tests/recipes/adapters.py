@@ -1,8 +1,11 @@
 """What --lora promises, for the tests of each recipe that has it."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
+import peft
 import torch
 from safetensors.torch import load_file
 
@@ -20,14 +23,19 @@ def check(
     data: list,
     base: list,
     folder: Path,
-    read: Callable[[Path], dict],
+    formats: ModuleType,
     transposed: tuple = (),
-    peft: Callable[[list, Path, Path], None] | None = None,
+    in_peft: Callable[[list, Path, Path], None] | None = None,
 ) -> str:
     """Trains adapters of `recipe` on `data` beside the released weights that the flags `base` name,
-    in `folder`, and checks what is saved, resumed, merged and refused. `read`: the weights in the
-    folder of a release. `peft(base, merged, adapters)` compares folders in peft. Returns the stdout
-    of the training."""
+    in `folder`, and checks what is saved, resumed, merged and refused. `formats`: those of the
+    family. `in_peft(base, merged, adapters)` compares folders in peft. Returns the stdout of the
+    training."""
+
+    def read(place: Path) -> dict:
+        weights = formats.read_model(place)[0]
+        return weights.get("gpt", weights)
+
     flags = [*data, *base, *STEPS, "--lora", "3"]
     whole = folder / "whole"
     exported = whole / "exported"
@@ -43,9 +51,9 @@ def check(
     ran(recipe, *last, "--export", folder / "last", *base)
     assert all(tensor.any() for name, tensor in state.model.items() if name.endswith(lora.B))
     check_merged(state.model, read(Path(base[-1])), read(folder / "last"), transposed)
-    if peft is not None:
+    if in_peft is not None:
         adapter = export_for_peft(recipe, last, base, folder)
-        peft(base, folder / "last", adapter)
+        in_peft(base, folder / "last", adapter)
         merged = read(folder / "from_peft")
         assert all(torch.equal(merged[n], w) for n, w in read(folder / "last").items())
         on = ["--init_from", adapter, "--max_steps", "1", "--output_dir", folder / "on"]
@@ -66,6 +74,17 @@ def export_for_peft(recipe, last: list, base: list, folder: Path) -> Path:
     assert "adapters exported to" in out and "adapter_model.safetensors" in out
     ran(recipe, *base, "--adapter", folder / "peft", "--export", folder / "from_peft", *last[2:])
     return folder / "peft"
+
+
+def check_peft(kind: type, base: list, merged: Path, adapter: Path) -> None:
+    """That stock peft makes the merged weights, too. `kind`: the network's class in
+    transformers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # of missing keys
+        model = peft.PeftModel.from_pretrained(kind.from_pretrained(base[1]), adapter)
+    found = model.merge_and_unload().state_dict()
+    for name, tensor in kind.from_pretrained(merged).state_dict().items():
+        assert torch.allclose(found[name], tensor, atol=1e-6), name
 
 
 def check_resumed(recipe, flags: list, folder: Path, whole) -> None:

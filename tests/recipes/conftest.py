@@ -30,6 +30,12 @@ def konkani(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def manifests(konkani) -> list[str]:
+    """The flags that name these."""
+    return ["--train_manifest", konkani["train"], "--val_manifest", konkani["val"]]
+
+
+@pytest.fixture(scope="session")
 def spoken(tmp_path_factory):
     """Manifests "train", "val" and "test" of spoken Vietnamese."""
     folder, sizes = tmp_path_factory.mktemp("vietnamese"), {"train": 14, "val": 3, "test": 3}

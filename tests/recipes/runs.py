@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -20,6 +20,8 @@ import numpy as np
 import soundfile
 import torch
 import torch._dynamo  # the first update of an optimizer would import it, which takes two seconds
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from common import checkpoint, options, report
 from common.errors import exit_with_one_line
@@ -227,6 +229,22 @@ def kill(process: processes.Process | subprocess.Popen, may_have_ended: bool = F
 def newest(folder: Path, recipe) -> checkpoint.Saved:
     """The newest checkpoint of a run with --output_dir `folder`."""
     return checkpoint.read(checkpoint.list_checkpoints(folder / "checkpoints")[0], recipe.RECIPE)
+
+
+def write_best(
+    path: Path,
+    source: str | Path,
+    weights: dict | None = None,
+    change: Callable = lambda records: None,
+) -> None:
+    """Copies a best.safetensors with other weights, or with records {"model_info", "run_info"} that
+    `change` has changed."""
+    with safe_open(source, framework="pt") as file:
+        header = file.metadata()
+    records = {name: json.loads(header[name]) for name in ("model_info", "run_info")}
+    change(records)
+    header |= {name: json.dumps(content) for name, content in records.items()}
+    save_file(weights or load_file(source), path, header)
 
 
 def assert_same_state(a: checkpoint.Saved, b: checkpoint.Saved) -> None:

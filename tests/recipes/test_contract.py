@@ -164,7 +164,7 @@ def exported(case, whole) -> list:
     return [*data, *case.limits.split(), "--model_dir", whole.folder / "exported"]
 
 
-def test_a_run_leaves_what_it_promises(case, whole):
+def test_a_run_leaves_what_it_promises(case, whole, given):
     checkpoints = whole.folder / "checkpoints"
     assert len(list(checkpoints.glob("checkpoint_step_*.pt"))) == LAST
     assert (checkpoints / "best.json").is_file() and whole.best.is_file()
@@ -178,6 +178,10 @@ def test_a_run_leaves_what_it_promises(case, whole):
         assert len(runs.error_lines(whole.out)) == 2 and "reference:" in whole.out
         rows = runs.rows(whole.folder / "logs" / "transcripts.jsonl")
         assert len(rows) == 4 and {"file", "reference", "hypothesis"} <= rows[0].keys()
+    logs = whole.folder / "logs"
+    moved = checkpoint._existing(logs, (*checkpoint.LOGS, *given.task.reports))
+    written = {path for path in logs.iterdir() if path.is_file()}
+    assert written <= {*moved}  # so that a new run writes over nothing
 
 
 @pytest.mark.parametrize("step", [2, 5], ids=["within an epoch", "within the second"])

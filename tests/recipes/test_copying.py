@@ -90,36 +90,6 @@ def test_a_copy_with_its_own_name_trains_and_resumes(tmp_path):
     assert checkpoint.read_weights(folder / "checkpoints" / "best.safetensors", "my_model")
 
 
-COPIES = {
-    "konkani_conformer": runs.TINY,
-    "whisper_morse": [*runs.TINY, *"--clips_per_epoch 8 --eval_clips 3 --clip_seconds 2".split()],
-    "whisper_vietnamese": [*runs.TINY, "--from_scratch", "--language", "mr"],
-    "parakeet_tdt": ["--from_scratch", "--model_size", "demo"],
-    "wav2vec2_ctc": ["--from_scratch", "--model_size", "demo"],
-    "matcha_voice": ["--model_size", "demo", "--language", "kok", "--speak_held_out", "0"],
-    "xtts_amharic": ["--speak_held_out", "0", "--language", "am"],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COPIES)
-def test_a_copy_of_every_recipe_reads_its_own_checkpoints(name, konkani, places, tmp_path):  # noqa: F811
-    shutil.copy(TEMPLATE.with_name(f"{name}.py"), tmp_path / f"my_{name}.py")
-    spec = importlib.util.spec_from_file_location(f"my_{name}", tmp_path / f"my_{name}.py")
-    copy = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(copy)
-    flags = [*COPIES[name], *runs.SHORT, "--output_dir", tmp_path]
-    train, val = konkani["train"], konkani["val"]
-    if name == "xtts_amharic":
-        train, val = places.train, places.val
-        flags += ["--model_dir", places.model]
-    if name != "whisper_morse":  # which makes its clips
-        flags += ["--train_manifest", train, "--val_manifest", val]
-    runs.ran(copy, *flags)
-    assert "(step 2)" in runs.ran(copy, *flags, "--resume", "auto", "--max_steps", "3")
-    assert runs.newest(tmp_path, copy).progress.step == 3
-
-
 # --- a copy for another task ----------------------------------------------------------------------
 
 # The task below learns from a `label` in place of a text, decodes nothing and has no demo.
@@ -379,7 +349,7 @@ def fit(model: Network, data: Utterances) -> None:
 """
 
 
-def test_a_released_encoder_as_a_start(tmp_path, konkani):
+def test_a_released_encoder_as_a_start(tmp_path, manifests):
     """As recipes/template.md shows it: `fit` reads the folder once for a new model, and a plan does
     not."""
     source = redefine(TEMPLATE.read_text(encoding="utf-8"), FROM_A_FOLDER)
@@ -396,8 +366,7 @@ def test_a_released_encoder_as_a_start(tmp_path, konkani):
     torch.manual_seed(5)
     layers = recipe.Network(recipe.ModelInfo(32, 2, ["a"])).layers
     weights = {f"encoder.{name}": value for name, value in layers.state_dict().items()}
-    flags = ["--train_manifest", konkani["train"], "--val_manifest", konkani["val"]]
-    flags += ["--max_steps", "1", "--learning_rate", "1e-30", "--output_dir", tmp_path]
+    flags = [*manifests, "--max_steps", "1", "--learning_rate", "1e-30", "--output_dir", tmp_path]
     runs.ran(recipe, *flags, "--dry_run", "8GB")
     (tmp_path / "released").mkdir()
     save_file(weights | {"decoder.weight": torch.ones(1)}, tmp_path / "released/model.safetensors")

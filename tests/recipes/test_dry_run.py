@@ -12,10 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import common.parts.planned
-from common import options
 from dry_run.plan import Plan
-from models import released
 from models.whisper.decoding import Search, greedy
 from models.xtts import formats
 from recipes import (
@@ -151,34 +148,6 @@ def test_no_layer_with_a_convolution_is_compiled(recipe):
     inside = [module for layer in layers for module in layer.modules()]
     assert layers
     assert not any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in inside)
-
-
-@EACH
-def test_a_command_that_trains_nothing_is_not_planned(recipe, monkeypatch):
-    monkeypatch.setattr(common.parts.planned, "plan", lambda *inputs: pytest.fail("it was planned"))
-    parser = options.Parser("")
-    recipe.add_arguments(parser)
-    commands = parser.rules.commands.keys() - {"dry_run", "verify_gpu"}
-    assert {"evaluate", "check_data"} <= commands
-    for command in commands:
-        action = parser._option_string_actions[f"--{command}"]
-        values = [] if isinstance(action, options.OnOff) else ["1"] * (action.nargs == 2) + ["1"]
-        for flags in (["--dry_run", "8GB"], ["--verify_gpu"]):
-            status, _, err = run(recipe, *flags, f"--{command}", *values)
-            assert status == 2 and f"--{command}" in err and err.count("\n") == 1
-
-
-def test_an_export_alone_becomes_a_plan_of_training(tmp_path):
-    def exports_only(*flags: str) -> bool:
-        parser = options.Parser("")
-        parakeet_tdt.add_arguments(parser)
-        export = ["--export", str(tmp_path / "export"), "--resume", "a.pt"]
-        return released.exports_only(
-            parakeet_tdt.resolve(parser.parse_args([*export, *flags])).origin
-        )
-
-    assert exports_only()
-    assert not exports_only("--dry_run", "8GB")
 
 
 def test_the_last_steps_of_a_search_need_as_much_as_all():

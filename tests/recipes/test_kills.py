@@ -14,9 +14,8 @@ LONG = "--batch_size 2 --gradient_accumulation_steps 2 --max_steps 16 --save_eve
 
 
 @pytest.fixture(scope="module")
-def flags(konkani):
-    data = ["--train_manifest", konkani["train"], "--val_manifest", konkani["val"]]
-    return [*data, *TINY, *LONG, "--resume", "auto"]
+def flags(manifests):
+    return [*manifests, *TINY, *LONG, "--resume", "auto"]
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,13 @@
 """The Konkani recipe's model, loss, decoding and data, against references."""
 
 import copy
+import functools
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from common import batches
 from models import onnx_files
 from recipes import konkani_conformer as recipe
 from speech.data.splits import Checks, load_corpus
@@ -16,13 +16,14 @@ from speech.decoding.search import ctc_prefix_beam
 from speech.signal import nemo_features
 from speech.signal.audio import SAMPLE_RATE
 from speech.signal.features import valid_mask
+from tests import contract
 from tests.contract import awake
 from tests.recipes import runs
 
-CPU = torch.device("cpu")
 SHAPE = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "attention_heads": 2}
 CONFIG = {**SHAPE, "subsampling": 4, "vocabulary": 7}
 TOKENIZER = recipe.text.CharTokenizer(["a", "b", "c"])
+moved = functools.partial(contract.moved, recipe)
 
 
 def make_items(count: int, seed: int = 0, dtype=torch.float64) -> list[dict]:
@@ -43,10 +44,6 @@ def make_model(
 ) -> recipe.Conformer:
     torch.manual_seed(seed)
     return recipe.Conformer({**CONFIG, **changes}, dropout).to(dtype)
-
-
-def moved(items):
-    return next(batches.to_device([recipe.collate(items)], CPU))
 
 
 # --- model ----------------------------------------------------------------------------------------
@@ -264,7 +261,7 @@ def test_a_few_utterances_are_pauses_without_a_word(utterances):
     silent = [item for item in items if not len(item["tokens"])]
     assert 0 < len(silent) < 15
     assert all(item["labels"].tolist() == [TOKENIZER.size] for item in silent)
-    batch = next(batches.to_device([recipe.collate(silent[:2])], torch.device("cpu")))
+    batch = moved(silent[:2])
     torch.manual_seed(0)
     terms = recipe.compute_loss(recipe.Conformer(CONFIG), batch)
     assert all(term.isfinite() and term > 0 for term in terms.values())

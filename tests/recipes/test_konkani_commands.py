@@ -1,44 +1,21 @@
-"""The Konkani recipe's command lines on a small spoken corpus: train, kill, resume, evaluate,
-transcribe, torchrun."""
+"""The Konkani recipe's command lines on a small spoken corpus: bad files, transcribing, plans."""
 
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
 
-from common import options
-from common.errors import UsageError
 from recipes import konkani_conformer as recipe
 from tests.recipes import runs
-from tests.recipes.runs import SHORT, TINY, newest, planned, ran, refused, run
+from tests.recipes.runs import SHORT, TINY, planned, ran, run
 
 
 @pytest.fixture(scope="module")
-def flags(konkani):
+def flags(manifests):
     """The flags of a tiny model on the corpus."""
-    data = ["--train_manifest", konkani["train"], "--val_manifest", konkani["val"]]
-    return [*data, *TINY, "--batch_size", "2", "--gradient_accumulation_steps", "2"]
-
-
-def test_the_configuration_is_the_checkpoints_or_the_flags():
-    parser = options.Parser("")
-    recipe.add_arguments(parser)
-
-    def config(saved, *command):
-        return recipe.choose_config(parser.parse_args(command), saved)
-
-    expected = {**recipe.DEFAULTS, "d_model": 128, "subsampling": 8}
-    saved = recipe.ModelInfo(expected, ["a"])
-    assert config(None) == recipe.DEFAULTS
-    assert config(None, "--d_model", "64") == {**recipe.DEFAULTS, "d_model": 64}
-    assert config(saved) == config(saved, "--d_model", "128") == expected
-    for flag, value, has in (("d_model", "192", 128), ("subsampling", "4", 8)):
-        message = f"--{flag} {value} conflicts with the checkpoint, which has {has}.*--init_from"
-        with pytest.raises(UsageError, match=message):
-            config(saved, f"--{flag}", value)
+    return [*manifests, *TINY, "--batch_size", "2", "--gradient_accumulation_steps", "2"]
 
 
 @pytest.mark.parametrize(
@@ -49,23 +26,6 @@ def test_the_demo_warms_up_longer(flags, warmup):
     args = runs.parse(recipe, *flags.split())
     recipe.resolve(args)
     assert args.warmup_steps == warmup
-
-
-# --- trained, stopped and resumed -----------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_torchrun_trains_with_two_processes(flags, tmp_path):
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    launch += ["--master_port", runs.free_port()]
-    words = runs.command(recipe, *flags, "--num_epochs", "1")[1:]
-    process = runs.start_anew([*launch, *words], tmp_path)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert out.count("evaluation at step 2") == 1 and out.count("memory: peak ") == 1
-    saved = newest(tmp_path, recipe)
-    assert (saved.progress.step, saved.progress.utterances) == (2, 14)
-    assert len(saved.state["rng"]) == 2
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -94,26 +54,7 @@ def test_a_bad_file_is_named_and_with_skip_bad_audio_listed(konkani, flags, tmp_
     assert [line["file"] for line in lines if line.get("event") == "skipped"] == [str(audio)]
 
 
-def test_long_recordings_are_cut_by_their_segments(konkani, flags, tmp_path):
-    pieces, segments, now = [], [], 0.0
-    for row in runs.rows_of(konkani["train"]):
-        samples, rate = soundfile.read(row["audio_filepath"])
-        segments.append({"start": now, "end": now + len(samples) / rate, "text": row["text"]})
-        pieces.append(samples)
-        now += len(samples) / rate
-    soundfile.write(tmp_path / "long.wav", np.concatenate(pieces), rate)
-    assert now > 15
-    rows = [{"audio_filepath": "long.wav", "segments": segments}]
-    manifest = ["--train_manifest", runs.write_rows(tmp_path / "long.json", rows)]
-    limit = ["--max_duration", "5"]
-    flags = [*flags, *SHORT, *manifest, *limit, "--output_dir", tmp_path]
-    status, err = refused(recipe, *flags)
-    assert status == 1 and "--use_chunking" in err
-    ran(recipe, *flags, "--use_chunking")
-    assert 2.5 < newest(tmp_path, recipe).run_info["longest"] <= 5
-
-
-# --- transcribed
+# --- transcribed ----------------------------------------------------------------------------------
 
 
 def test_transcribe_files_and_folders(flags, konkani, tmp_path):

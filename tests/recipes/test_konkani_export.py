@@ -18,6 +18,7 @@ from models import card, model_files, onnx_files
 from recipes import konkani_conformer as recipe
 from speech.signal.audio import SAMPLE_RATE
 from speech.writing.text import CharTokenizer
+from tests.peers import texts_in_sherpa
 from tests.recipes import runs
 
 CHARACTERS = [" ", "क", "ा", "b", "\u00a0"]  # as in a --vocab_file
@@ -96,20 +97,8 @@ def test_sherpa_onnx_writes_the_same_texts(folder, name):
     recognizer = sherpa_onnx.OfflineRecognizer.from_nemo_ctc(
         model=str(folder / name), tokens=str(folder / "tokens.txt")
     )
-
-    def streams() -> list:
-        made = [recognizer.create_stream() for _ in CLIPS]
-        for stream, samples in zip(made, CLIPS, strict=True):
-            stream.accept_waveform(SAMPLE_RATE, samples.numpy())
-        return made
-
-    alone = streams()
-    for stream in alone:
-        recognizer.decode_stream(stream)
-    together = streams()
-    recognizer.decode_streams(together)
-    for made in (alone, together):
-        assert [stream.result.text for stream in made] == TEXTS
+    clips = [each.numpy() for each in CLIPS]
+    assert texts_in_sherpa(recognizer, clips) == (TEXTS, TEXTS)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])

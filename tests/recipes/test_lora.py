@@ -9,13 +9,12 @@ import peft
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from models.whisper import formats
 from recipes import whisper_vietnamese as vietnamese
 from tests.recipes import adapters
-from tests.recipes.runs import SHORT, newest, ran, refused
+from tests.recipes.runs import SHORT, newest, ran, refused, write_best
 from tests.recipes.test_whisper import data_flags, released  # noqa: F401  a fixture
 
 
@@ -24,9 +23,6 @@ def data_of(spoken) -> list[str]:
 
 
 def test_adapters_beside_a_released_whisper(released, spoken, tmp_path):  # noqa: F811
-    def read(folder) -> dict:
-        return formats.read_model(folder)[0]
-
     def in_peft(base: list, merged, folder) -> None:
         """Stock peft and transformers compute what the merged model does."""
         features = torch.randn(1, 80, 3000)
@@ -51,7 +47,7 @@ def test_adapters_beside_a_released_whisper(released, spoken, tmp_path):  # noqa
 
     data = data_of(spoken)
     base = ["--model_dir", released / "hf"]
-    out = adapters.check(vietnamese, data, base, tmp_path, read, peft=in_peft)
+    out = adapters.check(vietnamese, data, base, tmp_path, formats, in_peft=in_peft)
     # Queries, keys, values, outputs and two of the feed-forward layer; twice attention in a
     # decoder.
     assert "adapters of rank 3 beside 16 layers (linear): 0.00 M parameters; as released" in out
@@ -182,10 +178,8 @@ def test_damaged_adapters(released, adapted, tmp_path):  # noqa: F811
         status, err = refused(vietnamese, *use, "--adapter", folder)
         assert status == 2 and words in err
     best = adapted / "checkpoints" / "best.safetensors"
-    with safe_open(best, "pt") as file:
-        header = file.metadata()
     weights = load_file(best)
     weights.pop(next(name for name in weights if name.endswith("lora_A")))
-    save_file(weights, tmp_path / "best.safetensors", header)
+    write_best(tmp_path / "best.safetensors", best, weights)
     status, err = refused(vietnamese, *use, "--resume", tmp_path / "best.safetensors")
     assert status == 2 and "lacks" in err

@@ -24,9 +24,8 @@ TWO = ["--batch_size", "2", *ONE[2:]]
 
 
 @pytest.fixture(scope="module")
-def flags(konkani):
-    data = ["--train_manifest", konkani["train"], "--val_manifest", konkani["val"]]
-    return [*data, *TINY, *STEPS]
+def flags(manifests):
+    return [*manifests, *TINY, *STEPS]
 
 
 @pytest.fixture(scope="module")

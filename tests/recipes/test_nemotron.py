@@ -1,16 +1,15 @@
 """The Parakeet recipe with Nemotron's models: languages, look-aheads, tags, adapters, exports."""
 
+import functools
 import json
 import re
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 import transformers
 
 from common import memory, records
-from common.batches import to_device
 from common.device import Setup
 from common.loop import Run
 from models.parakeet import formats, start
@@ -24,7 +23,7 @@ from tests.models.parakeet.test_nemotron import pieces
 from tests.recipes import adapters, runs
 from tests.recipes.runs import newest, planned, ran, refused
 
-CPU = torch.device("cpu")
+moved = functools.partial(contract.moved, recipe)
 V = 24
 CONFIG = {
     **make_config(16, 2, 2, (8, 1), V, num_mel_bins=16, channels=4, subsampling=4),
@@ -95,10 +94,6 @@ def make_data(manifest: Path, released: Path, *more, training: bool = True):
     return info, weights, data
 
 
-def moved(items: list[dict]) -> dict:
-    return next(to_device([recipe.collate(items)], CPU))
-
-
 def test_languages_and_lookaheads_depend_on_seed_epoch_and_utterance(manifest, released):
     info, _, data = make_data(manifest, released)
     drawn = [[data.item(i, epoch) for i in range(8)] for epoch in range(30)]
@@ -116,14 +111,6 @@ def test_languages_and_lookaheads_depend_on_seed_epoch_and_utterance(manifest, r
     batch = recipe.collate(drawn[0])
     assert batch["prompts"].tolist() == [item["prompt"] for item in drawn[0]]
     assert info.languages == NAMES
-
-
-def test_tags_end_sentences_of_their_language(manifest, released):
-    _, _, data = make_data(manifest, released)
-    tag = data.tokenizer.tags["de-DE"]
-    has_tag = [tag in data.item(i, 0)["tokens"].tolist() for i in range(8)]
-    assert has_tag == [True, False, False, False, True, False, False, False]
-    assert data.item(0, 0)["tokens"][-1] == tag and data.item(0, 0)["text"] == "abc."
 
 
 def make_model(info, weights) -> Parakeet:
@@ -222,20 +209,11 @@ def test_files_are_transcribed_in_a_language_and_with_a_lookahead(trained, manif
 
 
 def test_adapters_beside_a_nemotron(manifest, released, tmp_path):
-    def read(folder: Path) -> dict:
-        return formats.read_model(folder)[0]
-
-    def in_peft(base: list, merged: Path, folder: Path) -> None:
-        kind = transformers.Nemotron3_5AsrForRNNT
-        model = peft.PeftModel.from_pretrained(kind.from_pretrained(base[1]), folder)
-        found = model.merge_and_unload().state_dict()
-        for name, tensor in kind.from_pretrained(merged).state_dict().items():
-            assert torch.allclose(found[name], tensor, atol=1e-6), name
-
+    in_peft = functools.partial(adapters.check_peft, transformers.Nemotron3_5AsrForRNNT)
     data = flags_of(manifest, released)[:4]
     source = ["--model_dir", released]
     flags = [*data, "--language", "de"]
-    out = adapters.check(recipe, flags, source, tmp_path, read, peft=in_peft)
+    out = adapters.check(recipe, flags, source, tmp_path, formats, in_peft=in_peft)
     assert "trained whole: decoder, joint, prompt_projector" in out
 
 
@@ -253,6 +231,7 @@ def test_mistakes_are_answered_in_one_line(flags, message, manifest, released, t
     flags = [tmp_path / "x" if flag == "x" else flag for flag in flags]
     _, err = refused(recipe, *flags_of(manifest, released, *flags), *places)
     assert re.search(message, err), err
+    assert not list(tmp_path.rglob("checkpoint_step*"))
 
 
 def test_the_english_model_is_told_no_language(manifest, english, tmp_path):

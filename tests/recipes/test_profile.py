@@ -43,12 +43,15 @@ def letters(konkani, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=lambda recipe: recipe.__name__[8:])
-def trained(request, konkani, letters, tmp_path_factory):
+def trained(request, manifests, letters, tmp_path_factory):
     """A recipe, the folder of a short run with the profile, and its stdout."""
     folder = tmp_path_factory.mktemp("run")
-    flags = ["--train_manifest", konkani["train"], "--val_manifest", konkani["val"], *SHORT]
     model = [*MODELS[request.param], "--profile", letters]
-    return request.param, folder, ran(request.param, *flags, *model, "--output_dir", folder)
+    return (
+        request.param,
+        folder,
+        ran(request.param, *manifests, *SHORT, *model, "--output_dir", folder),
+    )
 
 
 def best_of(folder: Path) -> Path:
@@ -74,10 +77,9 @@ def test_units_are_tokens_and_errors_are_counted_in_them(trained, letters):
     assert {"wer", "cer", "uer"} == set(next(iter(results["rates"].values())))
 
 
-def test_a_run_resumes_and_is_used_without_the_flag(trained, konkani, letters, tmp_path):
+def test_a_run_resumes_and_is_used_without_the_flag(trained, konkani, manifests, letters, tmp_path):
     recipe, folder, _ = trained
-    data = ["--train_manifest", konkani["train"], "--val_manifest", konkani["val"]]
-    more = [*MODELS[recipe], *data, *SHORT, "--max_steps", 3, "--output_dir", folder]
+    more = [*MODELS[recipe], *manifests, *SHORT, "--max_steps", 3, "--output_dir", folder]
     assert "\nUER " in ran(recipe, *more, "--resume", "auto")
     used = ["--resume", best_of(folder), "--output_dir", folder]
     assert "\nUER " in ran(recipe, "--evaluate", "--test_manifest", konkani["val"], *used)

@@ -3,29 +3,18 @@
 import pytest
 import torch
 
-from common import checkpoint
-from common.batches import to_device
-from common.loop import Task
 from recipes import template
-from speech.data import splits
 from speech.writing.alphabet import Characters
+from tests import contract
 from tests.recipes import runs
 
 SHORT = (*runs.SHORT, "--save_every", "1", "--eval_every", "1")
 
 
-@pytest.fixture(scope="module")
-def trained(konkani, tmp_path_factory):
-    """The folder of a short run, and its stdout."""
-    folder = tmp_path_factory.mktemp("template")
-    data = ("--train_manifest", konkani["train"], "--val_manifest", konkani["val"])
-    return folder, data, runs.ran(template, *data, *SHORT, "--output_dir", folder)
-
-
-def test_transcribing_gives_a_line_for_each_file(trained, wav, tmp_path):
-    folder, _, _ = trained
+def test_transcribing_gives_a_line_for_each_file(manifests, wav, tmp_path):
+    runs.ran(template, *manifests, *SHORT, "--output_dir", tmp_path)
     paths = [wav(tmp_path / f"{name}.wav", 1.5) for name in "ab"]
-    out = runs.ran(template, "--transcribe", *paths, "--output_dir", folder)
+    out = runs.ran(template, "--transcribe", *paths, "--output_dir", tmp_path)
     assert [line.split("\t")[0] for line in out.splitlines()] == paths
 
 
@@ -52,32 +41,20 @@ def test_a_text_that_is_too_long_for_its_audio_is_in_no_loss(wav, json_lines, tm
     info = template.ModelInfo(8, 1, ["a", "b"])
     data = template.Utterances(corpora["val"], info)
     model = template.Network(info).eval()
-    both, alone = (template.collate([data.item(i, 0) for i in rows]) for rows in ((0, 1), (0,)))
-    batches = [next(to_device([batch], torch.device("cpu"))) for batch in (both, alone)]
+    dense = [data.item(number, 0) for number in (0, 1)]
     with torch.no_grad():
-        results = [template.evaluate(model, [batch]) for batch in batches]
+        results = [
+            template.evaluate(model, [contract.moved(template, items)])
+            for items in (dense, dense[:1])
+        ]
     assert results[0]["ctc"] == pytest.approx(results[1]["ctc"])
     assert results[0]["cer"][1] == 2 + 18
 
 
-def test_weights_of_another_network_are_refused_before_one_is_made(tmp_path):
-    """A file from elsewhere may describe a network that does not fit into memory."""
-    model = template.Network(template.ModelInfo(8, 1, ["a"]))
-    info = template.ModelInfo(8192, 128, ["a"])
-    run_info = splits.RunInfo([], 1.0, False)
-    about = ("template", template.compute_loss, {}, template.evaluate, info, run_info)
-    task = Task(*about, metric="cer", higher_is_better=False, fit=None)
-    checkpoint.save_weights(tmp_path / "best.safetensors", model.state_dict(), task, {"step": 0})
-    flags = ["--transcribe", tmp_path, "--resume", tmp_path / "best.safetensors"]
-    status, err = runs.refused(template, *flags)
-    assert status == 2 and "not those of the model that it describes" in err
-
-
-def test_what_a_killed_run_left_of_its_reports_is_removed(konkani, tmp_path):
+def test_what_a_killed_run_left_of_its_reports_is_removed(manifests, tmp_path):
     logs = tmp_path / "logs"
     logs.mkdir()
     (logs / ".transcripts.jsonl.abcd1234.tmp").write_text("half")
     (logs / ".notes.abcd1234.tmp").write_text("of the user")
-    data = ("--train_manifest", konkani["train"], "--val_manifest", konkani["val"])
-    runs.ran(template, *data, *SHORT, "--max_steps", "1", "--output_dir", tmp_path)
+    runs.ran(template, *manifests, *SHORT, "--max_steps", "1", "--output_dir", tmp_path)
     assert [path.name for path in logs.glob(".*.tmp")] == [".notes.abcd1234.tmp"]

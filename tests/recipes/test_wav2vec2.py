@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from transformers import HubertForCTC, Wav2Vec2ForCTC, Wav2Vec2Model
 
 from common import checkpoint
-from common.batches import to_device
 from common.device import Setup
 from common.loop import Run
 from models.wav2vec2 import formats, settings, start, texts, vocabulary
@@ -43,7 +42,7 @@ from tests.models.wav2vec2.test_formats import (
 from tests.recipes import adapters, runs
 from tests.recipes.runs import SHORT, newest, ran, refused
 
-CPU = torch.device("cpu")
+moved = functools.partial(contract.moved, recipe)
 TEXTS = ("Ab é", "ba.", "é, ab", "bé", "a b a", "ééb", "b", "aB")
 SECONDS = (0.9, 0.5, 1.2, 0.7, 1.0, 0.6, 0.8, 1.1)
 TINY = settings.make_config(
@@ -123,10 +122,6 @@ def make_items(noise: list[str], folder: Path, *flags) -> tuple:
     for key in ("time_masks", "channel_masks"):
         assert any(item[key].any() for item in items)
     return items, info, start.make_model(info, weights).double()
-
-
-def moved(items: list[dict]) -> dict:
-    return next(to_device([recipe.collate(items)], CPU))
 
 
 def test_however_a_global_batch_is_cut_its_gradient_is_the_same(noise, tmp_path, monkeypatch):
@@ -423,11 +418,10 @@ def assert_same_in_peft(kind, base: list, merged: Path, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_adapters_beside_a_released_model(noise, released, tmp_path):
-    def read(folder: Path) -> dict:
-        return formats.read_model(folder)[0]
-
     in_peft = functools.partial(assert_same_in_peft, Wav2Vec2ForCTC)
-    out = adapters.check(recipe, noise, ["--model_dir", released], tmp_path, read, peft=in_peft)
+    out = adapters.check(
+        recipe, noise, ["--model_dir", released], tmp_path, formats, in_peft=in_peft
+    )
     assert "trained whole: lm_head" in out
 
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+import transformers
 import yaml
 
 from common import checkpoint
 from common.batches import to_device
-from common.parts import compiling
 from models.whisper import formats, packs, start
 from models.whisper.model import Whisper
 from models.whisper.tokenizer import (
@@ -118,7 +118,7 @@ def test_the_auxiliary_loss_may_end_before_the_run(morse_copy):
     )
 
 
-def test_the_vietnamese_demo_and_its_results_again(tmp_path, monkeypatch):
+def test_the_vietnamese_demo(tmp_path, monkeypatch):
     monkeypatch.setattr(vietnamese, "DEMO_SIZES", {"train": 12, "val": 2, "test": 3})
     out = ran(vietnamese, *TINY, *SHORT, "--output_dir", tmp_path)
     assert "demo corpus: 17 utterances" in out
@@ -127,8 +127,7 @@ def test_the_vietnamese_demo_and_its_results_again(tmp_path, monkeypatch):
     assert out.splitlines()[-1].startswith("memory: peak ")
     assert len((tmp_path / "logs" / "transcripts.jsonl").read_text().splitlines()) == 3
     assert newest(tmp_path, vietnamese).model_info["config"]["vocab_size"] <= 320
-    again = ran(vietnamese, "--evaluate", "--output_dir", tmp_path)
-    assert error_lines(again) == error_lines(out) and len(error_lines(out)) == 2
+    assert len(error_lines(out)) == 2
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -144,16 +143,6 @@ def test_a_folder_of_recordings_is_trained_on_and_evaluated(tmp_path):
     shutil.move(path, tmp_path / "before.json")
     ran(morse, *flags, "--evaluate")
     assert path.read_text() == (tmp_path / "before.json").read_text()
-
-
-# --- exactness ------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_compiled_layers_train(tmp_path):
-    if compiling.compile_problem(torch.device("cpu")):
-        pytest.skip("nothing to compile with")
-    ran(morse, *TINY, *SHORT, *CLIPS, "--torch_compile", "--output_dir", tmp_path)
 
 
 # --- released models ------------------------------------------------------------------------------
@@ -533,7 +522,6 @@ def exported_with_times(with_times, recorded, tmp_path_factory):
 
 
 def test_transformers_reads_long_recordings_by_an_exports_times(exported_with_times, recorded):
-    transformers = pytest.importorskip("transformers")
     text = (exported_with_times / "generation_config.json").read_text(encoding="utf-8")
     generation = json.loads(text)
     tokenizer = read_tokenizer(exported_with_times, "vi")
@@ -600,7 +588,6 @@ def memorised(spoken, tmp_path_factory):
 
 
 def test_transformers_decodes_an_export_as_we_do(memorised, tmp_path):
-    transformers = pytest.importorskip("transformers")
     folder, pairs = memorised
     paths = [path for path, _ in pairs]
     best = folder / "checkpoints" / "best.safetensors"

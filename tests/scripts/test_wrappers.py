@@ -451,8 +451,8 @@ def test_ctrl_c_or_a_kill_ends_the_installation_which_is_repeated(project, tmp_p
 
 
 def test_gpus_starts_torchs_launcher(project, tmp_path):
-    """With the launcher's flags, the recipe and its flags. tests/recipes/test_konkani_commands.py
-    runs the real launcher."""
+    """With the launcher's flags, the recipe and its flags. tests/recipes/test_machines.py runs
+    the real launcher."""
     active = make_venv(tmp_path / "active", MET)
     site = next((tmp_path / "active").glob("lib/*/*"))
     executable(site / "torch/distributed/run.py", FAKE_TORCHRUN)

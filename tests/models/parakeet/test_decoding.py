@@ -318,15 +318,6 @@ def test_words_and_segments_are_those_of_nemo(row, words, sentences):
     assert record["text"] == " ".join(text for text, _, _ in record["words"])
 
 
-def test_seconds_are_frames_of_80_ms():
-    record = transcript(tokens_of("▁t:7+3 h:11+0 ▁a:12+2", PIECES), TOKENIZER, 0.08, 20)
-    assert record["words"] == [
-        {"start": 0.56, "end": 0.88, "text": "th"},
-        {"start": 0.96, "end": 1.12, "text": "a"},
-    ]
-    assert record["segments"] == [{"start": 0.56, "end": 1.12, "text": "th a"}]
-
-
 WORDS = {  # pieces with their frames, and the words
     "no token": ("", ""),
     "spaces alone": ("▁:1+1 ▁:2+1", ""),
@@ -359,15 +350,6 @@ def test_a_space_that_is_decoded_to_one_is_no_part_of_a_word_as_in_nemo():
     tokenizer = make(["<unk>", "▁", *"abc"], prefix=False)  # as --train_tokenizer char makes it
     record = record_of("a:1+1 b:3+1 ▁:4+1 c:7+1 ▁:8+1 ▁:9+1 a:12+2", 20, tokenizer)
     assert record["words"] == [("ab", 1, 4), ("c", 7, 8), ("a", 12, 14)]
-
-
-def test_a_vocabulary_of_characters():
-    tokenizer = make(["<unk>", "▁", *"abc'.é"])
-    record = record_of("▁:0+1 a:1+1 ':2+1 b:3+0 .:3+2 ▁:6+1 c:7+1 é:8+0", 9, tokenizer)
-    assert record["text"] == "a'b. cé" and record["words"] == [("a'b.", 0, 3), ("cé", 6, 8)]
-    assert record["segments"] == [("a'b.", 0, 3), ("cé", 6, 8)]
-    found = record_of("a:1+1 b:3+1 ▁:4+1 c:7+1", 9, tokenizer)["words"]
-    assert found == [("ab", 1, 4), ("c", 4, 8)]
 
 
 def test_words_of_a_script_without_spaces_are_pieces():

@@ -1,10 +1,7 @@
 """Languages of a model with a prompt: names, slots, tags, and languages that are new."""
 
-import io
-
 import numpy as np
 import pytest
-import sentencepiece
 import torch
 
 from common.errors import DataError, UsageError
@@ -13,19 +10,16 @@ from models.parakeet.languages import AUTO, AUTO_SHARE, SLOTS
 from models.parakeet.tokenizer import ParakeetTokenizer, make_tokenizer
 from speech.data.columns import Codes, Corpus, Strings
 from speech.decoding import timed
+from tests.models.pieces import train_pieces
 
 NAMES = {"en-US": 0, "en": 0, "de-DE": 9, "fi-FI": 26, "es-ES": 2, "es-US": 3, AUTO: 101}
 TEXTS = ("Hello you.", "Guten Tag", "Was?", "So.", "no")
 
 
 def tokenizer(symbols=("<de-DE>", "<en-US>"), kind: str = "user_defined_symbols"):
-    model = io.BytesIO()
     lines = ["hello you. guten tag was? so. no Hello Guten Tag Was? So."] * 9
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_writer=model, vocab_size=40, model_type="bpe",
-        bos_id=-1, eos_id=-1, minloglevel=2, **{kind: list(symbols)},
-    )  # fmt: skip
-    return make_tokenizer({"sentencepiece": model.getvalue().hex()}, 40)
+    model = train_pieces(lines, vocab_size=40, model_type="bpe", **{kind: list(symbols)})
+    return make_tokenizer({"sentencepiece": model.hex()}, 40)
 
 
 TOKENIZER = tokenizer()

@@ -144,17 +144,6 @@ def test_any_durations_and_the_plain_loss(durations):
             assert_close(*slopes, 1e-9)  # an utterance without a path adds nothing
 
 
-def test_gradcheck():
-    tensors, targets, frames, labels = random_case(
-        3, batch=2, frames=4, labels=2, width=2, vocabulary=2
-    )
-    for plain in (None, torch.tensor([True, False])):
-        lattice = Lattice(targets, frames, labels, (0, 1, 2, 3, 4), 0.02, plain, least_occupancy=0)
-        assert torch.autograd.gradcheck(
-            lambda *inputs, lattice=lattice: transducer_losses(*inputs, lattice), tensors
-        )
-
-
 def test_awkward_lengths():
     """One frame, no label, and more labels than the 1,023 of NVIDIA's kernel."""
     for t_size, u_size in ((1, 0), (1, 3), (4, 1500)):

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from pathlib import Path
 
 import numpy as np
 import onnx as onnx_library
@@ -18,10 +17,10 @@ from common.batches import to_device
 from common.errors import RunError, UsageError
 from models import onnx_files
 from models.parakeet import decoding, formats, onnx, settings, start
-from models.parakeet.model import Parakeet
 from models.parakeet.scratch import fit_to_data
 from recipes import parakeet_tdt as recipe
 from speech.writing.text import train_tokenizer
+from tests.peers import texts_in_sherpa
 
 TEXTS = ["dot", "read", "tac"]
 TOKENIZER = {"sentencepiece": train_tokenizer(TEXTS, "char", 0).model.hex()}
@@ -100,8 +99,8 @@ def folder(trained, tmp_path_factory):
     return folder
 
 
-def recognised_by_sherpa(folder, kind: str = "") -> tuple[list[str], list[str]]:
-    """The texts of the clips one by one, and as a batch."""
+@pytest.mark.parametrize("kind", ["", ".int8"])
+def test_sherpa_onnx_writes_the_same_texts(kind, folder):
     parts = {part: str(folder / f"{part}{kind}.onnx") for part in ("encoder", "decoder", "joiner")}
     recognizer = sherpa_onnx.OfflineRecognizer.from_transducer(
         **parts,
@@ -109,24 +108,7 @@ def recognised_by_sherpa(folder, kind: str = "") -> tuple[list[str], list[str]]:
         model_type="nemo_transducer",
         feature_dim=CONFIG["num_mel_bins"],
     )
-
-    def streams() -> list:
-        made = [recognizer.create_stream() for _ in CLIPS]
-        for stream, samples in zip(made, CLIPS, strict=True):
-            stream.accept_waveform(16_000, samples)
-        return made
-
-    single = streams()
-    for stream in single:
-        recognizer.decode_stream(stream)
-    together = streams()
-    recognizer.decode_streams(together)
-    return tuple([each.result.text.strip() for each in made] for made in (single, together))
-
-
-@pytest.mark.parametrize("kind", ["", ".int8"])
-def test_sherpa_onnx_writes_the_same_texts(kind, folder):
-    assert recognised_by_sherpa(folder, kind) == (TEXTS, TEXTS)
+    assert texts_in_sherpa(recognizer, CLIPS) == (TEXTS, TEXTS)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
@@ -194,29 +176,6 @@ def test_labels_move_the_states_as_in_our_decoding(trained, folder):
         states = after
 
 
-def test_no_file_tells_where_it_was_made(folder):
-    for path in folder.glob("*.onnx"):
-        assert str(Path(onnx.__file__).parent).encode() not in path.read_bytes()
-
-
-def test_weights_that_are_too_large_for_one_file_are_in_a_second(trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(onnx_files, "MOST_BYTES", 0)
-    program = onnx_files.export(onnx.graphs(trained)["joiner.onnx"])
-    onnx_files.save(program, tmp_path / "joiner.onnx")
-    names = ["joiner.int8.onnx", "joiner.onnx", "joiner.onnx.data"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
-    size = trained.joint.head.weight.numel() * 4
-    assert (tmp_path / "joiner.onnx.data").stat().st_size > size
-    given = {
-        "encoder_outputs": np.ones((1, CONFIG["d_model"], 1), np.float32),
-        "decoder_outputs": np.ones((1, 16, 1), np.float32),
-    }
-    (logits,) = session(tmp_path / "joiner.onnx").run(None, given)
-    (tmp_path / "joiner.onnx.data").unlink()  # which the small one does not need
-    (small,) = session(tmp_path / "joiner.int8.onnx").run(None, given)
-    np.testing.assert_allclose(logits, small, rtol=0, atol=0.1 * np.abs(logits).max())
-
-
 def floats_of(path) -> list[str]:
     """The names of matrices in fp32."""
     weights = onnx_library.load(path).graph.initializer
@@ -247,13 +206,6 @@ def test_durations_that_other_programs_would_take_for_others_are_refused():
     config = {**CONFIG, "durations": [0, 1, 2, 4]}
     with pytest.raises(UsageError, match=r"^no export to ONNX: .* durations are \[0, 1, 2, 4\]"):
         formats.check_form("onnx", config, EXTRAS)
-
-
-def test_mel_bins_that_onnx_asr_lacks_are_named(monkeypatch, capsys):
-    monkeypatch.setattr(onnx, "graphs", lambda model: {})
-    config = {**CONFIG, "num_mel_bins": 64}
-    onnx.prepare(Parakeet(config).state_dict(), config, ["a"])
-    assert "onnx-asr cannot load" in capsys.readouterr().out
 
 
 def test_a_missing_package_is_named_before_a_training(monkeypatch):

@@ -2,7 +2,6 @@
 every form of a tokenizer."""
 
 import base64
-import io
 import json
 import os
 import random
@@ -28,6 +27,7 @@ from models.parakeet.tokenizer import (
     pieces,
     sentencepiece_model,
 )
+from tests.models.pieces import train_pieces
 
 ALPHABETS = ["abcdefgh", "ABC", "àảãäñßÉ", "हिंदीकोंकणीांव", "0123456789", " .,!?'", "中文é☃Ω", " "]
 BPE, UNIGRAM = {"model_type": "bpe"}, {"model_type": "unigram", "hard_vocab_limit": False}
@@ -59,18 +59,8 @@ def corpus() -> list[str]:
 
 def train(kind: str) -> bytes:
     if kind not in MODELS:
-        ids = {"unk_id": 0, "bos_id": -1, "eos_id": -1, "pad_id": -1}
-        settings = {"normalization_rule_name": "identity", **ids, **KINDS[kind]}
-        model = io.BytesIO()
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(corpus()),
-            model_writer=model,
-            character_coverage=0.99,
-            minloglevel=2,
-            num_threads=1,
-            **settings,
-        )
-        MODELS[kind] = model.getvalue()
+        settings = {"normalization_rule_name": "identity", "pad_id": -1, **KINDS[kind]}
+        MODELS[kind] = train_pieces(corpus(), character_coverage=0.99, **settings)
     return MODELS[kind]
 
 

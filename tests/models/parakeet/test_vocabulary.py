@@ -1,14 +1,12 @@
 """Another vocabulary for a Parakeet: what the flags ask for, and the rows of its pieces. Whole
 runs: tests/recipes/test_parakeet.py."""
 
-import io
 import os
 import shlex
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-import sentencepiece
 import torch
 
 from common.errors import UsageError
@@ -16,6 +14,7 @@ from models.parakeet import tokenizer, vocabulary
 from models.parakeet.settings import make_config
 from models.parakeet.start import ModelInfo
 from speech.writing.text import train_tokenizer
+from tests.models.pieces import train_pieces
 
 TEXTS = ["abc cab bca", "ab ca"] * 20
 
@@ -151,17 +150,9 @@ def test_shares_are_of_the_texts_and_none_is_zero():
 
 def test_the_command_adds_what_the_vocabulary_reads_in_place_of_a_character():
     """Its normalisation makes 1\u20442 of a half, and no text ever has the half."""
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["abc 12"] * 9),
-        model_writer=model,
-        vocab_size=12,
-        model_type="char",
-        hard_vocab_limit=False,
-        normalization_rule_name="nmt_nfkc",
-        minloglevel=2,
-    )
-    state = {"sentencepiece": model.getvalue().hex()}
+    how = {"vocab_size": 12, "model_type": "char", "hard_vocab_limit": False}
+    model = train_pieces(["abc 12"] * 9, normalization_rule_name="nmt_nfkc", **how)
+    state = {"sentencepiece": model.hex()}
     before = tokenizer.make_tokenizer(state, len(tokenizer.pieces(state)))
     counts = Counter({"½": 2, "%": 1, "％": 1})
     command = vocabulary.adding_command(before, "a b.nemo", None, counts)

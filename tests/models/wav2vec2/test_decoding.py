@@ -1,23 +1,15 @@
-"""Greedy CTC with times, by hand-made log-probabilities, and long recordings in windows against one
-pass."""
+"""Greedy CTC with times, by hand-made log-probabilities. Long recordings:
+tests/speech/decoding/test_windows.py."""
 
-import json
 import math
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-import soundfile
 import torch
 
-from common.device import Setup
 from models.wav2vec2 import decoding
-from models.wav2vec2.model import Wav2Vec2, frame_samples
-from models.wav2vec2.settings import make_config
 from models.wav2vec2.tokenizer import Wav2Vec2Tokenizer
-from speech.decoding import long, recogniser, timed, transcribing, windows
-from speech.signal.audio import SAMPLE_RATE
-from speech.writing import subtitles
+from speech.decoding import timed
 from tests.models.wav2vec2.small import characters_state, sentencepiece_state
 
 TOKENIZER = Wav2Vec2Tokenizer(characters_state("abcd'"))
@@ -111,56 +103,3 @@ def test_decoding_is_that_of_a_plain_loop():
         assert [[t.piece, t.frame, t.duration] for t in tokens] == [each[:3] for each in expected]
         means = [sum(each[3]) / len(each[3]) for each in expected]
         assert [token.log_prob for token in tokens] == pytest.approx(means, rel=1e-5)
-
-
-# --- long recordings ------------------------------------------------------------------------------
-
-
-class NearSighted(Wav2Vec2):
-    """A random model whose decisions depend on a second of sound: its layers pass on what they get,
-    and it takes the waveform as it is. Its head is fitted so that it writes all characters."""
-
-    def __init__(self, waveform: torch.Tensor):
-        positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
-        other = {"vocabulary": TOKENIZER.size, "do_normalize": False, **positions}
-        super().__init__(make_config(16, 1, 2, conv_dim=[8] * 7, **other))
-        self.eval()
-        length = torch.tensor([len(waveform)])
-        batch = {"audio": waveform[None], "audio_lengths": length, "audio_lengths_host": length}
-        with torch.no_grad():
-            self.encoder.layers[0].attention.out_proj.weight.zero_()
-            torch.nn.init.normal_(self.lm_head.weight)
-            logits = self.lm_head(self.encode(batch)[0])
-            spread, mean = torch.std_mean(logits, (0, 1))
-            self.lm_head.weight /= spread[:, None]
-            self.lm_head.bias.copy_((self.lm_head.bias - mean) / spread)
-            self.lm_head.bias[0] += 1.0
-            self.lm_head.bias[1:4] -= 100.0
-
-
-def test_a_model_reads_the_same_in_windows_as_in_one_pass(tmp_path):
-    waveform = 0.1 * np.random.default_rng(0).standard_normal(50 * SAMPLE_RATE)
-    waveform *= np.repeat(np.random.default_rng(1).uniform(0, 1, 500), 1600)
-    soundfile.write(tmp_path / "a.wav", waveform, SAMPLE_RATE)
-    torch.manual_seed(1)
-    model = NearSighted(torch.from_numpy(waveform).float())
-
-    def transcribed(longest: float, name: str) -> str:
-        def decode(batch):
-            assert len(batch["audio"]) <= 3 and batch["audio"].shape[1] <= longest * SAMPLE_RATE
-            return decoding.transcripts(model, TOKENIZER, batch)
-
-        output = tmp_path / f"{longest}{name}"
-        paths = [str(tmp_path / "a.wav")]
-        how = recogniser.DecodingOptions(transcribe=paths, output=str(output), batch_size=3)
-        by_time = windows.by_time(TOKENIZER, frame_samples(model.config))
-        transcribing.transcribe_files(how, decode, Setup(), longest, by_time, long.PARTS)
-        return output.read_text(encoding="utf-8")
-
-    whole, cut = (json.loads(transcribed(longest, ".jsonl")) for longest in (100.0, 12.0))
-    assert len(whole["words"]) > 20 and len(whole["pieces"]) == 1 and len(cut["pieces"]) == 6
-    assert cut["text"] == whole["text"] and {*cut["text"]} == {*"abcd' "}
-    sure = [[word.pop("confidence") for word in row["words"]] for row in (cut, whole)]
-    assert cut["words"] == whole["words"]
-    assert sure[0] == pytest.approx(sure[1], abs=0.0011) and min(sure[1]) < 0.9
-    assert transcribed(12.0, ".srt") == subtitles.FORMATS[".srt"].whole(whole)

@@ -94,6 +94,7 @@ def exported(request, tmp_path_factory):
         if request.param == "mms":  # as if it were too large for one file
             patch.setattr(onnx_files, "MOST_BYTES", 0)
         names = onnx.export(folder, model.state_dict(), config, state, "a card")
+    assert ("model.onnx.data" in names) == (request.param == "mms")
     assert model.lm_head.bias[silent].eq(3.0).all()
     model.lm_head.bias.data[silent] = -1e4
     with torch.no_grad():

@@ -16,11 +16,10 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.device import Setup
 from models.whisper import decoding, formats
 from models.whisper.decoding import Search
 from models.whisper.model import Whisper
-from speech.decoding import long, recogniser, transcribing
+from speech.decoding import long
 from speech.signal.features import valid_mask
 from tests.models.whisper.test_formats import peer
 
@@ -280,19 +279,6 @@ def test_a_wide_beam_is_exhaustive(seed):
         tokens = best[1][:-1] if best[1][-1] == eos else best[1]
         assert hypothesis.tokens == tokens and hypothesis.ended == (best[1][-1] == eos)
         assert hypothesis.mean_log_probability == pytest.approx(best[0], abs=1e-10)
-
-
-def test_sampling_is_reproducible_and_cold_sampling_is_greedy():
-    model = make_model(3)
-    encoded, _ = inputs(model, 10)
-    search = Search(PROMPT, EOS, max_new_tokens=20)
-
-    def tokens(seed, temperature):
-        generator = torch.Generator().manual_seed(seed)
-        return tokens_of(decoding.sample(model, encoded, None, search, temperature, generator))
-
-    assert tokens(1, 1.0) == tokens(1, 1.0) != tokens(2, 1.0)
-    assert tokens(1, 1e-6) == tokens_of(decoding.greedy(model, encoded, None, search))
 
 
 def test_samples_follow_the_probabilities():
@@ -653,15 +639,3 @@ def test_repeated_words_are_aligned_by_time():
 def test_stitching_odd_windows(texts, expected):
     whole, parts = long.stitch(texts, [(0, 30), (25, 55), (50, 80)])
     assert whole == expected and " ".join(filter(None, (text for _, _, text in parts))) == expected
-
-
-def test_files_in_overlapping_pieces(tmp_path, wav, capsys):
-    file = wav(tmp_path / "a.wav", 25.0)
-
-    def decode(batch):
-        assert set(batch["names"]) == {file} and len(batch["audio"]) <= 2
-        return ["one two three four five six" for _ in batch["names"]]
-
-    how = recogniser.DecodingOptions(transcribe=[file], batch_size=2)
-    transcribing.transcribe_files(how, decode, Setup(), 14.0, long.BY_OVERLAP)
-    assert set(capsys.readouterr().out.split()) == {"one", "two", "three", "four", "five", "six"}

@@ -441,9 +441,6 @@ def test_the_longest_passage_that_was_dropped(reference, hypothesis, words):
         ("--transcribe {audio}/a.wav --output {here}/a.srt", "subtitles need times; add --timest"),
         ("--transcribe {audio} --timestamps --output {here}/a.vtt", "it is of one recording"),
         ("--transcribe {audio}/a.wav --timestamps --output {here}/own.srt", "did not write it"),
-        ("--transcribe {audio} --timestamps --piece_seconds 5", "cuts recordings to train on"),
-        ("--long {audio}/../two.json", "--long goes with --evaluate"),
-        ("--evaluate --long {audio}/a --test_manifest {audio}/b", "their results are apart"),
     ],
 )
 def test_mistakes(line, message, folder, tmp_path):

@@ -4,7 +4,6 @@ refused."""
 import base64
 import json
 import os
-import pickle
 import random
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -106,19 +105,6 @@ def test_the_released_vocabularies_ids(languages, size, transcribe):
     assert len(set(whisper_tokenizer.LANGUAGES)) == 100
     known = transformers.models.whisper.tokenization_whisper.LANGUAGES
     assert list(known) == whisper_tokenizer.LANGUAGES
-
-
-@pytest.mark.parametrize("tokenizer", [BPE, SYMBOLS], ids=["bpe", "symbols"])
-def test_state_makes_the_same_tokenizer(tokenizer):
-    for copy in (
-        whisper_tokenizer.make_tokenizer(json.loads(json.dumps(tokenizer.state()))),
-        pickle.loads(pickle.dumps(tokenizer)),  # as a spawned data worker gets it
-    ):
-        assert copy.state() == tokenizer.state()
-        assert copy.prompt == tokenizer.prompt
-        assert [copy.encode(text) for text in (*CORPUS[:4], "CQ <SK> É")] == [
-            tokenizer.encode(text) for text in (*CORPUS[:4], "CQ <SK> É")
-        ]
 
 
 def with_language(
@@ -364,19 +350,6 @@ def test_a_token_of_thousands_of_bytes_is_refused(tmp_path, no_hang):
         file.write(f"{base64.b64encode(b'a' * 5000).decode()} {len(BPE.vocab)}\n")
     with pytest.raises(UsageError, match="a token of more than 256 bytes"):
         whisper_tokenizer.read_tokenizer(tmp_path, "vi")
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "merges.txt", "multilingual.tiktoken"])
-def test_pipes_are_not_waited_for(name, tmp_path, no_hang):
-    BPE.save(tmp_path)
-    (tmp_path / "tokenizer.json").unlink()
-    (tmp_path / name).unlink(missing_ok=True)
-    os.mkfifo(tmp_path / name)
-    if name == "merges.txt":
-        with pytest.raises(UsageError):
-            whisper_tokenizer.read_tokenizer(tmp_path, "vi")
-    with pytest.raises(UsageError, match="not a regular file"):
-        whisper_tokenizer.read_tokenizer(tmp_path / name, "vi")
 
 
 def test_a_tokenizer_of_another_model(tmp_path):

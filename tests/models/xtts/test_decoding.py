@@ -132,17 +132,6 @@ def test_a_batch_of_different_lengths_equals_one_by_one(settings):
         torch.testing.assert_close(alone.latents, speech.latents, rtol=0, atol=1e-12)
 
 
-def test_a_seed_makes_it_repeatable():
-    model, sentences = TinyGPT(stop=-1.0), [[1, 2], [3, 4, 5]]
-
-    def codes(seed: int) -> str:
-        speeches = sample(model, CONFIG, voice(), sentences, Sampling(1.5, seed=seed))
-        return str([speech.codes.tolist() for speech in speeches])
-
-    assert all(codes(seed) == codes(seed) for seed in range(4))
-    assert len({codes(seed) for seed in range(4)}) == 4
-
-
 def test_nothing_but_codes_is_drawn():
     """START and the tokens beyond the codes are likeliest, and are neither codes nor an end."""
 

@@ -3,7 +3,6 @@ refused."""
 
 import json
 import math
-import os
 import pickle
 import sys
 import types
@@ -17,8 +16,9 @@ from safetensors import safe_open
 
 from common.errors import UsageError
 from models.xtts import formats, tokenizer, vocoder
-from tests.models.whisper.test_formats import LFS
+from tests.models.whisper.test_formats import Trap
 from tests.models.xtts.small import FIXTURES, VOCAB, use_small_vocoder
+from tests.peers import same_tensors
 
 TOKENS = tokenizer.Vocabulary(VOCAB)
 SIZES = {"text_positions": 12, "mel_positions": 9, "code_dim": 4, "dvae_hidden": 8}
@@ -87,16 +87,6 @@ def coqui_folder(folder: Path, groups: dict, content: dict | None = None, **args
     return folder
 
 
-def same(first: dict, second: dict) -> bool:
-    if first.keys() != second.keys():
-        return False
-    pairs = [(first[name], second[name]) for name in first]
-    return all(
-        same(a, b) if isinstance(a, dict) else torch.equal(a, b) and a.dtype == b.dtype
-        for a, b in pairs
-    )
-
-
 # --- names and shapes -----------------------------------------------------------------------------
 
 
@@ -154,13 +144,13 @@ def test_impossible_configurations(change, reason):
 def test_a_folder_is_read(tmp_path):
     groups = random_groups()
     read, config, extras = formats.read_model(coqui_folder(tmp_path, groups))
-    assert same(read, groups) and config == CONFIG
+    assert same_tensors(read, groups) and config == CONFIG
     assert extras == {"config": description(), "vocab": VOCAB, "licence": True}
     frozen = {group: groups[group] for group in formats.FROZEN}
-    assert same(formats.read_frozen(tmp_path, config), frozen)
+    assert same_tensors(formats.read_frozen(tmp_path, config), frozen)
     (tmp_path / "mel_stats.pth").unlink()
-    assert same(formats.read_model(tmp_path)[0], groups)
-    assert same(formats.read_frozen(tmp_path, config), frozen)
+    assert same_tensors(formats.read_model(tmp_path)[0], groups)
+    assert same_tensors(formats.read_frozen(tmp_path, config), frozen)
     with pytest.raises(UsageError, match=r"encoder.5.weight is"):
         formats.read_frozen(tmp_path, {**config, "code_dim": 5})
 
@@ -195,8 +185,8 @@ def test_a_training_checkpoint_is_read(tmp_path):
         for group in ("gpt", "hifigan_decoder")
     }
     expected |= {"dvae": groups["dvae"], "mel_stats": groups["mel_stats"].half().float()}
-    assert same(formats.read_model(tmp_path)[0], expected)
-    assert same(formats.read_custom(tmp_path / "model.pth", CONFIG), expected["gpt"])
+    assert same_tensors(formats.read_model(tmp_path)[0], expected)
+    assert same_tensors(formats.read_custom(tmp_path / "model.pth", CONFIG), expected["gpt"])
 
 
 def test_both_spellings_of_weight_norm_are_read(tmp_path):
@@ -206,7 +196,9 @@ def test_both_spellings_of_weight_norm_are_read(tmp_path):
         name = name.replace("parametrizations.weight.original0", "weight_g")
         state[name.replace("parametrizations.weight.original1", "weight_v")] = w
     assert "hifigan_decoder.waveform_decoder.ups.0.weight_g" in state
-    assert same(formats.read_model(coqui_folder(tmp_path, groups, {"model": state}))[0], groups)
+    assert same_tensors(
+        formats.read_model(coqui_folder(tmp_path, groups, {"model": state}))[0], groups
+    )
 
 
 @pytest.mark.parametrize(("prefix", "with_optimizer"), [("", False), ("xtts.", True)])
@@ -219,7 +211,9 @@ def test_a_fine_tuned_model_is_read(prefix, with_optimizer, tmp_path):
     content = {"model": state, "optimizer": {"state": {}}} if with_optimizer else state
     torch.save(content, tmp_path / "tuned.pth")
     weights = formats.read_custom(tmp_path / "tuned.pth", CONFIG)
-    assert same(weights, groups["gpt"]) and not any(w.requires_grad for w in weights.values())
+    assert same_tensors(weights, groups["gpt"]) and not any(
+        w.requires_grad for w in weights.values()
+    )
 
 
 def test_another_vocabulary_is_named(tmp_path):
@@ -258,7 +252,7 @@ def test_a_pickled_configuration_is_read_without_its_class(name, tmp_path):
     groups = random_groups()
     coqui_folder(tmp_path, groups)
     save_with_object(tmp_path / "model.pth", name, coqui_state(groups))
-    assert same(formats.read_model(tmp_path)[0], groups)
+    assert same_tensors(formats.read_model(tmp_path)[0], groups)
     assert name.rpartition(".")[0] not in sys.modules
 
 
@@ -281,26 +275,18 @@ def test_the_stubs_are_not_left_registered(tmp_path):
         torch.load(tmp_path / "model.pth", weights_only=True)
 
 
-class Attack:
-    def __init__(self, *command):
-        self.command = command
-
-    def __reduce__(self):
-        return self.command
-
-
 @pytest.mark.parametrize("file", ["model.pth", "dvae.pth", "mel_stats.pth"])
-def test_code_in_a_file_is_never_run(file, tmp_path):
+def test_code_in_a_file_is_never_run(file, tmp_path, capfd):
     groups = random_groups()
     coqui_folder(tmp_path / "model", groups)
-    content = {"model": coqui_state(groups), "config": Attack(os.mkdir, (str(tmp_path / "ran"),))}
+    content = {"model": coqui_state(groups), "config": Trap()}
     torch.save(content, tmp_path / "model" / file)
     with pytest.raises(UsageError, match=rf"{file} is refused: [^\n]+ could run code$"):
         formats.read_model(tmp_path / "model")
-    assert not (tmp_path / "ran").exists()
+    assert "the file was run" not in capfd.readouterr().out
 
 
-# --- damaged and hostile files --------------------------------------------------------------------
+# --- damaged files: others are in tests/models/whisper/test_formats.py ----------------------------
 
 
 def weights(change):
@@ -331,24 +317,16 @@ def content(name: str, raw):
     return apply
 
 
-def cut(name: str):
-    return lambda folder, groups: (folder / name).write_bytes((folder / name).read_bytes()[:-300])
-
-
 def without(name: str):
     return lambda folder, groups: (folder / name).unlink()
 
 
 HEAD = "gpt.mel_head.weight"
 POST = "hifigan_decoder.waveform_decoder.conv_post.weight"
-NAN = torch.full((8, 16), math.nan)
 HOSTILE = {
     "no model.pth": (without("model.pth"), r"lacks model\.pth"),
     "no vocab.json": (without("vocab.json"), "lacks vocab"),
     "no dvae.pth": (without("dvae.pth"), r"lacks dvae\.pth"),
-    "a cut model.pth": (cut("model.pth"), r"model\.pth is damaged"),
-    "a cut vocab.json": (cut("vocab.json"), r"vocab\.json is refused: it is damaged"),
-    "a pointer": (content("model.pth", LFS), "Git LFS"),
     "a list": (content("model.pth", [1]), "holds a list"),
     "no tensors": (content("model.pth", {"model": {}}), "lacks|mel_stats"),
     "a dict as statistics": (content("mel_stats.pth", {"a": 1}), "not a floating-point tensor"),
@@ -358,7 +336,6 @@ HOSTILE = {
     "a missing tensor": (weights(lambda s: s.pop(HEAD)), r"\(gpt\) lacks 'mel_head.weight'"),
     "half a vocoder": (weights(lambda s: s.pop(POST)), "lacks 'waveform_decoder"),
     "another shape": (weights(lambda s: s.update({HEAD: torch.zeros(9)})), "mel_head.weight is"),
-    "NaN": (weights(lambda s: s.update({HEAD: NAN})), "not finite"),
     "a name twice": (weights(lambda s: s.update({f"xtts.{HEAD}": s[HEAD]})), "there twice"),
     "many layers": (args(gpt_layers=128), r"\(gpt\) lacks"),
     "a wide model": (args(gpt_n_model_channels=8192, decoder_input_dim=8192), "asks for"),
@@ -379,16 +356,6 @@ def test_hostile_folders_are_refused_in_one_line(name, tmp_path):
     assert "\n" not in message
     assert message.startswith(str(tmp_path))
     assert len(message) < len(str(tmp_path)) + 300
-
-
-def test_what_is_not_a_file(tmp_path):
-    with pytest.raises(UsageError, match=r"lacks model\.pth"):
-        formats.read_model(tmp_path / "nothing")
-    with pytest.raises(UsageError, match="No such file"):
-        formats.read_custom(tmp_path / "nothing.pth", CONFIG)
-    os.mkfifo(tmp_path / "pipe.pth")
-    with pytest.raises(UsageError, match="not a regular file"):
-        formats.read_custom(tmp_path / "pipe.pth", CONFIG)
 
 
 # --- exporting ------------------------------------------------------------------------------------
@@ -416,8 +383,10 @@ def test_an_export_is_what_coqui_loads(tmp_path):
     first, rate = soundfile.read(tmp_path / "out" / "reference.wav", dtype="int16")
     assert rate == 22_050 and np.array_equal(first, clip)
     saved = torch.load(tmp_path / "out" / "model.pth", weights_only=True)
-    assert saved.keys() == {"model"} and same(saved["model"], coqui_state(groups))
-    assert same(torch.load(tmp_path / "out" / "dvae.pth", weights_only=True), groups["dvae"])
+    assert saved.keys() == {"model"} and same_tensors(saved["model"], coqui_state(groups))
+    assert same_tensors(
+        torch.load(tmp_path / "out" / "dvae.pth", weights_only=True), groups["dvae"]
+    )
     assert torch.equal(
         torch.load(tmp_path / "out" / "mel_stats.pth", weights_only=True), groups["mel_stats"]
     )
@@ -435,7 +404,9 @@ def test_an_export_is_what_coqui_loads(tmp_path):
     tokens = {"gpt_start_text_token": TOKENS.start, "gpt_stop_text_token": 0}
     assert {**description()["model_args"], **tokens}.items() <= written["model_args"].items()
     again, config, extras = formats.read_model(tmp_path / "out")
-    assert same(again, groups) and config == CONFIG and extras == EXTRAS | {"config": written}
+    assert (
+        same_tensors(again, groups) and config == CONFIG and extras == EXTRAS | {"config": written}
+    )
 
 
 def test_settings_of_the_source_and_its_licence_are_kept(tmp_path):
@@ -466,11 +437,4 @@ def test_only_the_tensors_themselves_are_written(tmp_path):
     assert formats.export(tmp_path / "views", views, CONFIG, EXTRAS, {}) == plain
     sizes = [(tmp_path / folder / "model.pth").stat().st_size for folder in ("plain", "views")]
     assert sizes[0] == sizes[1]
-    assert same(formats.read_model(tmp_path / "views")[0], groups)
-
-
-def test_values_that_are_not_finite_are_not_exported(tmp_path):
-    groups = random_groups() | {"mel_stats": torch.full((80,), math.nan)}
-    with pytest.raises(UsageError, match="not finite"):
-        formats.export(tmp_path / "out", groups, CONFIG, EXTRAS, {})
-    assert not (tmp_path / "out").exists()
+    assert same_tensors(formats.read_model(tmp_path / "views")[0], groups)

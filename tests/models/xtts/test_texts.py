@@ -6,19 +6,16 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from common import options, records
-from common.checkpoint import Saved
 from common.errors import UsageError
-from models.xtts import cleaners, formats, new_tokens, speaking, start, texts
-from models.xtts.tokenizer import Vocabulary, new_vocabulary
+from models.xtts import cleaners, speaking, start, texts
+from models.xtts.tokenizer import Vocabulary
 from speech import amharic
 from speech.data import splits
 from tests.models.xtts.small import VOCAB, make_info
 
 ROWS = Vocabulary(VOCAB).size
-TRAINING = ["ሰላም ለሁሉም።", "ሰላም, እንዴት ነህ?", "ለሁሉም ሰላም the end", "ቡና እወዳለሁ"]
 PLAIN = texts.TextOptions()
 G2P = texts.TextOptions(g2p=True)
 
@@ -178,17 +175,6 @@ def test_a_text_to_speak_is_checked(capsys):
     assert capsys.readouterr().err == "warning: 'aቡ bናቡ': the vocabulary lacks ቡ x 2, ና x 1\n"
 
 
-def test_show(capsys):
-    texts.show(["ሰላም", "the end"], texts.Texts(texts.Reading("am", G2P, True)), 200)
-    out, err = capsys.readouterr()
-    assert out == f"{amharic.phonemes('ሰላም', {}, True)}\nthe end\n" and not err
-    texts.show(["ሰቡ", "hens"], texts.Texts(make_info()), 3)
-    out, err = capsys.readouterr()
-    assert out == "ሰቡ\nhens\n"
-    first, second = err.splitlines()
-    assert "'ሰቡ': the vocabulary lacks ቡ x 1" in first and "longer than 3 tokens" in second
-
-
 # --- flags ----------------------------------------------------------------------------------------
 
 
@@ -205,11 +191,6 @@ def test_json_keeps_the_options(tmp_path):
     assert chosen == texts.TextOptions(g2p=True, epenthesis=False, lexicon=lexicon)
     assert lexicon["ሰላም"] == "səlam" and kept(chosen) == chosen
     assert resolved("--dry_run=8GB").text == PLAIN == kept(PLAIN)
-    asked = texts.TextOptions(extend_vocab="bpe", vocab_size=30)
-    info, _, _ = new_tokens.extend(make_info(), None, TRAINING, asked)
-    assert info.text == asked == kept(info.text)
-    again = records.read(start.ModelInfo, json.loads(json.dumps(asdict(info))), "it")
-    assert again == info and texts.Texts(again).encode("ሰላም") == texts.Texts(info).encode("ሰላም")
 
 
 def test_an_older_record_is_read_unless_its_model_began_at_random_weights():
@@ -220,21 +201,11 @@ def test_an_older_record_is_read_unless_its_model_began_at_random_weights():
         records.read(start.ModelInfo, {**values, "pretrained": False, "reads_stop": True}, "it")
 
 
-@pytest.mark.parametrize(
-    "change", [{"g2p": 1}, {"lexicon": {"a": 1}}, {"lexicon": []}, {"extend_vocab": "x"}]
-)
-def test_damaged_options(change):
-    with pytest.raises(UsageError, match=f"^it: TextOptions.{next(iter(change))} is "):
-        records.read(texts.TextOptions, {**asdict(PLAIN), **change}, "it")
-
-
 SPEAKING = f"--synthesize a --speaker_wav {__file__}"
 CONTRADICTIONS = [  # words, and a part of the message
-    ("--dry_run=8GB --lexicon x", "--lexicon goes with --use_amharic_g2p"),
     ("--dry_run=8GB --vocab_size 9 --extend_vocab characters", "goes with --extend_vocab bpe"),
     ("--dry_run=8GB --use_amharic_g2p --language ti", "is for Amharic"),
     ("--show_text a --use_amharic_g2p --lexicon missing.tsv", "missing.tsv"),
-    ("--show_text a --extend_vocab bpe", "--extend_vocab and --show_text"),
     (f"{SPEAKING} --use_amharic_g2p", "a checkpoint keeps how it reads"),
     (f"{SPEAKING} --use_amharic_g2p --model_dir . --resume x", "keeps how it reads"),
 ]
@@ -272,20 +243,3 @@ def test_flags_that_contradict_a_checkpoint(words, text, message):
     chosen = resolved("--dry_run=8GB", "--resume", "auto", *words.split())
     found = texts.conflicts(chosen.origin.given, chosen.text, text)
     assert len(found) == bool(message) and (message or "") in "".join(found)
-
-
-def test_a_contradiction_ends_the_resumed_run(tmp_path):
-    info = make_info(new_vocabulary(texts.CHARACTERS, ["en", "am"], 512))
-    shapes = formats.expected_shapes(info.config)["gpt"]
-    weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    saved = Saved(tmp_path / "a.pt", "xtts_amharic", asdict(info), {}, weights)
-
-    def read_info(*flags) -> start.ModelInfo:
-        asked = resolved("--dry_run=8GB", "--resume", "auto", *flags)
-        return start.Family(asked).read_info(saved)
-
-    assert read_info() == info
-    with pytest.raises(
-        UsageError, match=r"--use_amharic_g2p \(the checkpoint reads text as written\) conflicts"
-    ):
-        read_info("--use_amharic_g2p")
