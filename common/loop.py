@@ -16,7 +16,8 @@
 
 1. A checkpoint has the position in the data and all random states: a resumed run ends with the same
    bits.
-2. A model that cannot write yet learns from clean and short utterances (`Task.augmented_share`).
+2. A model that cannot write yet learns from clean and short utterances (`Task.augmented_share`),
+   unless it learns these by heart.
 3. The state that is saved is the one before the interrupted global batch.
 4. No utterance is dropped. Gradients, buffers and random states are reset before each attempt.
 5. The gradient does not depend on how the global batch is cut.
@@ -170,7 +171,9 @@ def augments_more(training: Training) -> bool:
     is_within = progress.global_batch > 0
     if not training.task.augmented_share or progress.best is None or is_within:
         return False
-    share = training.task.augmented_share(progress.best)
+    share = training.task.augmented_share(
+        progress.best, progress.augmented_share, progress.overfits
+    )
     if not share > progress.augmented_share:
         return False
     progress.augmented_share = share

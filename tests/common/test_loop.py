@@ -480,7 +480,7 @@ class Augmented(small.Waveforms):
 def growing(*shares: float) -> dict:
     """Fields of a task whose evaluations come to these shares one after the other."""
     evaluate = scripted(*(1 - share for share in shares))
-    return {"evaluate": evaluate, "augmented_share": lambda x: 1 - x}
+    return {"evaluate": evaluate, "augmented_share": lambda value, share, overfits: 1 - value}
 
 
 def test_augmentation_grows_when_an_epoch_begins_and_never_falls(tmp_path):
@@ -495,6 +495,23 @@ def test_augmentation_grows_when_an_epoch_begins_and_never_falls(tmp_path):
     trained(tmp_path, *flags, data=data, compute_loss=changing(seen), **fields)
     # Evaluated after 3, 6, 9, 12, 15 updates. The best of 6 and 9 counts from the 9th on.
     assert shares == [0.0] * 8 + [0.5] * 4 + [0.75] * 4
+
+
+def test_augmentation_grows_while_the_held_out_loss_rises(tmp_path):
+    told = []
+
+    def share(value: float, share: float, overfits: bool) -> float:
+        told.append((value, share, overfits))
+        return share + 0.25 * overfits
+
+    def evaluate(model, eval_batches):
+        loss = next(losses)
+        return {"first": (loss, 1.0), "ctc": (loss, 1.0)}
+
+    losses = iter((0.5, 0.6, 0.4, 0.5, 0.45))
+    flags = ("--num_epochs", "5", "--eval_every", "4", *cut(4, 1))  # an epoch has 4 updates
+    trained(tmp_path, *flags, data=Augmented(), evaluate=evaluate, augmented_share=share)
+    assert told == [(0.5, 0, False), (0.5, 0, True), (0.4, 0.25, False), (0.4, 0.25, True)]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

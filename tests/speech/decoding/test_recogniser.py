@@ -245,3 +245,13 @@ def test_transcripts_name_recordings_relative_to_their_own_folder(tmp_path, monk
     transcripts.write(Path("out/a.jsonl"), [{"file": "b/a.wav"}, {"file": "/c.wav"}])
     rows = map(json.loads, Path("out/a.jsonl").read_text().splitlines())
     assert [row["file"] for row in rows] == ["../b/a.wav", "/c.wav"]
+
+
+def test_augmentation_follows_what_is_written_and_what_is_learned_by_heart():
+    share = recogniser.augmented_share
+    assert [share(cer, 0, False) for cer in (1.2, 0.5, 0.45, 0.25, 0.0)] == [0, 0, 0.1, 0.5, 1]
+    assert (
+        share(0.5, 0, True) == 0.2 and share(0.5, 0.2, True) == 0.4 and share(0.1, 0, True) == 0.8
+    )
+    assert share(0.5, 0.9, True) == 1
+    assert share(0.8, 0.2, True) == 0  # it writes nothing yet
