@@ -78,7 +78,7 @@ N_MELS = 80
 # encoder: on 4 hours of Mboshi it could align nothing after 800 updates of 8 clips. With 0.7 it
 # could after 300. A part of this is a loss in the middle of the encoder, whose lower half learns
 # sooner with it: after 2,184 updates a twelfth fewer letters were wrong.
-LOSS_WEIGHTS = {"ctc": 0.49, "middle_ctc": 0.21, "attention": 0.3}
+LOSS_WEIGHTS = {"ctc": 0.49, "attention": 0.3, "middle_ctc": 0.21}
 SEARCH_WEIGHTS = {"ctc": 0.3, "attention": 0.7}
 FUSED_WEIGHTS = {"ctc": 0.5, "attention": 0.5}  # with a language model, which is a part of CTC's
 BEAM_SIZE = 10
@@ -305,7 +305,7 @@ def collate(items: list[dict]) -> dict:
         batch["time_masks"] = torch.stack([item["time_masks"] for item in items])
     targets = sum(item["targets"] for item in items)
     attention = int(batch["labels_lengths"].sum())
-    batch["counts"] = {"ctc": targets, "middle_ctc": targets, "attention": attention}
+    batch["counts"] = {"ctc": targets, "attention": attention, "middle_ctc": targets}
     return batch
 
 
@@ -611,7 +611,7 @@ def losses(model: Conformer, batch: dict, encoded: Encoded) -> dict[str, Tensor]
         reduction="sum",
         label_smoothing=model.label_smoothing,
     )
-    return {"ctc": ctc, "middle_ctc": middle, "attention": attention}
+    return {"ctc": ctc, "attention": attention, "middle_ctc": middle}
 
 
 def ctc_loss(model: Conformer, batch: dict, frames: Tensor, lengths: Tensor) -> Tensor:

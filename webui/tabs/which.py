@@ -146,7 +146,7 @@ def build(places: Places, table: list, form: list, looks: Callable) -> None:
         with gr.Row():
             language = gr.Textbox(label="Language that is spoken", info="a name or a code")
             minutes = gr.Number(
-                None, minimum=0, label="Minutes of speech", info="empty: those of the table above"
+                0, minimum=0, label="Minutes of speech", info="0: those of the table above"
             )
         card = plans.this_card()
         with gr.Row():
