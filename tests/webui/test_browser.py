@@ -328,6 +328,9 @@ def test_runs_are_chosen_by_a_click_and_removed_together(page, folders):
         page.get_by_role("heading", name=name, exact=True).wait_for()
         expect_value(page, "Run", "combobox", name)
     press(page, re.compile("^Stop or remove several runs"))
+    press(page, "Remove them for good")
+    see(page, "choose the runs first")
+    page.get_by_test_id("toast-close").click()
     field = shown(page.get_by_role("combobox", name="Runs", exact=True))
     for name in ("draft_1", "voice"):
         field.click()

@@ -1,6 +1,7 @@
 """The Runs tab: the list of runs, and what is known of one or two of them while they train."""
 
 import functools
+from collections.abc import Callable
 
 import gradio as gr
 
@@ -34,16 +35,6 @@ def build(context: Context, shared: Shared) -> None:
         take = gr.Button("New run with these settings", interactive=False, min_width=140)
     plots = gr.Markdown(**HTML)
     log = gr.Markdown(**HTML)
-    with gr.Accordion("Stop or remove several runs", open=False):
-        several = gr.Dropdown(
-            [],
-            multiselect=True,
-            label="Runs",
-            info="of removed ones the weights, logs, drafts and uploads are deleted",
-        )
-        with gr.Row():
-            stop_them = gr.Button("Stop and save them", min_width=140)
-            remove = gr.Button("Remove them for good", variant="stop", min_width=140)
 
     def choose(wanted: str, name: str | None, second: str) -> tuple:
         return _choices(runs.list_runs(folder), wanted, name, second)
@@ -59,20 +50,6 @@ def build(context: Context, shared: Shared) -> None:
         action(context.run(name))
         return look(name, second)
 
-    def names() -> gr.Dropdown:
-        return gr.Dropdown(choices=[run.name for run in runs.list_runs(folder)])
-
-    def act_on_each(action, names: list[str]) -> None:
-        """Those that cannot be stopped or removed are named after the others were."""
-        failures = []
-        for name in names:
-            try:
-                action(context.run(name))
-            except Failure as failure:
-                failures.append(str(failure))
-        if failures:
-            raise UsageError("; ".join(failures))
-
     def click(name: str, *before: str) -> tuple:
         return ("", *choose(name, *before), name) if name else (gr.skip(),) * 4
 
@@ -85,7 +62,6 @@ def build(context: Context, shared: Shared) -> None:
     on(chosen.input, lambda name: name, chosen, shared.chosen)
     on(clicked.change, click, [clicked, *both], [clicked, *both, shared.chosen], **follow)
     on(shared.tab.select, choose, [shared.chosen, *both], both)
-    on(several.focus, names, None, several, **follow)
     on(stop.click, lambda *names: act(runs.stop, *names), both, shown)
     on(resume.click, lambda *names: act(continue_it, *names), both, shown)
     on(
@@ -94,9 +70,43 @@ def build(context: Context, shared: Shared) -> None:
         chosen,
         [shared.settings, shared.tabs],
     )
-    on(stop_them.click, functools.partial(act_on_each, runs.stop), several)
-    removal = functools.partial(act_on_each, lambda run: runs.remove(run, context.places))
-    removed = on(remove.click, removal, several)
+    _several(context, choose, both)
+
+
+def _several(context: Context, choose: Callable[..., tuple], both: list[gr.Dropdown]) -> None:
+    """Several runs that are stopped or removed at once. After a removal, `both` dropdowns of
+    `build` are what `choose` makes of them."""
+    with gr.Accordion("Stop or remove several runs", open=False):
+        several = gr.Dropdown(
+            [],
+            multiselect=True,
+            label="Runs",
+            info="of removed ones the weights, logs, drafts and uploads are deleted",
+        )
+        with gr.Row():
+            stop = gr.Button("Stop and save them", min_width=140)
+            remove = gr.Button("Remove them for good", variant="stop", min_width=140)
+
+    def names() -> gr.Dropdown:
+        return gr.Dropdown(choices=[run.name for run in runs.list_runs(context.places.runs)])
+
+    def act(action: Callable[[Run], None], names: list[str] | None) -> None:
+        """Those that cannot be stopped or removed are named after the others were."""
+        if not names:
+            raise UsageError("choose the runs first")
+        failures = []
+        for name in names:
+            try:
+                action(context.run(name))
+            except Failure as failure:
+                failures.append(str(failure))
+        if failures:
+            raise UsageError("; ".join(failures))
+
+    on(several.focus, names, None, several, show_progress="hidden")
+    on(stop.click, lambda names: act(runs.stop, names), several)
+    removal = functools.partial(runs.remove, places=context.places)
+    removed = on(remove.click, lambda names: act(removal, names), several)
     on(removed.then, lambda *before: ([], *choose("", *before)), both, [several, *both])
 
 

@@ -173,7 +173,7 @@ def build(places: Places, table: list, form: list, looks: Callable) -> None:
 
     def warned(*values) -> str:
         """What is said of a table that was chosen: the form stays, which may be filled."""
-        with suppress(Failure):  # of a name that is being typed
+        with suppress(Failure):  # of a name that is not a table's, which the buttons report
             return f"{advised(*values)[2]}<p>Press Advise, and this is chosen below.</p>"
         return ""
 
