@@ -82,7 +82,7 @@ class Flags:
 
 def add_arguments(parser) -> None:
     splits.add_arguments(parser, allow_unknown=True)
-    recogniser.add_decoding(parser)
+    recogniser.add_arguments(parser, augments=False)
     language_model.add_arguments(parser)
     alphabet.add_arguments(parser)
     options.add_record(parser, "model", Flags)

@@ -45,13 +45,6 @@ def begin(args, name: str) -> Run:
     return Run(setup, resumed, initial, is_planned=True, card=card)
 
 
-def lower(model: torch.nn.Module, dtype: torch.dtype | None) -> None:
-    """`lora.lower`, which only models with adapters need."""
-    from common.parts import lora
-
-    lora.lower(model, dtype)
-
-
 def verify(args, model: torch.nn.Module, needs=None) -> int:
     """`preflight.verify`, which only --verify_gpu needs."""
     from common.parts import preflight
@@ -116,7 +109,9 @@ def plan(
     setup = Setup(dtype=device.pick_dtype(args.mixed_precision, card.capability)[0])
     has_adapters = checkpoint.partial_of(model) is not None
     if has_adapters:
-        lower(model, setup.dtype)
+        from common.parts import lora
+
+        lora.lower(model, setup.dtype)
     length = run_length.choose(args, global_batches, task.fine_tunes, updates=task.updates)
     epochs = math.ceil(length.total / global_batches.per_epoch)
     checkpoint_layers = functools.partial(memory.checkpoint_layers, model, task.checkpointed)

@@ -114,32 +114,19 @@ class Request(AugmentationFlags, splits.Request):
 # --- flags ----------------------------------------------------------------------------------------
 
 
-def add_augmentation(parser) -> None:
-    """The flags of augmentation alone, for a recipe that does not decode."""
-    options.add_record(parser, "augmentation", AugmentationFlags)
-
-
 def add_arguments(
     parser,
     methods: tuple[str, ...] = (),
     method: str = "",
     beam_size: int = 0,
     normalisers: bool = True,
-) -> None:
-    """The flags of augmentation and of decoding."""
-    add_augmentation(parser)
-    add_decoding(parser, methods, method, beam_size, normalisers)
-
-
-def add_decoding(
-    parser,
-    methods: tuple[str, ...] = (),
-    method: str = "",
-    beam_size: int = 0,
-    normalisers: bool = True,
+    augments: bool = True,
 ) -> None:
     """The flags of a recogniser that decodes by `methods`, `method` by default. Without
-    `normalisers` its texts are compared in one way only."""
+    `normalisers` its texts are compared in one way only, and without `augments` it has no flags of
+    augmentation."""
+    if augments:
+        options.add_record(parser, "augmentation", AugmentationFlags)
     changes = dict.fromkeys(("decoding", "beam_size"), options.LEAVE_OUT)
     if methods:
         what = f"method for the results at the end, --evaluate and --transcribe ({method})"
@@ -156,9 +143,9 @@ def add_decoding(
 def resolve(
     args, is_demo: bool, beam_size: int = 0, augments: bool = True, has_times: bool = False
 ) -> DecodingOptions:
-    """Fills in the defaults of these flags and returns what they ask for, also after
-    `add_augmentation` or `add_decoding` alone. Augmentation is on, unless the recipe does not
-    augment by default (`augments`), and except in a demo, whose voices hardly vary. A plan
+    """Fills in the defaults of these flags and returns what they ask for, also without those of
+    augmentation. Augmentation is on, unless the recipe does not augment by default (`augments`),
+    and except in a demo, whose voices hardly vary. A plan
     without data is of training with augmentation. `beam_size` is the default. `has_times`: whether
     the transcripts have segments with times. Raises `UsageError`, and `DataError` for a file in
     --noise_dir."""
@@ -196,8 +183,8 @@ def resolve(
 
 def augmented_share(cer: float, share: float, overfits: bool) -> float:
     """`Task.augmented_share` of a model that cannot write yet: what it writes right beyond half of
-    the characters, twice, in whole tenths. Nothing until a CER of 45 %, half at 25 %. With little
-    speech it may learn that by heart before: then a fifth more at each epoch, if it writes at all."""
+    the characters, twice, in whole tenths. Nothing until a CER of 45 %, half at 25 %. Before that
+    it may learn little speech by heart: then a fifth more at each epoch, if it writes at all."""
     wanted = max(0, math.floor(10 - 20 * cer)) / 10
     if overfits and not_begun(cer) is None:
         wanted = max(wanted, share + 0.2)
