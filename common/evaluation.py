@@ -126,8 +126,9 @@ def note_evaluation(task: Task, progress: Progress, values: dict[str, float]) ->
         progress.best = value
         progress.best_step = progress.step
     loss = values.get("loss", math.inf)
-    progress.overfits = progress.lowest_loss is not None and loss > progress.lowest_loss
-    if progress.lowest_loss is None or loss < progress.lowest_loss:
+    lowest = progress.lowest_loss
+    progress.overfits = lowest is not None and lowest < loss < math.inf
+    if lowest is None or loss < lowest:
         progress.lowest_loss = loss
         if loss < math.inf:
             progress.evaluations_without_gain = 0
