@@ -18,8 +18,8 @@ PATIENCE = 5  # evaluations without a better result, at least: a third of a fine
 
 @dataclass(frozen=True)
 class RunLength:
-    """A run ends at `max_steps`, `num_epochs` or `patience`, whichever comes first; None or 0: never.
-    It also ends if a further set says so (`Progress.stop`)."""
+    """A run ends at `max_steps`, `num_epochs` or `patience`, whichever comes first; None or 0:
+    never. It also ends if a further set says so (`Progress.stop`)."""
 
     max_steps: int | None  # updates
     num_epochs: int | None

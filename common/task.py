@@ -64,7 +64,8 @@ class Task:
     updates: tuple[int, int] = run_length.UPDATES  # of a fine-tuning: the fewest; from an hour on
     # The share of the training set that is augmented (`data.augmented_share`) from the next epoch
     # on, by the best value of the metric, the present share, and whether the model overfits: the
-    # loss of the last evaluation had risen. It never falls. None: all are, from the first update on.
+    # loss of the last evaluation had risen. It never falls. None: all are augmented from the first
+    # update on.
     augmented_share: Callable[[float, float, bool], float] | None = None
     # A sentence of advice if this value of the metric, after a fifth of the updates, says that the
     # model has not begun to learn; else None.

@@ -21,7 +21,7 @@ cores: three to four minutes). Synthetic speech proves the mechanics, not a real
 
 Sources: Conformer (Gulati et al. 2020); rotary positions in it (Li et al. 2021, "Conformer-based
 End-to-end Speech Recognition With Rotary Position Embedding"); joint CTC/attention (Watanabe et al.
-2017); CTC in the middle of the encoder, too (Lee and Watanabe 2021); SpecAugment (Park et al. 2019).
+2017); CTC in the middle of the encoder (Lee and Watanabe 2021); SpecAugment (Park et al. 2019).
 """
 
 import functools
@@ -490,8 +490,8 @@ BRANCH_OUTPUTS = (".out", ".leave", ".first.3", ".second.3", ".feed_forward.3")
 
 
 class Encoded(NamedTuple):
-    """What the encoder makes of a batch: its output (B, T, D), that of its lower half, the attention
-    mask over T (None where nothing is padded), and the lengths on the host."""
+    """What the encoder makes of a batch: its output (B, T, D), that of its lower half, the
+    attention mask over T (None where nothing is padded), and the lengths on the host."""
 
     frames: Tensor
     middle: Tensor

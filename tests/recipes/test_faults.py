@@ -1,7 +1,7 @@
 """Faults as a user meets them, through the Konkani recipe: outputs that would destroy something,
-full disks, signals, damaged weights, a model that is too large. Each is one line and an exit status,
-and nothing is lost. What needs standard streams or signals of its own runs in a process of its own.
-Altered checkpoints, other signals and other orders of the data: tests/common."""
+full disks, signals, damaged weights, a model that is too large. Each is one line and an exit
+status, and nothing is lost. What needs its own standard streams or signals runs in a separate
+process. Altered checkpoints, other signals and other orders of the data: tests/common."""
 
 import contextlib
 import json

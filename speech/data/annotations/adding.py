@@ -54,7 +54,7 @@ class Written:
     starts: list[tuple[str, int, dict[str, str]]] = field(default_factory=list)
     # (milliseconds, byte) of the slots with a time, sorted
     slots: list[tuple[float, int]] = field(default_factory=list)
-    # the byte of the last end tag of each name in the root, and of its own
+    # {name: byte} of the root's end tag, and of the last end tag of each name in the root
     ends: dict[str, int] = field(default_factory=dict)
     last: int = 0  # the highest number of an annotation
     last_slot: int = 0  # and of a slot
