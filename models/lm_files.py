@@ -7,7 +7,7 @@ from pathlib import Path
 from models import card
 from speech.decoding import arpa, language_model
 from speech.decoding.language_model import Tokens
-from speech.decoding.ngram import LM_WEIGHT
+from speech.decoding.ngram import LM_WEIGHT, NGram
 
 ARPA = "lm.arpa"
 ORDER = 6  # of its n-grams: kenlm, as it is published, reads no longer ones
@@ -91,7 +91,8 @@ def beside(weights: Path | None, named: Names, form: card.Form) -> tuple[dict[st
     lines = language_model.read_lines(weights.parent / language_model.TEXTS)
     if not lines:  # somebody has removed the texts
         return {}, form
-    model = language_model.fusion_of(lines, named.tokens, ORDER).model
+    tokens = named.tokens
+    model = NGram(map(tokens.of, lines), tokens.size, tokens.mark, ORDER)
     texts = {ARPA: "".join(f"{line}\n" for line in arpa.lines_of(model, named.names))}
     if named.lines:
         texts[TOKENS] = "".join(f"{line}\n" for line in named.lines)

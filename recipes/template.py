@@ -271,9 +271,13 @@ def texts_of(model: Network, batch: dict, fusion: Fusion | None = None) -> list[
             from speech.decoding.search import LM_BEAM, ctc_prefix_beam
 
             path, _ = ctc_prefix_beam(row[:length].numpy(), LM_BEAM, model.blank, fusion)[0]
-        written = [model.characters[token] for token in path if token != model.blank]
-        texts.append(model.letters.joined(written))
+        texts.append(text_of(model, path))
     return texts
+
+
+def text_of(model: Network, path: list[int]) -> str:
+    """The text of tokens, without the blanks among them."""
+    return model.letters.joined(model.characters[token] for token in path if token != model.blank)
 
 
 def evaluate(model: Network, eval_batches) -> dict[str, tuple[float, float]]:
@@ -308,7 +312,8 @@ def language_model_tokens(model: Network) -> language_model.Tokens:
     size = len(model.characters)
     has_space = " " in model.characters
     space = model.characters.index(" ") if has_space else size + 1
-    return language_model.Tokens(encoding(model.info), size + 2, space, has_space, size)
+    decode = functools.partial(text_of, model)
+    return language_model.Tokens(encoding(model.info), decode, size + 2, space, has_space, size)
 
 
 def trained(args, setup: device.Setup) -> tuple[Network, splits.RunInfo]:

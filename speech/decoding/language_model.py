@@ -12,7 +12,7 @@ from pathlib import Path
 from common import files, options
 from common.errors import DataError, UsageError
 from common.options import flag
-from speech.decoding.ngram import ORDER, Fusion, NGram
+from speech.decoding.ngram import Fusion, NGram, Words
 from speech.writing import metrics
 from speech.writing.text import normalise
 
@@ -59,6 +59,7 @@ class Tokens:
     """The tokens that a language model counts."""
 
     encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
     size: int  # those of a model are below it
     mark: int  # between sentences
     is_space: bool  # the mark is the space between words, too
@@ -89,7 +90,7 @@ def tokens_of(tokenizer) -> Tokens:
     spaces = [i for i in tokenizer.spaces if len(tokenizer.pieces[i]) == 1]
     mark = min(spaces, default=tokenizer.size)
     size = max(tokenizer.size, mark + 1)
-    return Tokens(tokenizer.encode, size, mark, bool(spaces), tokenizer.unknown)
+    return Tokens(tokenizer.encode, tokenizer.decode, size, mark, bool(spaces), tokenizer.unknown)
 
 
 @dataclass(frozen=True)
@@ -192,10 +193,12 @@ def make(
     return LanguageModel(choices, listed, helps, None if more else folder, tokens)
 
 
-def fusion_of(texts: list[str], tokens: Tokens, order: int = ORDER) -> Fusion:
-    """The language model of texts."""
-    model = NGram(map(tokens.of, texts), tokens.size, tokens.mark, order)
-    return Fusion(model, encode=tokens.of)
+def fusion_of(texts: list[str], tokens: Tokens) -> Fusion:
+    """The language model of texts and their words."""
+    sentences = [tokens.of(text) for text in texts]
+    model = NGram(sentences, tokens.size, tokens.mark)
+    words = Words(map(tokens.decode, sentences))
+    return Fusion(model, encode=tokens.of, decode=tokens.decode, words=words)
 
 
 def further(paths: Iterable[str]) -> tuple[list[str], list[str]]:

@@ -1,7 +1,7 @@
 """A list of names in a search: what continues a name from its beginning is likelier than it would
 be. Unlike with a language model, everything else stays as likely as it was."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,11 +99,11 @@ class WithNames:
             added += more
         return added, (number, place)
 
-    def end(self, state: tuple[int, int]) -> float:
-        """What the end of a sentence adds to the score of a hypothesis."""
+    def end(self, state: tuple[int, int], tokens: Sequence[int] = ()) -> float:
+        """What the end of a sentence adds to the score of a hypothesis of these tokens."""
         number, place = state
         added = self.names.end(place)
-        return added + self.fusion.end(number) if self.fusion else added
+        return added + self.fusion.end(number, tokens) if self.fusion else added
 
     def labels(self, state: tuple[int, int], weight: float, size: int) -> np.ndarray:
         """(size,) what each token adds where a search chooses one at a time: see `Fusion`."""

@@ -7,7 +7,7 @@ meaning everywhere, and a piece of a long recording can begin anywhere."""
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,10 @@ import numpy as np
 LM_WEIGHT = 1.0
 LM_BONUS = 2.0
 ORDER = 8  # a point of WER better than 6; 10 and 12 are as good
+# Of the words of a whole text, beside its characters: on Mboshi a point of WER better than without.
+# Weights from 0.4 to 0.8 and order 3 are as good, order 1 is half as good.
+WORD_WEIGHT = 0.6
+WORD_ORDER = 2
 FALLBACK = (0.5, 1.0, 1.5)  # discounts of a text that is too short to tell them, as lmplz has them
 
 
@@ -105,14 +109,40 @@ class NGram:
         return 0.0 if state == self.start else self.step(state, self.mark)[0]
 
 
+class Words:
+    """An n-gram of whole words. A word that the texts lack has the probability that smoothing
+    leaves for it: it may be written, and is unlikely."""
+
+    def __init__(self, texts: Iterable[str], order: int = WORD_ORDER):
+        self.ids: dict[str, int] = {}
+        sentences = [
+            [self.ids.setdefault(word, len(self.ids) + 1) for word in text.split()]
+            for text in texts
+        ]
+        self.unknown = len(self.ids) + 1
+        self.model = NGram(sentences, self.unknown + 1, mark=0, order=order)
+        self.start = self.model.start
+
+    def read(self, text: str, state: int) -> tuple[float, int]:
+        """The log-probability of the words of a text after a state, and the state after them."""
+        total = 0.0
+        for word in text.split():
+            log_prob, state = self.model.step(state, self.ids.get(word, self.unknown))
+            total += log_prob
+        return total, state
+
+
 @dataclass(eq=False)
 class Fusion:
-    """A language model in a beam search."""
+    """A language model in a beam search. With `words`, the hypotheses that the search ends with are
+    ordered by their words, too."""
 
     model: NGram
     weight: float = LM_WEIGHT  # of its log-probabilities beside CTC's
     bonus: float = LM_BONUS  # of every token, without which it would prefer short texts
     encode: Callable[[str], list[int]] | None = None  # a text to its tokens
+    decode: Callable[[list[int]], str] | None = None  # tokens to their text
+    words: Words | None = None
 
     def __post_init__(self):
         self.restart()
@@ -120,6 +150,7 @@ class Fusion:
     def restart(self) -> None:
         """The next search begins a recording."""
         self.start = self.model.start
+        self.first_words = self.words.start if self.words else 0
 
     def follow(self, text: str) -> None:
         """The next search begins where a text, the one of the last search, ends."""
@@ -128,15 +159,21 @@ class Fusion:
         for token in (*tokens, self.model.mark) if tokens else ():
             _, state = self.model.step(state, token)
         self.start = state
+        if self.words:
+            _, self.first_words = self.words.read(text, self.first_words)
 
     def step(self, state: int, token: int) -> tuple[float, int]:
         """What a token adds to the score of a hypothesis, and the state after it."""
         log_prob, following = self.model.step(state, token)
         return self.weight * log_prob + self.bonus, following
 
-    def end(self, state: int) -> float:
-        """What the end of a sentence adds to the score of a hypothesis."""
-        return self.weight * self.model.end(state)
+    def end(self, state: int, tokens: Sequence[int] = ()) -> float:
+        """What the end of a sentence adds to the score of a hypothesis of these tokens."""
+        added = self.weight * self.model.end(state)
+        if self.words:
+            log_prob, last = self.words.read(self.decode([*tokens]), self.first_words)
+            added += WORD_WEIGHT * (log_prob + self.words.model.end(last))
+        return added
 
     def labels(self, state: int, weight: float, size: int) -> np.ndarray:
         """(size,) what each token adds where a search chooses one at a time, and the number of

@@ -62,8 +62,8 @@ def ctc_prefix_beam(
         best = sorted(scores.items(), key=lambda pair: -_total(*pair[1]))
         beam = dict(best[:beam_size])
     if fusion:
-        for hypothesis in beam.values():
-            hypothesis[2] += fusion.end(hypothesis[3])
+        for prefix, hypothesis in beam.items():
+            hypothesis[2] += fusion.end(hypothesis[3], prefix)
     finished = [(prefix, _total(*hypothesis)) for prefix, hypothesis in beam.items()]
     return sorted(finished, key=lambda pair: -pair[1])
 

@@ -16,6 +16,7 @@ WORDS = SimpleNamespace(
     pieces=["<unk>", "\u2581a", "b", "|"],
     spaces=set(),
     encode=lambda text: [1 if c == "a" else 2 for c in text],
+    decode=lambda tokens: "".join("  ab"[token] for token in tokens),
 )
 FORM = card.Form("onnx", card.RECOGNITION, "Conformer", "use of FOLDER")
 

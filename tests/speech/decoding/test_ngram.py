@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from speech.decoding import arpa
-from speech.decoding.ngram import NGram, discounts_of
+from speech.decoding.ngram import NGram, Words, discounts_of
 
 MARK = 0
 
@@ -120,3 +120,15 @@ def test_its_arpa_file_is_read_as_the_format_says(first, mark):
             context = (*context, names[token])[-5:]
         end = model.step(state, MARK)[0]
         assert end / math.log(10) == pytest.approx(score(context, "</s>"), abs=1e-4)
+
+
+def test_words_of_a_text_are_likelier_than_others_and_a_piece_continues_the_one_before():
+    words = Words(["a b", "b c  a", "a b", ""])
+    known, unknown, seldom = (words.read(text, words.start)[0] for text in ("a b", "a bb", "a a"))
+    assert unknown < seldom < known < 0
+    whole = words.read("b c a b", words.start)
+    log_prob, between = words.read("b c", words.start)
+    more, last = words.read("a  b", between)
+    assert (log_prob + more, last) == pytest.approx(whole)
+    sure = [words.model.step(words.start, token)[0] for token in range(words.unknown + 1)]
+    assert sum(map(math.exp, sure)) == pytest.approx(1)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from speech.decoding.ngram import Fusion, NGram
+from speech.decoding.ngram import WORD_WEIGHT, Fusion, NGram, Words
 from speech.decoding.search import CTCPrefixScores, autoregressive_beam, ctc_prefix_beam
 
 
@@ -95,6 +95,11 @@ def test_ctc_prefix_scores_are_sums_over_all_outputs_that_begin_so(seed):
 # --- a language model in the beam -----------------------------------------------------------------
 
 
+def spaced(tokens) -> str:
+    """The text of tokens, of which 0 is the space."""
+    return "".join(" abcd"[token] for token in tokens)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_the_beam_is_exact_with_a_language_model(seed):
     random = np.random.default_rng(seed)
@@ -102,14 +107,19 @@ def test_the_beam_is_exact_with_a_language_model(seed):
     log_probs = np.log(random.dirichlet(np.full(size, 0.5), frames))
     blank = size - 1
     texts = random.integers(0, blank, (30, 5)).tolist()
-    fusion = Fusion(NGram(texts, blank, mark=0), weight=0.8, bonus=0.5)
+    words = Words(map(spaced, texts)) if seed % 2 else None
+    model = NGram(texts, blank, mark=0)
+    fusion = Fusion(model, weight=0.8, bonus=0.5, decode=spaced, words=words)
     expected = {}
     for labels, score in all_ctc(log_probs, blank).items():
-        state = fusion.model.start
+        state = model.start
         for label in labels:
             added, state = fusion.step(state, label)
             score += added
-        expected[labels] = score + 0.8 * fusion.model.end(state)
+        if words:
+            own, last = words.read(spaced(labels), words.start)
+            score += WORD_WEIGHT * (own + words.model.step(last, 0)[0] * (last != words.start))
+        expected[labels] = score + 0.8 * model.end(state)
     found = ctc_prefix_beam(log_probs, 1000, blank, fusion)
     assert found[0][0] == max(expected, key=expected.get)
     for labels, score in found[:5]:
