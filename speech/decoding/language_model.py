@@ -161,7 +161,8 @@ def make(
 ) -> LanguageModel | None:
     """The language model that the flags ask for; None if it is off, without any text, or without
     `tokens`, in a search that takes none. `folder`: that of the weights, with the texts of their
-    training. Sentences of the `held_out` sets are left out. Raises `UsageError` and `DataError`."""
+    training. Sentences of the `held_out` sets are left out, except where most of them were trained:
+    commands or digits are said again. Raises `UsageError` and `DataError`."""
     if tokens is None or flags.lm == "off":
         return None
     own = read_lines(folder / TEXTS) if folder else []
@@ -173,6 +174,11 @@ def make(
     if not (own or more or names):
         return None
     known = {normalise(text) for text in held_out}
+    if 2 * len(known & {*own}) > len(known):
+        print(
+            "language model: most held-out sentences are training texts, too; they are not left out"
+        )
+        known = set()
     texts = {OWN: own, MORE: own + more if more else []}
     choices = {}
     for name, lines in texts.items():

@@ -59,13 +59,20 @@ def test_other_texts_are_added_and_held_out_sentences_left_out(folder, tmp_path,
     book = tmp_path / "book.txt"
     book.write_text("gh fe\nxyz gh\nab ef\nab ab ab ab ab\n")
     lm = language_model.make(
-        LanguageModelFlags(lm_text=[str(book)]), TOKENS, folder, held_out=["ab ef"]
+        LanguageModelFlags(lm_text=[str(book)]), TOKENS, folder, held_out=["ab ef", "hh"]
     )
     assert likelihood(lm, "gh fe") > likelihood(lm, "ab ef")
     assert "language model of all texts: 2 held-out sentences are left out" in (
         capsys.readouterr().out
     )
     assert lm.folder is None  # what is found of these texts is not kept for the weights
+
+
+def test_sentences_that_are_said_again_and_again_are_kept(folder, capsys):
+    held_out = ["ab cd", "ab ef", "hh"]
+    lm = language_model.make(LanguageModelFlags(), TOKENS, folder, held_out)
+    assert likelihood(lm, "ab ef") > likelihood(lm, "gh fe")
+    assert "most held-out sentences are training texts" in capsys.readouterr().out
 
 
 def test_without_texts_there_is_none(tmp_path):
