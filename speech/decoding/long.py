@@ -16,8 +16,8 @@ SILENCE_FRAME = 0.02  # seconds: resolution of cuts at silences
 # Seconds. A model that was trained on shorter clips has never heard a pause between sentences, nor
 # as many words as fit into its longest clip, so its pieces end at the first pause.
 SHORT_CLIPS = 10.0
-SHORTEST_SHARE = 1 / 6  # of the longest piece, before the first pause
-PAUSE = 10.0  # energy: a pause is at most so many times as loud as the quietest place
+SHORTEST_SHARE = 1 / 4  # of the longest piece, before the first pause
+PAUSE = 20.0  # energy: a pause is at most so many times as loud as the quietest place
 OVERLAP = 5.0  # seconds shared by neighbouring pieces
 # Peak amplitude, three steps of 16 bits: digital silence, in which Whisper hallucinates.
 SILENT = 1e-4
@@ -66,7 +66,7 @@ def cut_at_silences(
     waveform: Tensor, sample_rate: int, max_seconds: float, early: bool = False
 ) -> list[Piece]:
     """Pieces of (T,) of at most `max_seconds`. Each ends at the quietest place of the second half
-    of the longest piece that is possible, with `early` at the first pause after a sixth."""
+    of the longest piece that is possible, with `early` at the first pause after a quarter."""
     limit = int(max_seconds * sample_rate)
     frame = min(round(SILENCE_FRAME * sample_rate), limit // 2)
     pieces = []
