@@ -11,7 +11,7 @@ import soundfile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import DataError, RunError, UsageError
+from common.errors import DataError, RunError
 from speech.data.splits import Checks, draw, load_corpus, report_checked
 from speech.morse import alphabet, recordings, scores, synthesis, texts
 from speech.morse.synthesis import Choice
@@ -278,19 +278,6 @@ def test_interferers_are_near_the_tone_but_not_on_it():
 # --- synthetic clips as a data set ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("ranges", "message"),
-    [
-        ({"wpm": [30, 20]}, "--wpm 30 20: give two numbers from 5 to 150, the lower one first"),
-        ({"tone": [99, 500]}, "--tone 99 500: give two numbers from 100 to 4000"),
-        ({"snr_db": [float("nan")] * 2}, "--snr_db nan nan: give two numbers from -40 to 100"),
-    ],
-)
-def test_ranges_from_which_no_clip_can_be_drawn(ranges, message):
-    with pytest.raises(UsageError, match=message):
-        Choice(["clean"], **ranges).mix()
-
-
 @pytest.mark.parametrize("wpm", synthesis.LIMITS["wpm"])
 @pytest.mark.parametrize("tone", synthesis.LIMITS["tone"])
 @pytest.mark.parametrize("snr_db", synthesis.LIMITS["snr_db"])
@@ -525,12 +512,6 @@ def test_metrics_by_group():
         "SNR": {"-4 to 0 dB": 1, "0 to 4 dB": 1, "4 to 8 dB": 1},
     }
     assert tables["contest"]["NONE"]["exchanges_right"] is None
-
-
-def test_every_symbol_counts():
-    assert scores.measure([row("K1A/P?", "K1AP")])["cer"] == 2 / 6
-    nothing = scores.measure([])
-    assert nothing["samples"] == 0 and nothing["wer"] is None
 
 
 def test_the_tables_are_printed_and_written(tmp_path, capsys):
