@@ -32,18 +32,6 @@ def test_ids_are_coquis(case):
     assert VOCABULARY.decode(case["ids"]).replace("[UNK]", "") == case["decoded"]
 
 
-def test_attributes_are_the_files():
-    ids = PEER.get_vocab()
-    assert VOCABULARY.size == max(ids.values()) + 1
-    assert [ids[name] for name in ("[START]", "[STOP]", "[UNK]")] == [
-        VOCABULARY.start,
-        VOCABULARY.stop,
-        VOCABULARY.unknown,
-    ]
-    assert {"am", "de", "en", "fr"} <= {*VOCABULARY.languages}
-    assert "START" not in VOCABULARY.languages
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(

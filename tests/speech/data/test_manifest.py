@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import DataError, UsageError
-from speech.data import columns, finding, headers, manifest
+from speech.data import columns, headers, manifest
 from speech.data.loading import TOO_LITTLE
 from speech.data.splits import Checks, load_corpus, report_rejections
 from speech.writing.text import normalise
@@ -420,13 +420,6 @@ def test_audio_root_must_be_a_folder(tmp_path, json_lines):
     with pytest.raises(UsageError) as error:
         load(json_lines(tmp_path / "m.json", [GOOD]), audio_root=str(tmp_path / "none"))
     assert str(error.value) == f"--audio_root {tmp_path}/none: no such folder"
-
-
-@given(st.text(st.sampled_from("/\\.:aC़ "), max_size=12), st.booleans())
-def test_any_name_becomes_a_path(tmp_path_factory, name, has_root):
-    folder = str(tmp_path_factory.mktemp("empty"))
-    path = finding.find_audio(name, folder, folder if has_root else None)
-    assert path.startswith(folder) or path == name
 
 
 # --- columns --------------------------------------------------------------------------------------
