@@ -537,7 +537,6 @@ HOSTILE_LINES = [
     (b"[1, 2]", "line is not an object"),
     (b'{"a":' * 100_000, NOT_JSON),
     (raw('"a\0b"'), manifest.UNREADABLE),
-    (raw('"a"') * 2, NOT_JSON),
     (raw('"a", "text": "b"'), NOT_JSON),
     (raw("1" * 5000), NOT_JSON),
     (raw("Infinity"), NO_TEXT),
@@ -555,7 +554,6 @@ HOSTILE_LINES = [
     (good(offset=[0]), "offset is not a number"),
     (good(duration="long"), NO_DURATION),
     (good(duration=10**400), NO_DURATION),
-    (good(duration="1e999"), NO_DURATION),
     (good(audio_filepath="two.wav", duration=0), TOO_LITTLE),
     (good(offset=1.0), BEYOND),
     (good(duration=1.6), "file is shorter than its duration in the manifest (truncated?)"),
@@ -668,8 +666,6 @@ def test_a_manifest_that_is_missing_or_not_a_file(tmp_path, no_hang):
         (tmp_path / "none.json", "No such file or directory"),
         (tmp_path, "it is a folder"),
         (tmp_path / "pipe.json", "it is not a regular file"),
-        ("x" * 5000, "File name too long"),
-        ("a\0b", "embedded null byte"),
     ):
         with pytest.raises(UsageError) as error:
             load(path)
