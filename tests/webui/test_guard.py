@@ -426,16 +426,6 @@ def multipart(size: int):
     yield b"\r\n--b--\r\n"
 
 
-def test_an_upload_without_its_length_is_counted(user, empty):
-    headers = {"Content-Type": "multipart/form-data; boundary=b"}
-    address = "/gradio_api/upload"
-    fits = user.post(address, content=multipart(500_000), headers=headers)
-    assert fits.status_code == 200 and files_of(empty) == [500_000]
-    with contextlib.suppress(httpx.WriteError, httpx.ReadError):  # it stops listening
-        one_line(user.post(address, content=multipart(5_000_000), headers=headers), 413)
-    wait_for(lambda: files_of(empty) == [500_000], 10)  # nothing of it is left
-
-
 @contextlib.contextmanager
 def begun_upload(server, length: int):
     """A connection over which an upload of so many bytes was announced."""
