@@ -597,12 +597,6 @@ def test_a_speaker_with_one_clip_is_heard_in_it(noise, training):
         assert ours["heard"][1] > ours["heard"][0]
 
 
-def test_the_whole_mask_of_another_voice_is_counted(noise):
-    items = [make_utterances(noise, condition="other").item(index, 0) for index in range(8)]
-    batch = recipe.collate(items)
-    assert batch["counts"]["mel"] == sum(code_count(len(item["audio"])) + 4 for item in items)
-
-
 # --- evaluation by language -----------------------------------------------------------------------
 
 

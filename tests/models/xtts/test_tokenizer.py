@@ -55,13 +55,6 @@ def test_the_row_decides_about_the_language_and_an_unknown_one_is_an_error():
             VOCABULARY.encode("the", language)
 
 
-def test_a_token_that_is_not_special_is_not_a_language():
-    content = json.loads(TEXT)
-    tokens = content["added_tokens"]
-    content["added_tokens"] = [token for token in tokens if token["content"] != "[de]"]
-    assert "de" not in Vocabulary(json.dumps(content)).languages
-
-
 def test_decoding_leaves_out_start_and_stop():
     ids = [VOCABULARY.start, *VOCABULARY.encode("the end", "en"), VOCABULARY.stop]
     assert VOCABULARY.decode(ids) == "[en]the end"
