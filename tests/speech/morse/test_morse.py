@@ -97,20 +97,6 @@ def test_callsigns_are_distinguished_from_similar_words():
     assert recordings.find_callsigns(f"{calls} {others}") == calls.split()
 
 
-@pytest.mark.parametrize(
-    ("text", "normal", "labels"),
-    [
-        ("cq  de k1a\n", "CQ DE K1A", list("CQ DE K1A")),
-        ("73 <sk>", "73 <SK>", [*"73 ", "<SK>"]),
-        ("<BT> <KN>3×4<AR>", "= (3X4+", list("= (3X4+")),
-        ("<S", "<S", ["<", "S"]),
-        ("", "", []),
-    ],
-)
-def test_symbols(text, normal, labels):
-    assert alphabet.normalise(text) == normal and alphabet.symbols(normal) == labels
-
-
 # --- keying and channel ---------------------------------------------------------------------------
 
 
