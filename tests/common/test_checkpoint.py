@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo  # the first update of an optimizer would import it, which takes two seconds
-from safetensors.torch import save_file
 
 from common import checkpoint, records
 from common.device import rng_state
@@ -322,10 +321,8 @@ def put(place: tuple, value):
 
 NAN = torch.tensor([1.0, float("nan")])
 STATE = {"step": torch.tensor(1.0), "exp_avg": torch.ones(5000), "exp_avg_sq": torch.ones(5000)}
-PARTS = ("recipe", "model_info", "run_info", "model", "optimizer", "rng", "progress", "scaler")
 ALTERED = [
     put(("run_info",), ...),
-    *(put((key,), 3) for key in PARTS),
     put(("model", "w"), 3),
     put(("model", "w"), NAN),
     put(("model", "w"), torch.ones(1).expand(10**12)),
@@ -374,17 +371,6 @@ def test_a_pipe_is_refused_without_waiting(tmp_path, no_hang):
     for name in ("checkpoint_step_00000001.pt", "best.safetensors"):
         with pytest.raises(UsageError, match="not a regular file"):
             checkpoint.read_weights(tmp_path / name, "r")
-
-
-@pytest.mark.parametrize("info", [None, "", "{", "[]", "3", "null", '"x"', "[" * 100_000])
-def test_damaged_records_of_weights_are_named(tmp_path, info):
-    header = {"format": checkpoint.FORMAT, "recipe": "r", "model_info": "{}"}
-    if info is not None:
-        header["run_info"] = info
-    save_file({"w": torch.ones(3)}, tmp_path / "a.safetensors", metadata=header)
-    with pytest.raises(UsageError, match=r"a\.safetensors is damaged: its run_info") as refused:
-        checkpoint.read_weights(tmp_path / "a.safetensors", "r")
-    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

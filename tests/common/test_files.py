@@ -136,8 +136,6 @@ def test_pipes_devices_folders_and_missing_files_are_refused_without_waiting(tmp
             ("s", "not a regular file"),
             (".", "it is a folder"),
             ("missing", "No such file"),
-            ("x" * 5000, "too long"),
-            ("a\0b", "null"),
         ]:
             for read in (files.require_file, files.read_text, files.read_json):
                 with pytest.raises(UsageError, match=reason) as refused:
@@ -199,7 +197,6 @@ def test_an_output_is_no_input_folder_link_or_pipe(tmp_path, monkeypatch):
         "/dev/full": "it is a device or a pipe",
         "no/a": "No such file or directory",
         "a/b": "Not a directory",
-        "x" * 256: "File name too long",
     }
     for name, reason in reasons.items():
         with pytest.raises(UsageError, match=reason):

@@ -4,7 +4,6 @@ exit status 2."""
 import argparse
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
 
@@ -272,15 +271,3 @@ def test_resolve(parser):
     assert lengths("--num_epochs 3 --max_steps 9") == (9, 3, None)
     assert lengths("", usual_steps=4000, usual_eval_every=500) == (4000, None, 500)
     assert lengths("--eval_every 0", is_demo=True, usual_eval_every=500) == (1200, None, 0)
-
-
-def test_a_stage_has_folders_of_its_own_and_changes_win(parser):
-    assert resolved(parser).checkpoint_dir == Path("checkpoints")
-    args = resolved(parser, "--output_dir", "out", "--batch_size", "3", "--learning_rate", "0.5")
-    before = dict(vars(args))
-    options.freeze(args)
-    stage = options.for_stage(args, "first", learning_rate=0.1, new=None, log_dir="there")
-    expected = {"checkpoint_dir": Path("out/checkpoints/first"), "log_dir": "there"}
-    assert vars(stage) == {**before, **expected, "learning_rate": 0.1, "new": None}
-    stage.batch_size = 4  # each run freezes its own flags
-    assert options.for_stage(args, "second").log_dir == Path("out/logs/second")

@@ -141,13 +141,6 @@ def test_a_gpu_with_everything(tmp_path, capsys, gpu):
     assert reasons["attention"] == found
 
 
-def test_an_older_gpu(tmp_path, capsys, gpu):
-    gpu((7, 5), 14.5, 15.0, ("EFFICIENT", "MATH"))
-    status, table = verified(capsys, arguments(tmp_path))
-    assert status == 0 and table["precision"][1].startswith("fp16 with loss scaling")
-    assert table["torch.compile"] == ("pass", "a tiny function was compiled for cuda:0")
-
-
 def test_what_a_gpu_may_lack(tmp_path, capsys, gpu, monkeypatch):
     gpu(free=0.5, kernels=(), compiles=False)
     status, table = verified(capsys, arguments(tmp_path, "--torch_compile"))

@@ -1,13 +1,10 @@
 """How long torch's waiting CPU threads spin is set before torch is loaded."""
 
 import ast
-import os
 import sys
 from pathlib import Path
 
 import pytest
-
-import common
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.py"))
 
@@ -23,18 +20,3 @@ def test_every_recipe_sets_it_before_it_imports_anything_else(recipe):
         elif isinstance(statement, ast.Expr) and "spin_briefly" in ast.unparse(statement):
             break
     assert seen == ["common"]
-
-
-def test_a_users_setting_stays(monkeypatch):
-    for given, count in (
-        ({}, "1000"),
-        ({"GOMP_SPINCOUNT": "7"}, "7"),
-        ({"GOMP_SPINCOUNT": ""}, ""),
-        ({"OMP_WAIT_POLICY": "active"}, None),
-    ):
-        for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in given.items():
-            monkeypatch.setenv(name, value)
-        common.spin_briefly()
-        assert os.environ.get("GOMP_SPINCOUNT") == count

@@ -150,22 +150,6 @@ def test_a_model_compared_to_another_one_than_its_base_has_no_rate_before(tmp_pa
     assert f"| test set | {LOWER} | WER | - | 20.00 |" in card.readme("m", about, WHISPER)
 
 
-@pytest.mark.parametrize(
-    ("path", "other", "same"),
-    [
-        ("models/whisper-base", "/elsewhere/whisper-base", True),
-        ("base.pt", "models/whisper-base", True),
-        ("here/../mine", "mine", True),
-        ("mine", "here/mine", False),
-        ("whisper-base", "whisper-small", False),
-        ("a", None, False),
-        (None, None, False),
-    ],
-)
-def test_the_same_weights_by_other_paths(path, other, same):
-    assert card.are_same(path, other) == same
-
-
 def test_random_weights_have_no_base_and_a_demo_says_so(tmp_path):
     data = RunInfo(held_out=[], longest=3.0, demo=True)
     about = card.About("a", "whisper-base", weights(tmp_path), data, is_new=True)

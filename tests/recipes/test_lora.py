@@ -129,21 +129,6 @@ def test_what_does_not_fit_the_adapters(
     assert status == 2 and words in err
 
 
-def test_both_exports_of_saved_adapters(released, adapted, spoken, tmp_path):  # noqa: F811
-    best = adapted / "checkpoints" / "best.safetensors"
-    use = ["--model_dir", released / "hf", "--resume", best, "--output_dir", tmp_path / "run"]
-    exports = ["--export", tmp_path / "whole", "--export_adapter", tmp_path / "peft"]
-    ran(vietnamese, *use, *exports)
-    assert (tmp_path / "whole" / "model.safetensors").is_file()
-    files = [folder / "peft" / "adapter_model.safetensors" for folder in (adapted, tmp_path)]
-    first, second = map(load_file, files)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    use += ["--evaluate", "--test_manifest", spoken["test"]]
-    ran(vietnamese, *use, "--export_adapter", tmp_path / "p")
-    assert (tmp_path / "p" / "adapter_config.json").is_file()
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -1,7 +1,6 @@
 """The Parakeet recipe with Nemotron's models: languages, look-aheads, tags, adapters, exports."""
 
 import functools
-import json
 import re
 from pathlib import Path
 
@@ -198,14 +197,6 @@ def test_a_new_language_is_trained_saved_and_exported(trained, released, manifes
     more = ["--language", "en-US", "--max_steps", "3", "--resume", "auto"]
     flags = flags_of(manifest.parent / "new.json", folder / "new", *more)
     assert "(step 2)" in ran(recipe, *flags, "--output_dir", folder)
-
-
-def test_files_are_transcribed_in_a_language_and_with_a_lookahead(trained, manifest, tmp_path):
-    best = ["--resume", trained[0] / "checkpoints" / "best.safetensors"]
-    files = ["--transcribe", manifest.parent / "0.wav", "--output", tmp_path / "out.jsonl"]
-    more = ["--language", "se-NO", "--lookahead", "1"]
-    ran(recipe, *best, *files, *more, "--output_dir", tmp_path)
-    assert json.loads((tmp_path / "out.jsonl").read_text())["file"].endswith("0.wav")
 
 
 def test_adapters_beside_a_nemotron(manifest, released, tmp_path):

@@ -822,15 +822,6 @@ def test_stock_tools_write_added_pieces(grown, form, tmp_path):
         assert content["labels"] == content["joint"]["vocabulary"] == ours.pieces
 
 
-def test_the_card_has_the_rates_of_the_released_model(released, manifests, tmp_path):
-    """Weights that are exported later: tests/speech/decoding/test_recogniser.py."""
-    flags = [*manifests, "--model_dir", released / "hf", "--output_dir", tmp_path / "run"]
-    ran(recipe, *flags, *SHORT, "--export", tmp_path / "hf")
-    lines = (tmp_path / "hf" / "README.md").read_text(encoding="utf-8").splitlines()
-    before = [line.split(" | ")[3] for line in lines if line.startswith("| val set")]
-    assert len(before) > 1 and all(float(value) > 0 for value in before)
-
-
 # --- streams --------------------------------------------------------------------------------------
 
 

@@ -217,42 +217,27 @@ DAMAGED = {  # what is changed in the records of best.safetensors, and a part of
     template: [(("model_info", "layers"), 128, "not those of the model that it describes")],
     konkani_conformer: [
         ((*CONFIG, "encoder_layers"), 10**9, "encoder_layers is '1000000000'"),
-        ((*CONFIG, "encoder_layers"), 3, "not those of the model that it"),
-        ((*CONFIG, "attention_heads"), 3, ""),
-        ((*CONFIG, "subsampling"), [4], "subsampling is '[4]'"),
-        (("model_info", "characters"), [], ""),
         (("model_info", "characters"), [3], "characters[0] is '3'"),
-        (("run_info", "longest"), "10", "longest is '10'"),
     ],
     whisper_morse: [
         ((*CONFIG, "encoder_layers"), 10**9, "config.encoder_layers is '1000000000'"),
-        ((*CONFIG, "encoder_layers"), 128, "lacks 'encoder.layers.1."),
-        ((*CONFIG, "decoder_attention_heads"), 3, "does not divide d_model"),
         (("model_info", "tokenizer", "vocab"), {}, "is not a Whisper tokenizer"),
         (("model_info", "generation"), {"suppress_tokens": [5000]}, "not those of its tokenizer"),
         (("model_info", "ctc_tokens"), 3, "not those of its tokenizer"),
         (("run_info", "data", "longest"), float("nan"), "longest is 'nan'"),
-        (("run_info", "data", "longest"), 1e-300, "longest is '1e-300'"),
-        (("run_info", "synthesis", "wpm"), [4, 10**9], "wpm is '[4, 1000000000]'"),
     ],
     parakeet_tdt: [
         ((*CONFIG, "layers"), 10**9, "config.layers is '1000000000'"),
-        ((*CONFIG, "layers"), 128, "lacks 'encoder.layers.2."),
-        ((*CONFIG, "heads"), 3, "heads does not divide d_model"),
-        ((*CONFIG, "durations"), [0], "config.durations is '[0]'"),
         ((*CONFIG, "ctc"), False, "has unexpected 'ctc_head."),
         (("model_info", "tokenizer", "sentencepiece"), "00", "tokenizer"),
-        (("model_info", "loss", "reduction"), "sum", "loss.reduction is 'sum'"),
     ],
     wav2vec2_ctc: [
         (CONFIG, {}, "config"),
-        (("model_info", "style"), {"form": 3}, "style"),
         (("model_info", "new_pieces"), "x", "new_pieces"),
     ],
     matcha_voice: [
         ((*CONFIG, "heads"), 7, "no model has the shape"),
         (("model_info", "symbols"), ["_", "^", "$", " ", ""], "symbols"),
-        (("model_info", "speakers"), [], "speakers"),
     ],
 }
 

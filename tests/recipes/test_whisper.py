@@ -18,7 +18,6 @@ import yaml
 from common import checkpoint
 from common.batches import to_device
 from models.whisper import formats, packs, start
-from models.whisper.model import Whisper
 from models.whisper.tokenizer import (
     LANGUAGES,
     WhisperTokenizer,
@@ -633,22 +632,6 @@ def test_step_0_is_the_released_model_as_other_programs_read_it(
     info = dataclasses.replace(start.ModelInfo(**saved), pad_to_30s=False)
     assert start.make_model(info).pad_to_longest  # after fine-tuning, too
     assert not start.make_model(dataclasses.replace(info, pretrained=False)).pad_to_longest
-
-
-def test_compared_to_a_baseline(memorised, released, tmp_path):
-    folder, _ = memorised
-    flags = ["--evaluate", "--resume", folder / "checkpoints" / "best.safetensors"]
-    flags += ["--test_manifest", folder / "two.json", "--max_duration", "3"]
-    flags += ["--output_dir", tmp_path]
-    with runs.one_on_device(Whisper) as models:
-        out = ran(vietnamese, *flags, "--compare_to", released / "hf")
-    assert len(models) == 2
-    assert "test set, " in out and ", 2 utterances, decoding" in out and "demo corpus" not in out
-    rows = {line.split()[0]: line.split()[1:] for line in error_lines(out)}
-    assert "before    after   points" in out
-    assert rows["CER"][1] == "0.00%"
-    assert rows["CER"][-1] == "100.0%"
-    assert rows["CER"][0] != "0.00%"
 
 
 # --- mistakes at the command line -----------------------------------------------------------------

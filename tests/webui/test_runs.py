@@ -367,10 +367,7 @@ def test_the_newest_run_is_first(folder):
     "content",
     [
         b"",
-        b"[]",
         b'{"settings": [], "words": [], "created": 1}',
-        b'{"settings": {"recipe": "x"}, "words": [1], "created": 1}',
-        b'{"settings": {"recipe": "x"}, "words": [], "created": "now"}',
         b"\xff",
     ],
 )

@@ -155,13 +155,3 @@ def test_mistakes_are_answered_in_one_line(line, message, manifest, nemotron, tm
 def test_a_family_whose_recipe_does_it_says_so(family):
     with pytest.raises(UsageError, match=f"^{family}: [^\n]*(recipes|docs)/"):
         command.main([family, "model", "train.json", "--export", "new"])
-
-
-@pytest.mark.parametrize(
-    "note", ["[]", '{"new_pieces": [99], "base": ""}', '{"new_pieces": [true], "base": ""}', "{"]
-)
-def test_a_damaged_note_is_refused(note, nemotron, tmp_path):
-    release(tmp_path / "hf")
-    (tmp_path / "hf" / formats.NOTE).write_text(note)
-    with pytest.raises(UsageError, match=formats.NOTE):
-        start.read(tmp_path / "hf")

@@ -270,9 +270,7 @@ def unigram(vocab: list, unknown: int) -> dict:
     "state",
     [
         {},
-        {"sentencepiece": "zz"},
         {"sentencepiece": "00ff"},
-        {"sentencepiece": ""},
         {"json": "{"},
         {"json": "[" * 100_000},
         {"json": "[]"},

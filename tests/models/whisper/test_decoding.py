@@ -540,19 +540,6 @@ def test_no_loop_survives(before, unit, count, after):
 # --- long recordings ------------------------------------------------------------------------------
 
 
-@given(st.integers(0, 5000), st.integers(30, 400), st.integers(0, 200))
-def test_windows_cover_everything_and_share_the_overlap(total, longest, overlap):
-    windows = long.overlapping_pieces(torch.zeros(total), 10, longest / 10, overlap / 10)
-    shared = min(overlap, longest // 3)
-    assert windows[0][0] == 0 and windows[-1][1] == total
-    assert all(0 <= b - a <= longest for a, b in windows)
-    assert all(left[1] - right[0] == shared for left, right in itertools.pairwise(windows))
-    if total <= longest:
-        assert windows == [(0, total)]
-    lengths = [b - a for a, b in windows]
-    assert max(lengths) - min(lengths) <= 1
-
-
 def cut_text(words, times, windows, random, garbled):
     """A recogniser's text of each window. Words cut by its edges, and up to `garbled` more at each
     edge, are wrong or missing."""

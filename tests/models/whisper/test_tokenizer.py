@@ -57,21 +57,8 @@ def test_morse_is_one_token_a_symbol(symbols):
     assert SYMBOLS.decode(tokens) == "".join(symbols)
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(-5, 500), max_size=30))
-def test_decoding_never_raises(tokens):
-    assert isinstance(BPE.decode(tokens), str)
-    assert isinstance(SYMBOLS.decode(tokens), str)
-
-
 def test_characters_outside_the_symbols_are_left_out():
     assert SYMBOLS.decode(SYMBOLS.encode("ABĦc D")) == "AB D"
-
-
-def test_incomplete_utf8_is_marked():
-    tokens = BPE.encode("😀")
-    assert BPE.decode(tokens[:-1]) == "\ufffd"
-    assert BPE.decode([*tokens[:-1], *BPE.encode("a")]) == "\ufffda"
 
 
 @pytest.mark.parametrize("text", ["<|endoftext|>", "a<|vi|>b", "<|0.00|>"])
@@ -306,42 +293,6 @@ def test_hostile_files_are_refused_in_one_line(name, content, tmp_path):
         assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
         if content == LFS:
             assert "git lfs pull" in str(caught.value)
-
-
-STATE = SYMBOLS.state()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"vocab": None},
-        {"vocab": {}},
-        {"vocab": {**STATE["vocab"], "x": 10**9}},
-        {"merges": ["a"]},
-        {"merges": ["a b c"]},
-        {"merges": ["qq ww"]},
-        {"specials": {}},
-        {"specials": {**STATE["specials"], "<|\n|>": 150}},
-        {
-            "specials": {
-                name: i for name, i in STATE["specials"].items() if name != "<|transcribe|>"
-            }
-        },
-        {"symbols": ["<none>"]},
-        {"language": "xx"},
-        {"task": "guess"},
-        {"kind": "other"},
-    ],
-)
-def test_a_damaged_state_is_refused_in_one_line(change, capfd):
-    for state in (
-        {**STATE, **change},
-        {name: value for name, value in STATE.items() if name not in change},
-    ):
-        with pytest.raises(UsageError) as caught:
-            whisper_tokenizer.make_tokenizer(state)
-        assert "\n" not in str(caught.value)
-    assert not capfd.readouterr().err  # the library prints what it does not expect
 
 
 def test_a_token_of_thousands_of_bytes_is_refused(tmp_path, no_hang):

@@ -128,8 +128,6 @@ def test_names_and_shapes_are_coquis(group):
         ({"heads": 3}, "heads does not divide"),
         ({"start_text": TOKENS.size}, "START or STOP"),
         ({"start_audio": 5}, "audio tokens"),
-        ({"layers": 0}, "layers"),
-        ({"d_model": 18}, "d_model"),
         ({"mel_positions": "608"}, "mel_positions"),
     ],
 )

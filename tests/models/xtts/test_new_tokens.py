@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from common.errors import UsageError
 from models.xtts import new_tokens, start, texts
-from models.xtts.tokenizer import MOST_TOKENS, Vocabulary, add_pieces, new_vocabulary
+from models.xtts.tokenizer import Vocabulary, new_vocabulary
 from speech import amharic
 from tests.models.xtts.small import VOCAB as TEXT
 from tests.models.xtts.small import make_info
@@ -137,16 +137,6 @@ def test_the_vocabulary_of_a_plan_has_ethiopic_letters_and_phonemes(capsys):
     info = extended("characters", 2000, vocab)
     assert info.vocab == vocab and info.config["text_tokens"] == 512
     assert "no new tokens (characters)" in capsys.readouterr().out
-
-
-def test_the_most_tokens():
-    content = json.loads(TEXT)
-    content["model"]["vocab"]["last"] = MOST_TOKENS - 2
-    assert Vocabulary(add_pieces(json.dumps(content), ["ቡ"], [])).size == MOST_TOKENS
-    with pytest.raises(
-        UsageError, match=f"would have {MOST_TOKENS + 1} tokens, and the most is {MOST_TOKENS}"
-    ):
-        add_pieces(json.dumps(content), ["ቡ", "ና"], [])
 
 
 @pytest.mark.parametrize("kind, size", KINDS)

@@ -302,12 +302,6 @@ def test_quiet_above_a_third_of_a_second_is_cut(noise, tail, kept):
     assert result[-1] == 0 and waveform.equal(before)
 
 
-def test_the_fade_is_a_ramp():
-    result = speaking.finish(torch.ones(24_000))
-    assert len(result) == 24_000 and result[-121:-119].tolist() == pytest.approx([1, 1 - 1 / 120])
-    assert result.diff()[-120:].tolist() == pytest.approx([-1 / 120] * 120, abs=1e-6)
-
-
 def test_a_soft_voice_is_not_quiet():
     assert len(speaking.finish(tone(2.0, level=0.002))) == 48_000
 

@@ -32,18 +32,6 @@ def test_ids_are_coquis(case):
     assert VOCABULARY.decode(case["ids"]).replace("[UNK]", "") == case["decoded"]
 
 
-def test_attributes_are_the_files():
-    ids = PEER.get_vocab()
-    assert VOCABULARY.size == max(ids.values()) + 1
-    assert [ids[name] for name in ("[START]", "[STOP]", "[UNK]")] == [
-        VOCABULARY.start,
-        VOCABULARY.stop,
-        VOCABULARY.unknown,
-    ]
-    assert {"am", "de", "en", "fr"} <= {*VOCABULARY.languages}
-    assert "START" not in VOCABULARY.languages
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(
@@ -65,13 +53,6 @@ def test_the_row_decides_about_the_language_and_an_unknown_one_is_an_error():
     for language in ("xx", "START", "en]"):
         with pytest.raises(UsageError, match="no language"):
             VOCABULARY.encode("the", language)
-
-
-def test_a_token_that_is_not_special_is_not_a_language():
-    content = json.loads(TEXT)
-    tokens = content["added_tokens"]
-    content["added_tokens"] = [token for token in tokens if token["content"] != "[de]"]
-    assert "de" not in Vocabulary(json.dumps(content)).languages
 
 
 def test_decoding_leaves_out_start_and_stop():

@@ -181,20 +181,6 @@ def test_another_manner(recorder, tmp_path, capsys):
     assert len(recorder.calls) == 32
 
 
-@pytest.mark.parametrize(
-    ("samples", "kept"),
-    [
-        ([0, 5, 1000, 0, -1000, 9, 0], [1000, 0, -1000]),
-        ([10, 1000, 11], [1000, 11]),  # -40 dB are 10
-        ([-32768, 0, 327], [-32768]),
-        ([0, 0], [0, 0]),
-        ([7], [7]),
-    ],
-)
-def test_quiet_ends_are_cut(samples, kept):
-    assert demo.trim(np.array(samples, dtype=np.int16)).tolist() == kept
-
-
 def test_a_signal_while_a_library_calls_back_is_not_lost():
     def stop(number: int, frame) -> None:
         raise KeyError("stopped")

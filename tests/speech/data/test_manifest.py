@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import DataError, UsageError
-from speech.data import columns, finding, headers, manifest
+from speech.data import columns, headers, manifest
 from speech.data.loading import TOO_LITTLE
 from speech.data.splits import Checks, load_corpus, report_rejections
 from speech.writing.text import normalise
@@ -422,13 +422,6 @@ def test_audio_root_must_be_a_folder(tmp_path, json_lines):
     assert str(error.value) == f"--audio_root {tmp_path}/none: no such folder"
 
 
-@given(st.text(st.sampled_from("/\\.:aC़ "), max_size=12), st.booleans())
-def test_any_name_becomes_a_path(tmp_path_factory, name, has_root):
-    folder = str(tmp_path_factory.mktemp("empty"))
-    path = finding.find_audio(name, folder, folder if has_root else None)
-    assert path.startswith(folder) or path == name
-
-
 # --- columns --------------------------------------------------------------------------------------
 
 
@@ -544,7 +537,6 @@ HOSTILE_LINES = [
     (b"[1, 2]", "line is not an object"),
     (b'{"a":' * 100_000, NOT_JSON),
     (raw('"a\0b"'), manifest.UNREADABLE),
-    (raw('"a"') * 2, NOT_JSON),
     (raw('"a", "text": "b"'), NOT_JSON),
     (raw("1" * 5000), NOT_JSON),
     (raw("Infinity"), NO_TEXT),
@@ -562,7 +554,6 @@ HOSTILE_LINES = [
     (good(offset=[0]), "offset is not a number"),
     (good(duration="long"), NO_DURATION),
     (good(duration=10**400), NO_DURATION),
-    (good(duration="1e999"), NO_DURATION),
     (good(audio_filepath="two.wav", duration=0), TOO_LITTLE),
     (good(offset=1.0), BEYOND),
     (good(duration=1.6), "file is shorter than its duration in the manifest (truncated?)"),
@@ -675,8 +666,6 @@ def test_a_manifest_that_is_missing_or_not_a_file(tmp_path, no_hang):
         (tmp_path / "none.json", "No such file or directory"),
         (tmp_path, "it is a folder"),
         (tmp_path / "pipe.json", "it is not a regular file"),
-        ("x" * 5000, "File name too long"),
-        ("a\0b", "embedded null byte"),
     ):
         with pytest.raises(UsageError) as error:
             load(path)

@@ -11,7 +11,7 @@ import soundfile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import DataError, RunError, UsageError
+from common.errors import DataError, RunError
 from speech.data.splits import Checks, draw, load_corpus, report_checked
 from speech.morse import alphabet, recordings, scores, synthesis, texts
 from speech.morse.synthesis import Choice
@@ -95,20 +95,6 @@ def test_callsigns_are_distinguished_from_similar_words():
     calls = "K1A W1AW KH6/W1AW DL50ABC 9A1AA/P 4X4ABC VP5/F6XYZ R1/G3A S57XX/QRP"
     others = "5NN FN31PR FN31 12A IC7300 K3 599 TEST 1TT K1? A/B R3 3A"
     assert recordings.find_callsigns(f"{calls} {others}") == calls.split()
-
-
-@pytest.mark.parametrize(
-    ("text", "normal", "labels"),
-    [
-        ("cq  de k1a\n", "CQ DE K1A", list("CQ DE K1A")),
-        ("73 <sk>", "73 <SK>", [*"73 ", "<SK>"]),
-        ("<BT> <KN>3×4<AR>", "= (3X4+", list("= (3X4+")),
-        ("<S", "<S", ["<", "S"]),
-        ("", "", []),
-    ],
-)
-def test_symbols(text, normal, labels):
-    assert alphabet.normalise(text) == normal and alphabet.symbols(normal) == labels
 
 
 # --- keying and channel ---------------------------------------------------------------------------
@@ -276,19 +262,6 @@ def test_interferers_are_near_the_tone_but_not_on_it():
 
 
 # --- synthetic clips as a data set ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ranges", "message"),
-    [
-        ({"wpm": [30, 20]}, "--wpm 30 20: give two numbers from 5 to 150, the lower one first"),
-        ({"tone": [99, 500]}, "--tone 99 500: give two numbers from 100 to 4000"),
-        ({"snr_db": [float("nan")] * 2}, "--snr_db nan nan: give two numbers from -40 to 100"),
-    ],
-)
-def test_ranges_from_which_no_clip_can_be_drawn(ranges, message):
-    with pytest.raises(UsageError, match=message):
-        Choice(["clean"], **ranges).mix()
 
 
 @pytest.mark.parametrize("wpm", synthesis.LIMITS["wpm"])
@@ -525,12 +498,6 @@ def test_metrics_by_group():
         "SNR": {"-4 to 0 dB": 1, "0 to 4 dB": 1, "4 to 8 dB": 1},
     }
     assert tables["contest"]["NONE"]["exchanges_right"] is None
-
-
-def test_every_symbol_counts():
-    assert scores.measure([row("K1A/P?", "K1AP")])["cer"] == 2 / 6
-    nothing = scores.measure([])
-    assert nothing["samples"] == 0 and nothing["wer"] is None
 
 
 def test_the_tables_are_printed_and_written(tmp_path, capsys):
