@@ -955,8 +955,8 @@ def make_task(
     tokenizer,
     texts: Iterable[str],
 ) -> Task:
-    """The task, all that the loop knows of this recipe. `texts`: those of training, which are kept
-    for the language model."""
+    """The task, all that the loop knows of this recipe. `texts`: those of training that a person
+    wrote, which are kept for the language model."""
     return Task(
         RECIPE,
         compute_loss,
@@ -1004,7 +1004,7 @@ def main(args) -> None:
     global_batches = GlobalBatches(args, sets.pop("train"), collate, run.setup)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
     run_info = splits.run_info(splits.resolve(args), corpora)
-    task = make_task(how, run, model_info, run_info, tokenizer, corpora["train"].texts)
+    task = make_task(how, run, model_info, run_info, tokenizer, corpora["train"].written_texts())
     train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(
         report_results, how, tokenizer, model, evaluation, args.checkpoint_dir

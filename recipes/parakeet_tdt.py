@@ -552,7 +552,7 @@ def make_task(
         learning_rate=rate,
         checkpointed=CHECKPOINTED,
         reports=results.REPORTS,
-        beside=language_model.as_file(train_set.texts),
+        beside=language_model.as_file(train_set.written_texts()),
         further=watching.watched(evaluation, asked.stop_when_watched_rises),
         compiled=COMPILED,
         evaluate_first=info.pretrained,

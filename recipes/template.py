@@ -389,7 +389,7 @@ def main(args) -> None:
         not_begun=recogniser.not_begun,
         checkpointed=(Layer,),
         reports=results.REPORTS,
-        beside=language_model.as_file(corpora["train"].texts),
+        beside=language_model.as_file(corpora["train"].written_texts()),
     )
     train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, how, model, evaluation, args.checkpoint_dir)

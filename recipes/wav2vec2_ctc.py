@@ -494,8 +494,8 @@ def make_task(
     model: Wav2Vec2,
     texts: Iterable[str],
 ) -> Task:
-    """The task: all that the loop knows of this recipe. `texts`: those of training, which are kept
-    for the language model."""
+    """The task: all that the loop knows of this recipe. `texts`: those of training that a person
+    wrote, which are kept for the language model."""
     rate = learning_rate(info)
     millions = optim.count_parameters(model)[0] / 1e6
     print(
@@ -569,7 +569,7 @@ def main(args) -> None:
         earlier_run = RELEASED
     run_info = splits.run_info(asked.data, corpora, earlier_run)
     evaluation = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
-    task = make_task(asked, run, info, run_info, model, corpora["train"].texts)
+    task = make_task(asked, run, info, run_info, model, corpora["train"].written_texts())
     train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(
         report_results, asked, info, model, evaluation, args.checkpoint_dir, True

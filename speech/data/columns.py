@@ -259,6 +259,12 @@ class Corpus:
         channels = np.full(len(self), -1) if self.channels is None else self.channels
         return np.stack([self.offsets, np.nan_to_num(self.durations, nan=-1.0), channels])
 
+    def written_texts(self) -> Strings:
+        """The texts that a person wrote."""
+        return (
+            self.texts if self.drafted is None else self.texts.select(np.flatnonzero(~self.drafted))
+        )
+
     def label(self, index: int) -> int | float | str | list | None:
         """The label of an utterance, None if labels were not asked for."""
         return None if self.labels is None else json.loads(self.labels[index])

@@ -240,7 +240,8 @@ def read_lines(path: Path) -> list[str]:
 
 
 def as_file(texts: Sequence[str]) -> dict[str, str]:
-    """The file of the training texts, for `Task.beside`; of very many every second or third."""
+    """The file of the training texts that a person wrote, for `Task.beside`; of very many every
+    second or third. Drafts of a model have words that the language has not."""
     step = math.ceil(sum(map(len, texts)) / MOST_CHARACTERS) or 1
     return {TEXTS: "".join(f"{texts[place]}\n" for place in range(0, len(texts), step))}
 

@@ -106,6 +106,7 @@ def test_drafts_never_evaluate(tape, capsys):
     for seed in range(5):
         held = splits.read_manifests({"train": mixed}, normalise, Checks(listen=False, seed=seed))
         assert not held["val"].drafted.any() and held["train"].drafted.sum() == 10
+        assert len(held["train"].written_texts()) == len(held["train"]) - 10
     corpora = splits.read_manifests({"train": mixed, "test": mixed}, normalise, checks)
     assert len(corpora["test"]) == 5
     assert "a recogniser wrote the text, which can judge none" in capsys.readouterr().out
