@@ -198,13 +198,6 @@ def test_every_flag_is_described(recipe):
     assert missing == []
 
 
-def test_shared_flags_exist_in_several_recipes():
-    """A flag of one recipe is on its own page."""
-    shared = {flag for line in code(ROOT / "docs/flags.md") for flag in FLAG.findall(line)}
-    counts = {flag: sum(flag in flags_of(recipe) for recipe in RECIPES) for flag in shared}
-    assert [flag for flag in shared - SPELLINGS if counts[flag] < 3] == []
-
-
 def accept(line: str, folder: Path) -> None:
     """Parses a command; a preset script prints the recipe's command in `folder`, which is then
     parsed."""

@@ -217,14 +217,6 @@ def test_flags_that_contradict(words, message):
         resolved(*words.split())
 
 
-def test_flags_that_agree():
-    words = f"{SPEAKING} --model_dir . --use_amharic_g2p --no_epenthesis"
-    assert resolved(*words.split()).text == texts.TextOptions(g2p=True, epenthesis=False)
-    words = "--dry_run=8GB --extend_vocab bpe --vocab_size 9"
-    assert resolved(*words.split()).text.vocab_size == 9
-    assert resolved("--show_text", "a", "--use_amharic_g2p", "--language", "amh").text.g2p
-
-
 BPE = replace(PLAIN, extend_vocab="bpe")
 OF_A_CHECKPOINT = [  # words, how the checkpoint reads, and a part of the contradiction
     ("--use_amharic_g2p", PLAIN, "--use_amharic_g2p (the checkpoint reads text as written)"),

@@ -150,24 +150,6 @@ def test_the_measured_snr(fading):
         assert abs(measured - wanted) < 0.5 and sample.snr_db == wanted
 
 
-def test_keying_is_narrow():
-    """At most five millionths of a 40 WPM station's power are over 400 Hz away; with hard edges
-    hundreds of times more."""
-    runs = synthesis.keying("5NN TEST K1ABC") * 1.2 / 40
-    samples = 64 * int((runs.sum() + 0.2) * RATE / 64)
-    amplitude = synthesis.envelope(runs, 0.1, samples)
-
-    def far(amplitude):
-        tone = synthesis.transmit(np.random.default_rng(0), amplitude, 2000.0, 0.0, 0.0)
-        spectrum = np.abs(np.fft.rfft(tone)) ** 2
-        return (
-            spectrum[np.abs(np.fft.rfftfreq(samples, 1 / RATE) - 2000) > 400].sum() / spectrum.sum()
-        )
-
-    assert far(amplitude) < 5e-6 and far((amplitude > 0.5).astype(np.float32)) > 1e-3
-    assert (np.diff(amplitude[int(0.1 * RATE) - 40 : int(0.1 * RATE) + 40]) > 0).all()
-
-
 @pytest.mark.parametrize("name", synthesis.CONDITIONS)
 def test_every_clip_keeps_to_its_conditions(name):
     conditions = synthesis.CONDITIONS[name]
