@@ -329,10 +329,6 @@ def test_vietnamese_defaults_are_the_guides():
     assert (args.num_epochs, args.max_steps) == (10, 50_000)
     args = args_of(VIETNAMESE, "8gb", "tiny", *DATA, *MODEL, "--max_steps", "70000")
     assert (args.num_epochs, args.max_steps) == (None, 70_000)
-    for word in ("small_data", "medium_data"):  # the guide's run is for much speech
-        args = args_of(VIETNAMESE, "8gb", word, *DATA)
-        assert (args.warmup_steps, args.max_steps, args.eval_every) == (None, None, None)
-        assert (args.learning_rate, args.max_target_tokens) == (1e-4, 256)
 
 
 def test_a_parakeet_has_the_size_of_the_row_or_of_its_file(tmp_path):

@@ -7,7 +7,6 @@ import pytest
 from common.errors import UsageError
 from speech.data.columns import Rejections
 from speech.data.manifest import parse
-from webui import places
 
 
 def rows_of(manifest):
@@ -101,19 +100,6 @@ def test_what_can_be_chosen(here, json_lines, wav):
     (here.runs / "one/checkpoints").mkdir(parents=True)
     (here.runs / "one/checkpoints/checkpoint_step_2.pt").write_text("")
     assert here.models() == ["model.nemo", "whisper"]
-
-
-def test_lists_are_bounded(here, monkeypatch):
-    deep = here.data
-    for _ in range(places.DEPTH + 1):
-        deep = deep / "d"
-        deep.mkdir()
-        (deep / "a.wav").write_text("")
-    assert len(here.clips()) == places.DEPTH
-    monkeypatch.setattr(places, "CHOICES", 2)
-    assert len(here.clips()) == 2
-    monkeypatch.setattr(places, "ENTRIES", 2)
-    assert here.clips() == ["d/a.wav"]
 
 
 def test_upload_of_clips_and_a_table(here, tmp_path, wav):

@@ -193,14 +193,6 @@ def test_json_keeps_the_options(tmp_path):
     assert resolved("--dry_run=8GB").text == PLAIN == kept(PLAIN)
 
 
-def test_an_older_record_is_read_unless_its_model_began_at_random_weights():
-    info = make_info()
-    values = json.loads(json.dumps(asdict(info)))
-    assert records.read(start.ModelInfo, values, "it") == info
-    with pytest.raises(UsageError, match=r"^it: .*pretrained.*: it began from random weights"):
-        records.read(start.ModelInfo, {**values, "pretrained": False, "reads_stop": True}, "it")
-
-
 SPEAKING = f"--synthesize a --speaker_wav {__file__}"
 CONTRADICTIONS = [  # words, and a part of the message
     ("--dry_run=8GB --vocab_size 9 --extend_vocab characters", "goes with --extend_vocab bpe"),
