@@ -145,7 +145,7 @@ def main() -> None:
             updates += 1
             if updates % 200 == 0 or spent >= limit:
                 rate = error_rate(model, val, texts["val"])
-                line = f"{spent / 60:.1f} minutes, {updates} updates, loss {float(loss):.3f}"
+                line = f"{spent / 60:.1f} minutes, {updates} updates, loss {loss.item():.3f}"
                 print(f"{line}, CER {100 * rate:.1f} %", flush=True)
             if spent >= limit:
                 break

@@ -143,6 +143,7 @@ function refuse(row, theirs) {
     else Object.assign(row, theirs);
     lines.get(row.number).text.value = row.text;
     paint(row);
+    count();
   };
   button("Keep mine", said, () => settle(true));
   button("Take that", said, () => settle(false));

@@ -298,6 +298,10 @@ def test_nothing_that_is_typed_is_lost(tabs, here, wav, tmp_path):
         assert saved(here)[4] == "theirs"
         tab.get_by_role("button", name="Keep mine").click()
         wait_for_text(here, 4, "mine")
+        box.nth(4).fill("later")  # in the other tab, which does not know that
+        other.get_by_text("there it is: mine").wait_for()
+        other.get_by_role("button", name="Take that").click()
+        other.get_by_text("all is saved").wait_for()
     assert {number: saved(here)[number] for number in wanted} == wanted
     assert len(saved(here)) == COUNT and saved(here)[29] == "b14"
 
