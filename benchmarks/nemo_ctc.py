@@ -11,9 +11,16 @@ the recipes is taken: AdamW with a peak of 1e-3, a warm-up of a tenth, cosine.
 
 import json
 import math
+import sys
 import time
 from argparse import ArgumentParser
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common
+
+common.spin_briefly()
 
 import jiwer
 import torch

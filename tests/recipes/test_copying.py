@@ -138,7 +138,7 @@ MAIN_WITHOUT_TEXT = (
         "report_results, how, model, evaluation, args.checkpoint_dir",
         "report_results, model, evaluation",
     ),
-    ('        beside=language_model.as_file(corpora["train"].texts),\n', ""),
+    ('        beside=language_model.as_file(corpora["train"].written_texts()),\n', ""),
     ("        reports=results.REPORTS,\n", ""),
     ("    check_texts(args, corpora, model_info)\n", ""),
     ("read_data(args, letters_of(args, None))", "read_data(args)"),
