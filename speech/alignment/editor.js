@@ -163,7 +163,9 @@ const isShown = {
 function count() {
   const number = (name) => rows.filter(isShown[name]).length;
   const waiting = Object.keys(kept).length;
-  const saved = waiting ? `${waiting} not saved yet` : "all is saved";
+  const asked = [...refused].map((at) => rows.findIndex((row) => row.number === at) + 1);
+  const choose = asked.length ? ` (changed elsewhere: text ${asked.join(", ")})` : "";
+  const saved = waiting ? `${waiting} not saved yet${choose}` : "all is saved";
   $("count").textContent = `${rows.length} texts, ${number("done")} done, `
     + `${number("left out")} left out` + (data.address ? `; ${saved}` : "");
 }

@@ -300,6 +300,7 @@ def test_nothing_that_is_typed_is_lost(tabs, here, wav, tmp_path):
         wait_for_text(here, 4, "mine")
         box.nth(4).fill("later")  # in the other tab, which does not know that
         other.get_by_text("there it is: mine").wait_for()
+        other.get_by_text("1 not saved yet (changed elsewhere: text 5)").wait_for()
         other.get_by_role("button", name="Take that").click()
         other.get_by_text("all is saved").wait_for()
     assert {number: saved(here)[number] for number in wanted} == wanted
