@@ -1,5 +1,5 @@
 """NeMo's small Conformer-CTC, trained from scratch for so many minutes of processor time: its CER
-beside that of a recipe, for which --eval_every and the time of the same process are at hand.
+beside that of a recipe, whose --max_steps is chosen so that its process takes as long.
 
     python benchmarks/real_speech.py mboshi CHECKOUT --manifests manifests
     python benchmarks/nemo_ctc.py manifests --minutes 30
@@ -10,7 +10,6 @@ the recipes is taken: AdamW with a peak of 1e-3, a warm-up of a tenth, cosine.
 """
 
 import json
-import math
 import sys
 import time
 from argparse import ArgumentParser
@@ -22,10 +21,12 @@ import common
 
 common.spin_briefly()
 
-import jiwer
 import torch
 from nemo.collections.asr.models import EncDecCTCModel
 from omegaconf import OmegaConf
+
+from common import optim
+from speech.writing import metrics
 
 PEAK = 1e-3
 WARMUP = 0.1
@@ -97,16 +98,9 @@ def loader(model: EncDecCTCModel, manifest: Path, letters: list[str], shuffle: b
     return model._setup_dataloader_from_config(OmegaConf.create(config))
 
 
-def factor(done: float) -> float:
-    """The share of the peak rate after this share of the time."""
-    if done < WARMUP:
-        return max(done / WARMUP, 1e-3)
-    return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (done - WARMUP) / (1 - WARMUP)))
-
-
 @torch.no_grad()
 def error_rate(model: EncDecCTCModel, batches, texts: list[str]) -> float:
-    """CER of greedy decoding."""
+    """CER of greedy decoding, as the recipes count it."""
     model.eval()
     written = []
     for audio, lengths, _, _ in batches:
@@ -115,7 +109,8 @@ def error_rate(model: EncDecCTCModel, batches, texts: list[str]) -> float:
             path = row[:count].unique_consecutive().tolist()
             written.append("".join(model.cfg.labels[i] for i in path if i < len(model.cfg.labels)))
     model.train()
-    return jiwer.cer(texts, written)
+    errors = metrics.count_errors(texts, written, "characters")
+    return errors.total / errors.length
 
 
 def main() -> None:
@@ -133,13 +128,15 @@ def main() -> None:
     train = loader(model, args.manifests / "train.jsonl", letters, shuffle=True)
     val = loader(model, args.manifests / "val.jsonl", letters, shuffle=False)
     optimizer = torch.optim.AdamW(model.parameters(), PEAK, betas=(0.9, 0.98), weight_decay=1e-3)
-    model.train()
+    optim.note_rates(optimizer)
     limit = 60 * args.minutes
+    schedule = optim.Schedule(optimizer, "cosine", limit, WARMUP * limit)  # by seconds
+    model.train()
     spent = updates = 0
     while spent < limit:
         for audio, lengths, tokens, counts in train:
             started = time.process_time()
-            optimizer.param_groups[0]["lr"] = PEAK * factor(spent / limit)
+            schedule.set(spent)
             log_probs, frames, _ = model.forward(input_signal=audio, input_signal_length=lengths)
             loss = model.loss(
                 log_probs=log_probs, targets=tokens, input_lengths=frames, target_lengths=counts
