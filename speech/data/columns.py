@@ -261,9 +261,9 @@ class Corpus:
 
     def written_texts(self) -> Strings:
         """The texts that a person wrote."""
-        return (
-            self.texts if self.drafted is None else self.texts.select(np.flatnonzero(~self.drafted))
-        )
+        if self.drafted is None:
+            return self.texts
+        return self.texts.select(np.flatnonzero(~self.drafted))
 
     def label(self, index: int) -> int | float | str | list | None:
         """The label of an utterance, None if labels were not asked for."""

@@ -150,7 +150,7 @@ class Fusion:
     def restart(self) -> None:
         """The next search begins a recording."""
         self.start = self.model.start
-        self.first_words = self.words.start if self.words else 0
+        self.words_start = self.words.start if self.words else 0
 
     def follow(self, text: str) -> None:
         """The next search begins where a text, the one of the last search, ends."""
@@ -160,7 +160,7 @@ class Fusion:
             _, state = self.model.step(state, token)
         self.start = state
         if self.words:
-            _, self.first_words = self.words.read(text, self.first_words)
+            _, self.words_start = self.words.read(text, self.words_start)
 
     def step(self, state: int, token: int) -> tuple[float, int]:
         """What a token adds to the score of a hypothesis, and the state after it."""
@@ -171,7 +171,7 @@ class Fusion:
         """What the end of a sentence adds to the score of a hypothesis of these tokens."""
         added = self.weight * self.model.end(state)
         if self.words:
-            log_prob, last = self.words.read(self.decode([*tokens]), self.first_words)
+            log_prob, last = self.words.read(self.decode([*tokens]), self.words_start)
             added += WORD_WEIGHT * (log_prob + self.words.model.end(last))
         return added
 

@@ -145,10 +145,9 @@ def resolve(
 ) -> DecodingOptions:
     """Fills in the defaults of these flags and returns what they ask for, also without those of
     augmentation. Augmentation is on, unless the recipe does not augment by default (`augments`),
-    and except in a demo, whose voices hardly vary. A plan
-    without data is of training with augmentation. `beam_size` is the default. `has_times`: whether
-    the transcripts have segments with times. Raises `UsageError`, and `DataError` for a file in
-    --noise_dir."""
+    and except in a demo, whose voices hardly vary. A plan without data is of training with
+    augmentation. `beam_size` is the default. `has_times`: whether the transcripts have segments
+    with times. Raises `UsageError`, and `DataError` for a file in --noise_dir."""
     augment = augments and (not is_demo or options.plans(args))
     if getattr(args, "noise_dir", None):
         from speech.signal.augment import read_noises
