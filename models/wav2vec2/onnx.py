@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from common.errors import UsageError
 from models import model_files, onnx_files
-from models.wav2vec2 import formats
 from models.wav2vec2.model import Wav2Vec2, frame_samples, frames, normalised, shortest
 from models.wav2vec2.settings import META_EPSILON
-from models.wav2vec2.tokenizer import SPECIAL, Wav2Vec2Tokenizer
+from models.wav2vec2.tokenizer import SPECIAL, Wav2Vec2Tokenizer, make_tokenizer
 from speech.signal.audio import SAMPLE_RATE
 from speech.signal.features import valid_mask
 
@@ -95,12 +94,11 @@ def export(
 ) -> list[str]:
     """Writes a folder that sherpa-onnx and onnx-asr can load, in fp32 and with weights of 8 bits,
     and returns the file names. Arguments, what is replaced, and errors: as in `formats.export`."""
-    tensors, written = formats.checked(weights, config, tokenizer)
     check(config)
+    tensors = model_files.on_host(weights)
+    written = make_tokenizer(tokenizer, config["vocabulary"])
     silence_special(tensors, written)
-    with torch.device("meta"):
-        model = Wav2Vec2(config)
-    model.load_state_dict(tensors, assign=True)
+    model = model_files.with_weights(lambda: Wav2Vec2(config), tensors)
     program = onnx_files.export(graph(model.requires_grad_(False)))
     settings = {"model_type": "wav2vec2-ctc", "subsampling_factor": frame_samples(config)}
     lines = onnx_files.token_lines(printed_pieces(written))

@@ -69,7 +69,7 @@ NEEDS = (
     ("export_format", ("export",), ""),
     ("vocab", (*released.MODELS, "resume"), "it changes the vocabulary of a released model"),
     ("language", ("model_dir",), "it is one of MMS's"),
-    ("tokenizer", ("model_file", "model_dir"), "it belongs to omniASR's weights"),
+    ("tokenizer", ("model_file",), "it belongs to omniASR's weights"),
 )
 
 
@@ -89,7 +89,7 @@ class ModelInfo:
 
     def read_style(self) -> texts.Style | None:
         """How texts are prepared, None if they are left as they are."""
-        return texts.read_style(self.style)
+        return texts.Style(**self.style) if self.style else None
 
     @property
     def own_vocabulary(self) -> bool:
@@ -312,7 +312,7 @@ def read(asked: Wav2Vec2Options, path: str) -> tuple[ModelInfo, dict[str, torch.
     tokenizer = make_tokenizer(state, config["vocabulary"]) if state else None
     style = {}
     if tokenizer and asked.vocab != "own" and not asked.keep_text:
-        style = texts.style_of(tokenizer).record()
+        style = dataclasses.asdict(texts.style_of(tokenizer))
     return ModelInfo(config, state, style, True, had_head=bool(state), **extras), weights
 
 

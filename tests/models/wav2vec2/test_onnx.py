@@ -17,7 +17,7 @@ import torch
 
 from common.errors import UsageError
 from models import onnx_files
-from models.wav2vec2 import decoding, formats, onnx
+from models.wav2vec2 import decoding, onnx
 from models.wav2vec2.model import Wav2Vec2
 from models.wav2vec2.settings import HF_EPSILON, make_config
 from models.wav2vec2.tokenizer import SPECIAL, make_tokenizer
@@ -225,20 +225,7 @@ def test_the_card_shows_how_to_use_it(exported, tmp_path, capsys, monkeypatch):
     assert " ".join(capsys.readouterr().out.split()) == exported.texts[-1]
 
 
-def test_models_that_cannot_be_exported_are_refused_in_one_line(tmp_path):
-    config = make_config(32, 1, 4, vocabulary=13, **SMALL)
-    weights = Wav2Vec2(config).state_dict()
-    for changes, reason in (
-        ({"do_normalize": False}, "^no export to ONNX: .*do_normalize is false"),
-        ({"vocabulary": 0}, "has no head yet"),
-        ({"hidden_size": 64}, "belong to different models"),
-        ({"conv_stride": [5, 8]}, "lists of the same length"),
-    ):
-        with pytest.raises(UsageError, match=reason) as error:
-            onnx.export(tmp_path / "x", weights, {**config, **changes}, LATIN)
-        assert "\n" not in str(error.value)
-    with pytest.raises(UsageError, match="16 pieces"):
-        pieces = [*LATIN["pieces"], *"xyz"]
-        onnx.export(tmp_path / "x", weights, config, {**LATIN, "pieces": pieces})
-    assert [*tmp_path.iterdir()] == []
-    assert formats.checked(weights, config, LATIN)
+def test_a_model_that_sherpa_onnx_would_decode_wrongly_is_refused_in_one_line(tmp_path):
+    with pytest.raises(UsageError, match=r"^no export to ONNX: .*do_normalize is false") as error:
+        onnx.export(tmp_path / "x", {}, {"do_normalize": False}, LATIN)
+    assert "\n" not in str(error.value)
