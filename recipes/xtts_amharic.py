@@ -50,7 +50,7 @@ from common.layers import finite_layers
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.options import flag
 from common.parts.replay import make_batches
-from models import card, released
+from models import card, new_rows, released
 from models.xtts import exports, new_tokens, speaking, start, texts
 from models.xtts.codec import SAMPLE_RATE, SAMPLES_PER_CODE, code_count
 from models.xtts.decoding import Sampling
@@ -484,7 +484,12 @@ def make_task(
         compiled=COMPILED,
         evaluate_first=True,
         fine_tunes=True,
-        new_rows=start.new_rows(family, info, run.initial),
+        new_rows=new_rows.for_task(
+            family.untrained(info, run.initial),
+            new_tokens.TEXT_ROWS,
+            synthesiser.model,
+            start.NEW_ROWS_RATE,
+        ),
         vocabulary=family.vocabulary(info, run.initial),
         reports=(str(judge.folder_of(asked.output_dir)),),
     )

@@ -78,21 +78,13 @@ def sample(
                 spoken[row] = Speech(*result, draw)
         again = [row for row in again if not spoken[row].ended]
     for row, speech in sorted(spoken.items()):
-        if not speech.ended:
-            print(
-                f"sentence {_name(row, texts)} reached the limit of {limit} codes twice: try"
-                " another --seed or a shorter sentence"
-            )
-        elif speech.draws == 2:
-            print(
-                f"sentence {_name(row, texts)} reached the limit of {limit} codes and was drawn"
-                " once more"
-            )
+        if speech.draws == 2:
+            name = repr(texts[row][:40]) if texts else str(row + 1)
+            told = "and was drawn once more"
+            if not speech.ended:
+                told = "twice: try another --seed or a shorter sentence"
+            print(f"sentence {name} reached the limit of {limit} codes {told}")
     return [spoken[row] for row in range(len(sentences))]
-
-
-def _name(row: int, texts: Sequence[str]) -> str:
-    return repr(texts[row][:40]) if texts else str(row + 1)
 
 
 def _fill_cache(model, prefixes: list[torch.Tensor]) -> tuple[torch.Tensor, list, torch.Tensor]:

@@ -216,7 +216,11 @@ def read_custom(path: str | Path, config: dict) -> dict[str, torch.Tensor]:
 def _read_files(folder: Path, groups: tuple[str, ...]) -> dict:
     """The wanted groups of a folder, the DVAE's and the deviations among them."""
     read = _read_groups(folder / MODEL, groups)
-    stats = _read_mel_stats(folder, read["mel_stats"].get(""))
+    stats = read["mel_stats"].get("")
+    path = folder / MEL_STATS
+    if stats is None or os.path.isfile(path):  # model.pth may have them in 16 bits
+        content = {MEL_STATS: model_files.read_pickle(_require(path))}
+        stats = model_files.floats(content, path)[MEL_STATS]
     if not stats.is_meta and not bool((stats > 0).all()):
         raise UsageError(f"{folder}: its mel_stats are deviations, and some are not above 0")
     read["mel_stats"] = stats
@@ -231,26 +235,6 @@ def _require(path: Path) -> Path:
             f"{path.parent} lacks {path.name}: a Coqui XTTS-v2 folder has {', '.join(FILES)}"
         )
     return path
-
-
-def _read_mel_stats(folder: Path, inner: torch.Tensor | None) -> torch.Tensor:
-    """The deviations in mel_stats.pth, or `inner`, which model.pth has, if there is no such file.
-    Raises `UsageError` if they differ."""
-    path = folder / MEL_STATS
-    if inner is not None and not os.path.isfile(path):
-        return inner
-    content = {MEL_STATS: model_files.read_pickle(_require(path))}
-    stats = model_files.floats(content, path)[MEL_STATS]
-    if inner is None:
-        return stats
-    is_same = stats.shape == inner.shape
-    if is_same and not stats.is_meta:  # a dry run's tensors have no values
-        is_same = torch.allclose(stats, inner, rtol=1e-2)  # model.pth may be in 16 bits
-    if not is_same:
-        raise UsageError(
-            f"{path}: it differs from the mel_stats in {MODEL}: take both from the same model"
-        )
-    return stats
 
 
 def _read_config(description: dict, folder: Path, text: str) -> dict:
@@ -268,11 +252,6 @@ def _read_config(description: dict, folder: Path, text: str) -> dict:
         value = args.get(key, default)
         # `check_config` refuses values of other types.
         config[name] = value + more if type(value) is int else value
-    if args.get("decoder_input_dim", 1024) != config["d_model"]:
-        raise UsageError(
-            f"{folder / DESCRIPTION}: decoder_input_dim is not gpt_n_model_channels, the width of"
-            " the GPT"
-        )
     try:
         vocabulary = Vocabulary(text)
     except UsageError as error:

@@ -25,7 +25,6 @@ from models.xtts.texts import Texts
 from models.xtts.vocoder import OUTPUT_RATE
 from speech.data.columns import Corpus
 from speech.decoding import judge
-from speech.decoding.judge import KINDS, clip_name, write_corpus
 from speech.signal.audio import int16, read_audio, read_utterance
 from speech.writing.sentences import split_sentences
 
@@ -305,11 +304,9 @@ def speak_corpus(
     frozen = synthesiser.frozen
     device = next(synthesiser.model.parameters()).device
     voices: dict[str, Voice] = {}
-    rows = {kind: [] for kind in KINDS}
-    clips: dict[str, tuple[np.ndarray, int]] = {}
+    made = []
     similarities = []
-    for index in range(len(corpus)):
-        text = corpus.texts[index]
+    for index, text in enumerate(corpus.texts):
         name = corpus.speakers[index] or "speaker"
         if name not in voices:
             samples, _ = references.get(name) or next(iter(references.values()))
@@ -324,16 +321,14 @@ def speak_corpus(
         if len(spoken) > OUTPUT_RATE // 2:
             heard = frozen.speaker([spoken], OUTPUT_RATE)
             similarities.append(float(F.cosine_similarity(heard, voices[name].speaker)[0]))
-        outputs = {
-            "reference": (recording, SAMPLE_RATE),
-            "resynthesis": (frozen.resynthesise(codes), SAMPLE_RATE),
-            "synthesis": (spoken, OUTPUT_RATE),
-        }
-        for kind, (waveform, rate) in outputs.items():
-            file = clip_name(index, kind)
-            rows[kind].append((file, text, name))
-            clips[file] = int16(waveform), rate
-    write_corpus(folder, clips, rows)
+        made.append(
+            {
+                "reference": (int16(recording), SAMPLE_RATE),
+                "resynthesis": (int16(frozen.resynthesise(codes)), SAMPLE_RATE),
+                "synthesis": (int16(spoken), OUTPUT_RATE),
+            }
+        )
+    judge.write_corpus(folder, corpus, made)
     message = (
         f"{len(corpus)} held-out sentences spoken: {folder}/*_synthesis.wav; manifests beside them"
     )

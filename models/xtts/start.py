@@ -4,7 +4,7 @@ begins with, its frozen parts."""
 import argparse
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import torch
@@ -15,7 +15,6 @@ from common.checkpoint import Saved
 from common.errors import UsageError
 from common.options import TRAINS, USUAL, OnOff, flag
 from common.parts import lora
-from common.parts.new_rows import NewRows
 from models import adapters, released
 from models.released import Forms, Origin
 from models.xtts import cleaners, formats, frozen, new_tokens, speaking, texts
@@ -70,10 +69,10 @@ class ModelInfo:
     text: texts.TextOptions
     condition: Annotated[str, {"same", "other"}]  # --condition
     slice: tuple[int, int]  # the shortest and longest conditioning slice, samples
-    settings: dict  # config.json of the released model
-    licence: bool  # the weights derive from Coqui's
-    model_dir: str | None  # the folder of the frozen parts; None in a plan without one
-    dvae: str  # `digest` of the DVAE
+    settings: dict = field(default_factory=dict)  # config.json of the released model
+    licence: bool = False  # the weights derive from Coqui's
+    model_dir: str | None = None  # the folder of the frozen parts; None in a plan without one
+    dvae: str = ""  # `digest` of the DVAE
     new_tokens: int = 0  # the last ones, which the released vocabulary lacked
     # Earlier versions could begin at random weights. The others have these values.
     pretrained: Annotated[bool, lambda pretrained: pretrained, TUNED_ONLY] = True
@@ -253,13 +252,19 @@ class Family(released.Family):
 
     def conflicts(self, info: ModelInfo, saved: Saved) -> list[str]:
         flags = super().conflicts(info, saved)
-        return flags + texts.conflicts(self.origin.given, self.asked.text, info.text)
+        if "lexicon" in self.origin.given and self.asked.text.lexicon != info.text.lexicon:
+            flags.append("--lexicon (the checkpoint has other words)")
+        return flags
 
     def saved_flags(self, info: ModelInfo, saved: Saved) -> dict:
-        return {
+        flags = {
             "language": (self.given("language"), info.language),
             "condition": (self.asked.condition, info.condition),
         }
+        for name, kept in texts.KEPT.items():
+            if name in self.origin.given:
+                flags[name] = getattr(self.asked.text, kept), getattr(info.text, kept)
+        return flags
 
     def create(self, source) -> ModelInfo:
         return planned_info(self.asked)
@@ -410,10 +415,6 @@ def planned_info(asked: XttsOptions) -> ModelInfo:
         text=new_text(asked),
         condition=asked.condition or "other",
         slice=SLICE,
-        settings={},
-        licence=False,
-        model_dir=None,
-        dvae="",
     )
 
 
@@ -430,13 +431,6 @@ def check_initial(initial: Saved, info: ModelInfo) -> None:
             f"--init_from {initial.path}: its model has learned the codes of another DVAE; name the"
             " same --model_dir"
         )
-
-
-def new_rows(family: Family, info: ModelInfo, initial: Saved | None) -> NewRows | None:
-    """The rows of tokens that the released vocabulary lacked, and that the weights of --init_from
-    have not learned. They have a learning rate of their own."""
-    rows = family.untrained(info, initial)
-    return NewRows(dict.fromkeys(new_tokens.TEXT_ROWS, rows), NEW_ROWS_RATE) if rows else None
 
 
 # --- frozen parts ---------------------------------------------------------------------------------

@@ -38,6 +38,13 @@ PHONEMES = "abcdefghijklmnopqrstuvwxyzäəčšžñı'"
 CHARACTERS = "".join(map(chr, range(0x1200, 0x1380))) + "'.,;:?!-" + PHONEMES
 ETHIOPIC = re.compile(amharic.ETHIOPIC)
 
+# Flags that a checkpoint decides, and the fields of `TextOptions` that keep them.
+KEPT = {
+    "use_amharic_g2p": "g2p",
+    "epenthesis": "epenthesis",
+    "extend_vocab": "extend_vocab",
+    "vocab_size": "vocab_size",
+}
 _LATER = "the vocabulary of a trained model is not extended; leave it out"
 EXCLUDES = (
     ("extend_vocab", "use_amharic_g2p", "phonemes need no new tokens; give one of them"),
@@ -52,10 +59,6 @@ NEEDS = (
 )
 
 
-def _are_words(lexicon: dict) -> bool:
-    return all(type(word) is str is type(sounds) for word, sounds in lexicon.items())
-
-
 @dataclass(frozen=True)
 class TextOptions:
     """How a model reads texts: the flags of a new model, and what its checkpoints keep.
@@ -63,7 +66,9 @@ class TextOptions:
 
     g2p: bool = False
     epenthesis: bool = True
-    lexicon: Annotated[dict, _are_words] = field(default_factory=dict)
+    lexicon: Annotated[dict, lambda lexicon: set(map(type, lexicon.values())) <= {str}] = field(
+        default_factory=dict
+    )
     extend_vocab: Annotated[str | None, (type(None), {*KINDS})] = None
     vocab_size: int = VOCAB_SIZE
 
@@ -123,32 +128,6 @@ def resolve(args, language: str | None) -> TextOptions:
         extend_vocab=args.extend_vocab,
         vocab_size=args.vocab_size,
     )
-
-
-def conflicts(given: frozenset[str], wanted: TextOptions, saved: TextOptions) -> list[str]:
-    """The flags that contradict how a checkpoint's model reads, each with what that has."""
-    flags = []
-    if "use_amharic_g2p" in given and wanted.g2p != saved.g2p:
-        reads = "phonemes" if saved.g2p else "text as written"
-        flags.append(f"{_switch('use_amharic_g2p', wanted.g2p)} (the checkpoint reads {reads})")
-    if "lexicon" in given and wanted.lexicon != saved.lexicon:
-        flags.append("--lexicon (the checkpoint has other words)")
-    if "epenthesis" in given and wanted.epenthesis != saved.epenthesis:
-        flag = _switch("epenthesis", wanted.epenthesis)
-        flags.append(f"{flag} (the checkpoint has the opposite)")
-    extended = "the checkpoint's vocabulary was not extended"
-    if saved.extend_vocab:
-        most = f"{saved.vocab_size} at most"
-        extended = f"the checkpoint's vocabulary was extended by {saved.extend_vocab}, {most}"
-    if "extend_vocab" in given and wanted.extend_vocab != saved.extend_vocab:
-        flags.append(f"--extend_vocab {wanted.extend_vocab} ({extended})")
-    if "vocab_size" in given and wanted.vocab_size != saved.vocab_size:
-        flags.append(f"--vocab_size {wanted.vocab_size} ({extended})")
-    return flags
-
-
-def _switch(flag: str, on: bool) -> str:
-    return f"--{flag}" if on else f"--no_{flag}"
 
 
 # --- reading --------------------------------------------------------------------------------------

@@ -227,6 +227,5 @@ def test_the_new_tokens_are_counted():
     info, _, added = new_tokens.extend(info, None, ["გამარჯობა"], asked("characters", 10))
     assert info.new_tokens == 1 + added == 8
     family = start.Family(SimpleNamespace(origin=None))
-    rows = start.new_rows(family, info, None).rows
-    assert rows == {name: [*range(ROWS, ROWS + 8)] for name in new_tokens.TEXT_ROWS}
-    assert start.new_rows(family, make_info(), None) is None
+    assert family.untrained(info, None) == [*range(ROWS, ROWS + 8)]
+    assert family.untrained(make_info(), None) == []
