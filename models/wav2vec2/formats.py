@@ -2,6 +2,7 @@
 written, and omniASR's fairseq2 files."""
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -387,13 +388,11 @@ def export(
     weights: dict[str, torch.Tensor],
     config: dict,
     tokenizer: dict,
-    card: str | dict[str, str] = "",
+    card: dict[str, str],
 ) -> list[str]:
     """Writes a folder that `transformers` can load, in fp32, as `model_files.write_export` does,
-    and returns the file names. Raises `UsageError` and `RunError`.
-
-    `weights`: by the names of the network here. `tokenizer`: its state. `card`: the text of
-    README.md."""
+    and returns the file names. `weights`: by the names of the network here. `tokenizer`: its state.
+    `card`: the texts of further files, by their names. Raises `UsageError` and `RunError`."""
     tensors = {}
     for name, tensor in model_files.on_host(weights).items():
         if not name.startswith("lm_head."):
@@ -401,19 +400,17 @@ def export(
         for theirs, ours in WEIGHT_NORM.items():
             name = name.replace(ours, theirs)
         tensors[name] = tensor
-    texts = {
+    contents = {
         "config.json": _description(config),
         "preprocessor_config.json": _waveform_settings(config),
         **_tokenizer_files(make_tokenizer(tokenizer, config["vocabulary"])),
     }
-
-    def fill(aside: Path) -> None:
-        for name, content in texts.items():
-            text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
-            (aside / name).write_text(text, encoding="utf-8")
-        model_files.save_tensors(tensors, aside)
-
-    return model_files.write_export(folder, fill, card)
+    texts = {
+        name: json.dumps(content, ensure_ascii=False, indent=1) + "\n"
+        for name, content in contents.items()
+    }
+    fill = functools.partial(model_files.save_tensors, tensors)
+    return model_files.write_export(folder, fill, texts | card)
 
 
 def prefix_of(config: dict) -> str:

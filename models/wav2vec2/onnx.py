@@ -90,7 +90,7 @@ def export(
     weights: dict[str, Tensor],
     config: dict,
     tokenizer: dict,
-    card: str | dict[str, str] = "",
+    card: dict[str, str],
 ) -> list[str]:
     """Writes a folder that sherpa-onnx and onnx-asr can load, in fp32 and with weights of 8 bits,
     and returns the file names. Arguments, what is replaced, and errors: as in `formats.export`."""
@@ -102,15 +102,14 @@ def export(
     program = onnx_files.export(graph(model.requires_grad_(False)))
     settings = {"model_type": "wav2vec2-ctc", "subsampling_factor": frame_samples(config)}
     lines = onnx_files.token_lines(printed_pieces(written))
-
-    def fill(aside: Path) -> None:
-        onnx_files.save(program, aside / "model.onnx")
-        (aside / "tokens.txt").write_text(lines, encoding="utf-8")
-        (aside / "vocab.txt").write_text(lines, encoding="utf-8")
-        text = json.dumps(settings, indent=1) + "\n"
-        (aside / "config.json").write_text(text, encoding="utf-8")
-
-    return model_files.write_export(folder, fill, card)
+    texts = {
+        "tokens.txt": lines,
+        "vocab.txt": lines,
+        "config.json": json.dumps(settings, indent=1) + "\n",
+    }
+    return model_files.write_export(
+        folder, lambda aside: onnx_files.save(program, aside / "model.onnx"), texts | card
+    )
 
 
 def graph(model: Wav2Vec2) -> onnx_files.Graph:

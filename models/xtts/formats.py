@@ -363,8 +363,6 @@ def export(
         texts[LICENCE_FILE] = f"{LICENCE}\n"
 
     def fill(aside: Path) -> None:
-        for name, text in texts.items():
-            (aside / name).write_text(text, encoding="utf-8")
         for name, content in contents.items():
             with open(aside / name, "wb") as file:
                 torch.save(content, file)
@@ -383,7 +381,7 @@ def export(
             with open(aside / VOICES, "wb") as file:
                 torch.save(known, file)
 
-    return model_files.write_export(folder, fill, card)
+    return model_files.write_export(folder, fill, {**texts, model_files.CARD: card})
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

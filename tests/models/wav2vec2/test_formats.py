@@ -447,7 +447,7 @@ def test_transformers_reads_an_export_and_writes_the_same_text(changes, state, t
     # So that the text has several characters, and none that stands for nothing.
     weights["lm_head.bias"] -= outputs(weights, config).mean((0, 1))
     weights["lm_head.bias"][special] = -1000.0
-    names = formats.export(tmp_path / "a", weights, config, state, "card")
+    names = formats.export(tmp_path / "a", weights, config, state, {"README.md": "card"})
     assert {"config.json", "model.safetensors", "vocab.json", "README.md"} <= set(names)
     again, config_again, extras = formats.read_model(tmp_path / "a")
     assert config_again == config and all(torch.equal(again[n], weights[n]) for n in weights)

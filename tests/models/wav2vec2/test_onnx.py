@@ -93,7 +93,7 @@ def exported(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "mms":  # as if it were too large for one file
             patch.setattr(onnx_files, "MOST_BYTES", 0)
-        names = onnx.export(folder, model.state_dict(), config, state, "a card")
+        names = onnx.export(folder, model.state_dict(), config, state, {"README.md": "a card"})
     assert ("model.onnx.data" in names) == (request.param == "mms")
     assert model.lm_head.bias[silent].eq(3.0).all()
     model.lm_head.bias.data[silent] = -1e4
@@ -227,5 +227,5 @@ def test_the_card_shows_how_to_use_it(exported, tmp_path, capsys, monkeypatch):
 
 def test_a_model_that_sherpa_onnx_would_decode_wrongly_is_refused_in_one_line(tmp_path):
     with pytest.raises(UsageError, match=r"^no export to ONNX: .*do_normalize is false") as error:
-        onnx.export(tmp_path / "x", {}, {"do_normalize": False}, LATIN)
+        onnx.export(tmp_path / "x", {}, {"do_normalize": False}, LATIN, {})
     assert "\n" not in str(error.value)
