@@ -37,6 +37,13 @@ PHONEMES = "abcdefghijklmnopqrstuvwxyzäəčšžñı'"
 # The characters of a plan's vocabulary.
 CHARACTERS = "".join(map(chr, range(0x1200, 0x1380))) + "'.,;:?!-" + PHONEMES
 ETHIOPIC = re.compile(amharic.ETHIOPIC)
+# What is not read in words by language: of Coqui's languages only numbers can be left.
+NOTHING = re.compile("(?!)")  # tones have numbers, and Coqui's code leaves some
+UNREAD = {
+    **dict.fromkeys(cleaners.LANGUAGES, reading.UNREAD),
+    cleaners.CHINESE: NOTHING,
+    cleaners.JAPANESE: NOTHING,
+}
 
 # Flags that a checkpoint decides, and the fields of `TextOptions` that keep them.
 KEPT = {
@@ -143,16 +150,6 @@ class Reading:
     vocab: str | None = None
 
 
-def unread(read: str, language: str) -> list[str]:
-    """The digits and signs in what was `read` of a text, which are not in words because nothing
-    here knows how they are read."""
-    if language in (cleaners.CHINESE, cleaners.JAPANESE):  # tones, and what Coqui's code leaves
-        return []
-    is_coquis = language in cleaners.LANGUAGES
-    pattern = reading.UNREAD if is_coquis else reading.NOT_IN_WORDS
-    return list(dict.fromkeys(pattern.findall(read)))
-
-
 def most_text(config: dict) -> int:
     """Tokens of the longest text; START, STOP and two tokens of the language are not counted."""
     return min(MAX_TEXT, config["text_positions"] - 4)
@@ -171,11 +168,7 @@ def read_corpora(reader: "Texts", corpora: dict[str, Corpus]) -> None:
                 continue
             own = (text for text, told in pairs if reader.language_of(told) == language)
             read = functools.partial(reader.read, language=language)
-            if lost := reading.left_out(own, read):
-                print(
-                    f"warning: {name} set: what is read in {language} leaves out letters, or marks"
-                    f" on them: {named(lost)}"
-                )
+            reading.warn_left_out(name, own, read, language)
 
 
 class Texts:
@@ -247,15 +240,9 @@ class Texts:
         signs are not in words, the vocabulary has none of its letters, or it has more than
         `longest` tokens. None if it can."""
         language = self.language_of(language)
-        if signs := unread(read, language):
-            return (
-                f"numbers or signs that are not read in words in {language}: write them as words",
-                f"{' '.join(signs[:20])} in {read[:40]!r}",
-            )
-        if not any(map(str.isalnum, read)):
-            return "the text has no letters", repr(read[:40])
-        if self.vocabulary is None:
-            return None
+        problem = reading.fault(read, language, UNREAD.get(language, reading.NOT_IN_WORDS))
+        if problem or self.vocabulary is None:
+            return problem
         prefix = self.encode_read("", language)
         tokens = self.encode_read(read, language)[len(prefix) :]
         unknown = self.vocabulary.unknown
