@@ -19,7 +19,7 @@ import torch
 from common import checkpoint, files, records
 from common.errors import UsageError
 from models import model_files
-from models.xtts.codec import DVAE
+from models.xtts.codec import DVAE, SAMPLE_RATE
 from models.xtts.model import GPT
 from models.xtts.tokenizer import MOST_TOKENS, Vocabulary
 from models.xtts.vocoder import HifiDecoder
@@ -322,14 +322,11 @@ def _check(groups: dict, config: dict, path: str | Path) -> None:
 
 
 @dataclass(frozen=True)
-class Speaker:
-    """A voice to be exported: int16 samples (T,) of a reference clip and their Hz, and what the
-    model hears of it, latents (1, L, d) and a vector (1, 512)."""
+class Voice:
+    """A voice: latents (1, L, d) for the GPT and a speaker vector (1, 512) for the vocoder."""
 
-    samples: np.ndarray
-    rate: int
     latents: torch.Tensor
-    vector: torch.Tensor
+    speaker: torch.Tensor
 
 
 def export(
@@ -337,7 +334,7 @@ def export(
     groups: dict,
     config: dict,
     extras: dict,
-    speakers: dict[str, Speaker],
+    speakers: dict[str, tuple[np.ndarray, Voice]],
     card: str = "",
 ) -> list[str]:
     """Writes a folder that Coqui's XTTS loads strictly and speaks with, in fp32, and returns the
@@ -345,8 +342,9 @@ def export(
     any other. Raises `UsageError` and `RunError`.
 
     `groups` and `extras`: as `read_model` returns them. Settings in `extras["config"]` are kept; it
-    may be empty. `speakers` by name: their clips become speakers/NAME.wav, that of the first also
-    reference.wav, and the rest speakers_xtts.pth. `card`: the text of README.md."""
+    may be empty. `speakers` by name: int16 samples (T,) at 22.05 kHz, which become
+    speakers/NAME.wav, those of the first also reference.wav, and the voice that the model hears in
+    them, which goes into speakers_xtts.pth. `card`: the text of README.md."""
     folder = Path(folder)
     model_files.require_export(folder)
     state = {}
@@ -368,14 +366,14 @@ def export(
                 torch.save(content, file)
         (aside / "speakers").mkdir()
         known = {}
-        for name, speaker in zip(_file_names(speakers), speakers.values(), strict=True):
+        for name, (samples, voice) in zip(_file_names(speakers), speakers.values(), strict=True):
             if not known:
-                write_wav(aside / REFERENCE, speaker.samples, speaker.rate)
-            write_wav(aside / "speakers" / f"{name}.wav", speaker.samples, speaker.rate)
+                write_wav(aside / REFERENCE, samples, SAMPLE_RATE)
+            write_wav(aside / "speakers" / f"{name}.wav", samples, SAMPLE_RATE)
             # Coqui's code takes the two values by their order.
             known[name] = {
-                "gpt_cond_latent": _plain(speaker.latents),
-                "speaker_embedding": _plain(speaker.vector)[:, :, None],
+                "gpt_cond_latent": _plain(voice.latents),
+                "speaker_embedding": _plain(voice.speaker)[:, :, None],
             }
         if known:
             with open(aside / VOICES, "wb") as file:
