@@ -83,8 +83,7 @@ class Form:
     library: str  # the hub's names of the program
     task: str  # and of the task
     family: str  # such as "Whisper"
-    use: str  # a few lines of code in which FOLDER stands for the export
-    language: str = "python"
+    use: str  # a few lines of Python in which FOLDER stands for the export
     with_lm: str = ""  # the same with the language model, if there is one beside the export
 
 
@@ -172,8 +171,8 @@ def readme(name: str, about: About, form: Form) -> str:
     parts = [
         f"---\n{metadata(name, about, form, (base, licence), rates)}---\n\n# {plain(name)}",
         origin(about, form, path and plain(base or Path(path).name), licence, unchanged),
-        f"## Use\n\n{code(form.language, form.use, quoted)}",
-        form.with_lm and f"{WITH_LM}\n\n{code('python', form.with_lm, quoted)}",
+        f"## Use\n\n{code(form.use, quoted)}",
+        form.with_lm and f"{WITH_LM}\n\n{code(form.with_lm, quoted)}",
         data_table(about),
         error_table(rates),
         (about.results or {}).get("warning"),
@@ -182,8 +181,8 @@ def readme(name: str, about: About, form: Form) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def code(language: str, lines: str, folder: str) -> str:
-    return f"```{language}\n{lines.replace('FOLDER', folder).strip()}\n```"
+def code(lines: str, folder: str) -> str:
+    return f"```python\n{lines.replace('FOLDER', folder).strip()}\n```"
 
 
 def plain(text: str) -> str:

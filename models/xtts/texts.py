@@ -245,9 +245,8 @@ class Texts:
             return problem
         prefix = self.encode_read("", language)
         tokens = self.encode_read(read, language)[len(prefix) :]
-        unknown = self.vocabulary.unknown
-        written = self.vocabulary.decode([token for token in tokens if token != unknown])
-        if not any(character.isalnum() for character in written):
+        lacking = self.vocabulary.lacking(read) if self.vocabulary.unknown in tokens else ()
+        if not any(map(str.isalnum, {*read}.difference(lacking))):
             reason = "the vocabulary has none of the text's letters"
             if self.is_new and ETHIOPIC.search(read):
                 reason += ": --use_amharic_g2p or --extend_vocab"

@@ -103,11 +103,6 @@ class Vocabulary:
         """The V tokens, by id."""
         return [self._tokenizer.id_to_token(i) or f"[no token {i}]" for i in range(self.size)]
 
-    def decode(self, tokens: list[int]) -> str:
-        """The text of ids below V, without START and STOP, but with other special tokens."""
-        names = [self._tokenizer.id_to_token(int(token)) or UNKNOWN for token in tokens]
-        return "".join(name for name in names if name not in (START, STOP)).replace(SPACE, " ")
-
 
 def _refused(reason: str) -> UsageError:
     return UsageError(f"vocab.json is refused: {reason}; take the one that came with the weights")
