@@ -198,18 +198,6 @@ def test_onnx_asr_would_write_the_same_texts_alone_and_in_a_batch(exported):
     assert [reader.recognize([samples])[0] for samples in AUDIO] == exported.texts
 
 
-def test_matrices_of_the_small_graph_have_8_bits(exported):
-    graph = onnx_library.load(exported.folder / "model.int8.onnx").graph
-    floats = [each for each in graph.initializer if each.data_type == 1]
-    assert not [each.name for each in floats if len(each.dims) == 2 and min(each.dims) > 1]
-    (found,) = log_probs(exported.folder, AUDIO[-1:], "model.int8.onnx")
-    (ours,) = log_probs(exported.folder, AUDIO[-1:])
-    spoken = ours > -100
-    np.testing.assert_allclose(found[spoken], ours[spoken], rtol=0, atol=0.2)
-    texts = recognised_by_sherpa(exported.folder, "model.int8.onnx")
-    assert all(set(text) <= set("".join(exported.texts)) for text in texts)
-
-
 def test_the_weight_norm_is_computed_when_the_graph_is_made(exported):
     graph = onnx_library.load(exported.folder / "model.onnx", load_external_data=False).graph
     constants = {each.name for each in graph.initializer}
