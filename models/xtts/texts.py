@@ -140,16 +140,6 @@ def resolve(args, language: str | None) -> TextOptions:
 # --- reading --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How texts are read by a model that is not known: what `Texts` takes of a `ModelInfo`."""
-
-    language: str
-    text: TextOptions
-    carried: bool
-    vocab: str | None = None
-
-
 def most_text(config: dict) -> int:
     """Tokens of the longest text; START, STOP and two tokens of the language are not counted."""
     return min(MAX_TEXT, config["text_positions"] - 4)
@@ -174,8 +164,8 @@ def read_corpora(reader: "Texts", corpora: dict[str, Corpus]) -> None:
 class Texts:
     """Texts to what the model reads and, if its `vocabulary` is known, to tokens. The token of a
     language that Coqui knows comes first; the token of another one follows English's, because
-    Coqui's code takes its texts for English. `info`: the model's `ModelInfo`, or a `Reading`.
-    `is_new`: the vocabulary may still be extended, which error messages advise."""
+    Coqui's code takes its texts for English. `info`: the model's `ModelInfo`, whose `vocab` may be
+    empty. `is_new`: the vocabulary may still be extended, which error messages advise."""
 
     def __init__(self, info, is_new: bool = False):
         self.vocabulary = Vocabulary(info.vocab) if info.vocab else None
