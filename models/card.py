@@ -143,15 +143,6 @@ def released(path: str | None) -> tuple[str | None, dict]:
     return None, {}
 
 
-def are_same(path: str | None, other: str | None) -> bool:
-    """Whether two paths are of the same weights: by the place, or by the name on the hub."""
-    if not path or not other:
-        return False
-    name, _ = released(path)
-    is_known = name is not None and name == released(other)[0]
-    return is_known or os.path.realpath(path) == os.path.realpath(other)
-
-
 def readme(name: str, about: About, form: Form) -> str:
     """The text of README.md for an export called `name`. Says it in a line, too, if training has
     not changed these weights."""
@@ -229,7 +220,8 @@ def measured(about: About, base: str | None) -> list[Rate]:
     weights with which the run began."""
     results = about.results or {}
     rates = results.get("rates", {})
-    is_base = any(are_same(results.get("compared_to"), path) for path in (about.base, base))
+    bases = {os.path.realpath(path) for path in (about.base, base) if path}
+    is_base = os.path.realpath(results.get("compared_to") or "") in bases
     first_rates = results.get("before", {}) if is_base else {}
     lower = NAMES[in_lower_case]
     rows = []

@@ -265,12 +265,34 @@ class Family(released.Family):
         """A released model gets the vocabulary that --vocab asks for. The pieces that --init_from
         has are trained."""
         if weights is not None and not run.resumed:
-            info, weights = with_vocabulary(self.asked, info, weights, source)
+            info, weights = self._with_vocabulary(info, weights, source)
         info = dataclasses.replace(info, new_pieces=self.untrained(info, run.initial))
         self._check_export(info)
         if info.licence.startswith("cc-by-nc"):
             print(f"licence of the released model: {info.licence}, for non-commercial use only")
         return info, weights
+
+    def _with_vocabulary(self, info: ModelInfo, weights, source):
+        """A released model with the vocabulary that --vocab asks for. Raises `DataError`."""
+        asked = self.asked
+        kind = asked.vocab or ("released" if info.config["vocabulary"] else "own")
+        if asked.letters and kind != "own":
+            raise UsageError("--profile: the model has letters of its own; add --vocab own")
+        if not info.config["vocabulary"] and kind != "own":
+            raise UsageError(
+                f"--vocab {kind}: {asked.origin.path} is a self-supervised model and has no"
+                " vocabulary; leave it out"
+            )
+        read_texts = source(info)
+        info = dataclasses.replace(info, vocab=kind)
+        if kind == "own":
+            state = vocabulary.own(read_texts, asked.letters)
+        elif kind == "extended":
+            state = vocabulary.extended(tokenizer_of(info), read_texts, info.read_style())
+        else:
+            vocabulary.require_characters(read_texts, tokenizer_of(info))
+            return info, weights
+        return vocabulary.with_new_vocabulary(info, weights, state)
 
     def require_usable(self, info: ModelInfo) -> None:
         if not info.config["vocabulary"]:
@@ -323,33 +345,6 @@ def given_info(asked: Wav2Vec2Options, recipe: str) -> ModelInfo | None:
         with torch.device("meta"):
             return family.read(asked.origin.path)[0]
     return checkpoint.read_infos(saved, ModelInfo, RunInfo)[0]
-
-
-def with_vocabulary(
-    asked: Wav2Vec2Options,
-    info: ModelInfo,
-    weights: dict[str, torch.Tensor],
-    training_texts: Callable[[ModelInfo], Iterable[str]],
-) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
-    """A released model with the vocabulary that --vocab asks for. Raises `DataError`."""
-    kind = asked.vocab or ("released" if info.config["vocabulary"] else "own")
-    if asked.letters and kind != "own":
-        raise UsageError("--profile: the model has letters of its own; add --vocab own")
-    if not info.config["vocabulary"] and kind != "own":
-        raise UsageError(
-            f"--vocab {kind}: {asked.origin.path} is a self-supervised model and has no vocabulary;"
-            " leave it out"
-        )
-    read_texts = training_texts(info)
-    info = dataclasses.replace(info, vocab=kind)
-    if kind == "own":
-        state = vocabulary.own(read_texts, asked.letters)
-    elif kind == "extended":
-        state = vocabulary.extended(tokenizer_of(info), read_texts, info.read_style())
-    else:
-        vocabulary.require_characters(read_texts, tokenizer_of(info))
-        return info, weights
-    return vocabulary.with_new_vocabulary(info, weights, state)
 
 
 def learning_rate(info: ModelInfo) -> float:
