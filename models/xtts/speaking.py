@@ -162,7 +162,7 @@ def named_clips(paths: list[str]) -> dict[str, np.ndarray]:
 
 
 def voice_of(synthesiser: Synthesiser, waveforms: Sequence[Tensor]) -> Voice:
-    """The voice of reference clips (T,) at 22.05 kHz. Raises `UsageError` if they are too short."""
+    """The voice of reference clips (T,) at 22.05 kHz, none shorter than 0.33 s."""
     frozen = synthesiser.frozen
     lengths = synthesiser.lengths
     clips = [waveform[: lengths.max_ref_len * SAMPLE_RATE] for waveform in waveforms]
@@ -183,17 +183,13 @@ def latents_of(
     """Conditioning latents (1, L, d) of a voice from reference clips in a row (T,) at 22.05 kHz:
     the mean over chunks of the first seconds, as in Coqui's code. `mel` maps (1, T) to
     "conditioning" features (1, M, F). A remainder of at least 0.33 s is a chunk without padding; a
-    shorter one is ignored. Raises `UsageError` if there is no chunk."""
+    shorter one is ignored."""
     heard = waveform[: lengths.gpt_cond_len * SAMPLE_RATE]
     chunks = [
         chunk
         for chunk in heard.split(lengths.gpt_cond_chunk_len * SAMPLE_RATE)
         if len(chunk) >= SHORTEST_SECONDS * SAMPLE_RATE
     ]
-    if not chunks:
-        raise UsageError(
-            f"the reference audio is shorter than {SHORTEST_SECONDS} s: give a longer --speaker_wav"
-        )
     return torch.stack([model.condition(mel(chunk[None])) for chunk in chunks]).mean(0)
 
 

@@ -117,12 +117,6 @@ def add_arguments(parser) -> None:
 
 def resolve(args, language: str | None) -> TextOptions:
     """Checks these flags and returns what they ask for. Raises `UsageError`."""
-    given = [flag for flag in ("use_amharic_g2p", "lexicon", "epenthesis") if flag in args.given]
-    if given and args.synthesize and (args.resume or not args.model_dir):
-        raise UsageError(
-            f"--{given[0]}: a checkpoint keeps how it reads; leave it out, or give --model_dir"
-            " without --resume"
-        )
     if args.use_amharic_g2p and language != AMHARIC:
         raise UsageError(
             f"--use_amharic_g2p is for Amharic ({AMHARIC}), and --language is {language}: leave one"

@@ -202,13 +202,10 @@ def learn_merges(words: Mapping[str, int], count: int) -> list[tuple[str, str]]:
 
 def new_vocabulary(characters: str, languages: list[str], size: int) -> str:
     """The text of a vocab.json of `size` rows for a model that starts from random weights: special
-    tokens as in the released one, a token a character, and unused tokens that no text becomes.
-    Raises `UsageError` if `size` is too small."""
+    tokens as in the released one, a token a character, and unused tokens that no text becomes."""
     names = [STOP, UNKNOWN, SPACE, *dict.fromkeys(characters.replace(" ", ""))]
     special = [STOP, UNKNOWN, SPACE, START, *(f"[{language}]" for language in languages)]
     names += [name for name in special if name not in names]
-    if len(names) > size:
-        raise UsageError(f"a vocabulary of {size} rows is too small for {len(names)} tokens")
     names += [f"[unused {i}]" for i in range(len(names), size)]
     usual = min(261, size - 1)  # START's id in the released vocabulary
     names[names.index(START)] = names[usual]

@@ -10,7 +10,6 @@ import soundfile
 import torch
 from torch import nn
 
-from common.errors import UsageError
 from models.xtts import codec, decoding, speaking
 from models.xtts.codec import DVAE, SAMPLE_RATE, SAMPLES_PER_CODE, Mel
 from models.xtts.decoding import Sampling
@@ -272,12 +271,6 @@ def test_latents_are_the_mean_over_chunks_of_all_clips_in_a_row():
     voice = speaking.voice_of(Synthesiser(model, frozen, None, 9, lengths), [first, second])
     assert len(expected) == voice.speaker == 2
     torch.testing.assert_close(voice.latents, sum(expected) / 2, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("samples", [0, 7276])
-def test_a_reference_that_is_too_short_is_refused(samples):
-    with pytest.raises(UsageError, match=r"shorter than 0\.33 s: give a longer --speaker_wav"):
-        speaking.latents_of(Listener(), None, torch.ones(samples), Conditioning())
 
 
 # --- waveforms ------------------------------------------------------------------------------------

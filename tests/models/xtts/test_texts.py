@@ -203,8 +203,6 @@ CONTRADICTIONS = [  # words, and a part of the message
     ("--dry_run=8GB --vocab_size 9 --extend_vocab characters", "goes with --extend_vocab bpe"),
     ("--dry_run=8GB --use_amharic_g2p --language ti", "is for Amharic"),
     ("--show_text a --use_amharic_g2p --lexicon missing.tsv", "missing.tsv"),
-    (f"{SPEAKING} --use_amharic_g2p", "a checkpoint keeps how it reads"),
-    (f"{SPEAKING} --use_amharic_g2p --model_dir . --resume x", "keeps how it reads"),
 ]
 
 
