@@ -45,7 +45,7 @@ from torch import Tensor
 from common import device, memory, optim, options
 from common.batches import EvalBatches, pad, to_device
 from common.device import upcast
-from common.errors import DataError, exit_with_one_line
+from common.errors import exit_with_one_line
 from common.layers import finite_layers
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.options import flag
@@ -166,7 +166,6 @@ class Utterances:
         self.tokens = vocabulary.tokens_of(corpus)
         self.from_other = info.condition == "other"
         self.slice = info.slice
-        self.most_codes = info.config["mel_positions"] - STOPS
         speakers = np.array(corpus.speakers.codes)
         self.clips = [
             np.flatnonzero(speakers == code) for code in range(len(corpus.speakers.names))
@@ -197,11 +196,6 @@ class Utterances:
         that have no loss, because the slice is made of them."""
         waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
         codes = code_count(len(waveform))
-        if codes > self.most_codes:
-            raise DataError(
-                f"{self.corpus.where(index)}: it has become longer since it was checked:"
-                f" {len(waveform) / SAMPLE_RATE:.2f} s; start again, which checks all clips"
-            )
         random = np.random.default_rng([self.seed, epoch, index])
         shortest, longest = self.slice
         length = (shortest + longest) // 2

@@ -14,7 +14,7 @@ import torch
 from common.errors import DataError, UsageError
 from models import new_rows
 from models.wav2vec2.texts import Style
-from models.wav2vec2.tokenizer import MOST, SPACE, Wav2Vec2Tokenizer, with_added
+from models.wav2vec2.tokenizer import SPACE, Wav2Vec2Tokenizer, with_added
 from speech.writing import unknown
 from speech.writing.profile import Profile
 from speech.writing.text import characters_of
@@ -69,15 +69,9 @@ def extended(tokenizer: Wav2Vec2Tokenizer, texts: Iterable[str], style: Style | 
 
 
 def own(texts: Iterable[str], letters: Profile | None = None) -> dict:
-    """The state of a tokenizer of the characters of `texts`, or of the units of an orthography
-    profile. Raises `DataError`."""
+    """The state of a tokenizer of the characters of `texts`, or of the units of a profile."""
     characters = {*(letters.vocabulary(texts) if letters else characters_of(texts))}
     characters = _letters(characters - {SPACE}, None)  # the delimiter would be a space
-    if not characters or len(characters) > MOST - 3:
-        raise DataError(
-            f"--vocab own: the training texts have {len(characters):,} characters; a vocabulary has"
-            f" from 1 to {MOST - 3:,}"
-        )
     state = {
         "kind": "characters",
         "pieces": [PAD, UNKNOWN, SPACE, *sorted(characters)],

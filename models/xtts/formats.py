@@ -303,13 +303,6 @@ def _name_here(name: str) -> str:
 
 def _check(groups: dict, config: dict, path: str | Path) -> None:
     """Raises `UsageError` if tensors are missing, unexpected or of another shape."""
-    embedding = groups.get("gpt", {}).get("text_embedding.weight")
-    rows = len(embedding) if embedding is not None and embedding.dim() == 2 else None
-    if rows not in (None, config["text_tokens"]):
-        raise UsageError(
-            f"{path}: its text embedding has {rows} rows and {VOCAB} {config['text_tokens']}"
-            f" tokens: use the {VOCAB} with which these weights were trained"
-        )
     shapes = expected_shapes(config)
     for group, tensors in groups.items():
         if group == "mel_stats":

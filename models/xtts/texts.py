@@ -101,7 +101,7 @@ class TextFlags:
         "add to the vocabulary the characters of the training texts that it lacks; bpe: also pieces"
         " of Ethiopic words", USUAL)
     vocab_size: int = flag(
-        options.number(int, 1, MOST_TOKENS), VOCAB_SIZE, "N",
+        options.number(int, 1, MOST_TOKENS // 2), VOCAB_SIZE, "N",
         f"with --extend_vocab bpe: tokens to add at most ({VOCAB_SIZE})")
     show_text: list[str] | None = flag(
         None, None, "TEXT",

@@ -133,7 +133,7 @@ def add_tokens(text: str, tokens: list[str]) -> str:
             continue
         size += _number(ids, token, size)
         added.append({"id": ids[token], "content": token, **_SPECIAL})
-    return _checked(content, size)
+    return _checked(content)
 
 
 def add_pieces(text: str, characters: Iterable[str], merges: Iterable[tuple[str, str]]) -> str:
@@ -150,7 +150,7 @@ def add_pieces(text: str, characters: Iterable[str], merges: Iterable[tuple[str,
         size += _number(ids, "".join(pair), size)
         if pair not in pairs:
             known.append(list(pair) if has_lists else " ".join(pair))
-    return _checked(content, size)
+    return _checked(content)
 
 
 def _with_all_ids(text: str) -> tuple[dict, int]:
@@ -175,11 +175,7 @@ def _number(ids: dict[str, int], token: str, size: int) -> int:
     return int(ids.setdefault(token, size) == size)
 
 
-def _checked(content: dict, size: int) -> str:
-    if size > MOST_TOKENS:
-        raise UsageError(
-            f"the vocabulary would have {size} tokens, and the most is {MOST_TOKENS}: add fewer"
-        )
+def _checked(content: dict) -> str:
     text = json.dumps(content, ensure_ascii=False)
     Vocabulary(text)
     return text
@@ -193,8 +189,9 @@ def learn_merges(words: Mapping[str, int], count: int) -> list[tuple[str, str]]:
         return []
     learner = tokenizers.Tokenizer(tokenizers.models.BPE())
     characters = set().union(*words)
-    size = len(characters) + min(count, MOST_TOKENS)  # the trainer reserves memory for so many
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, min_frequency=2, show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=len(characters) + count, min_frequency=2, show_progress=False
+    )
     repeated = (word for word, times in words.items() for _ in range(times))
     learner.train_from_iterator(repeated, trainer)
     return [_pair(merge) for merge in json.loads(learner.to_str())["model"]["merges"]]
