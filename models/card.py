@@ -83,8 +83,7 @@ class Form:
     library: str  # the hub's names of the program
     task: str  # and of the task
     family: str  # such as "Whisper"
-    use: str  # a few lines of code in which FOLDER stands for the export
-    language: str = "python"
+    use: str  # a few lines of Python in which FOLDER stands for the export
     with_lm: str = ""  # the same with the language model, if there is one beside the export
 
 
@@ -144,15 +143,6 @@ def released(path: str | None) -> tuple[str | None, dict]:
     return None, {}
 
 
-def are_same(path: str | None, other: str | None) -> bool:
-    """Whether two paths are of the same weights: by the place, or by the name on the hub."""
-    if not path or not other:
-        return False
-    name, _ = released(path)
-    is_known = name is not None and name == released(other)[0]
-    return is_known or os.path.realpath(path) == os.path.realpath(other)
-
-
 def readme(name: str, about: About, form: Form) -> str:
     """The text of README.md for an export called `name`. Says it in a line, too, if training has
     not changed these weights."""
@@ -172,8 +162,8 @@ def readme(name: str, about: About, form: Form) -> str:
     parts = [
         f"---\n{metadata(name, about, form, (base, licence), rates)}---\n\n# {plain(name)}",
         origin(about, form, path and plain(base or Path(path).name), licence, unchanged),
-        f"## Use\n\n{code(form.language, form.use, quoted)}",
-        form.with_lm and f"{WITH_LM}\n\n{code('python', form.with_lm, quoted)}",
+        f"## Use\n\n{code(form.use, quoted)}",
+        form.with_lm and f"{WITH_LM}\n\n{code(form.with_lm, quoted)}",
         data_table(about),
         error_table(rates),
         (about.results or {}).get("warning"),
@@ -182,8 +172,8 @@ def readme(name: str, about: About, form: Form) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def code(language: str, lines: str, folder: str) -> str:
-    return f"```{language}\n{lines.replace('FOLDER', folder).strip()}\n```"
+def code(lines: str, folder: str) -> str:
+    return f"```python\n{lines.replace('FOLDER', folder).strip()}\n```"
 
 
 def plain(text: str) -> str:
@@ -230,7 +220,8 @@ def measured(about: About, base: str | None) -> list[Rate]:
     weights with which the run began."""
     results = about.results or {}
     rates = results.get("rates", {})
-    is_base = any(are_same(results.get("compared_to"), path) for path in (about.base, base))
+    bases = {os.path.realpath(path) for path in (about.base, base) if path}
+    is_base = os.path.realpath(results.get("compared_to") or "") in bases
     first_rates = results.get("before", {}) if is_base else {}
     lower = NAMES[in_lower_case]
     rows = []

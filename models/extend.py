@@ -12,17 +12,8 @@ new: in training they learn at a higher rate."""
 import sys
 
 from common import options
-from common.errors import UsageError, exit_with_one_line
+from common.errors import exit_with_one_line
 from models.parakeet import extend as parakeet
-
-# Where the other families do it.
-ELSEWHERE = {
-    "matcha": "recipes/matcha_voice.py makes the tokens of each voice of its training texts",
-    "wav2vec2": "recipes/wav2vec2_ctc.py does it when a training begins: --vocab extended or own",
-    "whisper": "its tokens write every text; for a language that has none, see --language in"
-    " recipes/whisper_vietnamese.md",
-    "xtts": "recipes/xtts_amharic.py does it when a training begins: --extend_vocab",
-}
 
 
 def make_parser() -> options.Parser:
@@ -34,8 +25,6 @@ def make_parser() -> options.Parser:
 
 def main(words: list[str]) -> None:
     """Writes the folder. Raises `UsageError`, `DataError` and `RunError`."""
-    if reason := ELSEWHERE.get(" ".join(words[:1])):
-        raise UsageError(f"{words[0]}: {reason}")
     parakeet.extend(parakeet.resolve(make_parser().parse_args(words)))
 
 

@@ -22,7 +22,6 @@ EXPORTED = "speech-recipes"  # in config.json of an export
 EXPORT = "the model to be exported"  # for messages
 MADE_BY = {"exported_by": EXPORTED}  # in its made_from.json
 POINTER = b"version https://git-lfs"
-OTHER_FORMATS = (".h5", ".msgpack", ".onnx", ".gguf")  # of weights that cannot be read
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # --- reading --------------------------------------------------------------------------------------
@@ -88,10 +87,8 @@ def _weight_files(folder: Path) -> list[Path]:
         index = folder / f"{name}.index.json"
         if index.is_file():
             return _shards(index)
-    others = sorted(path.name for path in folder.glob("*") if path.suffix in OTHER_FORMATS)
-    only = f" (only {', '.join(others)})" if others else ""
     raise UsageError(
-        f"{folder} holds no weights that can be read{only}: it needs model.safetensors or"
+        f"{folder} holds no weights that can be read: it needs model.safetensors or"
         " pytorch_model.bin"
     )
 
@@ -178,17 +175,12 @@ def floats(weights, path: Path, counters: str = "") -> dict[str, Tensor]:
     checkpoint.check_tensors(weights, path)
     copies = {}
     for name in list(weights):
-        copies[name] = _copy(weights.pop(name), name, path)
+        tensor = weights.pop(name)
+        kind = torch.float32 if tensor.is_floating_point() else tensor.dtype
+        copies[name] = tensor.to(torch.get_default_device(), kind, copy=True).contiguous()
+        if tensor.dtype == torch.float64 and not copies[name].is_meta:  # fp32 may be too narrow
+            checkpoint.check_tensors({name: copies[name]}, path)
     return copies
-
-
-def _copy(tensor: Tensor, name: str, path: Path) -> Tensor:
-    """A copy on the default device, floats in fp32. Raises `UsageError` if fp32 is too narrow."""
-    kind = torch.float32 if tensor.is_floating_point() else tensor.dtype
-    copy = tensor.to(torch.get_default_device(), kind, copy=True).contiguous()
-    if tensor.dtype == torch.float64 and not copy.is_meta:
-        checkpoint.check_tensors({name: copy}, path)
-    return copy
 
 
 def check_shapes(

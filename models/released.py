@@ -11,7 +11,6 @@ that can start from a released model.
 import functools
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -204,15 +203,10 @@ def refuse_overlap(export: str, other: str | Path, flag: str = "--export") -> No
         )
 
 
-def fetching(path: str, forms: Forms) -> str:
-    """The command that fetches a model; of the family's models the one that `path` names."""
-    fetch = forms.fetch
-    usual = fetch.rpartition(" ")[2]
-    asked = Path(path).name
-    is_family = asked.split("-")[0] == usual.split("-")[0] and f"/{usual} " in fetch
-    if is_family and re.fullmatch(r"[\w.-]+", asked):
-        fetch = fetch.replace(usual, asked)
+def fetching(forms: Forms) -> str:
+    """The command that fetches a model."""
     beside = Path(sys.executable).with_name("hf")  # .venv/bin is not in the shell's PATH
+    fetch = forms.fetch
     return fetch.replace("hf ", f"{os.path.relpath(beside)} ", 1) if beside.exists() else fetch
 
 
@@ -222,7 +216,7 @@ def require_source(path: str, flag: str, forms: Forms) -> None:
         fetch = flag == "--model_file" and forms.fetch_file
         raise UsageError(
             f"{flag} {path}: no such file or folder, and nothing is downloaded here; fetch a model"
-            f" with: {fetch or fetching(path, forms)}"
+            f" with: {fetch or fetching(forms)}"
         )
     is_folder = os.path.isdir(path)
     if flag == "--model_dir" and not is_folder:

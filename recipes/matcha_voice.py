@@ -156,7 +156,7 @@ def check_corpora(
         if frames < tokens:
             reason = "the text is too long for its clip, which has a frame of 12 ms for each token"
             return reason, f"{tokens} tokens in {frames} frames"
-        return texts.text_fault(language, corpus, index)
+        return reading.fault(corpus.read[index], language)
 
     return checks.check_speech(corpora, asked.strict_data, fault)
 

@@ -45,12 +45,12 @@ from torch import Tensor
 from common import device, memory, optim, options
 from common.batches import EvalBatches, pad, to_device
 from common.device import upcast
-from common.errors import DataError, exit_with_one_line
+from common.errors import exit_with_one_line
 from common.layers import finite_layers
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.options import flag
 from common.parts.replay import make_batches
-from models import card, released
+from models import card, new_rows, released
 from models.xtts import exports, new_tokens, speaking, start, texts
 from models.xtts.codec import SAMPLE_RATE, SAMPLES_PER_CODE, code_count
 from models.xtts.decoding import Sampling
@@ -166,7 +166,6 @@ class Utterances:
         self.tokens = vocabulary.tokens_of(corpus)
         self.from_other = info.condition == "other"
         self.slice = info.slice
-        self.most_codes = info.config["mel_positions"] - STOPS
         speakers = np.array(corpus.speakers.codes)
         self.clips = [
             np.flatnonzero(speakers == code) for code in range(len(corpus.speakers.names))
@@ -197,11 +196,6 @@ class Utterances:
         that have no loss, because the slice is made of them."""
         waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
         codes = code_count(len(waveform))
-        if codes > self.most_codes:
-            raise DataError(
-                f"{self.corpus.where(index)}: it has become longer since it was checked:"
-                f" {len(waveform) / SAMPLE_RATE:.2f} s; start again, which checks all clips"
-            )
         random = np.random.default_rng([self.seed, epoch, index])
         shortest, longest = self.slice
         length = (shortest + longest) // 2
@@ -484,7 +478,12 @@ def make_task(
         compiled=COMPILED,
         evaluate_first=True,
         fine_tunes=True,
-        new_rows=start.new_rows(family, info, run.initial),
+        new_rows=new_rows.for_task(
+            family.untrained(info, run.initial),
+            new_tokens.TEXT_ROWS,
+            synthesiser.model,
+            start.NEW_ROWS_RATE,
+        ),
         vocabulary=family.vocabulary(info, run.initial),
         reports=(str(judge.folder_of(asked.output_dir)),),
     )

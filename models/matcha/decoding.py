@@ -1,6 +1,7 @@
 """Texts to speech with a trained Matcha-TTS: sentences in batches, the flow from noise to mel
 frames by Euler's method, and waveforms."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -70,24 +71,24 @@ def speak(
     pause = torch.zeros(round(PAUSE_SECONDS * SAMPLE_RATE), device=device)
     for first in range(0, len(texts), ROWS):
         rows = []
-        owners = []
         names = []
+        counts = []
         for number, text in enumerate(texts[first : first + ROWS], first):
-            whole = read(text, voice.language)
-            for sentence in split_sentences(whole, LONGEST, len):
-                rows.append((voice.tokens.encode(sentence), speakers[number] if speakers else 0))
-                owners.append(number)
-                names.append(f"the sentence {sentence[:40]!r}")
+            sentences = split_sentences(read(text, voice.language), LONGEST, len)
+            speaker = speakers[number] if speakers else 0
+            rows += [(voice.tokens.encode(sentence), speaker) for sentence in sentences]
+            names += [f"the sentence {sentence[:40]!r}" for sentence in sentences]
+            counts.append(len(sentences))
         waveforms = []
         for start in range(0, len(rows), ROWS):
             part = slice(start, start + ROWS)
             batch = {"names": names[part], "rows": rows[part]}
             for results in memory.split_on_oom(spoken, batch, device):
                 waveforms += results
-        for number in range(first, min(first + ROWS, len(texts))):
-            own = [one for one, owner in zip(waveforms, owners, strict=True) if owner == number]
-            parts = [pause] * (2 * len(own) - 1)
-            parts[::2] = own
+        made = iter(waveforms)
+        for count in counts:
+            parts = [pause] * (2 * count - 1)
+            parts[::2] = itertools.islice(made, count)
             yield torch.cat(parts)
 
 

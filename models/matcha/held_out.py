@@ -71,17 +71,14 @@ def speak_held_out(asked: judge.HeldOut, setup: Setup, voice: Voice, corpus: Cor
     numbers = speaker_numbers(corpus, voice.speakers).tolist()
     spoken = decoding.speak(voice, list(corpus.texts), SpeakingSettings(seed=asked.seed), numbers)
     log_mel = LogMel().to(setup.device)
-    rows = {kind: [] for kind in judge.KINDS}
-    clips = {}
+    made = []
     for index, synthesis in enumerate(spoken):
         recording = read_utterance(corpus, index, SAMPLE_RATE).to(setup.device)
         frames = log_mel(with_edges(recording)[None])[0]
-        made = {"reference": recording, "resynthesis": voice.vocode(frames), "synthesis": synthesis}
-        for kind, waveform in made.items():
-            file = judge.clip_name(index, kind)
-            rows[kind].append((file, corpus.texts[index], corpus.speakers[index] or "speaker"))
-            clips[file] = int16(waveform), SAMPLE_RATE
-    judge.write_corpus(folder, clips, rows)
+        waveforms = (recording, voice.vocode(frames), synthesis)
+        clips = [(int16(waveform), SAMPLE_RATE) for waveform in waveforms]
+        made.append(dict(zip(judge.KINDS, clips, strict=True)))
+    judge.write_corpus(folder, corpus, made)
     print(f"{len(corpus)} held-out sentences spoken: {folder}/*_synthesis.wav")
     if asked.judge:
         voice.model.cpu()

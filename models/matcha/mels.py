@@ -28,6 +28,13 @@ def with_edges(waveform: Tensor) -> Tensor:
     return F.pad(waveform[None, None], (EDGE, EDGE), mode="reflect")[0, 0]
 
 
+def log_bands(waveforms: Tensor, window: Tensor, hop: int, filters: Tensor) -> Tensor:
+    """The logarithms (B, F, M) of magnitudes in the mel bands of `filters` (N, M), of (B, T)."""
+    windows = waveforms.unfold(1, len(window), hop) * window
+    magnitude = (torch.fft.rfft(windows).abs().square() + TINY).sqrt()
+    return (magnitude @ filters).clamp_min(FLOOR).log()
+
+
 class LogMel(nn.Module):
     """Waveforms with their mirrored ends (B, T + 768) to the logarithms of magnitudes in mel bands
     (B, F, 80), F = T // 256, in fp32 or better also under autocast."""
@@ -40,6 +47,4 @@ class LogMel(nn.Module):
 
     def forward(self, waveforms: Tensor) -> Tensor:
         with torch.autocast(waveforms.device.type, enabled=False), full_fp32(waveforms.device):
-            windows = upcast(waveforms).unfold(1, N_FFT, HOP) * self.window  # (B, F, N_FFT)
-            magnitude = (torch.fft.rfft(windows).abs().square() + TINY).sqrt()
-            return (magnitude @ self.filters).clamp_min(FLOOR).log()
+            return log_bands(upcast(waveforms), self.window, HOP, self.filters)

@@ -162,10 +162,8 @@ def write_graph(path: Path, graph: nn.Module, voice: Voice) -> None:
             dynamo=False,  # the other exporter cannot make frames of as many as a text needs
         )
     model = onnx.load(str(path))
-    for key, value in metadata_of(voice).items():
-        entry = model.metadata_props.add()
-        entry.key = key
-        entry.value = str(value)
+    metadata = {key: str(value) for key, value in metadata_of(voice).items()}
+    onnx.helper.set_model_props(model, metadata)
     onnx.save(model, str(path))
 
 

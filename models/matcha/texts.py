@@ -12,10 +12,10 @@ import numpy as np
 
 from common.errors import DataError, UsageError
 from models.matcha.decoding import Voice
-from models.matcha.tokenizer import fault, read
+from models.matcha.tokenizer import read
 from speech.data.columns import Corpus, Strings, printable
-from speech.writing import languages
-from speech.writing.reading import code_of, left_out
+from speech.writing import languages, reading
+from speech.writing.reading import code_of
 from speech.writing.unknown import check_unknown, named, outside
 
 NEW_VOICE = "start a new voice with another --output_dir, from these weights by --init_from"
@@ -28,19 +28,10 @@ def read_corpora(corpora: dict[str, Corpus], language: str) -> None:
     read_here = functools.partial(read, language=language)
     for name, corpus in corpora.items():
         corpus.read = Strings(map(read_here, corpus.texts))
-        if lost := left_out(corpus.texts, read_here):
-            print(
-                f"warning: {name} set: what is read in {language} leaves out letters, or marks on"
-                f" them: {named(lost)}"
-            )
+        reading.warn_left_out(name, corpus.texts, read_here, language)
         others = Counter(told for told in corpus.languages if told and code_of(told) != language)
         if others:
             print(f"warning: {name} set: rows name other languages: {dict(others)}")
-
-
-def text_fault(language: str, corpus: Corpus, index: int) -> tuple[str, str] | None:
-    """Why the text of an utterance cannot be trained on, for `checks.check_speech`."""
-    return fault(corpus.read[index], language)
 
 
 def speakers_of(corpus: Corpus) -> list[str]:
@@ -93,7 +84,7 @@ def check_texts(texts: Iterable[str], voice: Voice) -> None:
     characters that it lacks."""
     for text in texts:
         heard = read(text, voice.language)
-        if problem := fault(heard, voice.language):
+        if problem := reading.fault(heard, voice.language):
             raise UsageError(f"--synthesize {text[:40]!r}: {': '.join(problem)}")
         lacking = Counter(outside(voice.tokens.numbers)(heard))
         if not any(c.isalnum() for c in heard if c not in lacking):

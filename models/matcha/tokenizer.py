@@ -39,18 +39,6 @@ def read(text: str, language: str) -> str:
     return " ".join(composed(plain).split())
 
 
-def fault(text: str, language: str) -> tuple[str, str] | None:
-    """Why what was `read` of a text cannot be trained on, as (reason, details). None if it can."""
-    if signs := reading.NOT_IN_WORDS.findall(text):
-        return (
-            f"numbers or signs that are not read in words in {language}: write them as words",
-            f"{' '.join(signs[:20])} in {text[:40]!r}",
-        )
-    if not any(map(str.isalnum, text)):
-        return "the text has no letters", repr(text[:40])
-    return None
-
-
 def symbols_of(read_texts: Iterable[str]) -> list[str]:
     """The tokens of a new voice: the marks, and the characters of what was `read` of its texts."""
     characters = set().union(*read_texts)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from common import checkpoint, memory
 from common.device import full_fp32, upcast
-from models.matcha.mels import EDGE, HOP, SAMPLE_RATE, LogMel, with_edges
+from models.matcha.mels import EDGE, HOP, SAMPLE_RATE, LogMel, log_bands, with_edges
 from models.matcha.vocoder import CONFIG, SIZES, Vocos
 from speech.data.columns import Corpus
 from speech.data.splits import RunInfo
@@ -31,8 +31,6 @@ FLAGS = {
     "early_stopping_patience": 0, "torch_compile": False, "max_grad_norm": 1.0,
 }  # fmt: skip
 RESOLUTIONS = {512: 40, 1024: 80, 2048: 160}  # samples of a window, and mel bands
-FLOOR = 1e-5  # least magnitude of a band
-HIGHEST_HEARD = SAMPLE_RATE / 2
 
 
 def flags(steps: int) -> dict:
@@ -100,7 +98,9 @@ class VocoderInTraining(nn.Module):
         self.vocoder = Vocos(config)
         self.log_mel = LogMel()
         for size, bands in RESOLUTIONS.items():
-            filters = mel_filters(size // 2 + 1, HIGHEST_HEARD, bands, SAMPLE_RATE, "slaney", True)
+            filters = mel_filters(
+                size // 2 + 1, SAMPLE_RATE / 2, bands, SAMPLE_RATE, "slaney", True
+            )
             self.register_buffer(f"filters_{size}", filters, persistent=False)
             self.register_buffer(f"window_{size}", torch.hann_window(size), persistent=False)
 
@@ -108,10 +108,9 @@ class VocoderInTraining(nn.Module):
         """The logarithms of magnitudes in mel bands of (B, T), in each resolution."""
         spectra = []
         for size in RESOLUTIONS:
-            filters, window = self.get_buffer(f"filters_{size}"), self.get_buffer(f"window_{size}")
-            windows = waveforms.unfold(1, size, size // 4) * window
-            magnitude = (torch.fft.rfft(windows).abs().square() + 1e-9).sqrt()
-            spectra.append((magnitude @ filters).clamp_min(FLOOR).log())
+            window = self.get_buffer(f"window_{size}")
+            filters = self.get_buffer(f"filters_{size}")
+            spectra.append(log_bands(waveforms, window, size // 4, filters))
         return spectra
 
 

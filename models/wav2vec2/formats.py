@@ -2,6 +2,7 @@
 written, and omniASR's fairseq2 files."""
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -65,21 +66,16 @@ def read_model(
     path: str | Path, language: str | None = None, tokenizer: str | Path | None = None
 ) -> tuple[dict[str, torch.Tensor], dict, dict]:
     """Weights (fp32, by the names of the network here), configuration and extras of a Hugging Face
-    folder, of a fairseq2 file, or of a folder that fairseq2 has saved. Runs no code in the files.
-    Raises `UsageError`.
+    folder or of a fairseq2 file. Runs no code in the files. Raises `UsageError`.
 
     `language`: whose adapter an MMS folder gives, by default its own. `tokenizer`: the
     SentencePiece file of a fairseq2 file, by default the one beside it. Extras: `tokenizer` (its
     state, see tokenizer.py; empty for a self-supervised model, whose head has no rows), `language`
     (of the adapter, or empty) and `licence` (the hub's name of it; empty if nothing tells it)."""
     path = Path(path)
-    if (path / "config.json").is_file():
-        if tokenizer:
-            raise UsageError(f"--tokenizer {tokenizer}: {path} has its own; leave it out")
+    if os.path.isdir(path):
         weights, config, extras = _read_folder(path, language)
     else:
-        if language:
-            raise UsageError(f"--language {language}: {path} is told no language; leave it out")
         weights, config, extras = _read_fairseq2(path, tokenizer)
     check_config(config, path)
     if not config["vocabulary"]:
@@ -306,9 +302,8 @@ def _sentencepiece_file(place: Path, size: int, named: str | Path | None) -> Pat
 
 
 def _read_fairseq2(
-    path: Path, tokenizer: str | Path | None
+    file: Path, tokenizer: str | Path | None
 ) -> tuple[dict[str, torch.Tensor], dict, dict]:
-    file = _fairseq2_file(path)
     content = model_files.read_pickle(file)
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
         content = content["model"]  # a checkpoint of fairseq2's trainer has no such key
@@ -332,30 +327,10 @@ def _read_fairseq2(
     state = {}
     if HEAD in weights:
         config["vocabulary"] = _rows(weights, HEAD)
-        place = path if os.path.isdir(path) else path.parent
-        pieces = _sentencepiece_file(place, config["vocabulary"], tokenizer)
+        pieces = _sentencepiece_file(file.parent, config["vocabulary"], tokenizer)
         state = {"kind": "sentencepiece", "model": pieces.read_bytes().hex()}
         config["blank"] = _checked(state, config["vocabulary"], pieces).blank
-    elif tokenizer:
-        raise UsageError(f"--tokenizer {tokenizer}: {file} has no head; leave it out")
     return weights, config, {"tokenizer": state, "language": "", "licence": "apache-2.0"}
-
-
-def _fairseq2_file(path: Path) -> Path:
-    """The file itself, or that of a checkpoint that fairseq2 has saved as a folder."""
-    if not os.path.isdir(path):
-        return path
-    parts = sorted(path.glob("pp_*/tp_*/sdp_*.pt")) + sorted(path.glob("model/pp_*/tp_*/sdp_*.pt"))
-    if not parts:
-        raise UsageError(
-            f"{path} holds neither config.json, as a Hugging Face folder does, nor"
-            " model/pp_00/tp_00/sdp_00.pt, as fairseq2's checkpoints do"
-        )
-    if len(parts) > 1:
-        raise UsageError(
-            f"{path} has a checkpoint in {len(parts)} parts: only one in one part can be read"
-        )
-    return parts[0]
 
 
 def from_fairseq2(name: str) -> str:
@@ -413,56 +388,34 @@ def export(
     weights: dict[str, torch.Tensor],
     config: dict,
     tokenizer: dict,
-    card: str | dict[str, str] = "",
+    card: dict[str, str],
 ) -> list[str]:
     """Writes a folder that `transformers` can load, in fp32, as `model_files.write_export` does,
-    and returns the file names. Raises `UsageError` and `RunError`.
-
-    `weights`: by the names of the network here. `tokenizer`: its state. `card`: the text of
-    README.md."""
-    tensors, written = checked(weights, config, tokenizer)
-    return model_files.write_export(folder, _hf_export(tensors, config, written), card)
-
-
-def checked(
-    weights: dict[str, torch.Tensor], config: dict, tokenizer: dict
-) -> tuple[dict[str, torch.Tensor], Wav2Vec2Tokenizer]:
-    """The weights in fp32 on the host and the tokenizer of a model to be exported. Raises
-    `UsageError` for one that is not complete. `tokenizer`: its state."""
-    check_config(config, model_files.EXPORT)
-    if not config["vocabulary"]:
-        raise UsageError(f"{model_files.EXPORT} has no head yet: train it first")
-    model_files.check_shapes(weights, expected_shapes(config), model_files.EXPORT, "wav2vec 2.0")
-    tensors = model_files.on_host(weights)
-    return tensors, make_tokenizer(tokenizer, config["vocabulary"])
+    and returns the file names. `weights`: by the names of the network here. `tokenizer`: its state.
+    `card`: the texts of further files, by their names. Raises `UsageError` and `RunError`."""
+    tensors = {}
+    for name, tensor in model_files.on_host(weights).items():
+        if not name.startswith("lm_head."):
+            name = prefix_of(config) + name
+        for theirs, ours in WEIGHT_NORM.items():
+            name = name.replace(ours, theirs)
+        tensors[name] = tensor
+    contents = {
+        "config.json": _description(config),
+        "preprocessor_config.json": _waveform_settings(config),
+        **_tokenizer_files(make_tokenizer(tokenizer, config["vocabulary"])),
+    }
+    texts = {
+        name: json.dumps(content, ensure_ascii=False, indent=1) + "\n"
+        for name, content in contents.items()
+    }
+    fill = functools.partial(model_files.save_tensors, tensors)
+    return model_files.write_export(folder, fill, texts | card)
 
 
 def prefix_of(config: dict) -> str:
     """How transformers' names begin, but those of the head."""
     return f"{config['model_type']}."
-
-
-def _hf_export(tensors: dict[str, torch.Tensor], config: dict, tokenizer: Wav2Vec2Tokenizer):
-    """The function that writes Hugging Face's files in a folder."""
-    names = {}
-    for name in tensors:
-        names[name] = name if name.startswith("lm_head.") else prefix_of(config) + name
-        for theirs, ours in WEIGHT_NORM.items():
-            names[name] = names[name].replace(ours, theirs)
-    renamed = {names[name]: tensor for name, tensor in tensors.items()}
-    texts = {
-        "config.json": _description(config),
-        "preprocessor_config.json": _waveform_settings(config),
-        **_tokenizer_files(tokenizer),
-    }
-
-    def fill(folder: Path) -> None:
-        for name, content in texts.items():
-            text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
-            (folder / name).write_text(text, encoding="utf-8")
-        model_files.save_tensors(renamed, folder)
-
-    return fill
 
 
 def _description(config: dict) -> dict:

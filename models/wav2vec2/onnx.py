@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from common.errors import UsageError
 from models import model_files, onnx_files
-from models.wav2vec2 import formats
 from models.wav2vec2.model import Wav2Vec2, frame_samples, frames, normalised, shortest
 from models.wav2vec2.settings import META_EPSILON
-from models.wav2vec2.tokenizer import SPECIAL, Wav2Vec2Tokenizer
+from models.wav2vec2.tokenizer import SPECIAL, Wav2Vec2Tokenizer, make_tokenizer
 from speech.signal.audio import SAMPLE_RATE
 from speech.signal.features import valid_mask
 
@@ -91,28 +90,26 @@ def export(
     weights: dict[str, Tensor],
     config: dict,
     tokenizer: dict,
-    card: str | dict[str, str] = "",
+    card: dict[str, str],
 ) -> list[str]:
     """Writes a folder that sherpa-onnx and onnx-asr can load, in fp32 and with weights of 8 bits,
     and returns the file names. Arguments, what is replaced, and errors: as in `formats.export`."""
-    tensors, written = formats.checked(weights, config, tokenizer)
     check(config)
+    tensors = model_files.on_host(weights)
+    written = make_tokenizer(tokenizer, config["vocabulary"])
     silence_special(tensors, written)
-    with torch.device("meta"):
-        model = Wav2Vec2(config)
-    model.load_state_dict(tensors, assign=True)
+    model = model_files.with_weights(lambda: Wav2Vec2(config), tensors)
     program = onnx_files.export(graph(model.requires_grad_(False)))
     settings = {"model_type": "wav2vec2-ctc", "subsampling_factor": frame_samples(config)}
     lines = onnx_files.token_lines(printed_pieces(written))
-
-    def fill(aside: Path) -> None:
-        onnx_files.save(program, aside / "model.onnx")
-        (aside / "tokens.txt").write_text(lines, encoding="utf-8")
-        (aside / "vocab.txt").write_text(lines, encoding="utf-8")
-        text = json.dumps(settings, indent=1) + "\n"
-        (aside / "config.json").write_text(text, encoding="utf-8")
-
-    return model_files.write_export(folder, fill, card)
+    texts = {
+        "tokens.txt": lines,
+        "vocab.txt": lines,
+        "config.json": json.dumps(settings, indent=1) + "\n",
+    }
+    return model_files.write_export(
+        folder, lambda aside: onnx_files.save(program, aside / "model.onnx"), texts | card
+    )
 
 
 def graph(model: Wav2Vec2) -> onnx_files.Graph:

@@ -41,8 +41,6 @@ LAYER_DROP = 0.1  # as in omniASR's training
 NEW_HEAD_MASKS = (0.1, 0.0)
 KEPT_HEAD_MASKS = (0.05, 0.0)
 
-NON_COMMERCIAL = "cc-by-nc"  # how the names of such licences begin
-
 PIPELINE = """
 from transformers import pipeline
 
@@ -69,7 +67,7 @@ NEEDS = (
     ("export_format", ("export",), ""),
     ("vocab", (*released.MODELS, "resume"), "it changes the vocabulary of a released model"),
     ("language", ("model_dir",), "it is one of MMS's"),
-    ("tokenizer", ("model_file", "model_dir"), "it belongs to omniASR's weights"),
+    ("tokenizer", ("model_file",), "it belongs to omniASR's weights"),
 )
 
 
@@ -89,7 +87,7 @@ class ModelInfo:
 
     def read_style(self) -> texts.Style | None:
         """How texts are prepared, None if they are left as they are."""
-        return texts.read_style(self.style)
+        return texts.Style(**self.style) if self.style else None
 
     @property
     def own_vocabulary(self) -> bool:
@@ -204,14 +202,22 @@ class Family(released.Family):
     peft_class = "AutoModelForCTC"
 
     def read(self, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
-        return read(self.asked, path)
+        """A Hugging Face folder or a file of omniASR's."""
+        asked = self.asked
+        weights, config, extras = formats.read_model(path, asked.language, asked.tokenizer)
+        state = extras.pop("tokenizer")
+        style = {}
+        if state and asked.vocab != "own" and not asked.keep_text:
+            style = dataclasses.asdict(texts.style_of(Wav2Vec2Tokenizer(state)))
+        return ModelInfo(config, state, style, True, had_head=bool(state), **extras), weights
 
     def network(self, info: ModelInfo) -> Wav2Vec2:
         return Wav2Vec2(info.config)
 
     def make_model(self, info: ModelInfo, weights, trains: bool = False) -> Wav2Vec2:
         """The convolutions over the waveform are trained from scratch only, or by the flag."""
-        model = make_model(info, weights, self.asked.dropout if trains else 0.0)
+        dropout = self.asked.dropout if trains else 0.0
+        model = with_weights(lambda: Wav2Vec2(info.config, dropout), weights)
         trains_extractor = self.asked.train_extractor
         if trains_extractor is None:
             trains_extractor = not info.pretrained
@@ -224,26 +230,25 @@ class Family(released.Family):
 
     def conflicts(self, info: ModelInfo, saved: Saved) -> list[str]:
         asked = self.asked
-        source = f"{self.origin.flag} {self.origin.path}"
         flags = super().conflicts(info, saved)
         if asked.keep_text and info.style:
             flags.append("--keep_text (the checkpoint's model was trained on prepared texts)")
         kept = tokenizer_of(info).profile if info.tokenizer else None
         if asked.letters not in (None, kept):
             flags.append(f"--profile {asked.profile} (the checkpoint's model has other units)")
-        if asked.vocab not in (None, info.vocab):
-            flags.append(f"--vocab {asked.vocab} (the checkpoint's model has --vocab {info.vocab})")
         if self.origin.path and info.pretrained:
-            theirs, _ = read(asked, self.origin.path)
+            theirs, _ = self.read(self.origin.path)
             of_encoder = settings.CONFIG.keys() - {"vocabulary", "blank"}
+            source = f"{self.origin.flag} {self.origin.path}"
             if any(theirs.config[name] != info.config[name] for name in of_encoder):
                 flags.append(f"{source} (the checkpoint's model has another shape)")
             elif theirs.language != info.language:
-                flags.append(
-                    f"{source} in {theirs.language} (the checkpoint's model is of --language"
-                    f" {info.language})"
-                )
+                has = f"the checkpoint's model is of --language {info.language}"
+                flags.append(f"{source} in {theirs.language} ({has})")
         return flags
+
+    def saved_flags(self, info: ModelInfo, saved: Saved) -> dict:
+        return {"vocab": (self.asked.vocab, info.vocab)}
 
     def create(self, source: Callable[[ModelInfo], Iterable[str]]) -> ModelInfo:
         """Its vocabulary are the characters of the training texts, which are left as they are."""
@@ -260,12 +265,34 @@ class Family(released.Family):
         """A released model gets the vocabulary that --vocab asks for. The pieces that --init_from
         has are trained."""
         if weights is not None and not run.resumed:
-            info, weights = with_vocabulary(self.asked, info, weights, source)
+            info, weights = self._with_vocabulary(info, weights, source)
         info = dataclasses.replace(info, new_pieces=self.untrained(info, run.initial))
         self._check_export(info)
-        if info.licence.startswith(NON_COMMERCIAL):
+        if info.licence.startswith("cc-by-nc"):
             print(f"licence of the released model: {info.licence}, for non-commercial use only")
         return info, weights
+
+    def _with_vocabulary(self, info: ModelInfo, weights, source):
+        """A released model with the vocabulary that --vocab asks for. Raises `DataError`."""
+        asked = self.asked
+        kind = asked.vocab or ("released" if info.config["vocabulary"] else "own")
+        if asked.letters and kind != "own":
+            raise UsageError("--profile: the model has letters of its own; add --vocab own")
+        if not info.config["vocabulary"] and kind != "own":
+            raise UsageError(
+                f"--vocab {kind}: {asked.origin.path} is a self-supervised model and has no"
+                " vocabulary; leave it out"
+            )
+        read_texts = source(info)
+        info = dataclasses.replace(info, vocab=kind)
+        if kind == "own":
+            state = vocabulary.own(read_texts, asked.letters)
+        elif kind == "extended":
+            state = vocabulary.extended(tokenizer_of(info), read_texts, info.read_style())
+        else:
+            vocabulary.require_characters(read_texts, tokenizer_of(info))
+            return info, weights
+        return vocabulary.with_new_vocabulary(info, weights, state)
 
     def require_usable(self, info: ModelInfo) -> None:
         if not info.config["vocabulary"]:
@@ -305,24 +332,6 @@ class Family(released.Family):
         return write(self.origin.export, weights, info.config, info.tokenizer, texts)
 
 
-def read(asked: Wav2Vec2Options, path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
-    """A released model: a Hugging Face folder or a file of omniASR's. Raises `UsageError`."""
-    weights, config, extras = formats.read_model(path, asked.language, asked.tokenizer)
-    state = extras.pop("tokenizer")
-    tokenizer = make_tokenizer(state, config["vocabulary"]) if state else None
-    style = {}
-    if tokenizer and asked.vocab != "own" and not asked.keep_text:
-        style = texts.style_of(tokenizer).record()
-    return ModelInfo(config, state, style, True, had_head=bool(state), **extras), weights
-
-
-def make_model(
-    info: ModelInfo, weights: dict[str, torch.Tensor] | None, dropout: float = 0.0
-) -> Wav2Vec2:
-    """A model with these weights, which become its parameters, or with random ones."""
-    return with_weights(lambda: Wav2Vec2(info.config, dropout), weights)
-
-
 def tokenizer_of(info: ModelInfo) -> Wav2Vec2Tokenizer:
     return make_tokenizer(info.tokenizer, info.config["vocabulary"])
 
@@ -330,38 +339,12 @@ def tokenizer_of(info: ModelInfo) -> Wav2Vec2Tokenizer:
 def given_info(asked: Wav2Vec2Options, recipe: str) -> ModelInfo | None:
     """The info of the model that a training begins with; None if it is a new one. Raises
     `UsageError`."""
-    saved = Family(asked).first_saved(recipe)
+    family = Family(asked)
+    saved = family.first_saved(recipe)
     if asked.origin.path and not saved:
         with torch.device("meta"):
-            return read(asked, asked.origin.path)[0]
+            return family.read(asked.origin.path)[0]
     return checkpoint.read_infos(saved, ModelInfo, RunInfo)[0]
-
-
-def with_vocabulary(
-    asked: Wav2Vec2Options,
-    info: ModelInfo,
-    weights: dict[str, torch.Tensor],
-    training_texts: Callable[[ModelInfo], Iterable[str]],
-) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
-    """A released model with the vocabulary that --vocab asks for. Raises `DataError`."""
-    kind = asked.vocab or ("released" if info.config["vocabulary"] else "own")
-    if asked.letters and kind != "own":
-        raise UsageError("--profile: the model has letters of its own; add --vocab own")
-    if not info.config["vocabulary"] and kind != "own":
-        raise UsageError(
-            f"--vocab {kind}: {asked.origin.path} is a self-supervised model and has no vocabulary;"
-            " leave it out"
-        )
-    read_texts = training_texts(info)
-    info = dataclasses.replace(info, vocab=kind)
-    if kind == "own":
-        state = vocabulary.own(read_texts, asked.letters)
-    elif kind == "extended":
-        state = vocabulary.extended(tokenizer_of(info), read_texts, info.read_style())
-    else:
-        vocabulary.require_characters(read_texts, tokenizer_of(info))
-        return info, weights
-    return vocabulary.with_new_vocabulary(info, weights, state)
 
 
 def learning_rate(info: ModelInfo) -> float:

@@ -11,16 +11,15 @@ import re
 import unicodedata
 from dataclasses import dataclass
 
-from common.records import mismatch
 from models.wav2vec2.tokenizer import Wav2Vec2Tokenizer
 from speech.writing.text import JOINERS, is_letter, normalise
 
 # They stay beside a letter: an apostrophe is one in Hausa ('yan), a tsheg ends Tibetan syllables.
-BESIDE_LETTERS = frozenset("'\u0f0b")
+BESIDE_LETTERS = "'\u0f0b"
 # They stay between letters: the hyphen, and Hebrew's geresh and gershayim.
-BETWEEN_LETTERS = frozenset("-\u05f3\u05f4")
-IN_WORDS = BESIDE_LETTERS | BETWEEN_LETTERS
-APOSTROPHES = frozenset("\u2018\u2019\u201b`")  # between letters
+BETWEEN_LETTERS = "-\u05f3\u05f4"
+IN_WORDS = BESIDE_LETTERS + BETWEEN_LETTERS
+APOSTROPHES = "\u2018\u2019\u201b`"  # between letters
 ACUTE = "\u00b4"  # one more, of which NFKC makes a space and a mark
 HYPHEN = "\u2010"
 VOWEL_POINTS = "\u064b\u064c\u064d\u064e\u064f\u0650\u0651\u0652\u0656\u0657"  # Arabic
@@ -34,50 +33,33 @@ class Style:
 
     form: str = "NFKC"
     case: str = "lower"  # "" for both
-    in_words: frozenset[str] = IN_WORDS  # which of these it has
-    marks: frozenset[str] = frozenset()  # other punctuation that it has
+    in_words: str = IN_WORDS  # which of these it has
+    marks: str = ""  # other punctuation that it has
     spells_numbers: bool = True  # instead of digits
-    leaves_out: frozenset[str] = frozenset()  # characters that a text loses
-
-    def record(self) -> dict:
-        """The fields as texts, for a checkpoint."""
-        return {
-            name: "".join(sorted(value)) if isinstance(value, frozenset) else value
-            for name, value in vars(self).items()
-        }
+    leaves_out: str = ""  # characters that a text loses
 
 
-def read_style(record: dict) -> Style | None:
-    """The style of `Style.record`; None if it is empty."""
-    if not record:
-        return None
-    sets = {name: frozenset(record[name]) for name in ("in_words", "marks", "leaves_out")}
-    return Style(**{**record, **sets})
-
-
-def _is_record(value) -> bool:
-    return value == {} or not mismatch(value, _RECORD, "it")
-
-
-_RECORD = {
-    "form": {"NFC", "NFKC"},
-    "case": {"", "lower", "upper"},
-    "in_words": str,
-    "marks": str,
-    "spells_numbers": bool,
-    "leaves_out": str,
-}
-STYLE = _is_record  # a schema of records.mismatch
+# Of the fields of a style in a checkpoint, {} for none, a schema of records.mismatch.
+STYLE = (
+    lambda record: record == {},
+    {
+        "form": {"NFC", "NFKC"},
+        "case": {"", "lower", "upper"},
+        "in_words": str,
+        "marks": str,
+        "spells_numbers": bool,
+        "leaves_out": str,
+    },
+)
 
 
 def style_of(tokenizer: Wav2Vec2Tokenizer) -> Style:
     """The style of a vocabulary."""
     known = tokenizer.characters
-    punctuation = frozenset(filter(_is_punctuation, known))
-    in_words = punctuation & IN_WORDS
+    in_words = "".join(sign for sign in IN_WORDS if sign in known)
     if tokenizer.kind == "sentencepiece":  # omniASR
-        leaves_out = frozenset(JOINERS) - known | frozenset(VOWEL_POINTS)
-        return Style(in_words=in_words, leaves_out=leaves_out)
+        joiners = "".join(sign for sign in JOINERS if sign not in known)
+        return Style(in_words=in_words, leaves_out=joiners + VOWEL_POINTS)
     case = ""
     if all(character == character.lower() for character in known):
         case = "lower"
@@ -88,9 +70,9 @@ def style_of(tokenizer: Wav2Vec2Tokenizer) -> Style:
         form="NFKC" if is_compatible else "NFC",
         case=case,
         in_words=in_words,
-        marks=punctuation - IN_WORDS,
+        marks="".join(sorted(filter(_is_punctuation, known - {*IN_WORDS}))),
         spells_numbers=not any(map(str.isdecimal, known)),
-        leaves_out=frozenset(JOINERS + VOWEL_POINTS) - known,
+        leaves_out="".join(sign for sign in JOINERS + VOWEL_POINTS if sign not in known),
     )
 
 
@@ -100,46 +82,21 @@ def prepare(text: str, style: Style | None) -> str:
     text = normalise(text)
     if style is None:
         return text
-    for step in _STEPS:
-        text = step(text, style)
-    return text
-
-
-# --- steps ----------------------------------------------------------------------------------------
-
-
-def _in_form(text: str, style: Style) -> str:
-    text = text.replace(ACUTE, "\u2019")
-    return " ".join(unicodedata.normalize(style.form, text).split())
-
-
-def _without_left_out(text: str, style: Style) -> str:
-    if not style.leaves_out.intersection(text):
-        return text
-    text = "".join(character for character in text if character not in style.leaves_out)
-    return " ".join(unicodedata.normalize(style.form, text).split())
-
-
-def _in_case(text: str, style: Style) -> str:
-    if not style.case:
-        return text
-    changed = text.lower() if style.case == "lower" else text.upper()
-    return unicodedata.normalize(style.form, changed)
-
-
-def _without_bracketed_numbers(text: str, style: Style) -> str:
-    if not style.spells_numbers or "(" not in text:
-        return text
-    return " ".join(BRACKETS.sub(_unless_number, text).split())
+    text = unicodedata.normalize(style.form, text.replace(ACUTE, "\u2019"))
+    text = text.translate(dict.fromkeys(map(ord, style.leaves_out)))
+    if style.case:
+        text = text.lower() if style.case == "lower" else text.upper()
+    text = unicodedata.normalize(style.form, text)
+    if style.spells_numbers:
+        text = BRACKETS.sub(_unless_number, text)
+    words = NEITHER_LETTER_NOR_SPACE.sub(functools.partial(_replaced, style), text).split()
+    if style.spells_numbers:
+        words = [word for word in words if not word.isdecimal()]
+    return " ".join(words)
 
 
 def _unless_number(match: re.Match) -> str:
     return " " if any(map(str.isdecimal, match[0])) else match[0]
-
-
-def _without_punctuation(text: str, style: Style) -> str:
-    replace = functools.partial(_replaced, style)
-    return " ".join(NEITHER_LETTER_NOR_SPACE.sub(replace, text).split())
 
 
 def _replaced(style: Style, match: re.Match) -> str:
@@ -147,7 +104,8 @@ def _replaced(style: Style, match: re.Match) -> str:
     character = match[0]
     if character in style.marks or not _is_punctuation(character):
         return character
-    text, place = match.string, match.start()
+    text = match.string
+    place = match.start()
     sides = _in_word(text[place - 1 : place]) + _in_word(text[place + 1 : place + 2])
     if character in APOSTROPHES and sides == 2:
         character = "'"
@@ -155,22 +113,6 @@ def _replaced(style: Style, match: re.Match) -> str:
         character = "-"
     needed = 1 if character in BESIDE_LETTERS else 2
     return character if character in style.in_words and sides >= needed else " "
-
-
-def _without_digits(text: str, style: Style) -> str:
-    if not style.spells_numbers:
-        return text
-    return " ".join(word for word in text.split() if not word.isdecimal())
-
-
-_STEPS = (
-    _in_form,
-    _without_left_out,
-    _in_case,
-    _without_bracketed_numbers,
-    _without_punctuation,
-    _without_digits,
-)
 
 
 @functools.cache

@@ -91,11 +91,8 @@ class Wav2Vec2Tokenizer:
 
     def numbers(self) -> dict[str, int]:
         """The ids of the pieces that write something, the space among them."""
-        special = {*SPECIAL, self.pieces[self.blank]}
-        if self.unknown is not None:
-            special.add(self.pieces[self.unknown])
-        pieces = {piece: i for i, piece in enumerate(self.pieces) if piece not in special}
-        return {piece.replace(SPACE, " "): number for piece, number in pieces.items()}
+        pieces = {piece.replace(SPACE, " "): i for i, piece in enumerate(self._written)}
+        return {piece: i for piece, i in pieces.items() if piece not in ("", UNKNOWN)}
 
     def is_tag(self, token: int) -> bool:
         """Whether the piece names a language, as in other families: none does."""

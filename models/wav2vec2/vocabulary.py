@@ -14,7 +14,7 @@ import torch
 from common.errors import DataError, UsageError
 from models import new_rows
 from models.wav2vec2.texts import Style
-from models.wav2vec2.tokenizer import MOST, SPACE, Wav2Vec2Tokenizer, with_added
+from models.wav2vec2.tokenizer import SPACE, Wav2Vec2Tokenizer, with_added
 from speech.writing import unknown
 from speech.writing.profile import Profile
 from speech.writing.text import characters_of
@@ -38,12 +38,9 @@ FIRST_BLANK = 1.0  # bias of its blank, which is most frames' label
 def require_characters(texts: Iterable[str], tokenizer: Wav2Vec2Tokenizer) -> None:
     """Names the characters of training texts that the vocabulary lacks, with their counts. Raises
     `DataError` unless all of them are rare."""
-    counts: Counter[str] = Counter()
-    total = 0
-    for text in texts:
-        total += len(text) - text.count(" ")
-        counts.update(tokenizer.lacking(text))
-    most = max(FEW, RARE * total)
+    texts = list(texts)
+    counts = Counter(letter for text in texts for letter in tokenizer.lacking(text))
+    most = max(FEW, RARE * sum(len(text) - text.count(" ") for text in texts))
     often = Counter({letter: count for letter, count in counts.items() if count > most})
     if often:
         raise DataError(
@@ -62,9 +59,7 @@ def require_characters(texts: Iterable[str], tokenizer: Wav2Vec2Tokenizer) -> No
 def extended(tokenizer: Wav2Vec2Tokenizer, texts: Iterable[str], style: Style | None) -> dict:
     """The state of a tokenizer with the characters of `texts` that `tokenizer` lacks, the most
     frequent first. Raises `UsageError` if it lacks none, or for one that it cannot have."""
-    counts: Counter[str] = Counter()
-    for text in texts:
-        counts.update(tokenizer.lacking(text))
+    counts = Counter(letter for text in texts for letter in tokenizer.lacking(text))
     if not counts:
         raise UsageError("--vocab extended: the vocabulary has all characters; leave it out")
     # The delimiter and special pieces cannot be letters, too.
@@ -74,16 +69,9 @@ def extended(tokenizer: Wav2Vec2Tokenizer, texts: Iterable[str], style: Style | 
 
 
 def own(texts: Iterable[str], letters: Profile | None = None) -> dict:
-    """The state of a tokenizer of the characters of `texts`, or of the units of an orthography
-    profile. Raises `DataError`."""
-    characters = set(letters.vocabulary(texts) if letters else characters_of(texts))
-    # The delimiter would be a space.
-    characters = _letters(characters - {SPACE}, None)
-    if not characters or len(characters) > MOST - 3:
-        raise DataError(
-            f"--vocab own: the training texts have {len(characters):,} characters; a vocabulary has"
-            f" from 1 to {MOST - 3:,}"
-        )
+    """The state of a tokenizer of the characters of `texts`, or of the units of a profile."""
+    characters = {*(letters.vocabulary(texts) if letters else characters_of(texts))}
+    characters = _letters(characters - {SPACE}, None)  # the delimiter would be a space
     state = {
         "kind": "characters",
         "pieces": [PAD, UNKNOWN, SPACE, *sorted(characters)],

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from common.errors import RunError, UsageError
+from common.errors import RunError
 
 MAX_CODES = 602  # of a sentence, 28 s; as in Coqui's code
 ROWS = 8  # sentences that are sampled at once; a full-size model's cache takes 0.2 GB each in fp32
@@ -54,12 +54,8 @@ def sample(
     repetition penalty, because a draw may miss it. A sentence that reaches `max_codes` is drawn
     once more, and a message says so, with its text if `texts` are given. A seed gives each sentence
     the same random numbers, whatever it is sampled with. Up to `ROWS` sentences of about the same
-    length are sampled together. `model` is in evaluation mode. Raises `UsageError` for a sentence
-    beyond the text positions, `RunError` for logits that are not finite."""
-    longest = config["text_positions"] - 2
-    for number, tokens in enumerate(sentences, 1):
-        if len(tokens) > longest:
-            raise UsageError(f"sentence {number} has {len(tokens)} tokens: shorten it to {longest}")
+    length are sampled together. `model` is in evaluation mode. Raises `RunError` for logits that
+    are not finite."""
     limit = min(settings.max_codes, config["mel_positions"] - 1)
     generator = torch.Generator().manual_seed(settings.seed)
     numbers = torch.rand(2, limit, dtype=torch.float64, generator=generator).tolist()
@@ -78,21 +74,13 @@ def sample(
                 spoken[row] = Speech(*result, draw)
         again = [row for row in again if not spoken[row].ended]
     for row, speech in sorted(spoken.items()):
-        if not speech.ended:
-            print(
-                f"sentence {_name(row, texts)} reached the limit of {limit} codes twice: try"
-                " another --seed or a shorter sentence"
-            )
-        elif speech.draws == 2:
-            print(
-                f"sentence {_name(row, texts)} reached the limit of {limit} codes and was drawn"
-                " once more"
-            )
+        if speech.draws == 2:
+            name = repr(texts[row][:40]) if texts else str(row + 1)
+            told = "and was drawn once more"
+            if not speech.ended:
+                told = "twice: try another --seed or a shorter sentence"
+            print(f"sentence {name} reached the limit of {limit} codes {told}")
     return [spoken[row] for row in range(len(sentences))]
-
-
-def _name(row: int, texts: Sequence[str]) -> str:
-    return repr(texts[row][:40]) if texts else str(row + 1)
 
 
 def _fill_cache(model, prefixes: list[torch.Tensor]) -> tuple[torch.Tensor, list, torch.Tensor]:

@@ -41,7 +41,7 @@ def export(
     setup: device.Setup,
     info: ModelInfo,
     synthesiser: Synthesiser,
-    clips: dict[str, tuple[np.ndarray, int]],
+    clips: dict[str, np.ndarray],
     about: card.About,
 ) -> None:
     """--export, with the voices of --speaker_wav and then those in `clips`, of
@@ -53,7 +53,10 @@ def export(
     named = speaking.named_clips(asked.voices)
     has_adapters = lora.adapters_of(synthesiser.model)  # beside weights in 16 bits
     with setup.autocast() if has_adapters else contextlib.nullcontext():
-        speakers = speaking.to_export(synthesiser, named | clips | named)
+        speakers = {
+            name: (clip, speaking.voice_of_clip(synthesiser, clip))
+            for name, clip in (named | clips | named).items()
+        }
     groups = {"gpt": Family(asked).trained_weights(synthesiser.model), **parts.groups()}
     extras = {"config": info.settings, "vocab": info.vocab, "licence": info.licence}
     about = replace(

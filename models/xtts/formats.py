@@ -19,7 +19,7 @@ import torch
 from common import checkpoint, files, records
 from common.errors import UsageError
 from models import model_files
-from models.xtts.codec import DVAE
+from models.xtts.codec import DVAE, SAMPLE_RATE
 from models.xtts.model import GPT
 from models.xtts.tokenizer import MOST_TOKENS, Vocabulary
 from models.xtts.vocoder import HifiDecoder
@@ -216,7 +216,11 @@ def read_custom(path: str | Path, config: dict) -> dict[str, torch.Tensor]:
 def _read_files(folder: Path, groups: tuple[str, ...]) -> dict:
     """The wanted groups of a folder, the DVAE's and the deviations among them."""
     read = _read_groups(folder / MODEL, groups)
-    stats = _read_mel_stats(folder, read["mel_stats"].get(""))
+    stats = read["mel_stats"].get("")
+    path = folder / MEL_STATS
+    if stats is None or os.path.isfile(path):  # model.pth may have them in 16 bits
+        content = {MEL_STATS: model_files.read_pickle(_require(path))}
+        stats = model_files.floats(content, path)[MEL_STATS]
     if not stats.is_meta and not bool((stats > 0).all()):
         raise UsageError(f"{folder}: its mel_stats are deviations, and some are not above 0")
     read["mel_stats"] = stats
@@ -231,26 +235,6 @@ def _require(path: Path) -> Path:
             f"{path.parent} lacks {path.name}: a Coqui XTTS-v2 folder has {', '.join(FILES)}"
         )
     return path
-
-
-def _read_mel_stats(folder: Path, inner: torch.Tensor | None) -> torch.Tensor:
-    """The deviations in mel_stats.pth, or `inner`, which model.pth has, if there is no such file.
-    Raises `UsageError` if they differ."""
-    path = folder / MEL_STATS
-    if inner is not None and not os.path.isfile(path):
-        return inner
-    content = {MEL_STATS: model_files.read_pickle(_require(path))}
-    stats = model_files.floats(content, path)[MEL_STATS]
-    if inner is None:
-        return stats
-    is_same = stats.shape == inner.shape
-    if is_same and not stats.is_meta:  # a dry run's tensors have no values
-        is_same = torch.allclose(stats, inner, rtol=1e-2)  # model.pth may be in 16 bits
-    if not is_same:
-        raise UsageError(
-            f"{path}: it differs from the mel_stats in {MODEL}: take both from the same model"
-        )
-    return stats
 
 
 def _read_config(description: dict, folder: Path, text: str) -> dict:
@@ -268,11 +252,6 @@ def _read_config(description: dict, folder: Path, text: str) -> dict:
         value = args.get(key, default)
         # `check_config` refuses values of other types.
         config[name] = value + more if type(value) is int else value
-    if args.get("decoder_input_dim", 1024) != config["d_model"]:
-        raise UsageError(
-            f"{folder / DESCRIPTION}: decoder_input_dim is not gpt_n_model_channels, the width of"
-            " the GPT"
-        )
     try:
         vocabulary = Vocabulary(text)
     except UsageError as error:
@@ -324,13 +303,6 @@ def _name_here(name: str) -> str:
 
 def _check(groups: dict, config: dict, path: str | Path) -> None:
     """Raises `UsageError` if tensors are missing, unexpected or of another shape."""
-    embedding = groups.get("gpt", {}).get("text_embedding.weight")
-    rows = len(embedding) if embedding is not None and embedding.dim() == 2 else None
-    if rows not in (None, config["text_tokens"]):
-        raise UsageError(
-            f"{path}: its text embedding has {rows} rows and {VOCAB} {config['text_tokens']}"
-            f" tokens: use the {VOCAB} with which these weights were trained"
-        )
     shapes = expected_shapes(config)
     for group, tensors in groups.items():
         if group == "mel_stats":
@@ -343,14 +315,11 @@ def _check(groups: dict, config: dict, path: str | Path) -> None:
 
 
 @dataclass(frozen=True)
-class Speaker:
-    """A voice to be exported: int16 samples (T,) of a reference clip and their Hz, and what the
-    model hears of it, latents (1, L, d) and a vector (1, 512)."""
+class Voice:
+    """A voice: latents (1, L, d) for the GPT and a speaker vector (1, 512) for the vocoder."""
 
-    samples: np.ndarray
-    rate: int
     latents: torch.Tensor
-    vector: torch.Tensor
+    speaker: torch.Tensor
 
 
 def export(
@@ -358,7 +327,7 @@ def export(
     groups: dict,
     config: dict,
     extras: dict,
-    speakers: dict[str, Speaker],
+    speakers: dict[str, tuple[np.ndarray, Voice]],
     card: str = "",
 ) -> list[str]:
     """Writes a folder that Coqui's XTTS loads strictly and speaks with, in fp32, and returns the
@@ -366,8 +335,9 @@ def export(
     any other. Raises `UsageError` and `RunError`.
 
     `groups` and `extras`: as `read_model` returns them. Settings in `extras["config"]` are kept; it
-    may be empty. `speakers` by name: their clips become speakers/NAME.wav, that of the first also
-    reference.wav, and the rest speakers_xtts.pth. `card`: the text of README.md."""
+    may be empty. `speakers` by name: int16 samples (T,) at 22.05 kHz, which become
+    speakers/NAME.wav, those of the first also reference.wav, and the voice that the model hears in
+    them, which goes into speakers_xtts.pth. `card`: the text of README.md."""
     folder = Path(folder)
     model_files.require_export(folder)
     state = {}
@@ -384,27 +354,25 @@ def export(
         texts[LICENCE_FILE] = f"{LICENCE}\n"
 
     def fill(aside: Path) -> None:
-        for name, text in texts.items():
-            (aside / name).write_text(text, encoding="utf-8")
         for name, content in contents.items():
             with open(aside / name, "wb") as file:
                 torch.save(content, file)
         (aside / "speakers").mkdir()
         known = {}
-        for name, speaker in zip(_file_names(speakers), speakers.values(), strict=True):
+        for name, (samples, voice) in zip(_file_names(speakers), speakers.values(), strict=True):
             if not known:
-                write_wav(aside / REFERENCE, speaker.samples, speaker.rate)
-            write_wav(aside / "speakers" / f"{name}.wav", speaker.samples, speaker.rate)
+                write_wav(aside / REFERENCE, samples, SAMPLE_RATE)
+            write_wav(aside / "speakers" / f"{name}.wav", samples, SAMPLE_RATE)
             # Coqui's code takes the two values by their order.
             known[name] = {
-                "gpt_cond_latent": _plain(speaker.latents),
-                "speaker_embedding": _plain(speaker.vector)[:, :, None],
+                "gpt_cond_latent": _plain(voice.latents),
+                "speaker_embedding": _plain(voice.speaker)[:, :, None],
             }
         if known:
             with open(aside / VOICES, "wb") as file:
                 torch.save(known, file)
 
-    return model_files.write_export(folder, fill, card)
+    return model_files.write_export(folder, fill, {**texts, model_files.CARD: card})
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,17 +19,16 @@ from common.options import ALONE, USUAL, flag
 from models.xtts import decoding
 from models.xtts.codec import SAMPLE_RATE, code_count
 from models.xtts.decoding import Sampling, Speech
-from models.xtts.formats import Conditioning, Speaker
+from models.xtts.formats import Conditioning, Voice
 from models.xtts.frozen import Frozen
 from models.xtts.texts import Texts
 from models.xtts.vocoder import OUTPUT_RATE
 from speech.data.columns import Corpus
 from speech.decoding import judge
-from speech.decoding.judge import KINDS, clip_name, write_corpus
 from speech.signal.audio import int16, read_audio, read_utterance
 from speech.writing.sentences import split_sentences
 
-TOGETHER = 4 * decoding.ROWS  # sentences that are sorted by length
+TOGETHER = 2 * decoding.ROWS  # texts whose sentences are sorted by length
 SHORTEST_SECONDS = 0.33  # of a chunk, as in Coqui's code
 
 FRAME_SECONDS = 0.01
@@ -65,14 +64,6 @@ class Synthesiser:
     texts: Texts
     longest: int
     lengths: Conditioning
-
-
-@dataclass(frozen=True)
-class Voice:
-    """A voice: latents (1, L, d) for the GPT and a speaker vector (1, 512) for the vocoder."""
-
-    latents: Tensor
-    speaker: Tensor
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -134,9 +125,9 @@ def read_references(paths: list[str], device: torch.device) -> list[Tensor]:
     return clips
 
 
-def speakers_of(corpus: Corpus) -> dict[str, tuple[np.ndarray, int]]:
-    """A reference clip of each speaker, the one that is nearest to 10 s: int16 samples (T,) and Hz.
-    Who speaks most is the first. Prints who has no clip that is long enough for a voice."""
+def speakers_of(corpus: Corpus) -> dict[str, np.ndarray]:
+    """A reference clip of each speaker, the one that is nearest to 10 s: int16 samples (T,) at
+    22.05 kHz. Who speaks most is the first. Prints who has no clip that is long enough."""
     off = np.abs(corpus.seconds - EXPORTED_SECONDS)
     best: dict[str, int] = {}
     spoken: Counter[str] = Counter()
@@ -149,13 +140,13 @@ def speakers_of(corpus: Corpus) -> dict[str, tuple[np.ndarray, int]]:
     for name, _ in spoken.most_common():
         clip = read_utterance(corpus, best[name], SAMPLE_RATE)
         if len(clip) >= SHORTEST_SECONDS * SAMPLE_RATE:
-            clips[name] = int16(clip), SAMPLE_RATE
+            clips[name] = int16(clip)
     if short := ", ".join(name for name in best if name not in clips):
         print(f"no voice for {short}: no clip of {SHORTEST_SECONDS} s")
     return clips
 
 
-def named_clips(paths: list[str]) -> dict[str, tuple[np.ndarray, int]]:
+def named_clips(paths: list[str]) -> dict[str, np.ndarray]:
     """The clips of --speaker_wav as `speakers_of` returns them, by the names of the files. Raises
     `UsageError` and `DataError`."""
     files_of: dict[str, str] = {}
@@ -167,29 +158,22 @@ def named_clips(paths: list[str]) -> dict[str, tuple[np.ndarray, int]]:
             )
         files_of[name] = path
     clips = read_references(paths, torch.device("cpu"))
-    return {name: (int16(clip), SAMPLE_RATE) for name, clip in zip(files_of, clips, strict=True)}
-
-
-def to_export(
-    synthesiser: Synthesiser, clips: dict[str, tuple[np.ndarray, int]]
-) -> dict[str, Speaker]:
-    """The voices of `clips` (of `speakers_of` or `named_clips`), each with the latents that the
-    model hears in it."""
-    device = next(synthesiser.model.parameters()).device
-    speakers = {}
-    for name, (samples, rate) in clips.items():
-        voice = voice_of(synthesiser, [torch.from_numpy(samples).to(device) / 2**15])
-        speakers[name] = Speaker(samples, rate, voice.latents, voice.speaker)
-    return speakers
+    return dict(zip(files_of, map(int16, clips), strict=True))
 
 
 def voice_of(synthesiser: Synthesiser, waveforms: Sequence[Tensor]) -> Voice:
-    """The voice of reference clips (T,) at 22.05 kHz. Raises `UsageError` if they are too short."""
+    """The voice of reference clips (T,) at 22.05 kHz, none shorter than 0.33 s."""
     frozen = synthesiser.frozen
     lengths = synthesiser.lengths
     clips = [waveform[: lengths.max_ref_len * SAMPLE_RATE] for waveform in waveforms]
     latents = latents_of(synthesiser.model, frozen.conditioning_mel, torch.cat(clips), lengths)
     return Voice(latents, frozen.speaker(clips))
+
+
+def voice_of_clip(synthesiser: Synthesiser, samples: np.ndarray) -> Voice:
+    """The voice of a clip of `speakers_of` or `named_clips`."""
+    device = next(synthesiser.model.parameters()).device
+    return voice_of(synthesiser, [torch.from_numpy(samples).to(device) / 2**15])
 
 
 @torch.no_grad()
@@ -199,17 +183,13 @@ def latents_of(
     """Conditioning latents (1, L, d) of a voice from reference clips in a row (T,) at 22.05 kHz:
     the mean over chunks of the first seconds, as in Coqui's code. `mel` maps (1, T) to
     "conditioning" features (1, M, F). A remainder of at least 0.33 s is a chunk without padding; a
-    shorter one is ignored. Raises `UsageError` if there is no chunk."""
+    shorter one is ignored."""
     heard = waveform[: lengths.gpt_cond_len * SAMPLE_RATE]
     chunks = [
         chunk
         for chunk in heard.split(lengths.gpt_cond_chunk_len * SAMPLE_RATE)
         if len(chunk) >= SHORTEST_SECONDS * SAMPLE_RATE
     ]
-    if not chunks:
-        raise UsageError(
-            f"the reference audio is shorter than {SHORTEST_SECONDS} s: give a longer --speaker_wav"
-        )
     return torch.stack([model.condition(mel(chunk[None])) for chunk in chunks]).mean(0)
 
 
@@ -225,7 +205,9 @@ def speak(
     together, which changes none of them."""
     model = synthesiser.model
     frozen = synthesiser.frozen
-    for part in _parts([_sentences(synthesiser, line, language) for line in lines]):
+    for first in range(0, len(lines), TOGETHER):
+        some = lines[first : first + TOGETHER]
+        part = [_sentences(synthesiser, line, language) for line in some]
         texts, tokens = zip(
             *(sentence for sentences in part for sentence in sentences), strict=True
         )
@@ -247,19 +229,6 @@ def _sentences(
     read = synthesiser.texts.read(text, language)
     sentences = split_sentences(read, synthesiser.longest, lambda piece: len(encode(piece)))
     return [(sentence, encode(sentence)) for sentence in sentences]
-
-
-def _parts(lines: list[list]) -> Iterator[list[list]]:
-    """Texts, given as lists of sentences, in parts of at least TOGETHER sentences. Those of similar
-    lengths can be sampled together then, and the first text is spoken soon."""
-    part = []
-    for sentences in lines:
-        part.append(sentences)
-        if sum(map(len, part)) >= TOGETHER:
-            yield part
-            part = []
-    if part:
-        yield part
 
 
 def _waveform(frozen: Frozen, speech: Speech, voice: Voice) -> Tensor:
@@ -295,26 +264,23 @@ def speak_corpus(
     folder: Path,
     synthesiser: Synthesiser,
     corpus: Corpus,
-    references: dict[str, tuple[np.ndarray, int]],
+    references: dict[str, np.ndarray],
     settings: Sampling,
 ) -> str:
-    """Speaks the sentences of a corpus with the voices of `references`, {speaker: (int16 samples,
-    Hz)}, and makes their recordings anew from their codes. Writes wav files into `folder`, and the
-    manifests reference.csv, resynthesis.csv and synthesis.csv. Returns a message, with the
-    similarity of the voices. Raises `RunError` if the files cannot be written."""
+    """Speaks the sentences of a corpus with the voices of `references`, of `speakers_of`, and makes
+    their recordings anew from their codes. Writes wav files into `folder`, and the manifests
+    reference.csv, resynthesis.csv and synthesis.csv. Returns a message, with the similarity of the
+    voices. Raises `RunError` if the files cannot be written."""
     frozen = synthesiser.frozen
     device = next(synthesiser.model.parameters()).device
     voices: dict[str, Voice] = {}
-    rows = {kind: [] for kind in KINDS}
-    clips: dict[str, tuple[np.ndarray, int]] = {}
+    made = []
     similarities = []
-    for index in range(len(corpus)):
-        text = corpus.texts[index]
+    for index, text in enumerate(corpus.texts):
         name = corpus.speakers[index] or "speaker"
         if name not in voices:
-            samples, _ = references.get(name) or next(iter(references.values()))
-            reference = torch.from_numpy(samples).to(device) / 32768
-            voices[name] = voice_of(synthesiser, [reference])
+            first = next(iter(references.values()))
+            voices[name] = voice_of_clip(synthesiser, references.get(name, first))
         recording = read_utterance(corpus, index, SAMPLE_RATE).to(device)
         codes = frozen.codes(recording[None])[0, : code_count(len(recording))]
         most = max(SHORTEST_LIMIT, LIMIT * len(codes))
@@ -324,16 +290,14 @@ def speak_corpus(
         if len(spoken) > OUTPUT_RATE // 2:
             heard = frozen.speaker([spoken], OUTPUT_RATE)
             similarities.append(float(F.cosine_similarity(heard, voices[name].speaker)[0]))
-        outputs = {
-            "reference": (recording, SAMPLE_RATE),
-            "resynthesis": (frozen.resynthesise(codes), SAMPLE_RATE),
-            "synthesis": (spoken, OUTPUT_RATE),
-        }
-        for kind, (waveform, rate) in outputs.items():
-            file = clip_name(index, kind)
-            rows[kind].append((file, text, name))
-            clips[file] = int16(waveform), rate
-    write_corpus(folder, clips, rows)
+        made.append(
+            {
+                "reference": (int16(recording), SAMPLE_RATE),
+                "resynthesis": (int16(frozen.resynthesise(codes)), SAMPLE_RATE),
+                "synthesis": (int16(spoken), OUTPUT_RATE),
+            }
+        )
+    judge.write_corpus(folder, corpus, made)
     message = (
         f"{len(corpus)} held-out sentences spoken: {folder}/*_synthesis.wav; manifests beside them"
     )
@@ -350,7 +314,7 @@ def speak_held_out(
     setup: Setup,
     synthesiser: Synthesiser,
     corpus: Corpus,
-    clips: dict[str, tuple[np.ndarray, int]],
+    clips: dict[str, np.ndarray],
 ) -> None:
     """Speaks the first sentences of `corpus`, each in the voice of its speaker's clip in `clips`,
     of `speakers_of`, and prints how well the judge understands them."""

@@ -4,7 +4,7 @@ begins with, its frozen parts."""
 import argparse
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import torch
@@ -15,7 +15,6 @@ from common.checkpoint import Saved
 from common.errors import UsageError
 from common.options import TRAINS, USUAL, OnOff, flag
 from common.parts import lora
-from common.parts.new_rows import NewRows
 from models import adapters, released
 from models.released import Forms, Origin
 from models.xtts import cleaners, formats, frozen, new_tokens, speaking, texts
@@ -70,10 +69,10 @@ class ModelInfo:
     text: texts.TextOptions
     condition: Annotated[str, {"same", "other"}]  # --condition
     slice: tuple[int, int]  # the shortest and longest conditioning slice, samples
-    settings: dict  # config.json of the released model
-    licence: bool  # the weights derive from Coqui's
-    model_dir: str | None  # the folder of the frozen parts; None in a plan without one
-    dvae: str  # `digest` of the DVAE
+    settings: dict = field(default_factory=dict)  # config.json of the released model
+    licence: bool = False  # the weights derive from Coqui's
+    model_dir: str | None = None  # the folder of the frozen parts; None in a plan without one
+    dvae: str = ""  # `digest` of the DVAE
     new_tokens: int = 0  # the last ones, which the released vocabulary lacked
     # Earlier versions could begin at random weights. The others have these values.
     pretrained: Annotated[bool, lambda pretrained: pretrained, TUNED_ONLY] = True
@@ -228,18 +227,46 @@ class Family(released.Family):
     added: int = 0
 
     def read(self, path: str) -> tuple[ModelInfo, dict[str, Tensor]]:
-        return read(self.asked, path)
+        """With a token for the language."""
+        asked = self.asked
+        groups, config, extras = formats.read_model(path)
+        if asked.version and VERSIONS[asked.version] != config["text_tokens"]:
+            raise UsageError(
+                f"--version {asked.version}: its vocabulary has {VERSIONS[asked.version]} tokens,"
+                f" and these weights have {config['text_tokens']}"
+            )
+        weights = groups["gpt"]
+        if asked.custom_model:
+            weights = formats.read_custom(asked.custom_model, config)
+        info = ModelInfo(
+            config=config,
+            vocab=extras["vocab"],
+            language=told(asked),
+            carried=False,
+            text=new_text(asked),
+            condition=asked.condition or "same",
+            slice=SLICE,
+            settings=extras["config"],
+            licence=extras["licence"] or asked.custom_model is not None,
+            model_dir=os.path.abspath(path),
+            dvae=frozen.digest(groups["dvae"]),
+        )
+        return new_tokens.add_language(info, weights)
 
     def base(self, path: str) -> dict[str, Tensor]:
-        return read(replace(self.asked, language=texts.CARRIER), path)[1]
+        return Family(replace(self.asked, language=texts.CARRIER)).read(path)[1]
 
     def network(self, info: ModelInfo) -> GPT:
         return GPT(info.config)
 
     def make_model(self, info: ModelInfo, weights, trains: bool = False) -> GPT:
+        """Without training of the first layers that --freeze_layers names."""
         model = make_model(info.config, weights, self.asked.dropout if trains else 0.0)
-        if trains:
-            freeze(model, self.asked.freeze_layers)
+        layers = self.asked.freeze_layers if trains else 0
+        if layers > len(model.gpt.h):
+            raise UsageError(f"--freeze_layers {layers}: the GPT has {len(model.gpt.h)} layers")
+        for block in model.gpt.h[:layers]:
+            block.requires_grad_(False)
         return model
 
     def check(self, info: ModelInfo, name: str) -> None:
@@ -253,21 +280,32 @@ class Family(released.Family):
 
     def conflicts(self, info: ModelInfo, saved: Saved) -> list[str]:
         flags = super().conflicts(info, saved)
-        return flags + texts.conflicts(self.origin.given, self.asked.text, info.text)
+        if "lexicon" in self.origin.given and self.asked.text.lexicon != info.text.lexicon:
+            flags.append("--lexicon (the checkpoint has other words)")
+        return flags
 
     def saved_flags(self, info: ModelInfo, saved: Saved) -> dict:
-        return {
+        flags = {
             "language": (self.given("language"), info.language),
             "condition": (self.asked.condition, info.condition),
         }
+        for name, kept in texts.KEPT.items():
+            if name in self.origin.given:
+                flags[name] = getattr(self.asked.text, kept), getattr(info.text, kept)
+        return flags
 
     def create(self, source) -> ModelInfo:
         return planned_info(self.asked)
 
     def begin(self, info: ModelInfo, weights, run, source: Callable[[], dict[str, Corpus]]):
         """The vocabulary is extended for the training texts, which are read as the model reads."""
-        if run.initial:
-            check_initial(run.initial, info)
+        if initial := run.initial:
+            known = records.read(ModelInfo, initial.model_info, initial.path)
+            if info.dvae not in ("", known.dvae):
+                raise UsageError(
+                    f"--init_from {initial.path}: its model has learned the codes of another DVAE;"
+                    " name the same --model_dir"
+                )
         self.parts = frozen_parts(self.asked, info)
         corpora = source()
         texts.read_corpora(texts.Texts(info), corpora)
@@ -311,14 +349,6 @@ def first_model(
     return synthesiser_of(info, model, parts, vocabulary), info, family.added
 
 
-def freeze(model: GPT, layers: int) -> None:
-    """Freezes the first `layers` of the GPT. Raises `UsageError` if it has fewer."""
-    if layers > len(model.gpt.h):
-        raise UsageError(f"--freeze_layers {layers}: the GPT has {len(model.gpt.h)} layers")
-    for block in model.gpt.h[:layers]:
-        block.requires_grad_(False)
-
-
 def trained(
     asked: XttsOptions, setup: device.Setup
 ) -> tuple[Synthesiser, ModelInfo, RunInfo | None]:
@@ -351,9 +381,9 @@ def reader_of(
     """What reads texts as the model `info` does, or will do if it `is_new`, or as any model if it
     is not known; and the model's configuration. It reads the texts of the `corpora`."""
     if info is None:
-        language = told(asked)
-        is_carried = language not in cleaners.LANGUAGES
-        reader = texts.Texts(texts.Reading(language, asked.text, is_carried))
+        is_carried = told(asked) not in cleaners.LANGUAGES
+        unknown = replace(planned_info(asked), text=asked.text, vocab="", carried=is_carried)
+        reader = texts.Texts(unknown)
         texts.read_corpora(reader, corpora)
         return reader, formats.RELEASED
     texts.read_corpora(texts.Texts(info), corpora)
@@ -367,33 +397,6 @@ def told(asked: XttsOptions) -> str:
     if asked.language is None:
         raise UsageError(languages.ASK)
     return asked.language
-
-
-def read(asked: XttsOptions, folder: str) -> tuple[ModelInfo, dict[str, Tensor]]:
-    """The info and the GPT's weights of a released model, with a token for the language."""
-    groups, config, extras = formats.read_model(folder)
-    if asked.version and VERSIONS[asked.version] != config["text_tokens"]:
-        raise UsageError(
-            f"--version {asked.version}: its vocabulary has {VERSIONS[asked.version]} tokens, and"
-            f" these weights have {config['text_tokens']}"
-        )
-    weights = groups["gpt"]
-    if asked.custom_model:
-        weights = formats.read_custom(asked.custom_model, config)
-    info = ModelInfo(
-        config=config,
-        vocab=extras["vocab"],
-        language=told(asked),
-        carried=False,
-        text=new_text(asked),
-        condition=asked.condition or "same",
-        slice=SLICE,
-        settings=extras["config"],
-        licence=extras["licence"] or asked.custom_model is not None,
-        model_dir=os.path.abspath(folder),
-        dvae=frozen.digest(groups["dvae"]),
-    )
-    return new_tokens.add_language(info, weights)
 
 
 def planned_info(asked: XttsOptions) -> ModelInfo:
@@ -410,33 +413,12 @@ def planned_info(asked: XttsOptions) -> ModelInfo:
         text=new_text(asked),
         condition=asked.condition or "other",
         slice=SLICE,
-        settings={},
-        licence=False,
-        model_dir=None,
-        dvae="",
     )
 
 
 def new_text(asked: XttsOptions) -> texts.TextOptions:
     """How a new model reads, whose vocabulary is not extended yet."""
     return replace(asked.text, extend_vocab=None, vocab_size=texts.VOCAB_SIZE)
-
-
-def check_initial(initial: Saved, info: ModelInfo) -> None:
-    """Raises `UsageError` if the model of --init_from has learned other codes."""
-    other = records.read(ModelInfo, initial.model_info, initial.path)
-    if info.dvae not in ("", other.dvae):
-        raise UsageError(
-            f"--init_from {initial.path}: its model has learned the codes of another DVAE; name the"
-            " same --model_dir"
-        )
-
-
-def new_rows(family: Family, info: ModelInfo, initial: Saved | None) -> NewRows | None:
-    """The rows of tokens that the released vocabulary lacked, and that the weights of --init_from
-    have not learned. They have a learning rate of their own."""
-    rows = family.untrained(info, initial)
-    return NewRows(dict.fromkeys(new_tokens.TEXT_ROWS, rows), NEW_ROWS_RATE) if rows else None
 
 
 # --- frozen parts ---------------------------------------------------------------------------------

@@ -37,7 +37,21 @@ PHONEMES = "abcdefghijklmnopqrstuvwxyzäəčšžñı'"
 # The characters of a plan's vocabulary.
 CHARACTERS = "".join(map(chr, range(0x1200, 0x1380))) + "'.,;:?!-" + PHONEMES
 ETHIOPIC = re.compile(amharic.ETHIOPIC)
+# What is not read in words by language: of Coqui's languages only numbers can be left.
+NOTHING = re.compile("(?!)")  # tones have numbers, and Coqui's code leaves some
+UNREAD = {
+    **dict.fromkeys(cleaners.LANGUAGES, reading.UNREAD),
+    cleaners.CHINESE: NOTHING,
+    cleaners.JAPANESE: NOTHING,
+}
 
+# Flags that a checkpoint decides, and the fields of `TextOptions` that keep them.
+KEPT = {
+    "use_amharic_g2p": "g2p",
+    "epenthesis": "epenthesis",
+    "extend_vocab": "extend_vocab",
+    "vocab_size": "vocab_size",
+}
 _LATER = "the vocabulary of a trained model is not extended; leave it out"
 EXCLUDES = (
     ("extend_vocab", "use_amharic_g2p", "phonemes need no new tokens; give one of them"),
@@ -52,10 +66,6 @@ NEEDS = (
 )
 
 
-def _are_words(lexicon: dict) -> bool:
-    return all(type(word) is str is type(sounds) for word, sounds in lexicon.items())
-
-
 @dataclass(frozen=True)
 class TextOptions:
     """How a model reads texts: the flags of a new model, and what its checkpoints keep.
@@ -63,7 +73,9 @@ class TextOptions:
 
     g2p: bool = False
     epenthesis: bool = True
-    lexicon: Annotated[dict, _are_words] = field(default_factory=dict)
+    lexicon: Annotated[dict, lambda lexicon: set(map(type, lexicon.values())) <= {str}] = field(
+        default_factory=dict
+    )
     extend_vocab: Annotated[str | None, (type(None), {*KINDS})] = None
     vocab_size: int = VOCAB_SIZE
 
@@ -89,7 +101,7 @@ class TextFlags:
         "add to the vocabulary the characters of the training texts that it lacks; bpe: also pieces"
         " of Ethiopic words", USUAL)
     vocab_size: int = flag(
-        options.number(int, 1, MOST_TOKENS), VOCAB_SIZE, "N",
+        options.number(int, 1, MOST_TOKENS // 2), VOCAB_SIZE, "N",
         f"with --extend_vocab bpe: tokens to add at most ({VOCAB_SIZE})")
     show_text: list[str] | None = flag(
         None, None, "TEXT",
@@ -105,12 +117,6 @@ def add_arguments(parser) -> None:
 
 def resolve(args, language: str | None) -> TextOptions:
     """Checks these flags and returns what they ask for. Raises `UsageError`."""
-    given = [flag for flag in ("use_amharic_g2p", "lexicon", "epenthesis") if flag in args.given]
-    if given and args.synthesize and (args.resume or not args.model_dir):
-        raise UsageError(
-            f"--{given[0]}: a checkpoint keeps how it reads; leave it out, or give --model_dir"
-            " without --resume"
-        )
     if args.use_amharic_g2p and language != AMHARIC:
         raise UsageError(
             f"--use_amharic_g2p is for Amharic ({AMHARIC}), and --language is {language}: leave one"
@@ -125,53 +131,7 @@ def resolve(args, language: str | None) -> TextOptions:
     )
 
 
-def conflicts(given: frozenset[str], wanted: TextOptions, saved: TextOptions) -> list[str]:
-    """The flags that contradict how a checkpoint's model reads, each with what that has."""
-    flags = []
-    if "use_amharic_g2p" in given and wanted.g2p != saved.g2p:
-        reads = "phonemes" if saved.g2p else "text as written"
-        flags.append(f"{_switch('use_amharic_g2p', wanted.g2p)} (the checkpoint reads {reads})")
-    if "lexicon" in given and wanted.lexicon != saved.lexicon:
-        flags.append("--lexicon (the checkpoint has other words)")
-    if "epenthesis" in given and wanted.epenthesis != saved.epenthesis:
-        flag = _switch("epenthesis", wanted.epenthesis)
-        flags.append(f"{flag} (the checkpoint has the opposite)")
-    extended = "the checkpoint's vocabulary was not extended"
-    if saved.extend_vocab:
-        most = f"{saved.vocab_size} at most"
-        extended = f"the checkpoint's vocabulary was extended by {saved.extend_vocab}, {most}"
-    if "extend_vocab" in given and wanted.extend_vocab != saved.extend_vocab:
-        flags.append(f"--extend_vocab {wanted.extend_vocab} ({extended})")
-    if "vocab_size" in given and wanted.vocab_size != saved.vocab_size:
-        flags.append(f"--vocab_size {wanted.vocab_size} ({extended})")
-    return flags
-
-
-def _switch(flag: str, on: bool) -> str:
-    return f"--{flag}" if on else f"--no_{flag}"
-
-
 # --- reading --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How texts are read by a model that is not known: what `Texts` takes of a `ModelInfo`."""
-
-    language: str
-    text: TextOptions
-    carried: bool
-    vocab: str | None = None
-
-
-def unread(read: str, language: str) -> list[str]:
-    """The digits and signs in what was `read` of a text, which are not in words because nothing
-    here knows how they are read."""
-    if language in (cleaners.CHINESE, cleaners.JAPANESE):  # tones, and what Coqui's code leaves
-        return []
-    is_coquis = language in cleaners.LANGUAGES
-    pattern = reading.UNREAD if is_coquis else reading.NOT_IN_WORDS
-    return list(dict.fromkeys(pattern.findall(read)))
 
 
 def most_text(config: dict) -> int:
@@ -192,18 +152,14 @@ def read_corpora(reader: "Texts", corpora: dict[str, Corpus]) -> None:
                 continue
             own = (text for text, told in pairs if reader.language_of(told) == language)
             read = functools.partial(reader.read, language=language)
-            if lost := reading.left_out(own, read):
-                print(
-                    f"warning: {name} set: what is read in {language} leaves out letters, or marks"
-                    f" on them: {named(lost)}"
-                )
+            reading.warn_left_out(name, own, read, language)
 
 
 class Texts:
     """Texts to what the model reads and, if its `vocabulary` is known, to tokens. The token of a
     language that Coqui knows comes first; the token of another one follows English's, because
-    Coqui's code takes its texts for English. `info`: the model's `ModelInfo`, or a `Reading`.
-    `is_new`: the vocabulary may still be extended, which error messages advise."""
+    Coqui's code takes its texts for English. `info`: the model's `ModelInfo`, whose `vocab` may be
+    empty. `is_new`: the vocabulary may still be extended, which error messages advise."""
 
     def __init__(self, info, is_new: bool = False):
         self.vocabulary = Vocabulary(info.vocab) if info.vocab else None
@@ -268,20 +224,13 @@ class Texts:
         signs are not in words, the vocabulary has none of its letters, or it has more than
         `longest` tokens. None if it can."""
         language = self.language_of(language)
-        if signs := unread(read, language):
-            return (
-                f"numbers or signs that are not read in words in {language}: write them as words",
-                f"{' '.join(signs[:20])} in {read[:40]!r}",
-            )
-        if not any(map(str.isalnum, read)):
-            return "the text has no letters", repr(read[:40])
-        if self.vocabulary is None:
-            return None
+        problem = reading.fault(read, language, UNREAD.get(language, reading.NOT_IN_WORDS))
+        if problem or self.vocabulary is None:
+            return problem
         prefix = self.encode_read("", language)
         tokens = self.encode_read(read, language)[len(prefix) :]
-        unknown = self.vocabulary.unknown
-        written = self.vocabulary.decode([token for token in tokens if token != unknown])
-        if not any(character.isalnum() for character in written):
+        lacking = self.vocabulary.lacking(read) if self.vocabulary.unknown in tokens else ()
+        if not any(map(str.isalnum, {*read}.difference(lacking))):
             reason = "the vocabulary has none of the text's letters"
             if self.is_new and ETHIOPIC.search(read):
                 reason += ": --use_amharic_g2p or --extend_vocab"

@@ -103,11 +103,6 @@ class Vocabulary:
         """The V tokens, by id."""
         return [self._tokenizer.id_to_token(i) or f"[no token {i}]" for i in range(self.size)]
 
-    def decode(self, tokens: list[int]) -> str:
-        """The text of ids below V, without START and STOP, but with other special tokens."""
-        names = [self._tokenizer.id_to_token(int(token)) or UNKNOWN for token in tokens]
-        return "".join(name for name in names if name not in (START, STOP)).replace(SPACE, " ")
-
 
 def _refused(reason: str) -> UsageError:
     return UsageError(f"vocab.json is refused: {reason}; take the one that came with the weights")
@@ -138,7 +133,7 @@ def add_tokens(text: str, tokens: list[str]) -> str:
             continue
         size += _number(ids, token, size)
         added.append({"id": ids[token], "content": token, **_SPECIAL})
-    return _checked(content, size)
+    return _checked(content)
 
 
 def add_pieces(text: str, characters: Iterable[str], merges: Iterable[tuple[str, str]]) -> str:
@@ -155,7 +150,7 @@ def add_pieces(text: str, characters: Iterable[str], merges: Iterable[tuple[str,
         size += _number(ids, "".join(pair), size)
         if pair not in pairs:
             known.append(list(pair) if has_lists else " ".join(pair))
-    return _checked(content, size)
+    return _checked(content)
 
 
 def _with_all_ids(text: str) -> tuple[dict, int]:
@@ -180,11 +175,7 @@ def _number(ids: dict[str, int], token: str, size: int) -> int:
     return int(ids.setdefault(token, size) == size)
 
 
-def _checked(content: dict, size: int) -> str:
-    if size > MOST_TOKENS:
-        raise UsageError(
-            f"the vocabulary would have {size} tokens, and the most is {MOST_TOKENS}: add fewer"
-        )
+def _checked(content: dict) -> str:
     text = json.dumps(content, ensure_ascii=False)
     Vocabulary(text)
     return text
@@ -198,8 +189,9 @@ def learn_merges(words: Mapping[str, int], count: int) -> list[tuple[str, str]]:
         return []
     learner = tokenizers.Tokenizer(tokenizers.models.BPE())
     characters = set().union(*words)
-    size = len(characters) + min(count, MOST_TOKENS)  # the trainer reserves memory for so many
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, min_frequency=2, show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=len(characters) + count, min_frequency=2, show_progress=False
+    )
     repeated = (word for word, times in words.items() for _ in range(times))
     learner.train_from_iterator(repeated, trainer)
     return [_pair(merge) for merge in json.loads(learner.to_str())["model"]["merges"]]
@@ -207,13 +199,10 @@ def learn_merges(words: Mapping[str, int], count: int) -> list[tuple[str, str]]:
 
 def new_vocabulary(characters: str, languages: list[str], size: int) -> str:
     """The text of a vocab.json of `size` rows for a model that starts from random weights: special
-    tokens as in the released one, a token a character, and unused tokens that no text becomes.
-    Raises `UsageError` if `size` is too small."""
+    tokens as in the released one, a token a character, and unused tokens that no text becomes."""
     names = [STOP, UNKNOWN, SPACE, *dict.fromkeys(characters.replace(" ", ""))]
     special = [STOP, UNKNOWN, SPACE, START, *(f"[{language}]" for language in languages)]
     names += [name for name in special if name not in names]
-    if len(names) > size:
-        raise UsageError(f"a vocabulary of {size} rows is too small for {len(names)} tokens")
     names += [f"[unused {i}]" for i in range(len(names), size)]
     usual = min(261, size - 1)  # START's id in the released vocabulary
     names[names.index(START)] = names[usual]

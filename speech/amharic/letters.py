@@ -5,12 +5,6 @@ import re
 import unicodedata
 
 BLOCKS = ((0x1200, 0x139F), (0x2D80, 0x2DDF), (0xAB00, 0xAB2F), (0x1E7E0, 0x1E7FF))
-# The names in the last block, which is newer than Python 3.10's Unicode data. A hyphen is an
-# unassigned character.
-EXTENDED_B = (
-    "HHYA HHYU HHYI HHYAA HHYEE HHYE HHYO - GURAGE_HHWA HHWI HHWEE HHWE - MWI MWEE - QWI QWEE QWE"
-    " BWI BWEE KWI KWEE KWE GWI GWEE GWE FWI FWEE PWI PWEE"
-).split()
 # The consonant part of a name. Consonants that Amharic lacks become its nearest ones.
 CONSONANTS = dict(
     pair.split(":")
@@ -28,23 +22,22 @@ FIRST_IS_A = ("H", "HH", "X", "GLOTTAL", "PHARYNGEAL", "RY", "MY", "FY")  # ሀ,
 def _syllables() -> dict[str, tuple[str, str]]:
     """(consonant, vowel) of every Ethiopic syllable. A glottal consonant is an empty string, and w
     belongs to a vowel."""
-    names = {chr(BLOCKS[-1][0] + i): name for i, name in enumerate(EXTENDED_B) if name != "-"}
-    for first, last in BLOCKS[:-1]:
+    names = {}
+    for first, last in BLOCKS:
         for c in map(chr, range(first, last + 1)):
             name = unicodedata.name(c, "")
             if name.startswith("ETHIOPIC SYLLABLE "):
                 names[c] = name.removeprefix("ETHIOPIC SYLLABLE ").replace(" ", "_")
     pattern = re.compile(f"(SEBATBEIT_|GURAGE_)?({'|'.join(CONSONANTS)})_?(W?)({'|'.join(ORDERS)})")
-    rows, syllables = set(names.values()), {}
+    rows = set(names.values())
+    syllables = {}
     for c, name in names.items():
         labial, consonant, w, order = pattern.fullmatch(name).groups()
         vowel = w.lower() + ORDERS[order]
         if order == "A" and consonant in FIRST_IS_A:
             vowel = "a"
-        elif (
-            name.endswith("WA") and w and not labial and f"{consonant}WAA" not in rows
-        ):  # ሏ; the row of ቋ has both
-            vowel = "wa"
+        elif name.endswith("WA") and w and not labial and f"{consonant}WAA" not in rows:
+            vowel = "wa"  # ሏ; the row of ቋ has both
         syllables[c] = CONSONANTS[consonant], "ə" if name == "GLOTTAL_WA" else vowel
     return syllables
 

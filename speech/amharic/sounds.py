@@ -48,13 +48,10 @@ def read_lexicon(path: str) -> dict[str, str]:
         word = word.strip()
         pronunciation = pronunciation.lower().strip()
         place = f"--lexicon {path}, line {number}"
-        if not tab or "\t" in pronunciation:
-            raise UsageError(f"{place}: a line is an Amharic word, one tab and its phonemes")
-        if not WORD.fullmatch(word):
-            raise UsageError(f"{place}: {word!r} is not a word in Ethiopic letters")
-        if not _PRONUNCIATION.fullmatch(pronunciation):
+        if not (tab and WORD.fullmatch(word) and _PRONUNCIATION.fullmatch(pronunciation)):
             raise UsageError(
-                f"{place}: {pronunciation!r} are not phonemes; write them with {PHONEMES}"
+                f"{place}: {line[:60]!r} is not a word in Ethiopic letters, one tab and its"
+                f" phonemes, which are written with {PHONEMES}"
             )
         if lexicon.setdefault(word, pronunciation) != pronunciation:
             raise UsageError(

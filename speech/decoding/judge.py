@@ -18,6 +18,7 @@ from torch import Tensor
 from common import checkpoint, files, options
 from common.errors import RunError, UsageError, writing
 from common.options import flag
+from speech.data.columns import Corpus
 from speech.data.folders import is_replaceable, made_from, write_folder
 from speech.signal.audio import int16, is_own_speech, write_speech, write_wav
 from speech.writing import metrics
@@ -133,20 +134,20 @@ def folder_of(output_dir: str | Path) -> Path:
 
 
 def write_corpus(
-    folder: Path,
-    clips: dict[str, tuple[np.ndarray, int]],
-    rows: dict[str, list[tuple[str, str, str]]],
+    folder: Path, corpus: Corpus, made: Sequence[dict[str, tuple[np.ndarray, int]]]
 ) -> None:
-    """Writes `clips`, {file: (int16 samples, Hz)}, and a manifest of each kind of `rows` (file,
-    text, speaker) in a new `folder`. An earlier one is replaced if nobody has changed it, and moved
-    to earlier-N/ otherwise. Raises `RunError`."""
+    """Writes in a new `folder` what was `made` of each sentence of a corpus, {kind: (int16 samples,
+    Hz)}, and a manifest of each of KINDS. An earlier one is replaced if nobody has changed it, and
+    moved to earlier-N/ otherwise. Raises `RunError`."""
 
     def fill(aside: Path) -> None:
-        for file, (samples, rate) in clips.items():
-            write_wav(aside / file, samples, rate)
-        for kind, lines in rows.items():
-            cells = [[" ".join(c.replace("|", " ").split()) for c in row] for row in lines]
-            table = ["|".join(row) for row in (HEADER, *cells)]
+        for kind in KINDS:
+            table = ["|".join(HEADER)]
+            for index, clips in enumerate(made):
+                file = clip_name(index, kind)
+                write_wav(aside / file, *clips[kind])
+                row = (file, corpus.texts[index], corpus.speakers[index] or "speaker")
+                table.append("|".join(" ".join(c.replace("|", " ").split()) for c in row))
             files.write_text(aside / f"{kind}.csv", "\n".join(table) + "\n")
 
     with writing(folder, "--output_dir"):

@@ -14,6 +14,7 @@ from speech import amharic
 from speech.data.fields import check_encoding
 from speech.writing import languages
 from speech.writing.text import is_letter, normalise
+from speech.writing.unknown import named
 
 AMHARIC = "am"
 # Quotes, and marks that stand for others.
@@ -99,6 +100,30 @@ def left_out(texts: Iterable[str], read: Callable[[str], str]) -> Counter[str]:
         return not heard or not set(unicodedata.normalize("NFD", letter)[1:]) <= set(heard)
 
     return Counter({letter: count for letter, count in counts.items() if is_lost(letter)})
+
+
+def warn_left_out(
+    name: str, texts: Iterable[str], read: Callable[[str], str], language: str
+) -> None:
+    """Says which letters of the set `name` `read` leaves out."""
+    if lost := left_out(texts, read):
+        print(
+            f"warning: {name} set: what is read in {language} leaves out letters, or marks on"
+            f" them: {named(lost)}"
+        )
+
+
+def fault(text: str, language: str, unread: re.Pattern = NOT_IN_WORDS) -> tuple[str, str] | None:
+    """Why what was read of a text cannot be trained on, as (reason, details): it has signs that are
+    `unread`, which nothing here says in words, or no letters. None if it can."""
+    if signs := list(dict.fromkeys(unread.findall(text))):
+        return (
+            f"numbers or signs that are not read in words in {language}: write them as words",
+            f"{' '.join(signs[:20])} in {text[:40]!r}",
+        )
+    if not any(map(str.isalnum, text)):
+        return "the text has no letters", repr(text[:40])
+    return None
 
 
 class _Heard(dict):

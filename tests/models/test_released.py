@@ -160,12 +160,11 @@ def test_an_export_replaces_nothing_that_the_command_uses(named, tmp_path, monke
     released.require_exports({**written, "export": "x"}, [])
 
 
-def test_a_missing_model_is_fetched_by_its_own_name():
+def test_the_command_that_fetches_a_missing_model():
     usual = "hf download openai/whisper-base --local-dir whisper-base"
     forms = released.Forms("Whisper", "a folder", "base.pt", "for others", usual)
-    asked = released.fetching("models/whisper-small", forms)
-    assert asked.endswith("hf download openai/whisper-small --local-dir whisper-small")
-    assert released.fetching("gone", forms).endswith("openai/whisper-base --local-dir whisper-base")
+    with pytest.raises(UsageError, match=f"with: .*{usual}$"):
+        released.require_source("gone", "--model_dir", forms)
     forms = replace(forms, fetch_file="curl -LO https://a/base.pt")
     with pytest.raises(UsageError, match=r"with: curl -LO https://a/base\.pt$"):
         released.require_source("gone.pt", "--model_file", forms)

@@ -19,7 +19,9 @@ from transformers import HubertForCTC, Wav2Vec2ForCTC, Wav2Vec2Model
 from common import checkpoint
 from common.device import Setup
 from common.loop import Run
+from models import model_files
 from models.wav2vec2 import formats, settings, start, texts, vocabulary
+from models.wav2vec2.model import Wav2Vec2
 from models.wav2vec2.tokenizer import SPACE
 from recipes import wav2vec2_ctc as recipe
 from speech.data.columns import Corpus
@@ -105,10 +107,14 @@ def utterances(noise: list[str], folder: Path, *flags, training: bool = True) ->
     """The training set as main reads it, and the info and the weights of the model."""
     args = runs.parse(recipe, *noise, "--model_dir", folder, *flags)
     asked = recipe.resolve(args)
-    info, weights = start.read(asked, str(folder))
+    info, weights = start.Family(asked).read(str(folder))
     corpus = corpus_of(noise, info)
     data = recipe.Utterances(asked, corpus, start.tokenizer_of(info), info, training)
     return data, info, weights
+
+
+def model_of(info: start.ModelInfo, weights: dict) -> Wav2Vec2:
+    return model_files.with_weights(lambda: Wav2Vec2(info.config), weights)
 
 
 def make_items(noise: list[str], folder: Path, *flags) -> tuple:
@@ -121,7 +127,7 @@ def make_items(noise: list[str], folder: Path, *flags) -> tuple:
     assert len({tuple(item["layers"].tolist()) for item in items}) > 2
     for key in ("time_masks", "channel_masks"):
         assert any(item[key].any() for item in items)
-    return items, info, start.make_model(info, weights).double()
+    return items, info, model_of(info, weights).double()
 
 
 def test_however_a_global_batch_is_cut_its_gradient_is_the_same(noise, tmp_path, monkeypatch):
@@ -144,7 +150,7 @@ def test_the_loss_is_that_of_the_logits_of_transformers(noise, released, monkeyp
     monkeypatch.setattr(recipe, "AT_ONCE", at_once)
     data, info, weights = utterances(noise, released, training=False)
     items = [data.item(index, 0) for index in range(len(data))]
-    found = recipe.compute_loss(start.make_model(info, weights).eval(), moved(items))["ctc"]
+    found = recipe.compute_loss(model_of(info, weights).eval(), moved(items))["ctc"]
     theirs = Wav2Vec2ForCTC.from_pretrained(released).eval()
     expected = 0.0
     for item in items:
@@ -163,8 +169,9 @@ def test_usual_masks_go_with_the_start(noise, released, unsupervised):
     kept, _, _ = utterances(noise, released)
     args = runs.parse(recipe, *noise, "--model_dir", unsupervised)
     asked = recipe.resolve(args)
-    written = corpus_of(noise, start.read(asked, str(unsupervised))[0]).texts
-    info, _ = start.Family(asked).first_model(Run(Setup()), lambda info: written)
+    family = start.Family(asked)
+    written = corpus_of(noise, family.read(str(unsupervised))[0]).texts
+    info, _ = family.first_model(Run(Setup()), lambda info: written)
     new = recipe.Utterances(asked, corpus_of(noise, info), start.tokenizer_of(info), info, True)
     assert (kept.masks, new.masks) == (start.KEPT_HEAD_MASKS, start.NEW_HEAD_MASKS)
     assert info.has_new_head and kept.layer_drop == new.layer_drop == start.LAYER_DROP

@@ -149,9 +149,3 @@ def test_mistakes_are_answered_in_one_line(line, message, manifest, nemotron, tm
         prepared(*words)
     assert message.format(**places) in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("family", command.ELSEWHERE)
-def test_a_family_whose_recipe_does_it_says_so(family):
-    with pytest.raises(UsageError, match=f"^{family}: [^\n]*(recipes|docs)/"):
-        command.main([family, "model", "train.json", "--export", "new"])

@@ -10,7 +10,7 @@ import torch
 from models.wav2vec2 import decoding
 from models.wav2vec2.tokenizer import Wav2Vec2Tokenizer
 from speech.decoding import timed
-from tests.models.wav2vec2.small import characters_state, sentencepiece_state
+from tests.models.wav2vec2.small import characters_state
 
 TOKENIZER = Wav2Vec2Tokenizer(characters_state("abcd'"))
 CONFIG = {"conv_stride": [5, 2, 2, 2, 2, 2, 2]}
@@ -51,11 +51,6 @@ def test_words_begin_and_end_with_their_characters():
     assert found[0]["segments"] == [{"start": 0.04, "end": 0.3, "text": "ab cc"}]
 
 
-def test_an_apostrophe_belongs_to_its_word():
-    (found,) = read(["-a-'-b--_-'-c-"])
-    assert words(found) == [("a'b", 0.02, 0.14), ("'c", 0.2, 0.28)]
-
-
 def test_what_is_unknown_is_part_of_a_word():
     unknown = TOKENIZER.pieces.index("<unk>")
     log_probs = torch.nn.functional.one_hot(torch.tensor([[5, unknown, 6]]), TOKENIZER.size).float()
@@ -68,19 +63,6 @@ def test_the_confidence_of_a_word_is_the_mean_of_its_characters():
     for share in (0.5, 0.9):
         (found,) = read(["-aab-_-c-'-"], share)
         assert [word["confidence"] for word in found["words"]] == [share, share]
-    log_probs = torch.tensor([[0.9, 0.1], [0.4, 0.6], [0.2, 0.8], [0.7, 0.3], [0.1, 0.9]]).log()
-    model = SimpleNamespace(blank=0, ctc_log_probs=lambda encoded: encoded)
-    (tokens,) = decoding.decode(model, log_probs[None], [5])
-    assert [(token.frame, token.duration) for token in tokens] == [(1, 3), (4, 1)]
-    expected = [math.log(0.6 * 0.8) / 2, math.log(0.9)]
-    assert [token.log_prob for token in tokens] == pytest.approx(expected)
-
-
-def test_a_script_without_spaces_has_a_word_for_each_letter():
-    tokenizer = Wav2Vec2Tokenizer(sentencepiece_state(["你好 กา"]))
-    (found,) = read(["-你-好--กา-"], tokenizer=tokenizer)
-    assert found["text"] == "你好กา"
-    assert [text for text, _, _ in words(found)] == ["你", "好", "ก", "า"]
 
 
 def test_decoding_is_that_of_a_plain_loop():

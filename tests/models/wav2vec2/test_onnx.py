@@ -17,7 +17,7 @@ import torch
 
 from common.errors import UsageError
 from models import onnx_files
-from models.wav2vec2 import decoding, formats, onnx
+from models.wav2vec2 import decoding, onnx
 from models.wav2vec2.model import Wav2Vec2
 from models.wav2vec2.settings import HF_EPSILON, make_config
 from models.wav2vec2.tokenizer import SPECIAL, make_tokenizer
@@ -93,7 +93,7 @@ def exported(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "mms":  # as if it were too large for one file
             patch.setattr(onnx_files, "MOST_BYTES", 0)
-        names = onnx.export(folder, model.state_dict(), config, state, "a card")
+        names = onnx.export(folder, model.state_dict(), config, state, {"README.md": "a card"})
     assert ("model.onnx.data" in names) == (request.param == "mms")
     assert model.lm_head.bias[silent].eq(3.0).all()
     model.lm_head.bias.data[silent] = -1e4
@@ -198,18 +198,6 @@ def test_onnx_asr_would_write_the_same_texts_alone_and_in_a_batch(exported):
     assert [reader.recognize([samples])[0] for samples in AUDIO] == exported.texts
 
 
-def test_matrices_of_the_small_graph_have_8_bits(exported):
-    graph = onnx_library.load(exported.folder / "model.int8.onnx").graph
-    floats = [each for each in graph.initializer if each.data_type == 1]
-    assert not [each.name for each in floats if len(each.dims) == 2 and min(each.dims) > 1]
-    (found,) = log_probs(exported.folder, AUDIO[-1:], "model.int8.onnx")
-    (ours,) = log_probs(exported.folder, AUDIO[-1:])
-    spoken = ours > -100
-    np.testing.assert_allclose(found[spoken], ours[spoken], rtol=0, atol=0.2)
-    texts = recognised_by_sherpa(exported.folder, "model.int8.onnx")
-    assert all(set(text) <= set("".join(exported.texts)) for text in texts)
-
-
 def test_the_weight_norm_is_computed_when_the_graph_is_made(exported):
     graph = onnx_library.load(exported.folder / "model.onnx", load_external_data=False).graph
     constants = {each.name for each in graph.initializer}
@@ -225,20 +213,7 @@ def test_the_card_shows_how_to_use_it(exported, tmp_path, capsys, monkeypatch):
     assert " ".join(capsys.readouterr().out.split()) == exported.texts[-1]
 
 
-def test_models_that_cannot_be_exported_are_refused_in_one_line(tmp_path):
-    config = make_config(32, 1, 4, vocabulary=13, **SMALL)
-    weights = Wav2Vec2(config).state_dict()
-    for changes, reason in (
-        ({"do_normalize": False}, "^no export to ONNX: .*do_normalize is false"),
-        ({"vocabulary": 0}, "has no head yet"),
-        ({"hidden_size": 64}, "belong to different models"),
-        ({"conv_stride": [5, 8]}, "lists of the same length"),
-    ):
-        with pytest.raises(UsageError, match=reason) as error:
-            onnx.export(tmp_path / "x", weights, {**config, **changes}, LATIN)
-        assert "\n" not in str(error.value)
-    with pytest.raises(UsageError, match="16 pieces"):
-        pieces = [*LATIN["pieces"], *"xyz"]
-        onnx.export(tmp_path / "x", weights, config, {**LATIN, "pieces": pieces})
-    assert [*tmp_path.iterdir()] == []
-    assert formats.checked(weights, config, LATIN)
+def test_a_model_that_sherpa_onnx_would_decode_wrongly_is_refused_in_one_line(tmp_path):
+    with pytest.raises(UsageError, match=r"^no export to ONNX: .*do_normalize is false") as error:
+        onnx.export(tmp_path / "x", {}, {"do_normalize": False}, LATIN, {})
+    assert "\n" not in str(error.value)

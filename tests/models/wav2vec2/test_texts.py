@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.wav2vec2.texts import Style, prepare, read_style, style_of
+from models.wav2vec2.texts import Style, prepare, style_of
 from models.wav2vec2.tokenizer import Wav2Vec2Tokenizer
 from tests.models.wav2vec2.small import characters_state, sentencepiece_state
 
@@ -66,7 +66,7 @@ def test_what_is_prepared_is_prepared(style, text):
     if style.spells_numbers:
         assert not any(map(str.isdecimal, once.split()))
     found = {character for character in once if unicodedata.category(character)[0] in "PS"}
-    assert found <= style.marks | style.in_words
+    assert found <= {*style.marks, *style.in_words}
 
 
 LATIN = "abcxyzéñ"
@@ -88,7 +88,3 @@ def test_texts_of_a_vocabulary_of_ones_own_stay_as_they_are(text):
 def test_tone_letters_and_modifier_letters_are_no_punctuation():
     assert prepare("Ə˩kɯ˩-lɑ˥, wa꞉ke", style_with("əkɯlɑwe")) == "ə˩kɯ˩ lɑ˥ wa꞉ke"
     assert prepare("kʰ kʼ", style_with("kʰʼ")) == "kʰ kʼ"
-
-
-def test_a_style_is_saved_and_read():
-    assert read_style(OMNI.record()) == OMNI and read_style({}) is None

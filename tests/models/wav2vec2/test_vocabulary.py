@@ -136,13 +136,6 @@ def test_characters_that_are_not_rare_must_be_known(capsys):
     )
 
 
-def test_a_vocabulary_of_one_s_own_needs_characters():
-    with pytest.raises(DataError, match="0 characters"):
-        own(["  ", ""])
-    with pytest.raises(DataError, match="65,534 characters"):
-        own(map(chr, range(0x20000, 0x20000 + 65_534)))
-
-
 @given(st.text(st.sampled_from("aBcÀßƙ'’-.,()12٣½´ \u200d\u0301\u064bहिंİ|")))
 @pytest.mark.parametrize("kind", ["hf", "omniasr"])
 def test_the_new_vocabulary_prepares_texts_as_the_old_one_did(kind, text):

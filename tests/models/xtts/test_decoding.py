@@ -14,7 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from common.errors import RunError, UsageError
+from common.errors import RunError
 from models.xtts import decoding, formats
 from models.xtts.decoding import Sampling, sample
 from models.xtts.model import GPT
@@ -223,8 +223,6 @@ def test_the_positions_of_the_model_are_a_limit_too():
 
 
 def test_bad_input_is_one_line():
-    with pytest.raises(UsageError, match="sentence 2 has 11 tokens: shorten it to 10"):
-        sample(TinyGPT(), CONFIG, voice(), [[1] * 10, [1] * 11], GREEDY)
     with pytest.raises(RunError, match="not finite at code 0"):
         sample(TinyGPT(), CONFIG, voice() * math.nan, [[1]], GREEDY)
     assert sample(TinyGPT(), CONFIG, voice(), [], GREEDY) == []

@@ -214,12 +214,9 @@ def test_a_fine_tuned_model_is_read(prefix, with_optimizer, tmp_path):
     )
 
 
-def test_another_vocabulary_is_named(tmp_path):
+def test_another_vocabulary_is_refused(tmp_path):
     groups = random_groups(CONFIG | {"text_tokens": TOKENS.size + 3})
-    message = (
-        rf"its text embedding has {TOKENS.size + 3} rows and vocab\.json {TOKENS.size} tokens: use"
-        r" the vocab\.json"
-    )
+    message = r"\(gpt\): text_[^\n]+ belong to different models"
     with pytest.raises(UsageError, match=message):
         formats.read_model(coqui_folder(tmp_path, groups))
     with pytest.raises(UsageError, match=message):
@@ -328,7 +325,7 @@ HOSTILE = {
     "a list": (content("model.pth", [1]), "holds a list"),
     "no tensors": (content("model.pth", {"model": {}}), "lacks|mel_stats"),
     "a dict as statistics": (content("mel_stats.pth", {"a": 1}), "not a floating-point tensor"),
-    "other statistics": (content("mel_stats.pth", torch.zeros(80)), "differs from the mel_stats"),
+    "other statistics": (content("mel_stats.pth", torch.zeros(80)), "some are not above 0"),
     "an unknown part": (extra("clvp.x"), "'clvp.x' is not part of XTTS-v2"),
     "the first version": (extra("gpt.prompt_embedding.weight"), "unexpected 'prompt_emb"),
     "a missing tensor": (weights(lambda s: s.pop(HEAD)), r"\(gpt\) lacks 'mel_head.weight'"),
@@ -362,22 +359,18 @@ def test_hostile_folders_are_refused_in_one_line(name, tmp_path):
 def test_an_export_is_what_coqui_loads(tmp_path):
     groups, clip = random_groups(), np.arange(-50, 50, dtype=np.int16)
     speakers = {
-        name: formats.Speaker(samples, rate, torch.rand(1, 32, 16), torch.rand(1, 512))
-        for name, samples, rate in (
-            ("አበበ", clip, 22_050),
-            ("a/../b", clip[:9], 24_000),
-            ("A_b", clip, 8000),
-        )
+        name: (samples, formats.Voice(torch.rand(1, 32, 16), torch.rand(1, 512)))
+        for name, samples in (("አበበ", clip), ("a/../b", clip[:9]), ("A_b", clip))
     }
     names = formats.export(tmp_path / "out", groups, CONFIG, EXTRAS, speakers)
     others = ["LICENSE.txt", "made_from.json", "speakers", "speakers_xtts.pth", "reference.wav"]
     assert names == sorted([*formats.FILES, *others])
     known = torch.load(tmp_path / "out" / "speakers_xtts.pth", weights_only=True)
     assert [*known] == ["አበበ", "a_b", "A_b_"]
-    for speaker, voice in zip(speakers.values(), known.values(), strict=True):
-        latents, vector = voice.values()  # as Coqui's code takes them
-        assert torch.equal(latents, speaker.latents) and vector.shape == (1, 512, 1)
-        assert torch.equal(vector[:, :, 0], speaker.vector)
+    for (_, voice), saved in zip(speakers.values(), known.values(), strict=True):
+        latents, vector = saved.values()  # as Coqui's code takes them
+        assert torch.equal(latents, voice.latents) and vector.shape == (1, 512, 1)
+        assert torch.equal(vector[:, :, 0], voice.speaker)
     first, rate = soundfile.read(tmp_path / "out" / "reference.wav", dtype="int16")
     assert rate == 22_050 and np.array_equal(first, clip)
     saved = torch.load(tmp_path / "out" / "model.pth", weights_only=True)
@@ -395,7 +388,8 @@ def test_an_export_is_what_coqui_loads(tmp_path):
         for path in (tmp_path / "out" / "speakers").iterdir()
     }
     sizes = {name: (rate, len(samples)) for name, (samples, rate) in clips.items()}
-    assert sizes == {"አበበ.wav": (22_050, 100), "a_b.wav": (24_000, 9), "A_b_.wav": (8000, 100)}
+    written_sizes = {"አበበ.wav": 100, "a_b.wav": 9, "A_b_.wav": 100}
+    assert sizes == {name: (22_050, size) for name, size in written_sizes.items()}
     assert np.array_equal(clips["አበበ.wav"][0], clip)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["model"] == "xtts" and written["languages"] == ["en"]

