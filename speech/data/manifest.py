@@ -453,35 +453,25 @@ class Reading:
 
 
 class Gathered:
-    """The columns of a manifest while it is read. `units`: of the times, NaN if they are not known;
-    `transcribed`: names in transcripts, relative to where an earlier --transcribe ran."""
+    """The `Fields` of a manifest's rows in columns while it is read."""
 
     def __init__(self):
         self.audio = Codes()
-        self.texts = Strings()
-        self.labels = Strings()
-        self.speakers = Codes()
-        self.languages = Codes()
-        self.offsets = array("d")
-        self.durations = array("d")
-        self.units = array("d")
-        self.channels = array("q")
-        self.lines = array("q")
+        self.text = Strings()
+        self.label = Strings()
+        self.speaker = Codes()
+        self.language = Codes()
+        self.offset = array("d")
+        self.duration = array("d")
+        self.unit = array("d")  # NaN if it is not known
+        self.channel = array("q")
         self.drafted = array("b")
-        self.transcribed: set[str] = set()
+        self.line = array("q")
 
     def append(self, fields: Fields, line: int) -> None:
-        self.audio.append(fields.audio)
-        self.texts.append(fields.text)
-        self.labels.append(fields.label)
-        self.speakers.append(fields.speaker)
-        self.languages.append(fields.language)
-        self.offsets.append(fields.offset)
-        self.durations.append(fields.duration)
-        self.units.append(math.nan if fields.unit is None else fields.unit)
-        self.channels.append(fields.channel)
-        self.lines.append(line)
-        self.drafted.append(fields.drafted)
+        for name, value in zip(Fields._fields, fields, strict=True):
+            getattr(self, name).append(value)
+        self.line.append(line)
 
 
 def read_manifest(
@@ -510,15 +500,14 @@ def read_manifest(
         except ValueError as error:
             rejected.add(str(error), f"{path}:{number}")
             continue
-        read.append(fields._replace(text=normalise(fields.text)), number)
-        if columns.audio == "file":
-            read.transcribed.add(fields.audio)
+        text, unit = normalise(fields.text), fields.unit or math.nan
+        read.append(fields._replace(text=text, unit=unit), number)
         segments.append(*parts)
-    if not read.lines and not rejected.total:
+    if not read.line and not rejected.total:
         raise DataError(f"manifest {path} is empty")
     said = [rejected.source or table.described()]
     folder = os.path.dirname(path)
-    files = _find_all(read.audio.names, folder, how.audio_root, read.transcribed)
+    files = find_all(read.audio.names, folder, how.audio_root)
     if places := _places(read.audio.names, files, how.audio_root or folder):
         said.append(f"audio found in {places}")
     if _in_milliseconds(read, files, path):
@@ -531,22 +520,22 @@ def _corpus(read: Gathered, files: list[str], has_labels: bool) -> Corpus:
     """What was read as a corpus. `files`: the audio files by the numbers of their names. A row is a
     part of its file if it, or another row of the file, has an offset."""
     codes = np.array(read.audio.codes, dtype=np.int64)
-    offsets, durations, units = map(np.array, (read.offsets, read.durations, read.units))
+    offsets, durations, units = map(np.array, (read.offset, read.duration, read.unit))
     durations = np.round(durations * units, 6)
     is_whole = ~np.isin(codes, codes[~np.isnan(offsets)])
     return Corpus(
         paths=Strings(files[code] for code in read.audio.codes),
-        texts=read.texts,
+        texts=read.text,
         seconds=np.full(len(codes), np.nan),
         offsets=np.nan_to_num(np.round(offsets * units, 6)),
         durations=np.where(is_whole, np.nan, durations),
         stated=np.where(is_whole, durations, np.nan),
-        channels=np.array(read.channels, dtype=np.int64),
-        speakers=read.speakers,
-        languages=read.languages,
-        lines=np.array(read.lines),
+        channels=np.array(read.channel, dtype=np.int64),
+        speakers=read.speaker,
+        languages=read.language,
+        lines=np.array(read.line),
         drafted=np.array(read.drafted, dtype=bool),
-        labels=read.labels if has_labels else None,
+        labels=read.label if has_labels else None,
     )
 
 
@@ -554,7 +543,7 @@ def _in_milliseconds(read: Gathered, files: list[str], path: str) -> bool:
     """Whether the times whose columns do not name their unit are in milliseconds: most of them
     reach beyond their files in seconds. Fills in their units. Raises `DataError` if they are in
     neither."""
-    offsets, durations, units = map(np.array, (read.offsets, read.durations, read.units))
+    offsets, durations, units = map(np.array, (read.offset, read.duration, read.unit))
     unknown = np.isnan(units)
     rows = np.flatnonzero(unknown & (durations > 0))
     in_milliseconds = False
@@ -571,19 +560,8 @@ def _in_milliseconds(read: Gathered, files: list[str], path: str) -> bool:
                 f"manifest {path}: its times are neither seconds nor milliseconds: {ends[worst]:g}"
                 f" in a file of {lengths[worst]:.2f} s; correct them, or rename their columns"
             )
-    read.units = np.where(unknown, 1e-3 if in_milliseconds else 1.0, units)
+    read.unit = np.where(unknown, 1e-3 if in_milliseconds else 1.0, units)
     return in_milliseconds
-
-
-def _find_all(
-    names: list[str], folder: str, audio_root: str | None, transcribed: set[str]
-) -> list[str]:
-    """`find_all`. Names in `transcribed` may also be relative to the current folder."""
-    files = find_all(names, folder, audio_root)
-    for place, name in enumerate(names):
-        if name in transcribed and os.path.exists(name) and not os.path.exists(files[place]):
-            files[place] = name
-    return files
 
 
 def _places(names: list[str], files: list[str], base: str) -> str:
