@@ -87,10 +87,8 @@ class Rows:
     def example(self, row: int) -> str:
         """Where a row is in its manifest, and its audio."""
         line = self.tables.line(int(self.corpus.lines[row]))
-        where = self.corpus.where(row)
-        if not line:  # annotations and pairs are found by their audio
-            return where
-        return where if where.startswith(line) else f"{line}: {where}"
+        where = self.corpus.where(row)  # annotations and pairs are found by their audio alone
+        return f"{line}: {where}" if line else where
 
     def length(self, row: int) -> str:
         seconds = self.corpus.seconds[row]
@@ -169,10 +167,10 @@ def read_rows(
         tables.before.append(int(corpus.lines.max(initial=0)) if corpus else 0)
         part.lines += tables.before[-1]
         corpus = corpus.with_rows_of(part) if corpus else part
-    named = zip(tables.paths, sources, strict=True)
-    rejected.source = "".join(f"\n  {name}: {source}" for name, source in named)
-    if len(sources) == 1:
-        rejected.source = sources[0]
+    rejected.source = sources[0]
+    if len(sources) > 1:
+        named = zip(tables.paths, sources, strict=True)
+        rejected.source = "".join(f"\n  {name}: {source}" for name, source in named)
     corpus.cache_audio = checks.cache_audio
     corpus.repeats_texts = checks.needs == "label"
     return Rows(tables, corpus, rejected)
@@ -196,7 +194,7 @@ def check_files(rows: Rows, checks: Checks) -> None:
     """Fills in the lengths by the files' headers. Rejects rows whose files cannot be read or are
     shorter than the manifest says. Raises `DataError` for a channel that a file does not have."""
     corpus = rows.corpus
-    seconds, faults = probe_all(rows.files, cache_file(checks, "headers", rows.tables))
+    seconds, faults = probe_all(rows.files, cache_file(checks, "headers", rows.tables.paths))
     available = seconds[rows.file_of] - corpus.offsets
     missing = np.fmax(corpus.durations, corpus.stated) - available
     corpus.seconds = np.where(
@@ -273,7 +271,7 @@ def check_sound(rows: Rows, checks: Checks) -> None:
     if not checks.for_synthesis:
         used.add(listening.CLIPPED)
     measures, undecodable = listening.listen(
-        rows.corpus, cache_file(checks, "audio", rows.tables), checks.skip_bad_audio
+        rows.corpus, cache_file(checks, "audio", rows.tables.paths), checks.skip_bad_audio
     )
     for row, reason, details in listening.audio_faults(measures, undecodable):
         if reason in used:
@@ -286,14 +284,12 @@ def check_sound(rows: Rows, checks: Checks) -> None:
     rows.drop_rejected()
 
 
-def cache_file(checks: Checks, kind: str, tables: Tables) -> Path | None:
+def cache_file(checks: Checks, kind: str, paths: list[str]) -> Path | None:
     """The file that keeps results for the audio of manifests until the next run, or None."""
     if checks.cache_dir is None:
         return None
-    digest = hashlib.sha1(os.fsencode("\n".join(map(os.path.abspath, tables.paths)))).hexdigest()[
-        :12
-    ]
-    return checks.cache_dir / f"{kind}-{digest}.npz"
+    names = os.fsencode("\n".join(map(os.path.abspath, paths)))
+    return checks.cache_dir / f"{kind}-{hashlib.sha1(names).hexdigest()[:12]}.npz"
 
 
 def cut_by_segments(rows: Rows, segments: Segments, max_duration: float, join: bool) -> None:

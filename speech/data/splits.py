@@ -2,10 +2,11 @@
 a demo corpus, or the stand-in of a planned run."""
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated
@@ -405,22 +406,17 @@ def about_sets(corpora: dict[str, Corpus]) -> dict[str, dict]:
 
 def some_items(data, seed: int | None, count: int) -> list[dict]:
     """`count` items of a data set, of random utterances, to fit initial weights or statistics to.
-    There are fewer if fewer can be read. `seed`: see `draw_items`."""
-    return list(itertools.islice(draw_items(data, seed), count))
-
-
-def draw_items(data, seed: int | None) -> Iterator[dict]:
-    """The items of a data set in random order, one at a time, without those of audio that cannot be
-    read: training itself reports it. Data that are in random order already need no `seed`."""
+    There are fewer if fewer can be read. Data in random order need no `seed`."""
     order = np.arange(len(data))
     if seed is not None:
         order = np.random.default_rng(seed).permutation(len(data))
+    items = []
     for index in order:
-        try:
-            item = data.item(int(index), 0)
-        except DataError:
-            continue
-        yield item
+        if len(items) == count:
+            break
+        with contextlib.suppress(DataError):  # training itself reports it
+            items.append(data.item(int(index), 0))
+    return items
 
 
 def report_checked(sets: dict[str, Corpus], from_scratch: bool = False) -> None:

@@ -52,9 +52,6 @@ FORMATS = {  # by the suffix of a file's name
     ".srt": Format("", srt_cue, b"1\n"),
     ".vtt": Format("WEBVTT\n\n", vtt_cue, b"WEBVTT\n"),
 }
-OTHERS = set(
-    ".ass .dfxp .itt .lrc .sami .sbv .scc .smi .ssa .stl .sub .ttml".split()
-)  # not written
 
 
 def cues(row: dict) -> list[dict]:

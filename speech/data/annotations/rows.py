@@ -80,13 +80,8 @@ class Taken:
 
 def files_of(path: Path) -> list[Path]:
     """The files of annotations that a name or a pattern stands for, sorted; [] for the name of
-    anything else. Raises `UsageError` for a folder, and for a pattern of no files or of others."""
+    anything else. Raises `UsageError` for a pattern of no files or of others."""
     name = str(path)
-    if os.path.isdir(name):
-        raise UsageError(
-            f"manifest {name}: it is a folder; name a table in it or, of files of annotations, a"
-            f" pattern in quotes such as '{name}/*.eaf'"
-        )
     if os.path.exists(name) or not glob.has_magic(name):
         refuse_others(path)
         return [path] if is_annotations(path) else []
@@ -223,20 +218,11 @@ def choose(path: Path, tiers: list[Tier], wanted: Sequence[str]) -> list[Tier]:
     if len(written) == 1:
         name = printable(written[0].name)
         question = f"are these texts or their numbers? Add --tier '{name}' if they are texts"
-    elif kind := kind_of_several(written):
-        question += f"; a type takes the tiers of all speakers: --tier {printable(kind)}"
     raise UnclearTier(f"{path}: {question}{table}")
 
 
 def has_texts(tier: Tier) -> bool:
     return any(each.text for each in tier.annotations)
-
-
-def kind_of_several(tiers: list[Tier]) -> str:
-    """The type that most of the tiers with words have, "" if no two have one, or all have it."""
-    kinds = Counter(tier.kind for tier in tiers if tier.kind and is_prose(tier))
-    kind, count = next(iter(kinds.most_common(1)), ("", 0))
-    return kind if 1 < count < len(tiers) else ""
 
 
 def is_wanted(tier: Tier, wanted: Sequence[str]) -> bool:
