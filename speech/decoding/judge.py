@@ -213,5 +213,6 @@ def judged(path: str, recipes: Path, folder: Path, texts: list[str], device: str
         hypotheses = [heard[str(clip)] for clip in clips[kind]]
         errors = metrics.errors_of_each(texts, hypotheses, "characters", in_lower_case)
         rate = 100 * sum(errors, metrics.Errors()).rate
-        lines.append(f"  {kind:11} {rate:7.2f} % {metrics.shown(metrics.interval(errors)).strip()}")
+        (ends,) = metrics.intervals([errors])
+        lines.append(f"  {kind:11} {rate:7.2f} % {metrics.shown(ends).strip()}")
     return "\n".join(lines)

@@ -107,7 +107,7 @@ def print_results(
     if errors and len(set(spoken)) > 1:
         rows = [{**row, "language": name} for row, name in zip(rows, spoken, strict=True)]
         results["languages"] = metrics.rates_by(spoken, next(iter(errors.values())))
-        print(metrics.table_by("language", results["languages"]))
+        print(metrics.table_by_language(results["languages"]))
     for number in np.random.default_rng(how.seed).permutation(len(rows))[:EXAMPLES]:
         row = rows[number]
         print(f"  reference:  {row['reference']}\n  transcript: {row['hypothesis']}")
