@@ -1,12 +1,10 @@
 """--align: recordings and their texts to a manifest of utterances or files of annotations, a list
 of what is left out, and a page on which a person listens to them."""
 
-import functools
 import glob
 import math
 import os
 import sys
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ from speech.alignment.letters import Vocabulary
 from speech.alignment.sentences import read_book
 from speech.data import splits
 from speech.data.annotations import writing
+from speech.data.finding import comparable
 from speech.data.headers import probe
 from speech.decoding import transcripts
 from speech.signal.audio import audio_files
@@ -118,22 +117,16 @@ def resolve(args) -> Request | None:
     if manifest:
         review = manifest.with_suffix(".html")
         left_out = manifest.with_name(f"{manifest.stem}_left_out.json")
-        _require(inputs, (manifest, MANIFEST), (review, page.BEGINS))
+        transcripts.check_file(manifest, MANIFEST, inputs)
+        transcripts.check_file(review, page.BEGINS, inputs)
     else:
         transcripts.check_output(output, inputs)
         beside = Path(args.output)
         left_out = beside.with_name(f"{beside.stem}_left_out.json")
         if output.folder:
             left_out = output.folder / "left_out.json"
-    _require(inputs, (left_out, MANIFEST))
+    transcripts.check_file(left_out, MANIFEST, inputs)
     return Request(pairs, manifest, output.files, left_out, review, args.flat_start)
-
-
-def _require(inputs: list, *outputs: tuple[Path, bytes]) -> None:
-    """Raises `UsageError` if one of the files, which begin so, must not be written."""
-    for path, begins in outputs:
-        is_earlier = functools.partial(transcripts.begins_with, begins)
-        files.require_output(path, "--output", inputs, is_earlier)
 
 
 def find_pairs(audio: str, text: str) -> list[tuple[Path, Path]]:
@@ -167,9 +160,8 @@ def find_pairs(audio: str, text: str) -> list[tuple[Path, Path]]:
 
 
 def _name_in(folder: str, path: Path) -> str:
-    """The name by which a recording and its text are compared: macOS writes an umlaut as two
-    characters."""
-    return unicodedata.normalize("NFC", str(path.relative_to(folder).with_suffix("")))
+    """The name by which a recording and its text are compared."""
+    return comparable(str(path.relative_to(folder).with_suffix("")))
 
 
 # --- aligning -------------------------------------------------------------------------------------
@@ -309,13 +301,8 @@ def _write(request: Request, utterances: list[dict], left_out: list[dict]) -> No
         place = request.left_out.parent if several else next(iter(request.annotations.values()))
         print(f"{told} {place}; {rest}")
         return
-    content = page.review(utterances, request.manifest.name)
-
-    def fill(target: Path) -> None:
-        target.write_text(content, encoding="utf-8", errors="backslashreplace")
-
     try:
-        files.write_file(request.page, fill)
+        files.write_text(request.page, page.review(utterances, request.manifest.name))
     except OSError as error:
         raise RunError(f"--output {request.page}: {error.strerror}") from None
     print(f"{told} {request.manifest}; {rest}; listen to them in {request.page}")

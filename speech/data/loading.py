@@ -15,7 +15,7 @@ import numpy as np
 from common.errors import DataError
 from speech.data.columns import Codes, Corpus, Rejections, Segments, Strings, printable
 from speech.data.headers import END_TOLERANCE, Unusable, open_sound, probe_all
-from speech.data.manifest import Reading, has_lines, read_manifest
+from speech.data.manifest import Checks, has_lines, read_manifest
 
 # Seconds: END_TOLERANCE of whole files, whose duration is often rounded to a second.
 FILE_TOLERANCE = 0.5
@@ -31,30 +31,6 @@ SHORT_SEGMENT, SHORT_GAP = 1.0, 0.5
 MICROSECOND = 1e-6  # rounding error of time differences, seconds
 FASTEST_SPEECH = 100  # characters per second, more than anyone says
 MOST_CHARACTERS = 10_000  # of a text; FASTEST_SPEECH per second if --max_duration is over 100 s
-
-
-@dataclass(frozen=True)
-class Checks:
-    """How a manifest is read and checked. Durations are in seconds."""
-
-    min_duration: float = 0.1
-    max_duration: float = 30.0
-    audio_root: str | None = None  # base of audio paths; None: the manifest's folder
-    cache_dir: Path | None = None  # of file headers and audio measures; None: no cache
-    cache_audio: str | None = None  # folder of decoded audio; None: no cache
-    use_chunking: bool = False
-    join_segments: bool = True  # if `use_chunking`: as many as fit are one utterance
-    drafted: bool = True  # whether texts that a recogniser wrote are used
-    max_samples: int | None = None  # of the training set; None: all
-    strict: bool = False  # raise `DataError` if anything is rejected
-    seed: int = 1  # of the held-out part, and of `max_samples`
-    held_out: tuple[str, ...] = ()  # `held_out_keys` of the part that an earlier run held out
-    listen: bool = False  # decode all audio once, and check it
-    skip_bad_audio: bool = False  # reject what cannot be decoded instead of raising `DataError`
-    for_synthesis: bool = False  # if `listen`: trim silence at the ends, reject clipped clips
-    needs: str = "text"  # what every utterance has to have: "text" or "label"
-    tiers: tuple[str, ...] = ()  # names or patterns of those that files of annotations give
-    text_column: str | None = None  # of tables; None: the only one that is called like one
 
 
 @dataclass(frozen=True)
@@ -156,12 +132,11 @@ def read_rows(
         # Longer texts are rejected later, and it would take too long to normalise them.
         return normalise(text) if len(text) <= longest_text else too_long
 
-    how = Reading(checks.audio_root, checks.needs, checks.tiers, checks.text_column)
     tables = Tables([path] if isinstance(path, str) else list(path), [])
     sources = []
     corpus = None
     for name in tables.paths:
-        part = read_manifest(name, rejected, normalise_short, segments, how)
+        part = read_manifest(name, rejected, normalise_short, segments, checks)
         sources.append(rejected.source)
         rejected.source = ""
         tables.before.append(int(corpus.lines.max(initial=0)) if corpus else 0)
@@ -398,5 +373,4 @@ def count_repeated(file_of: np.ndarray, corpus: Corpus) -> int:
     """The number of utterances with the same file, times and channel as an earlier one."""
     places = np.concatenate([file_of[None], corpus.places()])
     places = places[:, np.lexsort(places)]
-    is_repeated = (places[:, 1:] == places[:, :-1]).all(axis=0)
-    return int(is_repeated.sum())
+    return int((places[:, 1:] == places[:, :-1]).all(axis=0).sum())

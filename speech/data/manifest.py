@@ -442,14 +442,27 @@ def _find_header(first: str) -> tuple[list[str], str]:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How a manifest is read. `needs`: the field that every row must have, "text" or "label";
-    labels are read only for the latter. `tiers`: of files of annotations (--tier)."""
+class Checks:
+    """How a manifest is read and checked. Durations are in seconds."""
 
-    audio_root: str | None = None
-    needs: str = "text"
-    tiers: Sequence[str] = ()
-    text_column: str | None = None
+    min_duration: float = 0.1
+    max_duration: float = 30.0
+    audio_root: str | None = None  # base of audio paths; None: the manifest's folder
+    cache_dir: Path | None = None  # of file headers and audio measures; None: no cache
+    cache_audio: str | None = None  # folder of decoded audio; None: no cache
+    use_chunking: bool = False
+    join_segments: bool = True  # if `use_chunking`: as many as fit are one utterance
+    drafted: bool = True  # whether texts that a recogniser wrote are used
+    max_samples: int | None = None  # of the training set; None: all
+    strict: bool = False  # raise `DataError` if anything is rejected
+    seed: int = 1  # of the held-out part, and of `max_samples`
+    held_out: tuple[str, ...] = ()  # `held_out_keys` of the part that an earlier run held out
+    listen: bool = False  # decode all audio once, and check it
+    skip_bad_audio: bool = False  # reject what cannot be decoded instead of raising `DataError`
+    for_synthesis: bool = False  # if `listen`: trim silence at the ends, reject clipped clips
+    needs: str = "text"  # what every row must have, or "label", which is read only then
+    tiers: tuple[str, ...] = ()  # names or patterns of those that files of annotations give
+    text_column: str | None = None  # of tables; None: the only one that is called like one
 
 
 class Gathered:
@@ -479,22 +492,22 @@ def read_manifest(
     rejected: Rejections,
     normalise: Callable[[str], str],
     segments: Segments,
-    how: Reading,
+    checks: Checks,
 ) -> Corpus:
     """The rows of a manifest with normalised texts, before their audio is checked: `seconds` is
     NaN. Adds their segments to `segments`, and unusable rows to `rejected`, and says there which
     columns are used. Raises `UsageError` if the manifest or the audio root is missing, or if it is
     not clear which column has the texts, `DataError` if it is not a manifest or empty, if several
     files may be meant by a name, or if labels have a wrong type, or times an unknown unit."""
-    if how.audio_root and not os.path.isdir(how.audio_root):
-        raise UsageError(f"--audio_root {how.audio_root}: no such folder")
+    if checks.audio_root and not os.path.isdir(checks.audio_root):
+        raise UsageError(f"--audio_root {checks.audio_root}: no such folder")
     read = Gathered()
-    table = Table(path, how.needs, how.text_column, segments.wanted)
-    for number, row in parse(Path(path), rejected, how.tiers, how.audio_root):
+    table = Table(path, checks.needs, checks.text_column, segments.wanted)
+    for number, row in parse(Path(path), rejected, checks.tiers, checks.audio_root):
         try:
             columns = table.columns_of(row)
             row, columns, parts = with_segments(row, columns, segments.wanted, normalise)
-            fields = row_fields(row, how.needs, columns)
+            fields = row_fields(row, checks.needs, columns)
         except TypeError as error:
             raise DataError(f"{path}:{number}: {error}") from None
         except ValueError as error:
@@ -507,13 +520,13 @@ def read_manifest(
         raise DataError(f"manifest {path} is empty")
     said = [rejected.source or table.described()]
     folder = os.path.dirname(path)
-    files = find_all(read.audio.names, folder, how.audio_root)
-    if places := _places(read.audio.names, files, how.audio_root or folder):
+    files = find_all(read.audio.names, folder, checks.audio_root)
+    if places := _places(read.audio.names, files, checks.audio_root or folder):
         said.append(f"audio found in {places}")
     if _in_milliseconds(read, files, path):
         said.append(f"in milliseconds: {table.times()}")
     rejected.source = "; ".join(said)
-    return _corpus(read, files, has_labels=how.needs == "label")
+    return _corpus(read, files, has_labels=checks.needs == "label")
 
 
 def _corpus(read: Gathered, files: list[str], has_labels: bool) -> Corpus:

@@ -13,14 +13,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.errors import (
-    DataError,
-    UsageError,
-    exit_with_one_line,
-    first_line,
-    require,
-    writing,
-)
+from common.errors import DataError, UsageError, exit_with_one_line, first_line, require, writing
 from common.files import require_file
 from speech.data.columns import Rejections, printable
 from speech.data.folders import write_folder

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated
@@ -209,7 +209,12 @@ def resolve(
             f"--min_duration {args.min_duration:g} is not below --max_duration {max_duration:g}"
         )
     if args.tier and manifests:
-        require_tiers(itertools.chain(*manifests.values()))
+        from speech.data.annotations.rows import has_tiers
+
+        if not any(map(has_tiers, itertools.chain(*manifests.values()))):
+            raise UsageError(
+                "--tier: none of the manifests is an .eaf or a .TextGrid, which have tiers"
+            )
     planned = options.plans(args)
     # A check leaves nothing in the current folder.
     keeps = not planned and not (args.check_data and "output_dir" not in args.given)
@@ -241,16 +246,6 @@ def again(data: DataOptions, earlier_run: RunInfo | None) -> DataOptions:
         return data
     checks = replace(data.checks, held_out=tuple(earlier_run.held_out))
     return replace(data, checks=checks, had_others=not earlier_run.demo)
-
-
-def require_tiers(manifests: Iterable[str]) -> None:
-    """Raises `UsageError` if --tier has no effect."""
-    from speech.data.annotations.rows import has_tiers
-
-    if not any(map(has_tiers, manifests)):
-        raise UsageError(
-            "--tier: none of the manifests is an .eaf or a .TextGrid, which have tiers"
-        )
 
 
 def load_splits(

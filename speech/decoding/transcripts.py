@@ -75,8 +75,12 @@ def output_of(output: str, form: str | None, paths: list[str] | None) -> Output:
             raise UsageError(f"--output {output}: it is a folder; add --output_format eaf")
         if suffix_of(output) in TABLES:
             return Output(table=Path(output))
+        if paths is None and suffix_of(output) not in subtitles.FORMATS:
+            raise UsageError(
+                f"--output {output}: a stream is written as .jsonl, .srt or .vtt; leave --stream out"
+            )
         if paths is None:
-            return Output(files={Path(): stream_file(output)})
+            return Output(files={Path(): Path(output)})
         recordings = audio_files(paths)
         if len(recordings) > 1:
             raise UsageError(
@@ -91,15 +95,6 @@ def output_of(output: str, form: str | None, paths: list[str] | None) -> Output:
     ]
     folder = folder_of(output, form)
     return Output(files=in_folder(folder, form, named), folder=folder)
-
-
-def stream_file(output: str) -> Path:
-    """--output of a stream, as subtitles. Raises `UsageError`."""
-    if Path(output).suffix.lower() not in subtitles.FORMATS:
-        raise UsageError(
-            f"--output {output}: a stream is written as .jsonl, .srt or .vtt; leave --stream out"
-        )
-    return Path(output)
 
 
 def in_folder(folder: Path, form: str, named: Iterable[tuple[Path, str | Path]]) -> dict:

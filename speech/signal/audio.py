@@ -17,7 +17,7 @@ import numpy as np
 import soundfile
 import torch
 
-from common.errors import DataError, RunError, UsageError
+from common.errors import DataError, RunError, UsageError, first_line
 from common.files import write_file
 from speech.data.columns import printable
 from speech.data.headers import AUDIO_SUFFIXES, END_TOLERANCE, Unusable, open_sound
@@ -245,7 +245,9 @@ def audio_files(paths: list[str]) -> list[Path]:
     files = []
     for path in paths:
         if os.path.isdir(path):
-            inside = sorted(file for file in _files_below(path) if file.suffix.lower() in suffixes)
+            below = sorted(Path(path).rglob("*"))  # which follows no links: they may lead back
+            inside = [each for each in below if each.suffix.lower() in suffixes]
+            inside = [each for each in inside if not each.is_dir()]
             if not inside:
                 raise UsageError(f"no audio file in {path}")
             files += inside
@@ -256,25 +258,10 @@ def audio_files(paths: list[str]) -> list[Path]:
     return files
 
 
-def _files_below(folder: str) -> Iterator[Path]:
-    """Every file below a folder. Links to folders are not followed, because they may lead back."""
-
-    def refuse(error: OSError):
-        raise UsageError(f"{error.filename}: {error.strerror}") from None
-
-    for place, _, names in os.walk(folder, onerror=refuse):
-        yield from (Path(place, name) for name in names)
-
-
 def _reason(error: Exception) -> str:
     """The first line of what an exception says."""
-    message = (
-        getattr(error, "error_string", None)
-        or getattr(error, "strerror", None)
-        or str(error)
-        or "unknown error"
-    )
-    return message.splitlines()[0].removeprefix("Error : ").rstrip(".")
+    reason = getattr(error, "error_string", None) or getattr(error, "strerror", None)
+    return (reason or first_line(error)).removeprefix("Error : ").rstrip(".")
 
 
 def int16(waveform: torch.Tensor) -> np.ndarray:

@@ -29,7 +29,7 @@ from speech.data.annotations.rows import READERS, is_annotations
 from speech.data.annotations.rows import choose as choose_tiers
 from speech.data.columns import Corpus, Rejections, Segments
 from speech.data.finding import TABLES
-from speech.data.manifest import Reading, read_manifest
+from speech.data.manifest import Checks, read_manifest
 from speech.writing import unknown
 from speech.writing.text import normalise
 
@@ -275,8 +275,8 @@ def read_texts(path: str, tiers: tuple[str, ...] = (), column: str | None = None
         found = choose_tiers(file, READERS[file.suffix.lower()](file).tiers, tiers)
         return [each.text for tier in found for each in tier.annotations]
     if file.suffix.lower() in TABLES:
-        how = Reading(text_column=column)
-        return [*read_manifest(path, Rejections(), normalise, Segments(False), how).texts]
+        checks = Checks(text_column=column)
+        return [*read_manifest(path, Rejections(), normalise, Segments(False), checks).texts]
     return files.read_text(path).splitlines()
 
 

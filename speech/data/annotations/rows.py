@@ -152,7 +152,9 @@ def annotated_rows(
         note_overlaps(audio, annotations, rejected)
         for each in annotations:
             number += 1
-            yield number, as_row(audio, each)
+            duration = round(each.end - each.start, 6)
+            row = {"audio_filepath": audio, "offset": each.start, "duration": duration}
+            yield number, {**row, "text": each.text, "speaker": each.speaker}
     rejected.source = taken.described()
 
 
@@ -316,16 +318,6 @@ def in_time(
             f"{path}: {round(each.start, 6)} to {round(each.end, 6)} s: {each.text[:SAMPLE]}",
         )
     return sorted(usable)
-
-
-def as_row(audio: str, annotation: Annotation) -> dict:
-    return {
-        "audio_filepath": audio,
-        "text": annotation.text,
-        "offset": annotation.start,
-        "duration": round(annotation.end - annotation.start, 6),
-        "speaker": annotation.speaker,
-    }
 
 
 def note_overlaps(audio: str, annotations: list[Annotation], rejected: Rejections) -> None:
