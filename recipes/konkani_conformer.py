@@ -209,8 +209,7 @@ def encoder_frames(samples, config: dict):
 
 class Utterances:
     """A set of utterances as the model takes them. Only the training set is augmented: a share of
-    it, which the loop lets grow. Augmentation depends on this share and (seed, epoch, index)
-    alone."""
+    it, which the loop lets grow. It depends on this share and (seed, epoch, index)."""
 
     augmented_share = 1.0
 
@@ -553,8 +552,7 @@ class Conformer(nn.Module):
 
     def run_encoder(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """The encoder's output (B, T, D), that of its lower half, and the attention mask over T, of
-        the subsampling's output `x`. `valid` (B, T) are its frames inside the utterances, None for
-        all."""
+        the subsampling's output `x`. `valid` (B, T): its frames inside utterances, None for all."""
         x = self.dropout(x)
         mask = None
         padding = None
@@ -571,7 +569,7 @@ class Conformer(nn.Module):
 
     def ctc_log_probs(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Normalised features (B, F, M) with lengths (B,), whose padding may have any values, to
-        log-probabilities (B, T, V + 1) and the lengths that are valid. For --export: no line of it
+        log-probabilities (B, T, V + 1) and the lengths that are valid. For --export: no line
         depends on values."""
         features = features.masked_fill(~valid_mask(lengths, features.shape[1])[:, :, None], 0.0)
         lengths = whole_frames(lengths, self.config["subsampling"])
@@ -633,12 +631,8 @@ def ctc_loss(model: Conformer, batch: dict, frames: Tensor, lengths: Tensor) -> 
 
 def ctc_greedy(model: Conformer, encoded: Tensor, lengths: Tensor) -> list[list[int]]:
     """The best label of every frame, repeats merged, blanks removed."""
-    best = model.ctc_head(encoded).argmax(-1).cpu()
-    hypotheses = []
-    for row, length in zip(best, lengths.tolist(), strict=True):
-        path = row[:length].unique_consecutive()
-        hypotheses.append(path[path != model.eos].tolist())
-    return hypotheses
+    hypotheses = timed.greedy_ctc(model.ctc_head(encoded), lengths.tolist(), model.eos)
+    return [[token.piece for token in tokens] for tokens in hypotheses]
 
 
 def decode(
@@ -650,7 +644,7 @@ def decode(
 ) -> list[list[int]]:
     """Tokens of every utterance of (B, T, D) by one of --decoding's methods. Both searches mix the
     log-probabilities of CTC and the decoder by SEARCH_WEIGHTS. `fusion`: a language model in the
-    first of them."""
+    first."""
     if how.decoding == "greedy":
         return ctc_greedy(model, encoded, lengths)
     search = joint_beam
@@ -667,8 +661,7 @@ def decode(
 
 
 def decode_prefixes(model: Conformer, utterance: Tensor, tokens: Tensor) -> Tensor:
-    """Logits (N, U, V + 1) after each of `tokens` (N, U), several prefixes of one utterance
-    (1, T, D)."""
+    """Logits (N, U, V + 1) after `tokens` (N, U), prefixes of one utterance (1, T, D)."""
     return model.decode(tokens.to(utterance.device), utterance.expand(len(tokens), -1, -1), None)
 
 
@@ -722,9 +715,8 @@ def report_results(
     folder: Path,
     weights: str,
 ) -> None:
-    """Prints error rates and examples of the test set, or of "val" without one, decoded by
-    --decoding, with and without the language model. `weights`: which weights of the `folder` the
-    model has, for the title."""
+    """Prints error rates and examples of the test set, or of "val" without one, with and without
+    the language model. `weights`: those of the `folder` that the model has, for the title."""
     if tokenizer.letters.rows:
         how = replace(how, cut=tokenizer.letters.cut)
     decode = functools.partial(final_texts, how, tokenizer, model)
@@ -786,8 +778,7 @@ def letters_of(args, saved: ModelInfo | None) -> Characters:
 
 
 def check_data(args) -> None:
-    """--check_data. The texts are compared with the vocabulary of --vocab_file or --resume, or that
-    of the training texts."""
+    """--check_data. Texts are compared with the vocabulary that a training would have."""
     saved = checkpoint.resume(args.resume, args.checkpoint_dir, RECIPE)
     model_info, earlier_run = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
     config = choose_config(args, model_info)

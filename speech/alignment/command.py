@@ -207,8 +207,7 @@ def align_files(request: Request, load: Callable[[], Recogniser]) -> None:
 
 
 def _path_from(folder: Path, audio: Path) -> str:
-    """The path of a recording relative to a folder, or absolute, where `..` would leave a folder
-    that is a link."""
+    """The path of a recording from a folder, absolute if `..` would leave a link."""
     relative = os.path.relpath(audio, folder)
     leads_there = os.path.realpath(folder / relative) == os.path.realpath(audio)
     return relative if leads_there else os.path.abspath(audio)

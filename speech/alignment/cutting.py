@@ -76,8 +76,7 @@ def cut(
     heard: Heard,
     joins: bool = True,
 ) -> Cuts:
-    """The utterances of a recording whose text's `pieces` are `placed` in it. Without `joins` each
-    piece is one, however short."""
+    """The utterances of a recording in which `pieces` are `placed`; each piece without `joins`."""
     numbers = _in_order(placed)
     spans = _spans(numbers, placed, emissions)
     certain = _certain(numbers, placed, emissions.frame)
@@ -124,8 +123,7 @@ def _in_order(placed: list[Placed | None]) -> list[int]:
 
 def _certain(numbers: list[int], placed: list[Placed | None], frame: float) -> set[int]:
     """The numbers of those that are about as good as most: a recogniser that errs often errs
-    everywhere. More errors, or hardly a letter that is known, are allowed between two certain
-    neighbours."""
+    everywhere. More errors are allowed between two certain neighbours."""
     if not numbers:
         return set()
     errors = statistics.median(placed[number].error_rate for number in numbers)

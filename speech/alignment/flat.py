@@ -71,8 +71,8 @@ class Reading:
 def align(pieces: list[Piece], energy: np.ndarray) -> Cuts:
     """The utterances of a recording whose energy is given in dB for every ENERGY_FRAME: the half
     with the highest confidence, or less. It is minus the mean difference of their letters' seconds,
-    and of those around them, from the usual: 0 is perfect, -0.1 is 10 %. Raises `DataError` if the
-    text is far too short or too long."""
+    and of those around them, from the usual: 0 is perfect, -0.1 is 10 %. Raises `DataError` for a
+    text of another length."""
     sounding = stretches(energy)
     letters = np.array([sum(map(is_letter, piece.text)) for piece in pieces])
     matches, reading = match(sounding, letters)
@@ -144,8 +144,7 @@ def _is_sound(energy: np.ndarray, least: float) -> np.ndarray:
 
 
 def match(sounding: np.ndarray, letters: np.ndarray) -> tuple[list[Match], Reading]:
-    """The best matches of stretches (N, 2) and pieces with so many `letters` (M,), in order, and
-    the reading that they show."""
+    """The best matches of stretches (N, 2) and pieces of `letters` (M,), and their reading."""
     seconds = sounding[:, 1] - sounding[:, 0]
     pauses = np.append(sounding[1:, 0] - sounding[:-1, 1], np.inf)[: len(sounding)]
     longest = np.argsort(-pauses)[: len(letters)]

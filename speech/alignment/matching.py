@@ -124,8 +124,7 @@ def place(emissions: Emissions, text: Text, vocabulary: Vocabulary) -> list[Plac
 
 
 def _as_frames(chain: np.ndarray, heard: Heard, text: Text) -> np.ndarray:
-    """A chain of letters as (frame, token, whether a path may be pinned there). The frames rise,
-    and so do the tokens."""
+    """A chain of letters as rising (frame, token, whether a path may be pinned there)."""
     sides = ((heard.frames, chain[:, 0]), (text.at, chain[:, 1]))
     can_pin = _are_pins(chain)
     for tokens, places in sides:

@@ -22,8 +22,7 @@ WRAPPED = 0.9
 
 
 def _ends(characters: str) -> re.Pattern:
-    """Places after one of these characters and what closes a quotation: before a space, or without
-    one where the script has none."""
+    """Places after these characters and closing quotes, before a space if the script has any."""
     some = "".join(re.escape(c) for c in characters)
     full = "".join(c for c in characters if in_unspaced(c) or c >= "\uff00")
     return re.compile(rf"(?<=[{some}])[{CLOSING}]*(?=\s)|(?<=[{full}])[{CLOSING}]*(?=.)")

@@ -226,8 +226,8 @@ def named_texts(counts: Counter[str]) -> str:
 
 def shift_line(corpus: Corpus, lengths: np.ndarray, rows: np.ndarray) -> str:
     """What is said of texts that belong to other audio, "" if nothing is. `lengths` (M,): the
-    logarithms of the seconds that texts take by their letters; `rows` (M,): where they are in the
-    corpus, in the manifest's order."""
+    logarithms of the seconds that texts take by their letters; `rows` (M,): their places in the
+    corpus."""
     seconds = np.log(corpus.seconds[rows])
     count = len(rows)
     if count < BLOCK or min(np.std(lengths), np.std(seconds)) < SPREAD:

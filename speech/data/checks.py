@@ -38,8 +38,7 @@ def check_speech(
     """The sets without the utterances that harm the training of a TTS model: those that
     `fault(corpus, index)` rejects with (reason, details), those spoken much faster or slower than
     their speaker's others, and in "train" speakers with hardly any speech. Prints a table for each
-    set and a description of "train". Raises `DataError` if a set is empty then, or if `strict` and
-    anything was rejected."""
+    set and a description of "train". Raises `DataError` as `report_rejections`."""
     tables = {name: Rejections() for name in sets}
     checked = {}
     for name, corpus in sets.items():
@@ -140,9 +139,8 @@ def little_speech(train: Corpus) -> dict[int, tuple[str, str]]:
 
 
 def overlap(train: Corpus, other: Corpus, rejected: Rejections, name: str = "training") -> None:
-    """Notes in `rejected` the utterances of an evaluation set with the audio (file, offset and
-    channel) of a training utterance, or with its text unless the sets share their texts by design.
-    `name`: of the set `train`."""
+    """Notes in `rejected` what an evaluation set shares with `train`, the set `name`: audio (file,
+    offset and channel), or a text unless the sets share their texts by design."""
 
     def places(corpus: Corpus) -> Iterator[tuple[str, float, float]]:
         offsets, _, channels = corpus.places().tolist()

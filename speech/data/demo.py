@@ -173,8 +173,7 @@ def espeak() -> Espeak:
 def sentences(
     words: list[str], count: int, random: np.random.Generator, shortest: int = 2, longest: int = 5
 ) -> list[str]:
-    """`count` distinct random sentences of `shortest` to `longest` words. Raises `ValueError` if
-    there are not so many."""
+    """`count` distinct random sentences. Raises `ValueError` if there are not so many."""
     if count > sum(len(set(words)) ** length for length in range(shortest, longest + 1)):
         raise ValueError(
             f"{len(set(words))} words do not make {count} distinct sentences of {shortest} to"

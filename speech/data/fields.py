@@ -206,8 +206,7 @@ def row_fields(row, needs: str, columns: Columns | None = None) -> Fields:
 
 
 def _times(row: dict, columns: Columns) -> tuple[float, float]:
-    """(offset, duration) of a row in its unit, NaN where it has none. Raises `ValueError` that says
-    what is wrong with them."""
+    """(offset, duration) of a row in its unit, NaN where it has none. Raises `ValueError`."""
     start, end, duration = (_time(row, getattr(columns, name)) for name in TIMES)
     if columns.end:
         if math.isnan(start) != math.isnan(end):
@@ -219,8 +218,7 @@ def _times(row: dict, columns: Columns) -> tuple[float, float]:
 
 
 def _time(row: dict, name: str | None) -> float:
-    """The number in a column of times, NaN without one: some tables write NaN for an empty cell.
-    Raises `ValueError`."""
+    """The number in a column of times, NaN without one. Raises `ValueError`."""
     value = row.get(name)
     if value in (None, ""):
         return math.nan

@@ -48,8 +48,8 @@ def find_audio(name: str, folder: str, audio_root: str | None = None) -> str:
 
 def find_all(names: Sequence[str], folder: str, audio_root: str | None = None) -> list[str]:
     """The paths of a manifest's audio files: absolute, or relative to `audio_root` or the
-    manifest's `folder`, or to a folder in it, such as wavs/. A name may lack the ending of audio,
-    and may be in another Unicode form than the file's.
+    manifest's `folder`, or to a folder in it, such as wavs/. A name may lack the ending, and be in
+    another Unicode form.
 
     With `audio_root`, an absolute path of another machine (with Windows' separators, too) is looked
     up by its last components. If no file exists, the path to name in a message. Raises `DataError`

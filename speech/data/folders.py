@@ -141,8 +141,7 @@ def is_replaceable(folder: Path) -> bool:
 
 
 def made_from(folder: Path) -> dict | None:
-    """The `made_from` that `write_folder` stored in the folder, whatever has happened to it since;
-    None if there is none."""
+    """The `made_from` of a folder, whatever has happened to it since; None if there is none."""
     return _made(folder)[0]
 
 
@@ -168,8 +167,7 @@ def _made(folder: Path) -> tuple[dict | None, dict[str, tuple[int, str]]]:
 
 
 def _changes(folder: Path) -> list[str]:
-    """The files in which a folder differs from what `write_folder` left; all of them if it did not
-    write the folder."""
+    """The files in which a folder differs from what `write_folder` left, if it did."""
     _, written = _made(folder)
     if not written:
         return sorted(path.name for path in folder.iterdir())

@@ -64,8 +64,8 @@ AUDIO_SUFFIXES = tuple(
 def in_threads(
     look: Callable[[list], list | np.ndarray], items: list, threads: int = THREADS
 ) -> Iterator:
-    """`look(part)` for consecutive parts of `items`, in order. One task per file would cost more
-    than reading it."""
+    """`look(part)` for parts of `items`, in order: a task a file would cost more than reading
+    it."""
     size = max(1, min(256, len(items) // (4 * threads)))
     parts = (items[i : i + size] for i in range(0, len(items), size))
     with ThreadPoolExecutor(threads) as pool:
@@ -96,8 +96,7 @@ class Unusable(Exception):
 
 
 def open_sound(path: str):
-    """An open file of soundfile's, or a `Stream`, of which everything that it holds will be read.
-    Raises `Unusable`."""
+    """An open SoundFile or `Stream`, which will be read to its end. Raises `Unusable`."""
     fault = file_fault(path)
     if fault:
         raise Unusable(fault)
@@ -192,8 +191,7 @@ def probe(path: str) -> tuple[float, str]:
 
 
 def audio_suffix(path: Path) -> str:
-    """The suffix that belongs to the format of an audio file, by its content; "" if it is no audio
-    that can be read here."""
+    """The suffix of an audio file's format, by its content; "" if it cannot be read here."""
     try:
         return FORMATS.get(soundfile.info(os.fsencode(path)).format, "")
     except (OSError, TypeError, soundfile.LibsndfileError):  # TypeError: .raw, which has no header
@@ -270,8 +268,7 @@ def recall(cache: Path | None, stamps: np.ndarray, width: int) -> np.ndarray:
 
 
 def _read_cache(cache: Path | None, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """(stamps (N, 3), values (N, width)), sorted by the stamps' first column; empty without a
-    cache, or if it is damaged."""
+    """Sorted (stamps (N, 3), values (N, width)); empty without a cache, or if it is damaged."""
     try:
         with np.load(cache) as content:
             stamps, values = content["stamps"], content["values"]

@@ -170,8 +170,7 @@ def audio_faults(
 
 
 def trim(corpus: Corpus, measures: np.ndarray, rejected: Rejections) -> None:
-    """Cuts silence over LONG_PAUSE at an end down to KEPT_PAUSE, by offset and duration, and notes
-    it in `rejected`."""
+    """Cuts silence over LONG_PAUSE at an end down to KEPT_PAUSE, and notes it in `rejected`."""
     pauses = measures[:, 2:]
     cuts = np.where(pauses > LONG_PAUSE, pauses - KEPT_PAUSE, 0.0)
     rows = np.flatnonzero(cuts.any(axis=1))

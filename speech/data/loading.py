@@ -122,8 +122,7 @@ def load_corpus(
 def read_rows(
     path: str | Sequence[str], normalise: Callable[[str], str], segments: Segments, checks: Checks
 ) -> Rows:
-    """The rows of manifests before their audio and the length of their texts are checked. Their
-    segments are added to `segments`."""
+    """The rows of manifests before they are checked. Adds their segments to `segments`."""
     rejected = Rejections()
     longest_text = most_characters(checks)
     too_long = "." * (longest_text + 1)
@@ -192,8 +191,7 @@ def check_files(rows: Rows, checks: Checks) -> None:
 
 
 def check_channels(rows: Rows) -> None:
-    """Raises `DataError` for a channel that a file does not have: where channels are counted from
-    1, all rows would have another's."""
+    """Raises `DataError` for a missing channel: counted from 1, all rows would have another's."""
     channels = rows.corpus.channels
     last: dict[int, int] = {}
     for row in np.flatnonzero(rows.keep & (channels >= 0)).tolist():
@@ -321,8 +319,7 @@ def cut_by_segments(rows: Rows, segments: Segments, max_duration: float, join: b
 def segment_fault(
     corpus: Corpus, row: int, problem: str, parts: list[tuple[float, float, str]]
 ) -> tuple[str, str]:
-    """Why a row cannot be cut by its segments, and details; ("", "") if it can. `problem`: what the
-    manifest's reader found."""
+    """Why a row cannot be cut by its segments, and details. `problem`: what its reader found."""
     if problem:
         return problem, ""
     if isinstance(corpus.label(row), list):

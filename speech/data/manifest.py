@@ -186,8 +186,7 @@ def _parse_table(
     reject: Reject,
 ) -> Iterator[tuple[int, dict]]:
     """The rows that have as many cells as the header, or LJSpeech's without a header. Another
-    header, as in joined files, holds for the lines that follow it. `read()`: the lines, from the
-    `first` one on."""
+    header, as in joined files, holds for the lines that follow it. `read()`: all lines."""
     header, delimiter = _find_header(first[1])
     header_line = first[0] if header else 0
     if not header and not _is_row(first[1], delimiter, path, audio_root):
@@ -371,8 +370,7 @@ def _quoted_cells(
 
 
 def _is_whole(header: list[str], cells: list[str], delimiter: str) -> bool:
-    """Whether cells of several lines are one row: only texts have line breaks, and no parts that
-    are file names."""
+    """Whether cells of several lines are a row: only texts have line breaks, and no file names."""
     if len(cells) != len(header):
         return False
     for name, cell in zip(header, cells, strict=True):
@@ -386,8 +384,7 @@ def _is_whole(header: list[str], cells: list[str], delimiter: str) -> bool:
 
 def _names_of_ljspeech(path: Path, delimiter: str, rows: list[list[str]]) -> list[str]:
     """The names of the columns of a table without a header that begins with `rows`: a name, a text
-    and, perhaps, the text normalised, which most third cells must be. Raises `DataError` if they
-    are anything else."""
+    and, perhaps, the text normalised, which most third cells must be. Else raises `DataError`."""
     whole = [cells for cells in rows if len(cells) == 3 and not _is_header(cells)]
     if 2 * len(whole) <= sum(len(cells) in (2, 3) for cells in rows):
         return ["audio_file", "text"]
@@ -554,8 +551,7 @@ def _corpus(read: Gathered, files: list[str], has_labels: bool) -> Corpus:
 
 def _in_milliseconds(read: Gathered, files: list[str], path: str) -> bool:
     """Whether the times whose columns do not name their unit are in milliseconds: most of them
-    reach beyond their files in seconds. Fills in their units. Raises `DataError` if they are in
-    neither."""
+    reach beyond their files in seconds. Fills in their units. Raises `DataError`."""
     offsets, durations, units = map(np.array, (read.offset, read.duration, read.unit))
     unknown = np.isnan(units)
     rows = np.flatnonzero(unknown & (durations > 0))

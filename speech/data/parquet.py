@@ -31,8 +31,7 @@ NO_BYTES = "row has no bytes of audio"
 
 
 def shards(patterns: list[str]) -> list[str]:
-    """The files that names and patterns stand for, in the order of their names. Raises `UsageError`
-    if there are none."""
+    """The files that names and patterns stand for. Raises `UsageError` if there are none."""
     files = []
     for pattern in patterns:
         is_name = os.path.exists(pattern) or not glob.has_magic(pattern)

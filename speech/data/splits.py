@@ -188,8 +188,7 @@ def resolve(
 ) -> DataOptions:
     """The request of the flags. `earlier_run`: the record of the run that is resumed or used, whose
     utterances for evaluation are held out again. `needs`: what every utterance has to have, "text"
-    or "label". The whole recordings of --long are longer than --max_duration. Raises
-    `UsageError`."""
+    or "label". Raises `UsageError`."""
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
     manifests = {split: path for split, path in paths.items() if path}
     if getattr(args, "replay_manifest", None):
@@ -240,8 +239,7 @@ def resolve(
 
 
 def again(data: DataOptions, earlier_run: RunInfo | None) -> DataOptions:
-    """The request, if it is of the run `earlier_run` that is resumed or used: what that held out
-    for evaluation is held out again."""
+    """The request with what `earlier_run`, which is resumed or used, held out for evaluation."""
     if earlier_run is None:
         return data
     checks = replace(data.checks, held_out=tuple(earlier_run.held_out))
@@ -281,8 +279,7 @@ def load_splits(
 def read_manifests(
     manifests: dict[str, str | list[str]], normalise: Callable[[str], str], checks: Checks
 ) -> dict[str, Corpus]:
-    """The checked corpora of `manifests`, {split: path or paths}; prints their sizes and what was
-    rejected.
+    """The checked corpora of {split: path or paths}; prints their sizes and what was rejected.
 
     `checks.max_samples` shortens "train" to the rows of `draw`; sets that are only evaluated have
     joined segments, and no text that a recogniser wrote. If there is a "train" but no "val", a part

@@ -56,8 +56,7 @@ def resolve(args) -> dict[str, list[str]]:
 
 
 def watched(sets: dict, most_rise: float | None):
-    """The watched ones of a run's `sets`, for `Task.further`; None if there are none. `most_rise`:
-    --stop_when_watched_rises."""
+    """The watched ones of a run's `sets`, for `Task.further`; None if there are none."""
     chosen = {
         name.removeprefix(WATCHED): batches
         for name, batches in sets.items()

@@ -67,8 +67,7 @@ def add_arguments(parser, usual: str) -> None:
 
 
 def resolve(args, exports_only: bool) -> HeldOut:
-    """The held-out sentences that these flags ask for. `exports_only`: this is --export alone.
-    Raises `UsageError`."""
+    """The request of the flags. `exports_only`: this is --export alone. Raises `UsageError`."""
     count = args.speak_held_out
     if (args.judge or count) and exports_only:
         flag = "--judge" if args.judge else "--speak_held_out"
@@ -90,8 +89,7 @@ def resolve(args, exports_only: bool) -> HeldOut:
 
 
 def outputs_of(output: str, count: int, inputs: Sequence[str]) -> list[Path]:
-    """The file of each of `count` texts, which --output names. `inputs`: what the command reads.
-    Raises `UsageError`."""
+    """The files of `count` texts. `inputs`: what the command reads. Raises `UsageError`."""
     if Path(output).suffix.lower() != ".wav":
         raise UsageError(f"--output {output}: speech is written as .wav; name a file that ends so")
     path = Path(output)
@@ -105,8 +103,7 @@ def outputs_of(output: str, count: int, inputs: Sequence[str]) -> list[Path]:
 
 
 def write(path: Path, waveform: Tensor, rate: int) -> None:
-    """Writes speech (T,) to --output, if `path` is still what `resolve` allows. Raises `UsageError`
-    and `RunError`."""
+    """Writes speech (T,) to --output, if it still may. Raises `UsageError` and `RunError`."""
     files.require_output(path, "--output", is_earlier=is_own_speech)
     with writing(path.parent, "--output"):
         write_speech(path, int16(waveform), rate)
@@ -121,9 +118,8 @@ def clip_name(index: int, kind: str) -> str:
 
 
 def folder_of(output_dir: str | Path) -> Path:
-    """Where the held-out sentences of a run are spoken: in OUTPUT_DIR/speech or, if that is
-    somebody else's (recordings of the user or, in this project's own folder, its code), in
-    OUTPUT_DIR/speech-2."""
+    """Where a run speaks held-out sentences: OUTPUT_DIR/speech or, if that is somebody else's
+    (recordings, or this project's own code), OUTPUT_DIR/speech-2."""
     names = ("speech", *(f"speech-{number}" for number in range(2, 100)))
     for folder in (Path(output_dir).absolute() / name for name in names):
         is_own = not folder.is_symlink() and made_from(folder) == MADE_BY

@@ -20,8 +20,8 @@ def print_recordings(
     normalise: Callable[[str], str],
 ) -> None:
     """Prints the error rates of whole recordings and what they lose in a row, from their `rows`,
-    which are written to the log folder; then those of the model at `path` from its rows `before`.
-    Raises `RunError`."""
+    which are written; then those of the model at `path` from its rows `before`. Raises
+    `RunError`."""
     readings = readings_of(rows, how, normalise)
     errors = metrics.read_by(rows, readings)
     print(metrics.error_table(errors, metrics.rates(errors)))

@@ -47,8 +47,8 @@ def report(
     `decode(batch)` decodes it (`decode_texts`). Returns the rows and the batches of the set.
 
     With the `tokens` of a language model it is `decode(batch, fusion=...)`, if that is better on
-    "val", and what it has changed is printed, too. `weights`: which weights of the `folder` the
-    model has, for the title."""
+    "val", and what it has changed is printed, too. `weights`: those of the `folder` that the model
+    has."""
 
     @functools.cache
     def rows_of(name: str, fusion: Fusion | None = None) -> list[dict]:
@@ -88,9 +88,8 @@ def print_results(
     """Prints WER, CER and a few of `rows` ({"file", "seconds", "reference", "hypothesis"}, and
     perhaps timed "words"), and writes all of them with their "errors" to transcripts.jsonl. The
     texts are compared after `normalise`, and as `readings_of` says. The error rates are also
-    written to results.json. If the set has several `languages`, by "index", there are also error
-    rates of each, in the first of the readings. Translations have chrF in place of error rates.
-    Raises `RunError`."""
+    written to results.json. If the set has several `languages`, by "index", each has error rates in
+    the first reading. Translations have chrF in place of error rates. Raises `RunError`."""
     print(f"\n{title}")
     errors = {}
     results = {"title": title}

@@ -91,8 +91,7 @@ def text_of(tokens: list[Token], tokenizer) -> str:
 def transcripts(
     hypotheses: list[list[Token]], frames: list[int], tokenizer, frame_seconds: float
 ) -> list[dict]:
-    """The `transcript` of every utterance of a batch, with its "tokens" and number of "frames",
-    which `windows.join` needs."""
+    """The `transcript` of each utterance, with "tokens" and "frames" for `windows.join`."""
     results = []
     for tokens, count in zip(hypotheses, frames, strict=True):
         timed = transcript(tokens, tokenizer, frame_seconds, count)

@@ -165,8 +165,8 @@ def show(rows: Iterable[dict], with_names: bool, with_times: bool) -> int:
 
 
 def keep_earlier(path: Path, new: Path | None = None) -> None:
-    """Renames transcripts at `path`, unless they are equal to those in the file `new`, because
-    somebody may have corrected them."""
+    """Renames transcripts at `path`, which somebody may have corrected, unless `new` equals
+    them."""
     if not path.exists() or not path.stat().st_size:
         return
     if new is None or not filecmp.cmp(path, new, shallow=False):
@@ -224,9 +224,8 @@ def write(path: Path, rows: Iterable[dict]) -> int:
 
 
 def write_files(targets: dict[Path, Path], rows: Iterable[dict], by_piece: bool) -> int:
-    """Writes the file of each row, as its suffix asks for, as soon as it is there, and returns
-    their number. Earlier ones get another name. `by_piece`: see `utterances_of`. Raises
-    `RunError`."""
+    """Writes the file of each row as soon as it is there, and returns their number. Earlier ones
+    get another name. `by_piece`: see `utterances_of`. Raises `RunError`."""
     count = 0
     for row in rows:
         path = targets[Path(row["file"])]

@@ -33,8 +33,7 @@ NO_CODE = "text has characters without a Morse code"
 
 @dataclass(frozen=True)
 class Recordings:
-    """Clips on disk, and what is known of each: the tags that `scores.evaluation_tables` asks
-    for."""
+    """Clips on disk, and the tags of each that `scores.evaluation_tables` asks for."""
 
     corpus: Corpus
     tags: list[dict]
@@ -50,8 +49,7 @@ class Recordings:
         return self.corpus.seconds
 
     def load(self, index: int, epoch: int) -> tuple[Tensor, str, str, None]:
-        """(waveform (T,), text, name, None: recordings do not say when each symbol is sent). Raises
-        `BadAudio`."""
+        """(waveform (T,), text, name, None: no times of symbols). Raises `BadAudio`."""
         waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
         return waveform, self.corpus.texts[index], self.corpus.paths[index], None
 
@@ -212,8 +210,7 @@ def _recordings(rows: list[dict]) -> Recordings:
 
 
 def from_corpus(corpus: Corpus, name: str, strict: bool) -> Recordings:
-    """The clips of a manifest. Texts with other symbols than Morse's are rejected, and reported
-    under `name`."""
+    """The clips of a manifest, of which texts beyond Morse are rejected under `name`."""
 
     def fault(index: int) -> tuple[str, str] | None:
         labels = symbols(corpus.texts[index])

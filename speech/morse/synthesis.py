@@ -136,8 +136,7 @@ def is_range(name: str) -> Callable[[Sequence[float] | None], bool]:
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice that clips are drawn from. None keeps a condition's own range. It is saved with
-    the weights."""
+    """What clips are drawn from; None: a condition's own range. It is saved with the weights."""
 
     # of CONDITIONS, each equally likely
     conditions: Annotated[list[str], lambda names: bool(names) and set(names) <= set(CONDITIONS)]
@@ -254,8 +253,8 @@ def fit(random: np.random.Generator, text: str, room: float, farnsworth: float) 
 
 def envelope(runs: np.ndarray, start: float, samples: int) -> np.ndarray:
     """(samples,) float32 amplitude of keying: `runs` in seconds as `keying` returns them, the first
-    key-down at `start`. Edges are raised cosines of 5 ms around the moment of keying, so lengths
-    are exact at half the amplitude."""
+    key-down at `start`. Edges are raised cosines of 5 ms around it: lengths are exact at half the
+    amplitude."""
     edges = np.rint((start + np.concatenate([[0], np.cumsum(runs)])) * SAMPLE_RATE).astype(np.int64)
     state = np.arange(len(edges) + 1, dtype=np.float32) % 2
     amplitude = np.repeat(state, np.diff(edges, prepend=0, append=max(samples, edges[-1] + EDGE)))
@@ -296,8 +295,7 @@ def transmit(
 
 
 def interferer(random: np.random.Generator, samples: int, tone: float) -> np.ndarray:
-    """(samples,) of amplitude 1: another station that repeats a call or exchange, 60 to 400 Hz away
-    from `tone`."""
+    """(samples,) of amplitude 1: a station that repeats a text 60 to 400 Hz away from `tone`."""
     contest = pick(random, tuple(CONTESTS))
     text, _, _ = contest_text(random, contest, pick(random, ("call", "exchange")))
     runs = np.append(keying(text), random.uniform(7, 40)) * (1.2 / random.uniform(15, 40))
@@ -382,8 +380,7 @@ def draw_transmission(random: np.random.Generator, conditions: Conditions) -> Tr
 
 
 def symbol_spans(text: str, start: float, runs: np.ndarray) -> np.ndarray:
-    """(N, 2) start and end in seconds of each symbol of `text` other than spaces; `start` and
-    `runs` as in `Transmission`."""
+    """(N, 2) start and end in seconds of each symbol but spaces, by a `Transmission`."""
     edges = start + np.concatenate([[0], np.cumsum(runs)])
     marks = np.array([len(_ELEMENTS[label]) // 2 for label in symbols(text) if label != " "])
     first = 2 * (np.cumsum(marks) - marks)
@@ -398,8 +395,7 @@ def clip_seconds(seed: int, index: int, conditions: Conditions) -> float:
 def stations(
     random: np.random.Generator, transmission: Transmission, conditions: Conditions
 ) -> np.ndarray:
-    """(T,) float32: the station as it arrives, scaled to its SNR over noise of power 1,
-    with interferers."""
+    """(T,) float32: the station at its SNR over noise of power 1, with interferers."""
     sign = pick(random, (-1, 1))
     drift = sign * random.uniform(*conditions.drift)
     chirp = sign * random.uniform(*conditions.chirp)

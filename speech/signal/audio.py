@@ -57,8 +57,7 @@ def _ratio(source: int, target: int) -> tuple[int, int]:
 
 
 def change_speed(waveform: torch.Tensor, factor: float) -> torch.Tensor:
-    """(T,) played `factor` times faster, which raises the pitch as in Kaldi's speed perturbation:
-    (T / factor,)."""
+    """(T,) played `factor` times faster and higher, as Kaldi does: (T / factor,)."""
     return resample(waveform, round(factor * 100), 100)
 
 
@@ -78,8 +77,7 @@ def read_audio(
 ) -> torch.Tensor:
     """Reads `duration` seconds from `offset` as mono fp32 (T,) at `sample_rate` Hz: one `channel`,
     counted from 0, or the average of all. Raises `BadAudio` if the file is missing, truncated or
-    empty, has no such channel, or if its sample rate, its channels or its samples are out of
-    range."""
+    empty, has no such channel, or values out of range."""
     waveform, rate = read_at_its_rate(path, offset, duration, channel)
     return resample(waveform, rate, sample_rate)
 
@@ -187,8 +185,7 @@ def read_cached(
 ) -> torch.Tensor:
     """`read_audio` through a cache of decoded audio below `folder` (fp32 samples and their
     checksum, 230 MB per hour at 16 kHz), with bit-identical results. A file that changes is decoded
-    again, and so is one whose entry is damaged. Raises `RunError` if the cache cannot be
-    written."""
+    again, and so is one whose entry is damaged. Raises `RunError` for the cache."""
     if not folder:
         return read_audio(path, sample_rate, offset, duration, channel)
     try:
@@ -276,8 +273,7 @@ def write_wav(path: Path, samples: np.ndarray, sample_rate: int) -> None:
 
 
 def write_speech(path: Path, samples: np.ndarray, sample_rate: int) -> None:
-    """The same for --output, aside and renamed, with a mark at the end by which `is_own_speech`
-    knows the file. Raises `OSError`."""
+    """The same for --output, renamed, with a mark for `is_own_speech`. Raises `OSError`."""
     content = wav(samples, sample_rate)
     size = struct.pack("<I", len(content) + len(_mark(b"")) - 8)
     content = content[:4] + size + content[8:]

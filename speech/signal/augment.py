@@ -45,8 +45,8 @@ def room_tone(random: np.random.Generator, recording: np.ndarray, samples: int) 
 
 
 def drawn_noise(random: np.random.Generator, samples: int) -> np.ndarray:
-    """(samples,) float32 noise between white and pink: its power falls as frequency to the power of
-    0 to -1. Its level is arbitrary."""
+    """(samples,) float32 noise of any level, whose power falls as frequency to the power 0 to
+    -1."""
     size = 1 << max(1, (samples - 1).bit_length())  # for which an FFT is fast
     bins = size // 2 + 1
     spectrum = random.standard_normal((bins, 2), dtype=np.float32).view(np.complex64)[:, 0]
@@ -81,8 +81,7 @@ class Noises:
     seconds: list[float]
 
     def draw(self, random: np.random.Generator, samples: int) -> np.ndarray:
-        """(samples,) float32 at 16 kHz from a random place of a random file, which is repeated if
-        it is shorter."""
+        """(samples,) float32 at 16 kHz from a random place of a file, repeated if it is shorter."""
         number = int(random.integers(len(self.paths)))
         needed = samples / SAMPLE_RATE
         offset = random.random() * max(0.0, self.seconds[number] - needed)

@@ -86,8 +86,7 @@ def cer_and_wer(
 
 
 def score(rows: list[dict], normalise: Normaliser = for_scoring) -> dict[str, tuple[int, int]]:
-    """The errors and the length, by which they are divided, of "cer" and "wer" of decoded rows
-    ({"reference", "hypothesis"})."""
+    """{"cer" and "wer": (errors, length)} of decoded rows ({"reference", "hypothesis"})."""
     pairs = [[row[side] for row in rows] for side in ("reference", "hypothesis")]
     errors = cer_and_wer(*pairs, normalise)
     return {name: (each.total, each.length) for name, each in errors.items()}
@@ -103,7 +102,7 @@ def read_by(
 ) -> dict[str, dict[str, list[Errors]]]:
     """The errors of each of `rows` ({"reference", "hypothesis"}), as {reading: {"wer": [...],
     "cer": [...]}}, with "uer" if `cut` cuts texts into units, of which a space is one. `readings`:
-    ways to compare texts, by name."""
+    normalisers by name."""
     pairs = [[row[side] for row in rows] for side in ("reference", "hypothesis")]
     found = {}
     for reading, normalise in readings.items():
@@ -136,9 +135,8 @@ def errors_of_row(errors: dict[str, dict[str, list[Errors]]], number: int) -> di
 
 
 def resampled_rates(several: list[list[Errors]]) -> np.ndarray:
-    """(K, RESAMPLES) the K error rates of sets of N utterances that are drawn with replacement. The
-    counts `several` (K, N) are of one model or of more, which are compared on the same draws
-    (Bisani and Ney 2004)."""
+    """(K, RESAMPLES) the K error rates of sets of N utterances that are drawn with replacement. All
+    of `several` (K, N) are compared on the same draws (Bisani and Ney 2004)."""
     random = np.random.default_rng(SEED)
     number = len(several[0])
     counts = np.array(
@@ -239,8 +237,7 @@ def error_table(errors: dict[str, dict[str, list[Errors]]], rates: dict) -> str:
 
 
 def table_by_language(tables: dict[str, dict]) -> str:
-    """WER and CER of each language with their intervals, as lines to print. `tables`: what
-    `rates_by` returns."""
+    """WER and CER of each language with their intervals, as lines to print, of `rates_by`."""
     names = {name: name or "(no language given)" for name in tables}
     width = max(map(len, ["language", *names.values()]))
     head = " ".join(f"{name.upper():>7} {'95 % interval':>20}" for name in UNITS)

@@ -203,8 +203,7 @@ def fault(rows: dict[int, list[str]]) -> str | None:
 
 
 class Outside:
-    """`lacking` of `unknown.check_unknown` for `characters`, the units of a profile. It keeps a
-    word for each one that it finds."""
+    """`lacking` of `check_unknown` for the units of a profile. It keeps a word for each."""
 
     def __init__(self, characters: Iterable[str], profile: Profile):
         self.known = {*characters}
@@ -268,8 +267,7 @@ def first_profile(texts: Iterable[str], tones_apart: bool = False) -> str:
 
 
 def read_texts(path: str, tiers: tuple[str, ...] = (), column: str | None = None) -> list[str]:
-    """The texts of a manifest, of a file of annotations, or of a file with a text a line. Raises
-    `UsageError` and `DataError`."""
+    """The texts of a manifest, annotations or lines. Raises `UsageError` and `DataError`."""
     file = files.require_file(Path(path))
     if is_annotations(file):
         found = choose_tiers(file, READERS[file.suffix.lower()](file).tiers, tiers)

@@ -102,8 +102,7 @@ def left_out(texts: Iterable[str], read: Callable[[str], str]) -> Counter[str]:
 
 
 class _Heard(dict):
-    """For str.translate: every character as it is, "" for one that is not heard, and 0 to 9 for
-    digits of other scripts."""
+    """For str.translate: "" for what is not heard, and 0 to 9 for digits of other scripts."""
 
     def __missing__(self, code: int) -> str:
         character = chr(code)

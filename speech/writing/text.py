@@ -65,8 +65,7 @@ def in_unspaced(character: str) -> bool:
 
 
 def spaces_before(words: list[str], text: str) -> list[str]:
-    """The separator before each of the words that make up `text`: a space or nothing. If they do
-    not make it up, spaces."""
+    """What is before each of the words that make up `text`: a space or nothing; else spaces."""
     if "".join(text.split()) != "".join("".join(words).split()):
         return [" "] * len(words)
     gaps = []
@@ -123,8 +122,7 @@ NAMES = {
 
 
 def mark_share(texts: Iterable[str]) -> float:
-    """The share of letters and marks in `texts` that are marks or tone letters, which `as_whisper`
-    removes."""
+    """The share of marks and tone letters, which `as_whisper` removes, among letters in `texts`."""
     counts = Counter()
     for text in texts:
         counts.update(unicodedata.normalize("NFKC", text))
@@ -150,9 +148,8 @@ def style(texts: list[str]) -> dict[str, float]:
 
 
 class CharTokenizer:
-    """One token per character, or per unit of a `profile.Profile`. `pieces`, by id, are as a
-    `SentencePieceTokenizer` has them; these and the attributes after it are for
-    `speech.decoding.timed`."""
+    """One token per character, or per unit of a `profile.Profile`. `pieces`, by id, and what
+    follows them is for `speech.decoding.timed`."""
 
     parted = frozenset()
 

@@ -126,8 +126,7 @@ def note_rewritten(corpora: dict[str, Corpus], tokenizer) -> None:
 
 
 def as_value(counts: Counter[str]) -> str:
-    """Characters as the value of a flag for a shell, divided by spaces, the most frequent first; ""
-    if they are none, or too many."""
+    """Characters as the value of a flag for a shell; "" if they are none, or too many."""
     ordered = sorted(counts, key=lambda character: (-counts[character], character))
     ordered = [character for character in ordered if not character.isspace()]
     value = " ".join(ordered)
@@ -146,8 +145,7 @@ def named(counts: Counter[str], most: int = NAMED) -> str:
 
 
 def shown(character: str) -> str:
-    """A character for a message. What cannot be seen alone (spaces, controls, marks) has its code
-    point and its Unicode name."""
+    """A character for a message, by its Unicode name if it cannot be seen alone."""
     if unicodedata.category(character)[0] in "CMZ":
         name = unicodedata.name(character, "")
         return f"U+{ord(character):04X} {name}".rstrip()

@@ -170,8 +170,7 @@ def added_elements(
     slots: dict[tuple[int, int, int], str],
 ) -> tuple[list[ElementTree.Element], int]:
     """The elements of the new tiers and tracks, of their types and constraints where they are
-    missing; and the highest number of an annotation then. `slots`: names of `writing.time_slots`
-    for the tracks."""
+    missing; and the highest number of an annotation then. `slots`: of `writing.time_slots`."""
     last = written.last
     taken = written.names("TIER", "TIER_ID")
     kinds = dict.fromkeys(each.kind for each in (*tiers, *tracks))
@@ -224,8 +223,7 @@ def free_name(name: str, taken: set[str]) -> str:
 def moved_links(
     content: bytes, written: Written, source: Path, target: Path
 ) -> list[tuple[int, int, bytes]]:
-    """(start, end, new bytes) of each relative path of a medium that is there, as seen from the
-    copy's folder."""
+    """(start, end, new bytes) of the relative paths of media, as seen from the copy's folder."""
     changes = []
     for element, start, attributes in written.starts:
         if element not in RELATIVE:

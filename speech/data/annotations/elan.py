@@ -177,8 +177,7 @@ class Reader:
 
 
 def read(path: Path) -> Document:
-    """The content of an .eaf. Raises `UsageError`, and `DataError` that names the line if it is
-    damaged or not ELAN's."""
+    """The content of an .eaf. Raises `UsageError`, and `DataError` that names the line."""
     reader = Reader(path)
     times = reader.read()
     dependent = linked(reader.tiers)
@@ -197,8 +196,7 @@ def read(path: Path) -> Document:
 
 def segments(path: Path) -> tuple[list[tuple[Tier, list[Segment]]], list[Media]]:
     """The tiers of an .eaf with their annotations, each with its own time or that of the one that
-    it depends on, NaN if others share that time; and its recordings. Raises `UsageError` and
-    `DataError`."""
+    it depends on, NaN if others share that time; and its recordings. Errors are as in `read`."""
     reader = Reader(path)
     times = reader.read()
     dependent = linked(reader.tiers)
@@ -274,8 +272,7 @@ def linked(tiers: list[Raw]) -> list[list[Dependent]]:
 def joined(annotations: list[Dependent], links: dict[Key, Dependent]) -> list[tuple[Key, str]]:
     """The texts of a tier without times of its own, as (key of the annotation with times, text).
     All texts that depend on one are joined in their order: nobody has said when each of them
-    begins. `links`: the dependent annotations of all tiers. A text has NO_KEY if they depend on
-    each other in a circle."""
+    begins. `links`: the dependent annotations of all tiers. In a circle, texts have NO_KEY."""
     result: list[tuple[Key, str]] = []
     for _ in range(LEVELS):
         children: dict[Key, list[Dependent]] = {}
@@ -293,8 +290,7 @@ def joined(annotations: list[Dependent], links: dict[Key, Dependent]) -> list[tu
 
 
 def in_order(group: list[Dependent]) -> list[Dependent]:
-    """The annotations of one parent as each follows its `previous`; as they stand if that leaves
-    one out."""
+    """The annotations of a parent by their `previous`; as they stand if that leaves one out."""
     names = {each.name for each in group}
     following = {each.previous: each for each in group if each.previous in names}
     ordered = []

@@ -111,8 +111,7 @@ def refuse_others(path: Path) -> None:
 
 
 def is_annotations(path: Path, suffix: str = "") -> bool:
-    """Whether a file is one of annotations, by its suffix, which may be given: labels are known by
-    their content, too."""
+    """Whether a file has annotations, by its suffix, which may be given, or as labels."""
     suffix = (suffix or path.suffix).lower()
     return lines.is_labels(path) if suffix == ".txt" else suffix in READERS
 
@@ -126,8 +125,7 @@ def annotated_rows(
     files: list[Path], tiers: Sequence[str], audio_root: str | None, rejected: Rejections
 ) -> Iterator[tuple[int, dict]]:
     """(number from 1 on, row) of each annotation with a text in the files; what was taken is said
-    in `rejected.source`. `tiers`: names, types or patterns of those to take, needed where a
-    file has several.
+    in `rejected.source`. `tiers`: names, types or patterns of those to take.
 
     Of several files, one that cannot be used is added to `rejected`. Raises `DataError` and
     `UsageError` for a single one, and `UnclearTier` if it is not clear which tier to take."""
@@ -161,8 +159,7 @@ def annotated_rows(
 def audio_of(
     path: Path, media: Sequence[Media], audio_root: str | None = None
 ) -> tuple[str, float]:
-    """The absolute path of the audio of the annotations in the file `path`, and the seconds in it
-    at which their time begins.
+    """The absolute path of the audio of a file's annotations, and where in it their time begins.
 
     It is one of the `media` that the file names, sound before video, or a file of the same name
     with another ending (`talk.en.srt` also belongs to `talk.wav`), beside the file or in
@@ -194,8 +191,8 @@ def _rank(path: str) -> int:
 def choose(path: Path, tiers: list[Tier], wanted: Sequence[str]) -> list[Tier]:
     """The tiers to take: those that are `wanted`, or else those that `writing` calls utterances, or
     the only one with texts, or the only one with texts that depends on no other. Raises
-    `UnclearTier` if that may be a wrong one, and `DataError` if none of the wanted ones is there or
-    has a text, with a table of all."""
+    `UnclearTier` if that may be a wrong one, and `DataError` if none has a text, with a table of
+    all."""
     are_named = any(tier.name for tier in tiers)
     table = f"\n{table_of(tiers)}" if are_named else ""
     possible = tiers
@@ -321,8 +318,7 @@ def in_time(
 
 
 def note_overlaps(audio: str, annotations: list[Annotation], rejected: Rejections) -> None:
-    """Adds those of the sorted `annotations` that begin before another has ended to the notes of
-    `rejected`."""
+    """Notes those of the sorted `annotations` that begin before another has ended."""
     latest = None  # of the annotations so far, the one that ends last
     for each in annotations:
         if latest and min(each.end, latest.end) - each.start > OVERLAP:
