@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -180,9 +179,7 @@ def _changes(folder: Path) -> list[str]:
 
 
 def _hash(path: Path) -> str:
-    """The hash of a file's content; empty for what is not a regular file."""
-    if not stat.S_ISREG(path.lstat().st_mode):
-        return ""
+    """The hash of a file's content."""
     digest = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as file:
         while block := file.read(READ):
@@ -191,14 +188,8 @@ def _hash(path: Path) -> str:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Sizes of all files below a folder, by their path in it; -1 of an empty folder."""
-    sizes = {}
-    for root, folders, names in os.walk(folder):
-        place = os.path.relpath(root, folder)
-        for name in names:
-            inside = os.path.normpath(os.path.join(place, name))
-            sizes[inside] = os.lstat(os.path.join(root, name)).st_size
-        if not folders and not names and place != ".":
-            sizes[place] = -1
+    """Sizes of all files below a folder, by their path in it."""
+    inside = [path for path in folder.rglob("*") if not path.is_dir()]
+    sizes = {str(path.relative_to(folder)): path.lstat().st_size for path in inside}
     sizes.pop(MADE_FROM, None)
     return sizes

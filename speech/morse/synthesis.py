@@ -57,68 +57,27 @@ class Conditions:
     sample_types: tuple[str, ...] = SAMPLE_TYPES
 
 
+# fmt: off
 _FADING = {
-    "qsb_depth": (0.1, 0.7),
-    "multipath": (0.0, 0.005),
-    "drift": (0.0, 30.0),
-    "chirp": (0.0, 15.0),
+    "qsb_depth": (0.1, 0.7), "multipath": (0.0, 0.005), "drift": (0.0, 30.0), "chirp": (0.0, 15.0),
 }
-CONDITIONS = {
-    conditions.name: conditions
-    for conditions in (
-        Conditions("clean", snr_db=(30, 40), jitter=(0.0, 0.02)),
-        Conditions(
-            "contest_good",
-            snr_db=(18, 22),
-            qsb_depth=(0.0, 0.3),
-            interferers=(0, 1),
-            agc=0.5,
-            filters=(0, 500),
-        ),
-        Conditions(
-            "contest_moderate",
-            snr_db=(13, 17),
-            interferers=(0, 3),
-            crashes=(0.0, 0.2),
-            agc=0.5,
-            filters=(0, 250, 500),
-            **_FADING,
-        ),
-        Conditions(
-            "contest_poor",
-            snr_db=(8, 12),
-            interferers=(2, 5),
-            interferer_db=(-20, -3),
-            crashes=(0.1, 0.5),
-            agc=0.7,
-            filters=(0, 250, 500),
-            **_FADING,
-        ),
-        Conditions(
-            "dx_expedition",
-            snr_db=(8, 18),
-            interferers=(3, 5),
-            interferer_db=(-15, -2),
-            crashes=(0.0, 0.2),
-            agc=0.7,
-            filters=(250, 500),
-            **_FADING,
-        ),
-        Conditions(
-            "wide",
-            wpm=(10, 45),
-            tone=(300, 1200),
-            snr_db=(-12, 20),
-            farnsworth=(1.0, 1.5),
-            interferers=(0, 3),
-            crashes=(0.0, 0.5),
-            agc=0.5,
-            filters=(0, 0, 250, 500),
-            **{**_FADING, "drift": (0.0, 100.0)},
-        ),
-        Conditions("demo", wpm=(15, 28), tone=(450, 900), snr_db=(0, 20)),
-    )
-}
+_TABLE = (
+    Conditions("clean", snr_db=(30, 40), jitter=(0.0, 0.02)),
+    Conditions("contest_good", snr_db=(18, 22), interferers=(0, 1), agc=0.5, filters=(0, 500),
+               qsb_depth=(0.0, 0.3)),
+    Conditions("contest_moderate", snr_db=(13, 17), interferers=(0, 3), agc=0.5,
+               filters=(0, 250, 500), crashes=(0.0, 0.2), **_FADING),
+    Conditions("contest_poor", snr_db=(8, 12), interferers=(2, 5), agc=0.7, filters=(0, 250, 500),
+               crashes=(0.1, 0.5), interferer_db=(-20, -3), **_FADING),
+    Conditions("dx_expedition", snr_db=(8, 18), interferers=(3, 5), agc=0.7, filters=(250, 500),
+               crashes=(0.0, 0.2), interferer_db=(-15, -2), **_FADING),
+    Conditions("wide", snr_db=(-12, 20), interferers=(0, 3), agc=0.5, filters=(0, 0, 250, 500),
+               crashes=(0.0, 0.5), wpm=(10, 45), tone=(300, 1200), farnsworth=(1.0, 1.5),
+               **{**_FADING, "drift": (0.0, 100.0)}),
+    Conditions("demo", snr_db=(0, 20), wpm=(15, 28), tone=(450, 900)),
+)
+# fmt: on
+CONDITIONS = {conditions.name: conditions for conditions in _TABLE}
 
 
 def is_range(name: str) -> Callable[[Sequence[float] | None], bool]:

@@ -1,6 +1,5 @@
 """Text: normalisation for training and for scoring, and the tokenizers."""
 
-import importlib
 import io
 import itertools
 import re
@@ -8,7 +7,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from common.errors import DataError, RunError, UsageError, require
+from common.errors import DataError, UsageError, require
 from common.files import read_json
 
 MOST_SENTENCES = 1_000_000  # to train SentencePiece on: it holds them in memory
@@ -202,11 +201,8 @@ class SentencePieceTokenizer:
 
 def sentencepiece_messages():
     """The module of SentencePiece's messages, to change a model. Raises `RunError` without it."""
-    try:
-        return importlib.import_module("sentencepiece.sentencepiece_model_pb2")
-    except ImportError:
-        needed = "the tokenizer's conversion needs the packages sentencepiece and protobuf"
-        raise RunError(f"{needed}: pip install sentencepiece protobuf") from None
+    name = "sentencepiece.sentencepiece_model_pb2"
+    return require(name, "the tokenizer's conversion", "sentencepiece protobuf")
 
 
 def characters_of(texts: Iterable[str]) -> list[str]:

@@ -3,6 +3,7 @@ byte for byte, but for the paths of media relative to the file, which another fo
 the number of the last annotation, from which ELAN counts on."""
 
 import bisect
+import codecs
 import itertools
 import math
 import os
@@ -18,7 +19,6 @@ from xml.sax.saxutils import quoteattr
 from common import files
 from common.errors import DataError
 from speech.data.annotations import writing
-from speech.data.annotations.document import BYTE_ORDERS
 
 ORDER = (  # of elements in the root, by ELAN's schema
     *("LICENSE", "HEADER", "TIME_ORDER", "TIER", "LINGUISTIC_TYPE", "LOCALE", "LANGUAGE"),
@@ -122,11 +122,9 @@ def with_tiers(
 ) -> bytes:
     """The `content` of the .eaf `source`, which has slots of time, with these tiers and `tracks`,
     which depend on no tier, for the path `target`."""
-    encoding = encoding_of(content)
-    try:
-        content = content.decode(encoding).encode("utf-8")
-    except (UnicodeDecodeError, LookupError):
-        raise DataError(f"{source}: its encoding is not {encoding}; save it with ELAN") from None
+    declared = ENCODING.match(content.removeprefix(codecs.BOM_UTF8))
+    if (declared and declared[1].lower() != b"utf-8") or not is_utf_8(content):
+        raise DataError(f"{source}: its encoding is not UTF-8; save it with ELAN")
     written = parsed(content)
     changes = moved_links(content, written, source, target)
     slots, names = writing.time_slots(tracks, written.last_slot + 1)
@@ -146,16 +144,15 @@ def with_tiers(
     for start, end, new in sorted(changes, key=lambda change: change[:2]):
         pieces += content[done:start], new
         done = end
-    whole = b"".join([*pieces, content[done:]])
-    return whole.decode("utf-8").encode(encoding, "xmlcharrefreplace")
+    return b"".join([*pieces, content[done:]])
 
 
-def encoding_of(content: bytes) -> str:
-    """Python's name of the encoding of an XML file."""
-    if content[:2] in BYTE_ORDERS:
-        return "utf-16-le" if content[:2] == BYTE_ORDERS[0] else "utf-16-be"
-    found = ENCODING.match(content.removeprefix(b"\xef\xbb\xbf"))
-    return found[1].decode() if found else "utf-8"
+def is_utf_8(content: bytes) -> bool:
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def xml_of(element: ElementTree.Element, level: int = 1) -> bytes:
