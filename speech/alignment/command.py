@@ -139,8 +139,7 @@ def find_pairs(audio: str, text: str) -> list[tuple[Path, Path]]:
     if not os.path.isdir(audio):
         if Path(text).suffix.lower() not in (*TEXTS, ""):  # markup would become a text to read
             raise UsageError(
-                f"--align {audio} {text}: name a recording and then its text, a plain one in UTF-8"
-                " such as book.txt"
+                f"--align {audio} {text}: name a recording, and a text such as book.txt"
             )
         return [(recordings[0], files.require_file(text, "--align"))]
     texts = [path for path in sorted(Path(text).rglob("*")) if path.suffix.lower() in TEXTS]
@@ -201,8 +200,7 @@ def align_files(request: Request, load: Callable[[], Recogniser]) -> None:
         if request.is_flat:
             reason = "there are too few pauses in them"
         raise DataError(
-            f"nothing was found: the texts are not read in these recordings, or {reason}; nothing"
-            " is written"
+            f"nothing was found: the texts are not read in these recordings, or {reason}"
         )
 
 

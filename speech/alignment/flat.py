@@ -78,13 +78,11 @@ def align(pieces: list[Piece], energy: np.ndarray) -> Cuts:
     matches, reading = match(sounding, letters)
     if reading.rate > SLOWEST:
         raise DataError(
-            f"the text is too short: each of its letters would take {reading.rate:.1f} s; give the"
-            " whole text, or cut the recording"
+            f"the text is too short: {reading.rate:.1f} s for a letter; give the whole text"
         )
     if len(sounding) and reading.rate < FASTEST:
         raise DataError(
-            f"the text is too long: each of its letters would take {reading.rate:.4f} s; give the"
-            " text of this recording alone, or the whole recording"
+            f"the text is too long: {reading.rate:.4f} s for a letter; give this recording's alone"
         )
     confidences = judge(matches, sounding, letters, reading.rate)
     read = [number for number, matched in enumerate(matches) if matched.is_read]

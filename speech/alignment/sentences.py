@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import textwrap
 from dataclasses import dataclass
 
 from common import files
@@ -98,12 +99,7 @@ def _joined(parts: list[str]) -> list[str]:
 
 def _between_words(part: str) -> list[str]:
     """A part, or what it is cut into at spaces, LONGEST characters or fewer each."""
-    lines = [""]
-    for word in part.split():
-        if lines[-1] and len(lines[-1]) + len(word) >= LONGEST:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return lines
+    return textwrap.wrap(part, LONGEST, break_long_words=False, break_on_hyphens=False)
 
 
 def join(texts: list[str]) -> str:

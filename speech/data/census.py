@@ -12,7 +12,7 @@ import numpy as np
 
 from speech.data.columns import Corpus, Strings, printable
 from speech.writing.text import is_letter
-from speech.writing.unknown import shown
+from speech.writing.unknown import named, shown
 
 CODE_POINTS = 0x110000
 PART = 1 << 16  # texts that are looked at together
@@ -214,11 +214,7 @@ def no_words(texts: Strings, letters: np.ndarray) -> Counter[str]:
 
 def named_texts(counts: Counter[str]) -> str:
     """Texts with their counts, the most frequent first."""
-    ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
-    parts = [f"`{printable(text)[:LONGEST]}` x {count:,}" for text, count in ordered[:NAMED]]
-    if len(counts) > len(parts):
-        parts.append(f"{len(counts) - len(parts):,} others")
-    return ", ".join(parts)
+    return named(counts, NAMED, lambda text: f"`{printable(text)[:LONGEST]}`")
 
 
 # --- letters and seconds --------------------------------------------------------------------------

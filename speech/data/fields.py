@@ -124,10 +124,8 @@ class Table:
         if len(texts) > 1:
             self.ask({name: f"{count} rows" for name, count in texts.items()})
         if self.text_column and every and not texts:
-            raise UsageError(
-                f"--text_column {self.text_column}: manifest {self.path} has no such column, but"
-                f" {named(every)}"
-            )
+            flag = f"--text_column {self.text_column}"
+            raise UsageError(f"{flag}: manifest {self.path} has no such column, but {named(every)}")
         rest = [name for name in every if name not in used]
         return f"columns used: {named(used.values())}; not used: {named(rest)}"
 

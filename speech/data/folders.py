@@ -122,10 +122,8 @@ def require_replaceable(folder: Path, made_from: dict) -> None:
         raise UsageError(f"{folder}: it exists and is not a folder; choose another name")
     changed = _changes(folder)
     if changed:
-        raise UsageError(
-            f"{folder}: it holds files that are not replaced ({', '.join(changed[:3])}); choose a"
-            " new folder"
-        )
+        names = ", ".join(changed[:3])
+        raise UsageError(f"{folder}: it holds files that are not replaced ({names}); take another")
     stored, _ = _made(folder)
     if stored is None:  # empty
         return

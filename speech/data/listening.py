@@ -89,11 +89,8 @@ def listen(
         todo = np.flatnonzero(np.isnan(measures[:, 0]))
         seconds = float(corpus.seconds[todo].sum())
         if seconds > LONG_PASS:
-            print(
-                f"listening to {seconds / 3600:.1f} h of audio once (kept for the next run;"
-                " --no_check_audio skips this)",
-                flush=True,
-            )
+            advice = "kept for the next run; --no_check_audio skips this"
+            print(f"listening to {seconds / 3600:.1f} h of audio once ({advice})", flush=True)
         try:
             with contextlib.closing(_results(corpus, todo)) as results:
                 for index, result in results:

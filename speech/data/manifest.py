@@ -71,10 +71,8 @@ def parse(
     line that is not blank and cannot be parsed is added to `rejected`. Raises `UsageError` if the
     file cannot be read, `DataError` if it is not a manifest."""
     if path.suffix.lower() == ".parquet":  # or a pattern of such names
-        raise UsageError(
-            f'manifest {path} is Parquet: python -m speech.data.parquet "{path}" FOLDER makes audio'
-            " files and FOLDER/manifest.jsonl of it"
-        )
+        command = f'python -m speech.data.parquet "{path}" FOLDER'
+        raise UsageError(f"manifest {path} is Parquet: {command} makes FOLDER/manifest.jsonl of it")
     others = None if _is_table(path) else _other_rows(path, tiers, audio_root, rejected)
     if others:
         yield from others

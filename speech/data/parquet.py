@@ -131,11 +131,8 @@ def write(folder: Path, files: list[str], rejected: Rejections) -> int:
                 manifest.write(json.dumps(entry, default=str) + "\n")
                 count += 1
             lists = left_out(path)
-            print(
-                f"{path}: {count} utterances so far"
-                + (f"; columns left out: {lists}" if lists else ""),
-                flush=True,
-            )
+            rest = f"; columns left out: {lists}" if lists else ""
+            print(f"{path}: {count} utterances so far{rest}", flush=True)
     if not count:
         reasons = "; ".join(rejected.counts)
         raise DataError(f"{files[0]}: nothing of this can be used: {reasons or 'it has no rows'}")

@@ -336,9 +336,8 @@ def stand_in(
     Raises `UsageError` for `seconds` over LONGEST_STAND_IN."""
     if seconds > LONGEST_STAND_IN:
         raise UsageError(
-            f"a plan without data is for utterances of --max_duration, and {seconds:.0f} s is more"
-            f" than {LONGEST_STAND_IN:g} s: give --train_manifest, or the length of your longest"
-            " utterance as --max_duration"
+            f"a plan without data is for utterances of --max_duration, up to {LONGEST_STAND_IN:g} s:"
+            " give --train_manifest, or the length of your longest utterance"
         )
     print(f"no data are given: planned for the longest utterances that are taken, {seconds:.1f} s")
     words = [first + vowel + last for first in "bdfg" for vowel in "aeio" for last in "lmnr"]
@@ -441,18 +440,10 @@ def drop(
     """The corpus without the utterances for which `fault(index)` returns (reason, details), which
     are reported under `name`. Raises `DataError` if `strict` and any is, or if all are."""
     rejected = Rejections()
-    kept = []
-    for index in range(len(corpus)):
-        problem = fault(index)
-        if problem is None:
-            kept.append(index)
-        else:
-            reason, details = problem
-            rejected.add(reason, f"{corpus.where(index)}: {details}")
-    if not rejected.total:
-        return corpus
-    corpus = corpus.select(np.array(kept, dtype=int))
-    report_rejections(name, corpus.seconds, rejected, strict)
+    found = ((index, fault(index)) for index in range(len(corpus)))
+    corpus = corpus.without({index: problem for index, problem in found if problem}, rejected)
+    if rejected.total:
+        report_rejections(name, corpus.seconds, rejected, strict)
     return corpus
 
 
@@ -490,10 +481,7 @@ def hold_out(
         if len(kept):
             chosen = kept
         else:
-            print(
-                "the utterances that were held out before are not in the training set any more:"
-                " others are drawn"
-            )
+            print("the held-out utterances are not in the training set any more: others are drawn")
     rest = np.setdiff1d(rows, chosen)
     if not len(rest):
         raise DataError(

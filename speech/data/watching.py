@@ -48,8 +48,7 @@ def resolve(args) -> dict[str, list[str]]:
             name = WATCHED + printable(f"{place.absolute().parent.name}/{place.stem}")
         if name in manifests or path in args.watch_manifest[:number]:
             raise UsageError(
-                f"--watch_manifest {path}: it, or one of the same name, is given before; rename the"
-                " file or its folder"
+                f"--watch_manifest {path}: one of the same name is given before; rename this one"
             )
         manifests[name] = [path]
     return manifests

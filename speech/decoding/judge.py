@@ -71,10 +71,7 @@ def resolve(args, exports_only: bool) -> HeldOut:
     count = args.speak_held_out
     if (args.judge or count) and exports_only:
         flag = "--judge" if args.judge else "--speak_held_out"
-        raise UsageError(
-            f"{flag} is for sentences that are spoken after training or with --evaluate, and"
-            " --export alone speaks none: leave it out"
-        )
+        raise UsageError(f"{flag} is for held-out sentences, and --export alone speaks none")
     if args.judge:
         recogniser_of(args.judge, RECIPES)
     if args.evaluate and count is None and not args.judge:
@@ -162,10 +159,7 @@ def recogniser_of(path: str, recipes: Path) -> Path:
             f"--judge {path}: there is no recipes/{recipe[:60]}.py, which has saved it"
         )
     if "\ndef transcribe(" not in script.read_text(encoding="utf-8"):
-        raise UsageError(
-            f"--judge {path}: recipes/{recipe}.py has saved it, which is not a recogniser:"
-            " name the weights of one"
-        )
+        raise UsageError(f"--judge {path}: recipes/{recipe}.py, its recipe, is no recogniser")
     return script
 
 

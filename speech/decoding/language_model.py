@@ -183,10 +183,7 @@ def make(
     for name, lines in texts.items():
         every = [text for text in lines if text not in known]
         if sum(map(len, every)) > MOST_CHARACTERS:
-            raise DataError(
-                f"--lm_text: the texts have more than {MOST_CHARACTERS:,} characters; give a part"
-                " of them"
-            )
+            raise DataError(f"--lm_text: more than {MOST_CHARACTERS:,} characters; give a part")
         if left_out := len(lines) - len(every):
             print(f"language model of {name}: {left_out} held-out sentences are left out")
         if every:

@@ -218,9 +218,7 @@ def readings_of(
         if warns and share > MOST_MARKS:
             print(
                 f"warning: {NAMES[chosen[-1]]} puts spaces in place of the marks of this script,"
-                f" {100 * share:.0f} % of its letters: its error rates say little about how well"
-                " this language is read",
-                flush=True,
+                f" {100 * share:.0f} % of its letters: its error rates say little"
             )
     return {NAMES[each]: each for each in chosen}
 

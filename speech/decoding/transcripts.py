@@ -45,10 +45,8 @@ def suffix_of(output: str | Path) -> str:
     """The suffix of --output, in small letters, if it names a form. Raises `UsageError`."""
     suffix = Path(output).suffix.lower()
     if not is_stream(Path(output)) and suffix not in (*TABLES, *writing.BEGINNINGS):
-        raise UsageError(
-            f"--output {output}: {suffix} cannot be written; name a file .jsonl, .eaf, .TextGrid,"
-            " .srt or .vtt, or a folder with --output_format"
-        )
+        forms = ".jsonl, .eaf, .TextGrid, .srt or .vtt, or a folder with --output_format"
+        raise UsageError(f"--output {output}: {suffix} cannot be written; name a file {forms}")
     return suffix
 
 
@@ -60,10 +58,7 @@ def is_folder(output: str | Path) -> bool:
 def folder_of(output: str, form: str) -> Path:
     """The folder --output of an --output_format. Raises `UsageError`."""
     if Path(output).suffix.lower() in writing.BEGINNINGS and not is_folder(output):
-        raise UsageError(
-            f"--output {output}: with --output_format {form} it is a folder; name one, or leave"
-            " --output_format out"
-        )
+        raise UsageError(f"--output {output}: with --output_format {form} it is a folder; name one")
     return Path(output)
 
 

@@ -123,8 +123,8 @@ def resolve(args, is_demo: bool, alignment_weight: float) -> ClipOptions:
     if args.alignment_weight and (args.speed_perturbation or args.wave_augment):
         flag = "speed_perturbation" if args.speed_perturbation else "wave_augment"
         raise UsageError(
-            f"--{flag} would move what --alignment_weight trains on; synthetic clips have speeds,"
-            " silence and noise of their own: --wpm LOW HIGH, --snr_db LOW HIGH"
+            f"--{flag} would move what --alignment_weight trains on; clips have speeds, silence and"
+            " noise of their own"
         )
     conditions = [name for name in CONDITIONS if name != "demo"]
     if is_demo:
@@ -180,10 +180,8 @@ def as_trained(source: ClipOptions, choice: Choice | None) -> ClipOptions:
     if source.named:
         return source
     if choice is None:
-        raise UsageError(
-            "--evaluate needs a test set, because these weights were not trained on synthetic"
-            " clips: add --data_dir, --test_manifest or --conditions"
-        )
+        flags = "--data_dir, --test_manifest or --conditions"
+        raise UsageError(f"--evaluate needs a test set with these weights: add {flags}")
     return replace(source, choice=choice)
 
 

@@ -111,10 +111,8 @@ class Choice:
             limits = getattr(self, name)
             if not is_range(name)(limits):
                 given = " ".join(f"{limit:g}" for limit in limits)
-                raise UsageError(
-                    f"--{name} {given}: give two numbers from {least} to {most}, the lower one"
-                    " first"
-                )
+                limits = f"two numbers from {least} to {most}, the lower one first"
+                raise UsageError(f"--{name} {given}: give {limits}")
             if limits:
                 changes[name] = tuple(limits)
         if self.clip_seconds:

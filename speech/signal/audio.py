@@ -95,8 +95,7 @@ def read_at_its_rate(
         waveform = torch.cat([torch.zeros(0), *pieces])
     if len(waveform) == 0:
         raise BadAudio(path, f"is empty{f' from {offset:g} s on' if offset else ''}")
-    _check_samples(path, waveform)
-    return waveform, rate
+    return _checked(path, waveform), rate
 
 
 def read_in_pieces(path: str, sample_rate: int) -> Iterator[torch.Tensor]:
@@ -104,7 +103,8 @@ def read_in_pieces(path: str, sample_rate: int) -> Iterator[torch.Tensor]:
     is_empty = True
     with _open(path) as file:
         ratio = _ratio(file.samplerate, sample_rate)
-        for piece in spectra.resampled(_checked(path, _pieces(file, path)), *ratio):
+        pieces = (_checked(path, piece) for piece in _pieces(file, path))
+        for piece in spectra.resampled(pieces, *ratio):
             is_empty = is_empty and not len(piece)
             yield piece
     if is_empty:
@@ -118,18 +118,13 @@ def _open(path: str):
         raise BadAudio(path, f"cannot be used: {fault}") from None
 
 
-def _check_samples(path: str, waveform: torch.Tensor) -> None:
+def _checked(path: str, waveform: torch.Tensor) -> torch.Tensor:
     peak = float(waveform.abs().max())
     if not math.isfinite(peak):
         raise BadAudio(path, "holds samples that are not finite (NaN or infinity)")
     if peak > LOUDEST:
         raise BadAudio(path, f"holds samples of up to {peak:.3g}, where 1 is full scale")
-
-
-def _checked(path: str, pieces: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-    for piece in pieces:
-        _check_samples(path, piece)
-        yield piece
+    return waveform
 
 
 def _pieces(

@@ -115,10 +115,8 @@ def read_noises(folder: str | None) -> Noises | None:
         lengths = list(pool.map(_length, paths))
     faults = [length for length in lengths if isinstance(length, str)]
     if faults:
-        raise DataError(
-            f"--noise_dir {folder}: {len(faults)} of {len(paths)} files cannot be used, the first:"
-            f" {faults[0]}; fix or remove them"
-        )
+        some = f"{len(faults)} of {len(paths)} files"
+        raise DataError(f"--noise_dir {folder}: {some} cannot be used, the first: {faults[0]}")
     print(f"noise: {len(paths)} files, {sum(lengths) / 60:.1f} min, in {folder}")
     return Noises(paths, lengths)
 

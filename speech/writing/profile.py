@@ -110,10 +110,7 @@ def choose(path: str | None, saved: list[list[str]] | None = None) -> Profile | 
         return given
     kept = of_rows(saved)
     if given and given != kept:
-        raise UsageError(
-            "--profile has other units than the checkpoint: leave it out, or start a new run with"
-            " another --output_dir"
-        )
+        raise UsageError("--profile has other units than the checkpoint: leave it out")
     return kept
 
 

@@ -242,10 +242,9 @@ def train_tokenizer(texts: Iterable[str], kind: str, vocab_size: int) -> Sentenc
     if not characters:
         raise DataError("no tokenizer can be trained: there is no text")
     if kind == "bpe" and vocab_size < len(characters) + 2:  # the unknown token and the space
-        raise UsageError(
-            f"--vocab_size {vocab_size} is too few for the {len(characters)} characters of the"
-            f" training texts: it must be at least {len(characters) + 2}"
-        )
+        letters = f"the {len(characters)} characters of the training texts"
+        least = f"it must be at least {len(characters) + 2}"
+        raise UsageError(f"--vocab_size {vocab_size} is too few for {letters}: {least}")
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

@@ -135,21 +135,21 @@ def as_value(counts: Counter[str]) -> str:
     return shlex.quote(value) if set('"$`\\!') & set(value) else f'"{value}"'
 
 
-def named(counts: Counter[str], most: int = NAMED) -> str:
-    """Characters with their counts, the most frequent first."""
-    ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
-    parts = [f"{shown(character)} x {count:,}" for character, count in ordered[:most]]
-    if len(ordered) > most:
-        parts.append(f"{len(ordered) - most:,} others")
-    return ", ".join(parts)
-
-
 def shown(character: str) -> str:
     """A character for a message, by its Unicode name if it cannot be seen alone."""
     if unicodedata.category(character)[0] in "CMZ":
         name = unicodedata.name(character, "")
         return f"U+{ord(character):04X} {name}".rstrip()
     return character
+
+
+def named(counts: Counter[str], most: int = NAMED, show: Callable[[str], str] = shown) -> str:
+    """Characters, or what else `show` writes, with their counts, the most frequent first."""
+    ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+    parts = [f"{show(each)} x {count:,}" for each, count in ordered[:most]]
+    if len(ordered) > most:
+        parts.append(f"{len(ordered) - most:,} others")
+    return ", ".join(parts)
 
 
 def _is_style(character: str, lacking: Lacking) -> bool:

@@ -92,10 +92,7 @@ def files_of(path: Path) -> list[Path]:
         refuse_others(each)
     other = next((each for each in found if not is_annotations(each)), None)
     if other:
-        raise UsageError(
-            f"manifest {name}: a pattern stands for files of annotations ({NAMES}), and {other} is"
-            " none"
-        )
+        raise UsageError(f"manifest {name}: a pattern stands for {NAMES}, and {other} is none")
     return found
 
 

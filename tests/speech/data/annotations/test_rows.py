@@ -260,7 +260,7 @@ def test_a_signal_is_no_bad_file(interviews, monkeypatch):
     "name, message",
     [
         ("*.TextGrid", r"\*.TextGrid: no file has such a name"),
-        ("*", "a pattern stands for files of annotations .*a.wav is none"),
+        ("*", "a pattern stands for .eaf, .TextGrid, .* and .*a.wav is none"),
         (".", "it is a folder; name a table in it or"),
         ("c.eaf", "manifest .*c.eaf: No such file"),
     ],
