@@ -168,18 +168,15 @@ def blocks(pairs: list[np.ndarray], text: Text, emissions: Emissions) -> list[Te
     joined = [np.concatenate(group) for group in groups]
     earliest = [0, *(int(chain[-1, 0]) + 1 for chain in joined)]
     latest = [*(int(chain[0, 0]) for chain in joined), len(emissions.best)]
-    pace = _pace(pairs)
+    # Frames for a token, where the text is read.
+    frames, tokens = sum(
+        (chain[-1, :2] - chain[0, :2] for chain in pairs), np.zeros(2, int)
+    ).tolist()
+    pace = frames / max(1, tokens)
     return [
         _extended(chain, (earliest[i], latest[i + 1]), text, pace, SLACK / emissions.frame)
         for i, chain in enumerate(joined)
     ]
-
-
-def _pace(pairs: list[np.ndarray]) -> float:
-    """Frames for a token, where the text is read."""
-    frames = sum(int(chain[-1, 0] - chain[0, 0]) for chain in pairs)
-    tokens = sum(int(chain[-1, 1] - chain[0, 1]) for chain in pairs)
-    return frames / max(1, tokens)
 
 
 def _extended(

@@ -45,36 +45,29 @@ def _temporary(folder: Path) -> Iterator[Path]:
     as long as this process lives, so that others know it from what a killed process has left."""
     while True:
         aside = Path(tempfile.mkdtemp(".tmp", files.hidden(folder), folder.parent))
-        lock = _lock(aside, fcntl.LOCK_EX)
-        if aside.exists():  # or another process has removed it before it was locked
-            break
-        _unlock(lock)
-    try:
-        aside.chmod(0o777 & ~files.umask())
-        yield aside
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        _unlock(lock)
+        with locked(aside):
+            if not aside.exists():  # another process has removed it before it was locked
+                continue
+            try:
+                aside.chmod(0o777 & ~files.umask())
+                yield aside
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
+            return
 
 
-def _lock(folder: Path, operation: int) -> int | None:
-    """A descriptor of the folder, which is locked as long as it is open. None if somebody else has
-    locked it, or if it cannot be locked, as on some network file systems."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, operation)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-def _unlock(descriptor: int | None) -> None:
-    if descriptor is not None:
-        os.close(descriptor)
+@contextlib.contextmanager
+def locked(folder: Path, operation: int = fcntl.LOCK_EX) -> Iterator[bool]:
+    """Whether the folder is locked by this process inside: not if somebody else has locked it, or
+    if it cannot be locked, as on some network file systems."""
+    with contextlib.ExitStack() as opened:
+        is_locked = False
+        with contextlib.suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            opened.callback(os.close, descriptor)
+            fcntl.flock(descriptor, operation)
+            is_locked = True
+        yield is_locked
 
 
 def _remove_stale(folder: Path) -> None:
@@ -84,14 +77,11 @@ def _remove_stale(folder: Path) -> None:
     for path in folder.parent.glob(".*"):
         if not re.fullmatch(name, path.name):
             continue
-        lock = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if lock is None:
-            continue
-        if not folder.exists() and _made(path)[1] and not _changes(path):
-            path.rename(folder)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-        _unlock(lock)
+        with locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_left:
+            if is_left and not folder.exists() and _made(path)[1] and not _changes(path):
+                path.rename(folder)
+            elif is_left:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _move(aside: Path, folder: Path) -> None:
@@ -99,16 +89,14 @@ def _move(aside: Path, folder: Path) -> None:
     if not folder.exists():
         aside.rename(folder)
         return
-    lock = _lock(folder, fcntl.LOCK_EX)  # it holds for any name of the folder
-    old = Path(tempfile.mkdtemp(".old", files.hidden(folder), folder.parent))
-    folder.rename(old)  # onto an empty folder
-    try:
-        aside.rename(folder)
-    except OSError:
-        old.rename(folder)
-        raise
-    finally:
-        _unlock(lock)
+    with locked(folder):  # under any name
+        old = Path(tempfile.mkdtemp(".old", files.hidden(folder), folder.parent))
+        folder.rename(old)  # onto an empty folder
+        try:
+            aside.rename(folder)
+        except OSError:
+            old.rename(folder)
+            raise
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -2,9 +2,7 @@
 decoded, and measures the silence at the ends."""
 
 import contextlib
-import fcntl
 import hashlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import numpy as np
 from common.device import processors
 from common.errors import DataError
 from speech.data.columns import Codes, Corpus, Rejections
+from speech.data.folders import locked
 from speech.data.headers import file_stamps, in_threads, recall, remember
 from speech.signal.audio import part_of, read_at_its_rate
 
@@ -83,7 +82,11 @@ def listen(
     other run. Results of an earlier run in the file `cache` are used for the same parts of
     unchanged files. Raises `DataError` for what cannot be decoded unless `skip_bad_audio`."""
     faults: dict[int, str] = {}
-    with _locked(cache):
+    if cache:
+        with contextlib.suppress(OSError):
+            cache.parent.mkdir(parents=True, exist_ok=True)
+    # One process at a time: other ranks of a run wait, and then find the results.
+    with locked(cache.parent) if cache else contextlib.nullcontext():
         stamps = _stamps(corpus)
         measures = recall(cache, stamps, 4)
         todo = np.flatnonzero(np.isnan(measures[:, 0]))
@@ -120,22 +123,6 @@ def _results(corpus: Corpus, rows: np.ndarray) -> Iterator[tuple[int, tuple | st
         return
     for part in in_threads(look, rows.tolist(), threads):
         yield from part
-
-
-@contextlib.contextmanager
-def _locked(cache: Path | None) -> Iterator[None]:
-    """One process at a time: other ranks of a run wait, and then find the results."""
-    handle = None
-    if cache:
-        with contextlib.suppress(OSError):
-            cache.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(cache.parent, os.O_RDONLY)
-            fcntl.flock(handle, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        if handle is not None:
-            os.close(handle)
 
 
 def _stamps(corpus: Corpus) -> np.ndarray:

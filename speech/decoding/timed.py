@@ -121,7 +121,8 @@ def transcript(tokens: list[Token], tokenizer, frame_seconds: float, frames: int
             timed[-1]["text"] += f" {text}"
         elif text:
             timed.append({"start": round(start, 3), "end": round(max(start, end), 3), "text": text})
-            timed[-1].update(_confidence(word["log_probs"]))
+            if values := word["log_probs"]:
+                timed[-1]["confidence"] = round(math.exp(sum(values) / len(values)), 3)
     text = text_of(tokens, tokenizer)
     return {"text": text, "words": timed, "segments": segments(timed, text)}
 
@@ -147,12 +148,6 @@ def _words(tokens: list[Token], tokenizer, frames: int) -> list[dict]:
             words[-1]["log_probs"].append(token.log_prob)
         words[-1]["end"] = end
     return words
-
-
-def _confidence(log_probs: list[float]) -> dict:
-    if not log_probs:
-        return {}
-    return {"confidence": round(math.exp(sum(log_probs) / len(log_probs)), 3)}
 
 
 def begins_word(piece: int, tokenizer) -> bool:

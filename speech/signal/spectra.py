@@ -106,9 +106,8 @@ def resample(waveform: Tensor, source: int, target: int) -> Tensor:
 
 
 def resampled(pieces: Iterable[Tensor], source: int, target: int) -> Iterator[Tensor]:
-    """`resample` of a waveform that comes in pieces (T,), in pieces of other lengths."""
-    divisor = math.gcd(source, target)
-    source, target = source // divisor, target // divisor
+    """`resample` of a waveform that comes in pieces (T,), in pieces of other lengths. The rates
+    have no common divisor."""
     if source == target:
         yield from pieces
         return

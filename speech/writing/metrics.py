@@ -92,11 +92,6 @@ def score(rows: list[dict], normalise: Normaliser = for_scoring) -> dict[str, tu
     return {name: (each.total, each.length) for name, each in errors.items()}
 
 
-def rate(pair: tuple[float, float]) -> float:
-    """Numerator over denominator of a metric as `score` or an evaluation returns it."""
-    return pair[0] / max(1, pair[1])
-
-
 def read_by(
     rows: list[dict], readings: dict[str, Normaliser], cut: Cut | None = None
 ) -> dict[str, dict[str, list[Errors]]]:

@@ -145,7 +145,9 @@ def read(path: str) -> Profile:
                 raise UsageError(
                     f"--profile {path}:{table.line_num}: it has not as many cells as the header"
                 )
-            rows[table.line_num] = _row(row)
+            unit = composed(row[GRAPHEME])
+            text = composed(row.get(TEXT, unit))
+            rows[table.line_num] = [unit, {NULL: "", SPACE: " "}.get(text, text)]
     except csv.Error as error:
         raise UsageError(
             f'--profile {path}: {error}: a quotation mark is written as """"'
@@ -158,13 +160,6 @@ def read(path: str) -> Profile:
         f"--profile {path}: columns used: {', '.join(used)}; not used: {', '.join(others) or 'none'}"
     )
     return Profile(tuple(map(tuple, rows.values())))
-
-
-def _row(row: dict[str, str]) -> list[str]:
-    """A unit and its text."""
-    unit = composed(row[GRAPHEME])
-    text = composed(row.get(TEXT, unit))
-    return [unit, {NULL: "", SPACE: " "}.get(text, text)]
 
 
 def fault(rows: dict[int, list[str]]) -> str | None:

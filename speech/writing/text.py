@@ -13,6 +13,7 @@ from common.files import read_json
 MOST_SENTENCES = 1_000_000  # to train SentencePiece on: it holds them in memory
 # They shape glyphs, so training keeps them. They are not heard, so scoring removes them.
 JOINERS = "\u200c\u200d"
+UNHEARD = ("Cc", "Cf", "Cs", "Co")  # categories of control characters and the like
 # Latin, Armenian, Arabic, Urdu, Devanagari, Myanmar, Ethiopic, Khmer, Chinese and full-width.
 SENTENCE_ENDS = tuple(
     ".?!\u0589\u061f\u06d4\u0964\u0965\u104b\u1362\u1367\u17d4\u3002\uff01\uff0e\uff1f\uff61"
@@ -22,18 +23,11 @@ APOSTROPHES = "'\u2018\u2019\u201b"
 IN_WORDS = frozenset(APOSTROPHES + ":\u00b7?!@")  # between letters they are parts of words
 PUNCTUATION = re.compile(r"[^\w\s]|_")  # and marks and symbols
 
-# First and last characters of the scripts without spaces between words, and of their punctuation:
-# Thai and Lao, Myanmar, Khmer, kana, Chinese characters.
-UNSPACED = (
-    ("\u0e00", "\u0eff"),
-    ("\u1000", "\u109f"),
-    ("\u1780", "\u17ff"),
-    ("\u3001", "\u30ff"),
-    ("\u31f0", "\u31ff"),
-    ("\u3400", "\u9fff"),
-    ("\uf900", "\ufaff"),
-    ("\uff65", "\uff9f"),
-    ("\U00020000", "\U0003ffff"),
+# Scripts without spaces between words, and their punctuation: Thai and Lao, Myanmar, Khmer, kana,
+# Chinese characters.
+UNSPACED = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3001-\u30ff\u31f0-\u31ff\u3400-\u9fff\uf900-\ufaff"
+    "\uff65-\uff9f\U00020000-\U0003ffff]"
 )
 
 
@@ -41,12 +35,9 @@ def normalise(text: str) -> str:
     """For training: NFC, no control characters or byte-order marks, single spaces. Keeps case,
     punctuation and all combining marks."""
     if not text.isprintable():  # a fast test, since characters to remove are rare
-        text = "".join(c for c in text if _is_kept(c))
+        kept = (c.isspace() or c in JOINERS or unicodedata.category(c) not in UNHEARD for c in text)
+        text = "".join(itertools.compress(text, kept))
     return " ".join(unicodedata.normalize("NFC", text).split())
-
-
-def _is_kept(c: str) -> bool:
-    return c.isspace() or c in JOINERS or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co")
 
 
 def is_letter(character: str) -> bool:
@@ -60,7 +51,7 @@ def is_letter(character: str) -> bool:
 
 def in_unspaced(character: str) -> bool:
     """Whether the character belongs to a script without spaces between words."""
-    return any(first <= character <= last for first, last in UNSPACED)
+    return bool(UNSPACED.match(character))
 
 
 def spaces_before(words: list[str], text: str) -> list[str]:
