@@ -629,31 +629,27 @@ def ctc_loss(model: Conformer, batch: dict, frames: Tensor, lengths: Tensor) -> 
     )
 
 
-def ctc_greedy(model: Conformer, encoded: Tensor, lengths: Tensor) -> list[list[int]]:
+def ctc_greedy(model: Conformer, encoded: Encoded) -> list[list[int]]:
     """The best label of every frame, repeats merged, blanks removed."""
-    hypotheses = timed.greedy_ctc(model.ctc_head(encoded), lengths.tolist(), model.eos)
+    logits = model.ctc_head(encoded.frames)
+    hypotheses = timed.greedy_ctc(logits, encoded.lengths.tolist(), model.eos)
     return [[token.piece for token in tokens] for tokens in hypotheses]
 
 
 def decode(
-    model: Conformer,
-    encoded: Tensor,
-    lengths: Tensor,
-    how: recogniser.DecodingOptions,
-    fusion: Fusion | None = None,
+    model: Conformer, encoded: Encoded, how: recogniser.DecodingOptions, fusion: Fusion | None
 ) -> list[list[int]]:
-    """Tokens of every utterance of (B, T, D) by one of --decoding's methods. Both searches mix the
-    log-probabilities of CTC and the decoder by SEARCH_WEIGHTS. `fusion`: a language model in the
-    first."""
+    """Tokens of every utterance by one of --decoding's methods. Both searches mix CTC's and the
+    decoder's log-probabilities. `fusion`: a language model in "rescore"."""
     if how.decoding == "greedy":
-        return ctc_greedy(model, encoded, lengths)
+        return ctc_greedy(model, encoded)
     search = joint_beam
     if how.decoding == "rescore":
         search = functools.partial(rescored_beam, fusion=fusion)
     weights = FUSED_WEIGHTS if fusion else SEARCH_WEIGHTS
     hypotheses = []
-    for row, length in enumerate(lengths.tolist()):
-        utterance = encoded[row : row + 1, :length]
+    for row, length in enumerate(encoded.lengths.tolist()):
+        utterance = encoded.frames[row : row + 1, :length]
         log_probs = upcast(model.ctc_head(utterance[0])).log_softmax(-1)
         decoder = functools.partial(decode_prefixes, model, utterance)
         hypotheses.append(search(log_probs, decoder, model.eos, how.beam_size, weights))
@@ -670,8 +666,7 @@ def evaluate(tokenizer, model: Conformer, eval_batches) -> dict[str, tuple[float
 
     def decode_batch(batch: dict) -> tuple[list[str], dict]:
         encoded = model.encode(batch)
-        hypotheses = ctc_greedy(model, encoded.frames, encoded.lengths)
-        texts = [tokenizer.decode(tokens) for tokens in hypotheses]
+        texts = [tokenizer.decode(tokens) for tokens in ctc_greedy(model, encoded)]
         return texts, losses(model, batch, encoded)
 
     rows, sums = recogniser.decode_set(model, decode_batch, eval_batches, LOSS_WEIGHTS)
@@ -686,8 +681,7 @@ def final_texts(
     fusion: Fusion | None = None,
 ) -> list[str]:
     """The texts of a batch by --decoding."""
-    encoded = model.encode(batch)
-    hypotheses = decode(model, encoded.frames, encoded.lengths, how, fusion)
+    hypotheses = decode(model, model.encode(batch), how, fusion)
     return [tokenizer.decode(tokens) for tokens in hypotheses]
 
 
@@ -697,7 +691,7 @@ def timed_texts(
 ) -> list[dict]:
     """The texts of a batch by --decoding, with the times at which CTC has them."""
     encoded = model.encode(batch)
-    hypotheses = decode(model, encoded.frames, encoded.lengths, how, fusion)
+    hypotheses = decode(model, encoded, how, fusion)
     log_probs = upcast(model.ctc_head(encoded.frames)).log_softmax(-1)
     frames = encoded.lengths.tolist()
     tokens = [
