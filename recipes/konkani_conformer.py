@@ -529,8 +529,7 @@ class Conformer(nn.Module):
             quieten_branches(layers, BRANCH_OUTPUTS)
 
     def features(self, batch: dict) -> tuple[Tensor, Tensor]:
-        """The batch's waveforms to normalised features (B, F, M) and their lengths, which end with
-        the last whole encoder frame."""
+        """Normalised features (B, F, M) and their lengths, up to the last whole encoder frame."""
         samples = batch["audio_lengths"]
         subsampling = self.config["subsampling"]
         host = nemo_features.frames(batch["audio_lengths_host"])
@@ -940,8 +939,7 @@ def make_task(
     tokenizer,
     texts: Iterable[str],
 ) -> Task:
-    """The task, all that the loop knows of this recipe. `texts`: those of training that a person
-    wrote, which are kept for the language model."""
+    """All that the loop knows of this recipe. `texts` are kept for the language model."""
     return Task(
         RECIPE,
         compute_loss,

@@ -265,8 +265,7 @@ def summary(audio: Path, cuts: Cuts) -> str:
 
 
 def write_annotations(path: Path, audio: Path, utterances: list[dict]) -> None:
-    """Writes the utterances of a recording for ELAN, Praat or as subtitles. The least certain are
-    marked as doubtful. Raises `RunError`."""
+    """Writes a recording's utterances, the least certain marked as doubtful. Raises `RunError`."""
     order = sorted(range(len(utterances)), key=lambda place: utterances[place]["confidence"])
     doubtful = set(order[: math.ceil(DOUBTFUL_SHARE * len(order))])
     rows = [
@@ -284,8 +283,7 @@ def write_annotations(path: Path, audio: Path, utterances: list[dict]) -> None:
 
 
 def _write(request: Request, utterances: list[dict], left_out: list[dict]) -> None:
-    """Writes the manifest and the page, and the list of what is left out; other ones under these
-    names get another name. Raises `RunError`."""
+    """Writes manifest, page and the list of what is left out; renames others. Raises `RunError`."""
     if request.manifest:
         transcripts.write(request.manifest, utterances)
     if not transcripts.write(request.left_out, left_out):

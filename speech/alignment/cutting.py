@@ -59,8 +59,7 @@ class Cuts:
 
 @dataclass(frozen=True)
 class _Span:
-    """Piece `number` from `start` to `end` in seconds, and whether there is a silence on each side,
-    or the recording begins or ends there."""
+    """Piece `number` from `start` to `end` in seconds, and whether it is silent on each side."""
 
     number: int
     start: float
@@ -191,8 +190,7 @@ def _place(seconds: float) -> int:
 
 
 def _quiet(start: float, end: float, energy: np.ndarray, speech: float) -> tuple[Silence, Silence]:
-    """The first and the last silence from `start` to `end`; where it is quietest if there is none.
-    `speech`: the level in dB that speech has here."""
+    """The first and the last silence, or the quietest place. `speech`: its level here in dB."""
     part = energy[_place(start) : _place(end)]
     if not len(part):
         return ((start, end),) * 2

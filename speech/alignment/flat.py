@@ -45,8 +45,7 @@ UNMATCHED = 1.0  # what a neighbour that is not read, or not in the text, is cou
 
 @dataclass(frozen=True)
 class Match:
-    """The stretches from `first` to `last` and the pieces from `start` to `end`, without the last
-    ones; one of both ranges may be empty."""
+    """The stretches `first` to `last` and the pieces `start` to `end`; one range may be empty."""
 
     first: int
     last: int

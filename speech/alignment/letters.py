@@ -20,8 +20,7 @@ class Vocabulary:
 
 
 def of_characters(index: dict[str, int], blank: int, size: int, letters=None) -> Vocabulary:
-    """The vocabulary of a model with `size` outputs whose characters have the numbers `index`, or
-    whose units of a `profile.Profile` have them."""
+    """The vocabulary of a model with `size` outputs, whose characters or units have an `index`."""
     spellings = [""] * size
     for character, number in index.items():
         spellings[number] = character

@@ -80,8 +80,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class TextBlock:
-    """A part of the recording and the part of the text that is read in it: `start` and `end` are
-    (frame, token); `anchors` (N, 2) such pairs between them."""
+    """A part of recording and text: `start`, `end` and `anchors` (N, 2) are (frame, token)."""
 
     start: tuple[int, int]
     end: tuple[int, int]

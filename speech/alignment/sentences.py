@@ -42,8 +42,7 @@ class Piece:
 
 
 def read_book(path: str) -> list[Piece]:
-    """The pieces of a text file in UTF-8. Raises `UsageError` for a file that is none, and
-    `DataError` if there is no text in it."""
+    """The pieces of a text in UTF-8. Raises `UsageError`, and `DataError` if there is no text."""
     pieces = []
     for paragraph in re.split(r"\n[^\S\n]*\n", files.read_text(path)):
         for line in _lines(paragraph):

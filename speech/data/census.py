@@ -195,8 +195,7 @@ def coded(letter: str) -> str:
 
 
 def no_words(texts: Strings, letters: np.ndarray) -> Counter[str]:
-    """Whole texts that are hardly words, with their counts: those that many rows share, those
-    without letters and digits, and known codes."""
+    """The counts of texts that are hardly words: many rows share them, or they have no letters."""
     hashes = np.fromiter(map(hash, texts), np.int64, len(texts))
     _, first, counts = np.unique(hashes, return_index=True, return_counts=True)
     most = max(SHARED, SHARE * len(texts))

@@ -36,7 +36,7 @@ def check_speech(sets: dict[str, Corpus], strict: bool, fault: Fault) -> dict[st
     """The sets without the utterances that harm the training of a TTS model: those that
     `fault(corpus, index)` rejects with (reason, details), those spoken much faster or slower than
     their speaker's others, and in "train" speakers with hardly any speech. Prints a table for each
-    set and a description of "train". Raises `DataError` as `report_rejections`."""
+    set and a description of "train". Raises `DataError` as `report_rejections` does."""
     tables = {name: Rejections() for name in sets}
     checked = {}
     for name, corpus in sets.items():
@@ -166,8 +166,7 @@ def report_texts(sets: dict[str, Corpus], from_scratch: bool = False) -> None:
 
 
 def note_rows(name: str, corpus: Corpus, counted: Census, train: Corpus | None) -> None:
-    """Prints the rows of a set that have marks of a transcriber, far too many or too few letters
-    for their seconds, or what the training set has, too."""
+    """Prints rows with marks of a transcriber, an odd rate, or what the training set has, too."""
     rows = Rejections()
     for index, text in enumerate(corpus.texts):
         if found := MARKS.search(text):

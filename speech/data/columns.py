@@ -288,8 +288,7 @@ class Corpus:
         return replace(self, **columns)
 
     def without(self, problems: dict[int, tuple[str, str]], rejected: Rejections) -> "Corpus":
-        """The corpus without the utterances at the indices in `problems`, {index: (reason,
-        details)}, which are added to `rejected`."""
+        """The corpus without those in {index: (reason, details)}, which `rejected` gets."""
         for index, (reason, details) in sorted(problems.items()):
             rejected.add(reason, f"{self.where(index)}: {details}")
         if not problems:

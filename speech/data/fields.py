@@ -69,8 +69,7 @@ class Fields(NamedTuple):
 
 
 class Table:
-    """The columns of a manifest's rows: how many rows have which, and which are used. `chunked`:
-    segments are used, too."""
+    """The columns of a manifest's rows, and which are used. `chunked`: segments are, too."""
 
     def __init__(self, path: str, needs: str, text_column: str | None, chunked: bool):
         self.path = path
@@ -80,8 +79,7 @@ class Table:
         self.columns: dict[tuple[str, ...], Columns] = {}
 
     def columns_of(self, row) -> Columns:
-        """The columns of a row, which is counted. Raises `UsageError` if it is not clear which one
-        has its text, `ValueError` if it is no row."""
+        """The columns of a row, which is counted. Raises `UsageError`, `ValueError` for no row."""
         if not isinstance(row, dict):
             raise ValueError("line is not an object")
         keys = tuple(row)
@@ -242,8 +240,7 @@ def _channel(value) -> int:
 
 
 def _label(row: dict) -> str:
-    """The label of a row in JSON: a number, a string, or a list of these. Raises `ValueError` or
-    `TypeError` that says what is wrong with it."""
+    """The label in JSON: a number, a string, or a list. Raises `ValueError` or `TypeError`."""
     label = row.get("label")
     if label is None or label == "":
         raise ValueError("no label field" if "label" not in row else "label is empty")

@@ -17,8 +17,7 @@ TABLES = (".csv", ".tsv", ".json", ".jsonl")
 
 
 class Listing(NamedTuple):
-    """What lies in some folders, as paths: by comparable names, audio also by comparable names
-    without endings, and the folders among it."""
+    """Paths in some folders: by comparable names, audio without endings, and folders."""
 
     names: dict[str, list[str]]
     stems: dict[str, list[str]]

@@ -71,8 +71,7 @@ def locked(folder: Path, operation: int = fcntl.LOCK_EX) -> Iterator[bool]:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Removes what a killed process has left of `folder`. If it was killed between two renames, a
-    complete folder gets its name back."""
+    """Removes what a killed process has left. A complete folder may get its name back."""
     name = re.escape(files.hidden(folder)) + STALE
     for path in folder.parent.glob(".*"):
         if not re.fullmatch(name, path.name):

@@ -64,8 +64,7 @@ AUDIO_SUFFIXES = tuple(
 def in_threads(
     look: Callable[[list], list | np.ndarray], items: list, threads: int = THREADS
 ) -> Iterator:
-    """`look(part)` for parts of `items`, in order: a task a file would cost more than reading
-    it."""
+    """`look(part)` for parts of `items`, in order: a task a file would cost more."""
     size = max(1, min(256, len(items) // (4 * threads)))
     parts = (items[i : i + size] for i in range(0, len(items), size))
     with ThreadPoolExecutor(threads) as pool:
@@ -217,8 +216,7 @@ def missing_seconds(file: soundfile.SoundFile) -> float:
 
 
 def probe_all(paths: list[str], cache: Path | None) -> tuple[np.ndarray, list[str]]:
-    """`probe` for every path, in parallel. Results of an earlier run in the file `cache` are used
-    for files of the same size and time."""
+    """`probe` for every path, in parallel, or from the `cache` for the same size and time."""
     reasons = [""] * len(paths)
     stamps = file_stamps(paths)
     seconds = recall(cache, stamps, 1)[:, 0]
@@ -280,8 +278,7 @@ def _read_cache(cache: Path | None, width: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def remember(cache: Path, stamps: np.ndarray, values: np.ndarray) -> None:
-    """Keeps `values` (N, width) in the file `cache`, without rows that have a NaN or no stamp,
-    beside what it has of other files. The folder is created."""
+    """Adds the finite rows of `values` (N, width) to the file `cache`; its folder is created."""
     good = np.flatnonzero(np.isfinite(values).all(axis=1) & (stamps[:, 0] != 0))
     known_stamps, known_values = _read_cache(cache, values.shape[1])
     others = ~np.isin(known_stamps[:, 0], stamps[:, 0])

@@ -231,8 +231,7 @@ def _is_row(line: str, delimiter: str, path: Path, audio_root: str | None) -> bo
 def _whole(
     rows: Iterator[tuple[int, list[str]]], header: list[str], reject: Reject
 ) -> Iterator[tuple[int, list[str]]]:
-    """The rows without those whose text, their last cell, seems to continue in the next line: it
-    has one cell, which is no file name."""
+    """The rows whose text does not seem to continue in the next line, which has one cell."""
     held = None
     for number, cells in rows:
         is_rest = len(cells) == 1 < len(header) and not AUDIO_SUFFIX.search(cells[0].strip())

@@ -77,8 +77,7 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a recipe reads of the flags that all have, by their names. Flags that it lacks are None.
-    `data`: what is read."""
+    """What a recipe reads of the flags that all have, None for those that it lacks."""
 
     data: DataOptions
     train_manifest: list[str] | None
@@ -312,8 +311,7 @@ def read_manifests(
 
 
 def note_overlaps(corpora: dict[str, Corpus]) -> None:
-    """Prints what evaluation sets share with replayed material, and watched ones with the training
-    set. (--check_data tells what others share with it.)"""
+    """Prints what evaluation sets share with replayed material, and watched ones with "train"."""
     for name, corpus in corpora.items():
         shared = Rejections()
         for learned in LEARNED_FROM:

@@ -172,8 +172,7 @@ def add(how: DecodingOptions, **more) -> None:
 
 
 def add_watched(how: DecodingOptions, watched, progress) -> None:
-    """Adds to results.json the evaluations of `watched` sets (`parts.watching.Watched`, or None)
-    that the progress of a training has. Raises `RunError`."""
+    """Adds to results.json what a training's progress has of `watched` sets. Raises `RunError`."""
     if watched:
         add(how, watched=watched.by_step(progress))
 

@@ -45,8 +45,7 @@ def greedy_ctc(log_probs: torch.Tensor, lengths: list[int], blank: int) -> list[
 def beam_ctc(
     log_probs: torch.Tensor, lengths: list[int], blank: int, fusion: Fusion
 ) -> list[list[Token]]:
-    """The best tokens of log-probabilities (B, T, V) together with a language model, where CTC's
-    likeliest path through them has them."""
+    """The best tokens of log-probabilities (B, T, V) and a language model, as `aligned`."""
     hypotheses = []
     for values, length in zip(upcast(log_probs), lengths, strict=True):
         own = values[:length]

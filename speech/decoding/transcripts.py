@@ -106,8 +106,7 @@ def in_folder(folder: Path, form: str, named: Iterable[tuple[Path, str | Path]])
 
 
 def check_output(output: Output, inputs: Iterable[str]) -> None:
-    """Raises `UsageError` if --output would replace anything but transcripts, or one of `inputs`,
-    or cannot be written. Makes the folder, with those in it."""
+    """Raises `UsageError` if --output must not or cannot be written. Makes the folders."""
     inputs = list(inputs)
     if output.table and not is_stream(output.table):
         check_file(output.table, TRANSCRIPT, inputs)
@@ -160,8 +159,7 @@ def show(rows: Iterable[dict], with_names: bool, with_times: bool) -> int:
 
 
 def keep_earlier(path: Path, new: Path | None = None) -> None:
-    """Renames transcripts at `path`, which somebody may have corrected, unless `new` equals
-    them."""
+    """Renames transcripts at `path`, which may be corrected, unless `new` equals them."""
     if not path.exists() or not path.stat().st_size:
         return
     if new is None or not filecmp.cmp(path, new, shallow=False):

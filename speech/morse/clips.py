@@ -61,8 +61,7 @@ Clips = Synthetic | Recordings
 
 @dataclass(frozen=True)
 class ClipOptions:
-    """The request of the flags. `named`: whether they name clips, synthetic ones or recordings.
-    `counts`: synthetic clips in an epoch by split."""
+    """The request of the flags. `named`: whether they name clips; `counts`: synthetic ones."""
 
     choice: Choice
     named: bool

@@ -157,8 +157,7 @@ def _read_table(path: Path, rejected: Rejections) -> list[dict]:
 
 
 def _parse_row(cells: dict[str, str]) -> dict:
-    """The columns "id", "audio_file", "text", "duration" and TAGS, numbers as floats. Raises
-    `ValueError` that says what is wrong."""
+    """The columns id, audio_file, text, duration and TAGS. Raises `ValueError`."""
     check_encoding("".join(cells.values()))
     row = {**dict.fromkeys(("id", "duration", *TAGS), ""), **cells}
     for column in ("audio_file", "text"):

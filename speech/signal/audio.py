@@ -262,8 +262,7 @@ def int16(waveform: torch.Tensor) -> np.ndarray:
 
 
 def write_wav(path: Path, samples: np.ndarray, sample_rate: int) -> None:
-    """Writes int16 samples (T,) as a mono wav to a new `path`, in a folder that is written aside or
-    as `files.write_file` names it. Raises `OSError`."""
+    """Writes int16 samples (T,) as a mono wav to a temporary `path`. Raises `OSError`."""
     path.write_bytes(wav(samples, sample_rate))
 
 

@@ -45,8 +45,7 @@ def room_tone(random: np.random.Generator, recording: np.ndarray, samples: int) 
 
 
 def drawn_noise(random: np.random.Generator, samples: int) -> np.ndarray:
-    """(samples,) float32 noise of any level, whose power falls as frequency to the power 0 to
-    -1."""
+    """(samples,) float32 noise of any level, between white and pink."""
     size = 1 << max(1, (samples - 1).bit_length())  # for which an FFT is fast
     bins = size // 2 + 1
     spectrum = random.standard_normal((bins, 2), dtype=np.float32).view(np.complex64)[:, 0]
@@ -103,8 +102,7 @@ def _length(path: str) -> float | str:
 
 @functools.cache
 def read_noises(folder: str | None) -> Noises | None:
-    """The audio files below --noise_dir, or None without one. Raises `UsageError` if there are no
-    files, `DataError` if one cannot be used."""
+    """The files below --noise_dir, None without it. Raises `UsageError` and `DataError`."""
     if not folder:
         return None
     try:

@@ -106,8 +106,7 @@ def resample(waveform: Tensor, source: int, target: int) -> Tensor:
 
 
 def resampled(pieces: Iterable[Tensor], source: int, target: int) -> Iterator[Tensor]:
-    """`resample` of a waveform that comes in pieces (T,), in pieces of other lengths. The rates
-    have no common divisor."""
+    """`resample` of pieces (T,) of a waveform, in others; the rates have no common divisor."""
     if source == target:
         yield from pieces
         return

@@ -138,8 +138,7 @@ def style(texts: list[str]) -> dict[str, float]:
 
 
 class CharTokenizer:
-    """One token per character, or per unit of a `profile.Profile`. `pieces`, by id, and what
-    follows them is for `speech.decoding.timed`."""
+    """One token per character or unit. `pieces` and what follows are for `decoding.timed`."""
 
     parted = frozenset()
 

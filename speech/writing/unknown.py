@@ -31,8 +31,7 @@ def outside(characters: Iterable[str]) -> Lacking:
 
 
 def not_encoded(tokenizer) -> Lacking:
-    """`lacking` of `check_unknown` for a tokenizer with `encode` and the id `unknown`. Every
-    distinct character is encoded once."""
+    """`lacking` of `check_unknown` for a tokenizer with `encode` and the id `unknown`."""
     known: set[str] = set()
     unknown: set[str] = set()
 

@@ -86,8 +86,7 @@ class Reader:
         self.parser.StartDoctypeDeclHandler = self.refuse_doctype
 
     def read(self) -> dict[Key, tuple[float, float]]:
-        """Reads the file; returns the times of annotations with time slots. Raises `DataError` and
-        `UsageError`."""
+        """Reads the file; returns times of annotations. Raises `DataError` and `UsageError`."""
         try:
             with opened(self.path) as file:
                 while chunk := file.read(CHUNK):

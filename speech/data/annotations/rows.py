@@ -235,8 +235,7 @@ def is_prose(tier: Tier) -> bool:
 
 
 def table_of(tiers: list[Tier]) -> str:
-    """A line for each tier, those with texts first and then by their types: its name, its type in
-    ELAN, who speaks, how many texts it has, and one of them."""
+    """A line for each tier, those with texts first, then by their types, with one of its texts."""
     rows = []
     for tier in sorted(tiers, key=lambda tier: (not has_texts(tier), tier.kind)):
         texts = [each.text for each in tier.annotations if each.text]
@@ -298,8 +297,7 @@ def count_changed(chosen: list[Tier], tiers: list[Tier], taken: Taken) -> None:
 def in_time(
     path: Path, annotations: list[Annotation], origin: float, rejected: Rejections
 ) -> list[Annotation]:
-    """The annotations by their times in the audio, in which theirs begins at `origin`. Those whose
-    times cannot be used are added to `rejected`."""
+    """The annotations by their times in the audio, in which theirs begins at `origin`."""
     usable = []
     for each in annotations:
         start = round(each.start + origin, 6)
