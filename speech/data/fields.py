@@ -65,7 +65,7 @@ class Fields(NamedTuple):
     channel: int  # -1: the average
     speaker: str
     language: str
-    drafted: bool = False  # by a recogniser
+    drafted: bool  # by a recogniser
 
 
 class Table:
@@ -195,10 +195,9 @@ def row_fields(row, needs: str, columns: Columns | None = None) -> Fields:
     check_encoding(audio + text + label + speaker + language)
     offset, duration = _times(row, columns)
     channel = _channel(row.get(columns.channel))
-    fields = Fields(
-        audio.strip(), text, label, offset, duration, columns.unit, channel, speaker, language
-    )
-    return fields._replace(drafted=row.get(DRAFTED) in (True, "True", "true"))
+    times = offset, duration, columns.unit
+    drafted = row.get(DRAFTED) in (True, "True", "true")
+    return Fields(audio.strip(), text, label, *times, channel, speaker, language, drafted)
 
 
 def _times(row: dict, columns: Columns) -> tuple[float, float]:

@@ -93,12 +93,10 @@ def find_all(names: Sequence[str], folder: str, audio_root: str | None = None) -
 
     # An absolute name replaces `base`. (pathlib's `exists` raises for a name that is too long.)
     paths = [os.path.join(base, name) for name in names]
-    exist = in_threads(lambda some: [os.path.exists(path) for path in some], paths)
-    exist = [each for part in exist for each in part]
-    return [
-        path if there else search(name)
-        for name, path, there in zip(names, paths, exist, strict=True)
-    ]
+    parts = in_threads(lambda some: [os.path.exists(path) for path in some], paths)
+    exist = itertools.chain.from_iterable(parts)
+    found = zip(names, paths, exist, strict=True)
+    return [path if is_there else search(name) for name, path, is_there in found]
 
 
 def comparable(name: str) -> str:

@@ -7,7 +7,7 @@ import hashlib
 import os
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,27 +33,14 @@ FASTEST_SPEECH = 100  # characters per second, more than anyone says
 MOST_CHARACTERS = 10_000  # of a text; FASTEST_SPEECH per second if --max_duration is over 100 s
 
 
-@dataclass(frozen=True)
-class Tables:
-    """The manifests of a set, one or several, and the number of lines before each."""
-
-    paths: list[str]
-    before: list[int]
-
-    def line(self, number: int) -> str:
-        """The place PATH:LINE of a line in all of them; "" if it is no table's."""
-        place = bisect.bisect_left(self.before, number) - 1
-        path = self.paths[place]
-        return f"{path}:{number - self.before[place]}" if has_lines(path) else ""
-
-
 class Rows:
-    """The rows of manifests while they are checked. `keep` (N,) marks what is not rejected,
-    `file_of` (N,) is the number of each row's file in `files`."""
+    """The rows of the manifests `paths`, with numbers of lines `before` each, while they are
+    checked. `keep` (N,) marks what is not rejected, `file_of` (N,) is each row's file in `files`."""
 
-    def __init__(self, tables: Tables, corpus: Corpus, rejected: Rejections):
+    def __init__(self, paths: list[str], before: list[int], corpus: Corpus, rejected: Rejections):
         codes = Codes(corpus.paths)
-        self.tables = tables
+        self.paths = paths
+        self.before = before
         self.corpus = corpus
         self.rejected = rejected
         self.files = codes.names
@@ -62,9 +49,11 @@ class Rows:
 
     def example(self, row: int) -> str:
         """Where a row is in its manifest, and its audio."""
-        line = self.tables.line(int(self.corpus.lines[row]))
+        line = int(self.corpus.lines[row])
+        place = bisect.bisect_left(self.before, line) - 1
+        path = self.paths[place]
         where = self.corpus.where(row)  # annotations and pairs are found by their audio alone
-        return f"{line}: {where}" if line else where
+        return f"{path}:{line - self.before[place]}: {where}" if has_lines(path) else where
 
     def length(self, row: int) -> str:
         seconds = self.corpus.seconds[row]
@@ -131,23 +120,24 @@ def read_rows(
         # Longer texts are rejected later, and it would take too long to normalise them.
         return normalise(text) if len(text) <= longest_text else too_long
 
-    tables = Tables([path] if isinstance(path, str) else list(path), [])
+    paths = [path] if isinstance(path, str) else list(path)
+    before = []
     sources = []
     corpus = None
-    for name in tables.paths:
+    for name in paths:
         part = read_manifest(name, rejected, normalise_short, segments, checks)
         sources.append(rejected.source)
         rejected.source = ""
-        tables.before.append(int(corpus.lines.max(initial=0)) if corpus else 0)
-        part.lines += tables.before[-1]
+        before.append(int(corpus.lines.max(initial=0)) if corpus else 0)
+        part.lines += before[-1]
         corpus = corpus.with_rows_of(part) if corpus else part
     rejected.source = sources[0]
     if len(sources) > 1:
-        named = zip(tables.paths, sources, strict=True)
+        named = zip(paths, sources, strict=True)
         rejected.source = "".join(f"\n  {name}: {source}" for name, source in named)
     corpus.cache_audio = checks.cache_audio
     corpus.repeats_texts = checks.needs == "label"
-    return Rows(tables, corpus, rejected)
+    return Rows(paths, before, corpus, rejected)
 
 
 def most_characters(checks: Checks) -> int:
@@ -168,7 +158,7 @@ def check_files(rows: Rows, checks: Checks) -> None:
     """Fills in the lengths by the files' headers. Rejects rows whose files cannot be read or are
     shorter than the manifest says. Raises `DataError` for a channel that a file does not have."""
     corpus = rows.corpus
-    seconds, faults = probe_all(rows.files, cache_file(checks, "headers", rows.tables.paths))
+    seconds, faults = probe_all(rows.files, cache_file(checks, "headers", rows.paths))
     available = seconds[rows.file_of] - corpus.offsets
     missing = np.fmax(corpus.durations, corpus.stated) - available
     corpus.seconds = np.where(
@@ -244,7 +234,7 @@ def check_sound(rows: Rows, checks: Checks) -> None:
     if not checks.for_synthesis:
         used.add(listening.CLIPPED)
     measures, undecodable = listening.listen(
-        rows.corpus, cache_file(checks, "audio", rows.tables.paths), checks.skip_bad_audio
+        rows.corpus, cache_file(checks, "audio", rows.paths), checks.skip_bad_audio
     )
     for row, reason, details in listening.audio_faults(measures, undecodable):
         if reason in used:

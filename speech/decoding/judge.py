@@ -117,12 +117,9 @@ def clip_name(index: int, kind: str) -> str:
 def folder_of(output_dir: str | Path) -> Path:
     """Where a run speaks held-out sentences: OUTPUT_DIR/speech or, if that is somebody else's
     (recordings, or this project's own code), OUTPUT_DIR/speech-2."""
-    names = ("speech", *(f"speech-{number}" for number in range(2, 100)))
-    for folder in (Path(output_dir).absolute() / name for name in names):
-        is_own = not folder.is_symlink() and made_from(folder) == MADE_BY
-        if is_own or not os.path.lexists(folder):
-            break
-    return folder
+    folder = Path(output_dir).absolute() / "speech"
+    is_own = not folder.is_symlink() and made_from(folder) == MADE_BY
+    return folder if is_own or not os.path.lexists(folder) else folder.with_name("speech-2")
 
 
 def write_corpus(

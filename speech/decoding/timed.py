@@ -36,10 +36,8 @@ class Token:
 def greedy_ctc(log_probs: torch.Tensor, lengths: list[int], blank: int) -> list[list[Token]]:
     """The likeliest tokens of log-probabilities (B, T, V): runs of a piece are one; no blanks."""
     best, pieces = log_probs.max(2)
-    hypotheses = []
-    for path, values, length in zip(pieces.tolist(), best.tolist(), lengths, strict=True):
-        hypotheses.append(_runs(path[:length], values, blank))
-    return hypotheses
+    utterances = zip(pieces.tolist(), best.tolist(), lengths, strict=True)
+    return [_runs(path[:length], values, blank) for path, values, length in utterances]
 
 
 def beam_ctc(
@@ -91,11 +89,10 @@ def transcripts(
     hypotheses: list[list[Token]], frames: list[int], tokenizer, frame_seconds: float
 ) -> list[dict]:
     """The `transcript` of each utterance, with "tokens" and "frames" for `windows.join`."""
-    results = []
-    for tokens, count in zip(hypotheses, frames, strict=True):
-        timed = transcript(tokens, tokenizer, frame_seconds, count)
-        results.append({**timed, "tokens": tokens, "frames": count})
-    return results
+    return [
+        {**transcript(tokens, tokenizer, frame_seconds, n), "tokens": tokens, "frames": n}
+        for tokens, n in zip(hypotheses, frames, strict=True)
+    ]
 
 
 def transcript(tokens: list[Token], tokenizer, frame_seconds: float, frames: int) -> dict:

@@ -21,21 +21,14 @@ DRAWN = ("conditions", "wpm", "tone", "snr_db", "clip_seconds")  # flags: what c
 SYNTHETIC_ONLY = (*DRAWN, "clips_per_epoch", "eval_clips")
 RECORDED = ("data_dir", "train_manifest", "test_manifest")  # flags that name recordings
 RELEASED = ("model_dir", "model_file")  # flags that name released weights
-GOALS = (
-    "conditions",
-    "data_dir",
-)  # flags that ask for training, see `models.released.exports_only`
+GOALS = ("conditions", "data_dir")  # flags that ask for training, see `released.exports_only`
 ALIGNED = "a released encoder is aligned already; leave the first out"
 NOT_ALIGNED = "recordings do not say when a symbol is sent; give --ctc_weight instead"
 # Rows for `Parser.refuse`: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
     ("train_manifest", "data_dir", "both name recordings; give one of them"),
     ("test_manifest", "data_dir", "both name recordings to test on; give one of them"),
-    (
-        "audio_root",
-        "data_dir",
-        "the paths in metadata.csv start at --data_dir; leave the first out",
-    ),
+    ("audio_root", "data_dir", "paths in metadata.csv start at the second; leave the first out"),
     *(
         (flag, source, "the first is for synthetic clips only")
         for flag in SYNTHETIC_ONLY
@@ -46,11 +39,7 @@ EXCLUDES = (
         for flag in (*SYNTHETIC_ONLY, "data_dir")
     ),
     ("clips_per_epoch", "evaluate", "the first is for training; leave it out"),
-    (
-        "alignment_weight",
-        "ctc_weight",
-        "both train the same output layer of the encoder; give one of them",
-    ),
+    ("alignment_weight", "ctc_weight", "both train the encoder's output layer; give one of them"),
     *(("alignment_weight", model, ALIGNED) for model in RELEASED),
     *(("alignment_weight", source, NOT_ALIGNED) for source in RECORDED),
 )
