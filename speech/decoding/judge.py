@@ -156,7 +156,7 @@ def recogniser_of(path: str, recipes: Path) -> Path:
             f"--judge {path}: there is no recipes/{recipe[:60]}.py, which has saved it"
         )
     if "\ndef transcribe(" not in script.read_text(encoding="utf-8"):
-        raise UsageError(f"--judge {path}: recipes/{recipe}.py, its recipe, is no recogniser")
+        raise UsageError(f"--judge {path}: recipes/{recipe}.py, its recipe, is not a recogniser")
     return script
 
 
