@@ -209,8 +209,7 @@ def encoder_frames(samples, config: dict):
 
 class Utterances:
     """A set of utterances as the model takes them. Only the training set is augmented: a share of
-    it, which the loop lets grow. Augmentation depends on this share and (seed, epoch, index)
-    alone."""
+    it, which the loop lets grow. It depends on this share and (seed, epoch, index)."""
 
     augmented_share = 1.0
 
@@ -530,8 +529,7 @@ class Conformer(nn.Module):
             quieten_branches(layers, BRANCH_OUTPUTS)
 
     def features(self, batch: dict) -> tuple[Tensor, Tensor]:
-        """The batch's waveforms to normalised features (B, F, M) and their lengths, which end with
-        the last whole encoder frame."""
+        """Normalised features (B, F, M) and their lengths, up to the last whole encoder frame."""
         samples = batch["audio_lengths"]
         subsampling = self.config["subsampling"]
         host = nemo_features.frames(batch["audio_lengths_host"])
@@ -553,8 +551,7 @@ class Conformer(nn.Module):
 
     def run_encoder(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """The encoder's output (B, T, D), that of its lower half, and the attention mask over T, of
-        the subsampling's output `x`. `valid` (B, T) are its frames inside the utterances, None for
-        all."""
+        the subsampling's output `x`. `valid` (B, T): its frames inside utterances, None for all."""
         x = self.dropout(x)
         mask = None
         padding = None
@@ -571,7 +568,7 @@ class Conformer(nn.Module):
 
     def ctc_log_probs(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Normalised features (B, F, M) with lengths (B,), whose padding may have any values, to
-        log-probabilities (B, T, V + 1) and the lengths that are valid. For --export: no line of it
+        log-probabilities (B, T, V + 1) and the lengths that are valid. For --export: no line
         depends on values."""
         features = features.masked_fill(~valid_mask(lengths, features.shape[1])[:, :, None], 0.0)
         lengths = whole_frames(lengths, self.config["subsampling"])
@@ -631,35 +628,27 @@ def ctc_loss(model: Conformer, batch: dict, frames: Tensor, lengths: Tensor) -> 
     )
 
 
-def ctc_greedy(model: Conformer, encoded: Tensor, lengths: Tensor) -> list[list[int]]:
+def ctc_greedy(model: Conformer, encoded: Encoded) -> list[list[int]]:
     """The best label of every frame, repeats merged, blanks removed."""
-    best = model.ctc_head(encoded).argmax(-1).cpu()
-    hypotheses = []
-    for row, length in zip(best, lengths.tolist(), strict=True):
-        path = row[:length].unique_consecutive()
-        hypotheses.append(path[path != model.eos].tolist())
-    return hypotheses
+    logits = model.ctc_head(encoded.frames)
+    hypotheses = timed.greedy_ctc(logits, encoded.lengths.tolist(), model.eos)
+    return [[token.piece for token in tokens] for tokens in hypotheses]
 
 
 def decode(
-    model: Conformer,
-    encoded: Tensor,
-    lengths: Tensor,
-    how: recogniser.DecodingOptions,
-    fusion: Fusion | None = None,
+    model: Conformer, encoded: Encoded, how: recogniser.DecodingOptions, fusion: Fusion | None
 ) -> list[list[int]]:
-    """Tokens of every utterance of (B, T, D) by one of --decoding's methods. Both searches mix the
-    log-probabilities of CTC and the decoder by SEARCH_WEIGHTS. `fusion`: a language model in the
-    first of them."""
+    """Tokens of every utterance by one of --decoding's methods. Both searches mix CTC's and the
+    decoder's log-probabilities. `fusion`: a language model in "rescore"."""
     if how.decoding == "greedy":
-        return ctc_greedy(model, encoded, lengths)
+        return ctc_greedy(model, encoded)
     search = joint_beam
     if how.decoding == "rescore":
         search = functools.partial(rescored_beam, fusion=fusion)
     weights = FUSED_WEIGHTS if fusion else SEARCH_WEIGHTS
     hypotheses = []
-    for row, length in enumerate(lengths.tolist()):
-        utterance = encoded[row : row + 1, :length]
+    for row, length in enumerate(encoded.lengths.tolist()):
+        utterance = encoded.frames[row : row + 1, :length]
         log_probs = upcast(model.ctc_head(utterance[0])).log_softmax(-1)
         decoder = functools.partial(decode_prefixes, model, utterance)
         hypotheses.append(search(log_probs, decoder, model.eos, how.beam_size, weights))
@@ -667,8 +656,7 @@ def decode(
 
 
 def decode_prefixes(model: Conformer, utterance: Tensor, tokens: Tensor) -> Tensor:
-    """Logits (N, U, V + 1) after each of `tokens` (N, U), several prefixes of one utterance
-    (1, T, D)."""
+    """Logits (N, U, V + 1) after `tokens` (N, U), prefixes of one utterance (1, T, D)."""
     return model.decode(tokens.to(utterance.device), utterance.expand(len(tokens), -1, -1), None)
 
 
@@ -677,8 +665,7 @@ def evaluate(tokenizer, model: Conformer, eval_batches) -> dict[str, tuple[float
 
     def decode_batch(batch: dict) -> tuple[list[str], dict]:
         encoded = model.encode(batch)
-        hypotheses = ctc_greedy(model, encoded.frames, encoded.lengths)
-        texts = [tokenizer.decode(tokens) for tokens in hypotheses]
+        texts = [tokenizer.decode(tokens) for tokens in ctc_greedy(model, encoded)]
         return texts, losses(model, batch, encoded)
 
     rows, sums = recogniser.decode_set(model, decode_batch, eval_batches, LOSS_WEIGHTS)
@@ -693,8 +680,7 @@ def final_texts(
     fusion: Fusion | None = None,
 ) -> list[str]:
     """The texts of a batch by --decoding."""
-    encoded = model.encode(batch)
-    hypotheses = decode(model, encoded.frames, encoded.lengths, how, fusion)
+    hypotheses = decode(model, model.encode(batch), how, fusion)
     return [tokenizer.decode(tokens) for tokens in hypotheses]
 
 
@@ -704,7 +690,7 @@ def timed_texts(
 ) -> list[dict]:
     """The texts of a batch by --decoding, with the times at which CTC has them."""
     encoded = model.encode(batch)
-    hypotheses = decode(model, encoded.frames, encoded.lengths, how, fusion)
+    hypotheses = decode(model, encoded, how, fusion)
     log_probs = upcast(model.ctc_head(encoded.frames)).log_softmax(-1)
     frames = encoded.lengths.tolist()
     tokens = [
@@ -722,9 +708,8 @@ def report_results(
     folder: Path,
     weights: str,
 ) -> None:
-    """Prints error rates and examples of the test set, or of "val" without one, decoded by
-    --decoding, with and without the language model. `weights`: which weights of the `folder` the
-    model has, for the title."""
+    """Prints error rates and examples of the test set, or of "val" without one, with and without
+    the language model. `weights`: those of the `folder` that the model has, for the title."""
     if tokenizer.letters.rows:
         how = replace(how, cut=tokenizer.letters.cut)
     decode = functools.partial(final_texts, how, tokenizer, model)
@@ -786,8 +771,7 @@ def letters_of(args, saved: ModelInfo | None) -> Characters:
 
 
 def check_data(args) -> None:
-    """--check_data. The texts are compared with the vocabulary of --vocab_file or --resume, or that
-    of the training texts."""
+    """--check_data. Texts are compared with the vocabulary that a training would have."""
     saved = checkpoint.resume(args.resume, args.checkpoint_dir, RECIPE)
     model_info, earlier_run = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
     config = choose_config(args, model_info)
@@ -955,8 +939,7 @@ def make_task(
     tokenizer,
     texts: Iterable[str],
 ) -> Task:
-    """The task, all that the loop knows of this recipe. `texts`: those of training that a person
-    wrote, which are kept for the language model."""
+    """All that the loop knows of this recipe. `texts` are kept for the language model."""
     return Task(
         RECIPE,
         compute_loss,

@@ -19,8 +19,8 @@ MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 def chains(heard: np.ndarray, text: np.ndarray) -> list[np.ndarray]:
     """Chains (N, 2) of places (in `heard`, in `text`) with equal letters, both columns rising, in
-    order of what was heard. No two chains share a part of either. Both inputs are numbers of
-    letters, (H,) and (T,)."""
+    order of what was heard. No two chains share a part of either. Letters are numbers, (H,) and
+    (T,)."""
     size, pairs = _pairs(heard, text)
     pairs = pairs[_supported(pairs)]
     if not len(pairs):
@@ -81,8 +81,8 @@ def _supported(pairs: np.ndarray) -> np.ndarray:
 
 def _by_score(pairs: np.ndarray, size: int) -> list[np.ndarray]:
     """Chains of sorted `pairs` (P, 2), the best first: a chain gains a point for each letter that
-    it covers, and loses some where it leaves its diagonal (Li 2018, "Minimap2"). No pair is in two
-    chains."""
+    it covers, and loses some where it leaves its diagonal (Li 2018, "Minimap2"). They share no
+    pair."""
     scores = np.full(len(pairs), float(size))
     previous = np.full(len(pairs), -1)
     for i in range(1, len(pairs)):

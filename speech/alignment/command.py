@@ -1,12 +1,10 @@
 """--align: recordings and their texts to a manifest of utterances or files of annotations, a list
 of what is left out, and a page on which a person listens to them."""
 
-import functools
 import glob
 import math
 import os
 import sys
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ from speech.alignment.letters import Vocabulary
 from speech.alignment.sentences import read_book
 from speech.data import splits
 from speech.data.annotations import writing
+from speech.data.finding import comparable
 from speech.data.headers import probe
 from speech.decoding import transcripts
 from speech.signal.audio import audio_files
@@ -118,22 +117,16 @@ def resolve(args) -> Request | None:
     if manifest:
         review = manifest.with_suffix(".html")
         left_out = manifest.with_name(f"{manifest.stem}_left_out.json")
-        _require(inputs, (manifest, MANIFEST), (review, page.BEGINS))
+        transcripts.check_file(manifest, MANIFEST, inputs)
+        transcripts.check_file(review, page.BEGINS, inputs)
     else:
         transcripts.check_output(output, inputs)
         beside = Path(args.output)
         left_out = beside.with_name(f"{beside.stem}_left_out.json")
         if output.folder:
             left_out = output.folder / "left_out.json"
-    _require(inputs, (left_out, MANIFEST))
+    transcripts.check_file(left_out, MANIFEST, inputs)
     return Request(pairs, manifest, output.files, left_out, review, args.flat_start)
-
-
-def _require(inputs: list, *outputs: tuple[Path, bytes]) -> None:
-    """Raises `UsageError` if one of the files, which begin so, must not be written."""
-    for path, begins in outputs:
-        is_earlier = functools.partial(transcripts.begins_with, begins)
-        files.require_output(path, "--output", inputs, is_earlier)
 
 
 def find_pairs(audio: str, text: str) -> list[tuple[Path, Path]]:
@@ -146,8 +139,7 @@ def find_pairs(audio: str, text: str) -> list[tuple[Path, Path]]:
     if not os.path.isdir(audio):
         if Path(text).suffix.lower() not in (*TEXTS, ""):  # markup would become a text to read
             raise UsageError(
-                f"--align {audio} {text}: name a recording and then its text, a plain one in UTF-8"
-                " such as book.txt"
+                f"--align {audio} {text}: name a recording, and a text such as book.txt"
             )
         return [(recordings[0], files.require_file(text, "--align"))]
     texts = [path for path in sorted(Path(text).rglob("*")) if path.suffix.lower() in TEXTS]
@@ -167,9 +159,8 @@ def find_pairs(audio: str, text: str) -> list[tuple[Path, Path]]:
 
 
 def _name_in(folder: str, path: Path) -> str:
-    """The name by which a recording and its text are compared: macOS writes an umlaut as two
-    characters."""
-    return unicodedata.normalize("NFC", str(path.relative_to(folder).with_suffix("")))
+    """The name by which a recording and its text are compared."""
+    return comparable(str(path.relative_to(folder).with_suffix("")))
 
 
 # --- aligning -------------------------------------------------------------------------------------
@@ -209,14 +200,12 @@ def align_files(request: Request, load: Callable[[], Recogniser]) -> None:
         if request.is_flat:
             reason = "there are too few pauses in them"
         raise DataError(
-            f"nothing was found: the texts are not read in these recordings, or {reason}; nothing"
-            " is written"
+            f"nothing was found: the texts are not read in these recordings, or {reason}"
         )
 
 
 def _path_from(folder: Path, audio: Path) -> str:
-    """The path of a recording relative to a folder, or absolute, where `..` would leave a folder
-    that is a link."""
+    """The path of a recording from a folder, absolute if `..` would leave a link."""
     relative = os.path.relpath(audio, folder)
     leads_there = os.path.realpath(folder / relative) == os.path.realpath(audio)
     return relative if leads_there else os.path.abspath(audio)
@@ -276,8 +265,7 @@ def summary(audio: Path, cuts: Cuts) -> str:
 
 
 def write_annotations(path: Path, audio: Path, utterances: list[dict]) -> None:
-    """Writes the utterances of a recording for ELAN, Praat or as subtitles. The least certain are
-    marked as doubtful. Raises `RunError`."""
+    """Writes a recording's utterances, the least certain marked as doubtful. Raises `RunError`."""
     order = sorted(range(len(utterances)), key=lambda place: utterances[place]["confidence"])
     doubtful = set(order[: math.ceil(DOUBTFUL_SHARE * len(order))])
     rows = [
@@ -295,8 +283,7 @@ def write_annotations(path: Path, audio: Path, utterances: list[dict]) -> None:
 
 
 def _write(request: Request, utterances: list[dict], left_out: list[dict]) -> None:
-    """Writes the manifest and the page, and the list of what is left out; other ones under these
-    names get another name. Raises `RunError`."""
+    """Writes manifest, page and the list of what is left out; renames others. Raises `RunError`."""
     if request.manifest:
         transcripts.write(request.manifest, utterances)
     if not transcripts.write(request.left_out, left_out):
@@ -309,13 +296,8 @@ def _write(request: Request, utterances: list[dict], left_out: list[dict]) -> No
         place = request.left_out.parent if several else next(iter(request.annotations.values()))
         print(f"{told} {place}; {rest}")
         return
-    content = page.review(utterances, request.manifest.name)
-
-    def fill(target: Path) -> None:
-        target.write_text(content, encoding="utf-8", errors="backslashreplace")
-
     try:
-        files.write_file(request.page, fill)
+        files.write_text(request.page, page.review(utterances, request.manifest.name))
     except OSError as error:
         raise RunError(f"--output {request.page}: {error.strerror}") from None
     print(f"{told} {request.manifest}; {rest}; listen to them in {request.page}")

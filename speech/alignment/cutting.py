@@ -59,8 +59,7 @@ class Cuts:
 
 @dataclass(frozen=True)
 class _Span:
-    """Piece `number` from `start` to `end` in seconds, and whether there is a silence on each side,
-    or the recording begins or ends there."""
+    """Piece `number` from `start` to `end` in seconds, and whether it is silent on each side."""
 
     number: int
     start: float
@@ -76,8 +75,7 @@ def cut(
     heard: Heard,
     joins: bool = True,
 ) -> Cuts:
-    """The utterances of a recording whose text's `pieces` are `placed` in it. Without `joins` each
-    piece is one, however short."""
+    """The utterances of a recording in which `pieces` are `placed`; each piece without `joins`."""
     numbers = _in_order(placed)
     spans = _spans(numbers, placed, emissions)
     certain = _certain(numbers, placed, emissions.frame)
@@ -124,8 +122,7 @@ def _in_order(placed: list[Placed | None]) -> list[int]:
 
 def _certain(numbers: list[int], placed: list[Placed | None], frame: float) -> set[int]:
     """The numbers of those that are about as good as most: a recogniser that errs often errs
-    everywhere. More errors, or hardly a letter that is known, are allowed between two certain
-    neighbours."""
+    everywhere. More errors are allowed between two certain neighbours."""
     if not numbers:
         return set()
     errors = statistics.median(placed[number].error_rate for number in numbers)
@@ -193,8 +190,7 @@ def _place(seconds: float) -> int:
 
 
 def _quiet(start: float, end: float, energy: np.ndarray, speech: float) -> tuple[Silence, Silence]:
-    """The first and the last silence from `start` to `end`; where it is quietest if there is none.
-    `speech`: the level in dB that speech has here."""
+    """The first and the last silence, or the quietest place. `speech`: its level here in dB."""
     part = energy[_place(start) : _place(end)]
     if not len(part):
         return ((start, end),) * 2

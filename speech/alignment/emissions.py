@@ -61,8 +61,7 @@ def collect(
 
 
 def window_for(longest: float) -> tuple[float, float]:
-    """The window and the context on each side, in seconds, for a recogniser that hears at most
-    `longest` at once."""
+    """Seconds of the window and of the context beside it, for a recogniser that hears `longest`."""
     context = min(CONTEXT, longest * CONTEXT_SHARE)
     return min(WINDOW, longest - 2 * context), context
 

@@ -45,8 +45,7 @@ UNMATCHED = 1.0  # what a neighbour that is not read, or not in the text, is cou
 
 @dataclass(frozen=True)
 class Match:
-    """The stretches from `first` to `last` and the pieces from `start` to `end`, without the last
-    ones; one of both ranges may be empty."""
+    """The stretches `first` to `last` and the pieces `start` to `end`; one range may be empty."""
 
     first: int
     last: int
@@ -71,20 +70,18 @@ class Reading:
 def align(pieces: list[Piece], energy: np.ndarray) -> Cuts:
     """The utterances of a recording whose energy is given in dB for every ENERGY_FRAME: the half
     with the highest confidence, or less. It is minus the mean difference of their letters' seconds,
-    and of those around them, from the usual: 0 is perfect, -0.1 is 10 %. Raises `DataError` if the
-    text is far too short or too long."""
+    and of those around them, from the usual: 0 is perfect, -0.1 is 10 %. Raises `DataError` for a
+    text of another length."""
     sounding = stretches(energy)
     letters = np.array([sum(map(is_letter, piece.text)) for piece in pieces])
     matches, reading = match(sounding, letters)
     if reading.rate > SLOWEST:
         raise DataError(
-            f"the text is too short: each of its letters would take {reading.rate:.1f} s; give the"
-            " whole text, or cut the recording"
+            f"the text is too short: {reading.rate:.1f} s for a letter; give the whole text"
         )
     if len(sounding) and reading.rate < FASTEST:
         raise DataError(
-            f"the text is too long: each of its letters would take {reading.rate:.4f} s; give the"
-            " text of this recording alone, or the whole recording"
+            f"the text is too long: {reading.rate:.4f} s for a letter; give this recording's alone"
         )
     confidences = judge(matches, sounding, letters, reading.rate)
     read = [number for number, matched in enumerate(matches) if matched.is_read]
@@ -144,8 +141,7 @@ def _is_sound(energy: np.ndarray, least: float) -> np.ndarray:
 
 
 def match(sounding: np.ndarray, letters: np.ndarray) -> tuple[list[Match], Reading]:
-    """The best matches of stretches (N, 2) and pieces with so many `letters` (M,), in order, and
-    the reading that they show."""
+    """The best matches of stretches (N, 2) and pieces of `letters` (M,), and their reading."""
     seconds = sounding[:, 1] - sounding[:, 0]
     pauses = np.append(sounding[1:, 0] - sounding[:-1, 1], np.inf)[: len(sounding)]
     longest = np.argsort(-pauses)[: len(letters)]

@@ -20,8 +20,7 @@ class Vocabulary:
 
 
 def of_characters(index: dict[str, int], blank: int, size: int, letters=None) -> Vocabulary:
-    """The vocabulary of a model with `size` outputs whose characters have the numbers `index`, or
-    whose units of a `profile.Profile` have them."""
+    """The vocabulary of a model with `size` outputs, whose characters or units have an `index`."""
     spellings = [""] * size
     for character, number in index.items():
         spellings[number] = character
@@ -31,8 +30,8 @@ def of_characters(index: dict[str, int], blank: int, size: int, letters=None) ->
 
 def of_pieces(pieces: list[str], space: str, blank: int, unknown: int, encode) -> Vocabulary:
     """The vocabulary of a model whose `pieces` have several characters, with `space` for a space.
-    `encode(text)` returns numbers of pieces, `unknown` for what they cannot write. The blank comes
-    after them."""
+    `encode(text)` returns numbers of pieces, `unknown` for what they cannot write. The blank is the
+    last."""
     bare = [piece.replace(space, "") for piece in pieces]
     letters = {piece for piece in bare if len(piece) == 1}
 
@@ -52,8 +51,8 @@ def of_pieces(pieces: list[str], space: str, blank: int, unknown: int, encode) -
 
 def encode(text: Iterable[str], index: dict[str, int]) -> list[int]:
     """The tokens of a text, by its characters or units. A letter that `index` has in the other case
-    only is written in that one, runs of letters that it lacks become one HOLE, and other characters
-    that it lacks are left out."""
+    only is written in that one, runs of letters that it lacks become a HOLE, other characters
+    nothing."""
     tokens: list[int] = []
     for character in text:
         if known := in_known_case(character, index):

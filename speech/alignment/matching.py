@@ -80,8 +80,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class TextBlock:
-    """A part of the recording and the part of the text that is read in it: `start` and `end` are
-    (frame, token); `anchors` (N, 2) such pairs between them."""
+    """A part of recording and text: `start`, `end` and `anchors` (N, 2) are (frame, token)."""
 
     start: tuple[int, int]
     end: tuple[int, int]
@@ -124,8 +123,7 @@ def place(emissions: Emissions, text: Text, vocabulary: Vocabulary) -> list[Plac
 
 
 def _as_frames(chain: np.ndarray, heard: Heard, text: Text) -> np.ndarray:
-    """A chain of letters as (frame, token, whether a path may be pinned there). The frames rise,
-    and so do the tokens."""
+    """A chain of letters as rising (frame, token, whether a path may be pinned there)."""
     sides = ((heard.frames, chain[:, 0]), (text.at, chain[:, 1]))
     can_pin = _are_pins(chain)
     for tokens, places in sides:
@@ -169,18 +167,15 @@ def blocks(pairs: list[np.ndarray], text: Text, emissions: Emissions) -> list[Te
     joined = [np.concatenate(group) for group in groups]
     earliest = [0, *(int(chain[-1, 0]) + 1 for chain in joined)]
     latest = [*(int(chain[0, 0]) for chain in joined), len(emissions.best)]
-    pace = _pace(pairs)
+    # Frames for a token, where the text is read.
+    frames, tokens = sum(
+        (chain[-1, :2] - chain[0, :2] for chain in pairs), np.zeros(2, int)
+    ).tolist()
+    pace = frames / max(1, tokens)
     return [
         _extended(chain, (earliest[i], latest[i + 1]), text, pace, SLACK / emissions.frame)
         for i, chain in enumerate(joined)
     ]
-
-
-def _pace(pairs: list[np.ndarray]) -> float:
-    """Frames for a token, where the text is read."""
-    frames = sum(int(chain[-1, 0] - chain[0, 0]) for chain in pairs)
-    tokens = sum(int(chain[-1, 1] - chain[0, 1]) for chain in pairs)
-    return frames / max(1, tokens)
 
 
 def _extended(

@@ -19,8 +19,7 @@ ABOUT = (
 
 def review(utterances: list[dict], name: str) -> str:
     """The page, in HTML, of utterances {"audio_filepath", "offset", "duration", "text",
-    "confidence"} whose paths are relative to the page's folder. `name`: that of the file that the
-    page saves."""
+    "confidence"} whose paths are relative to the page's folder. `name`: of the file to save."""
     rows = []
     for number, record in enumerate(utterances):
         source = quote(record["audio_filepath"].encode("utf-8", "surrogateescape"))

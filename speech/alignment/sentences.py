@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import textwrap
 from dataclasses import dataclass
 
 from common import files
@@ -22,8 +23,7 @@ WRAPPED = 0.9
 
 
 def _ends(characters: str) -> re.Pattern:
-    """Places after one of these characters and what closes a quotation: before a space, or without
-    one where the script has none."""
+    """Places after these characters and closing quotes, before a space if the script has any."""
     some = "".join(re.escape(c) for c in characters)
     full = "".join(c for c in characters if in_unspaced(c) or c >= "\uff00")
     return re.compile(rf"(?<=[{some}])[{CLOSING}]*(?=\s)|(?<=[{full}])[{CLOSING}]*(?=.)")
@@ -42,8 +42,7 @@ class Piece:
 
 
 def read_book(path: str) -> list[Piece]:
-    """The pieces of a text file in UTF-8. Raises `UsageError` for a file that is none, and
-    `DataError` if there is no text in it."""
+    """The pieces of a text in UTF-8. Raises `UsageError`, and `DataError` if there is no text."""
     pieces = []
     for paragraph in re.split(r"\n[^\S\n]*\n", files.read_text(path)):
         for line in _lines(paragraph):
@@ -99,12 +98,7 @@ def _joined(parts: list[str]) -> list[str]:
 
 def _between_words(part: str) -> list[str]:
     """A part, or what it is cut into at spaces, LONGEST characters or fewer each."""
-    lines = [""]
-    for word in part.split():
-        if lines[-1] and len(lines[-1]) + len(word) >= LONGEST:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return lines
+    return textwrap.wrap(part, LONGEST, break_long_words=False, break_on_hyphens=False)
 
 
 def join(texts: list[str]) -> str:

@@ -126,8 +126,7 @@ class _Search:
         return arrows, sources
 
     def read_back(self, state: int, states: np.ndarray, arrows, sources) -> int:
-        """Writes the path that ends in `state` into `states`, from behind; returns the state in the
-        frame before."""
+        """Writes the path that ends in `state`, from behind; returns the state before it."""
         for row in reversed(range(len(states))):
             if arrows[row, state] == HOPPED:
                 number = int(np.searchsorted(self.stops, state))

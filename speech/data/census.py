@@ -12,7 +12,7 @@ import numpy as np
 
 from speech.data.columns import Corpus, Strings, printable
 from speech.writing.text import is_letter
-from speech.writing.unknown import shown
+from speech.writing.unknown import named, shown
 
 CODE_POINTS = 0x110000
 PART = 1 << 16  # texts that are looked at together
@@ -195,8 +195,7 @@ def coded(letter: str) -> str:
 
 
 def no_words(texts: Strings, letters: np.ndarray) -> Counter[str]:
-    """Whole texts that are hardly words, with their counts: those that many rows share, those
-    without letters and digits, and known codes."""
+    """The counts of texts that are hardly words: many rows share them, or they have no letters."""
     hashes = np.fromiter(map(hash, texts), np.int64, len(texts))
     _, first, counts = np.unique(hashes, return_index=True, return_counts=True)
     most = max(SHARED, SHARE * len(texts))
@@ -214,11 +213,7 @@ def no_words(texts: Strings, letters: np.ndarray) -> Counter[str]:
 
 def named_texts(counts: Counter[str]) -> str:
     """Texts with their counts, the most frequent first."""
-    ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
-    parts = [f"`{printable(text)[:LONGEST]}` x {count:,}" for text, count in ordered[:NAMED]]
-    if len(counts) > len(parts):
-        parts.append(f"{len(counts) - len(parts):,} others")
-    return ", ".join(parts)
+    return named(counts, NAMED, lambda text: f"`{printable(text)[:LONGEST]}`")
 
 
 # --- letters and seconds --------------------------------------------------------------------------
@@ -226,8 +221,8 @@ def named_texts(counts: Counter[str]) -> str:
 
 def shift_line(corpus: Corpus, lengths: np.ndarray, rows: np.ndarray) -> str:
     """What is said of texts that belong to other audio, "" if nothing is. `lengths` (M,): the
-    logarithms of the seconds that texts take by their letters; `rows` (M,): where they are in the
-    corpus, in the manifest's order."""
+    logarithms of the seconds that texts take by their letters; `rows` (M,): their places in the
+    corpus."""
     seconds = np.log(corpus.seconds[rows])
     count = len(rows)
     if count < BLOCK or min(np.std(lengths), np.std(seconds)) < SPREAD:

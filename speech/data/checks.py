@@ -32,29 +32,22 @@ MARKS = re.compile(r"\[[^\]]+\]|<[^<>]+>|\([^()\w]*\)|[\u2669-\u266f]")
 Fault = Callable[[Corpus, int], tuple[str, str] | None]  # (reason, details) to reject an utterance
 
 
-def check_speech(
-    sets: dict[str, Corpus], strict: bool, fault: Fault | None = None
-) -> dict[str, Corpus]:
+def check_speech(sets: dict[str, Corpus], strict: bool, fault: Fault) -> dict[str, Corpus]:
     """The sets without the utterances that harm the training of a TTS model: those that
     `fault(corpus, index)` rejects with (reason, details), those spoken much faster or slower than
     their speaker's others, and in "train" speakers with hardly any speech. Prints a table for each
-    set and a description of "train". Raises `DataError` if a set is empty then, or if `strict` and
-    anything was rejected."""
+    set and a description of "train". Raises `DataError` as `report_rejections` does."""
     tables = {name: Rejections() for name in sets}
     checked = {}
     for name, corpus in sets.items():
-        problems: dict[int, tuple[str, str]] = {}
-        if fault:
-            for index in range(len(corpus)):
-                problem = fault(corpus, index)
-                if problem:
-                    problems[index] = problem
-        problems = speaking_rate(corpus) | problems
-        corpus = _without(corpus, problems, tables[name])
-        if name == "train":
-            corpus = _without(corpus, little_speech(corpus), tables[name])
-        checked[name] = corpus
+        problems = speaking_rate(corpus)
+        for index in range(len(corpus)):
+            if problem := fault(corpus, index):
+                problems[index] = problem
+        checked[name] = corpus.without(problems, tables[name])
     if "train" in checked:
+        few = little_speech(checked["train"])
+        checked["train"] = checked["train"].without(few, tables["train"])
         for name in checked.keys() & {"val", "test"}:
             overlap(checked["train"], checked[name], tables[name])
     for name, corpus in checked.items():
@@ -65,16 +58,6 @@ def check_speech(
     if "train" in checked:
         describe(checked["train"])
     return checked
-
-
-def _without(corpus: Corpus, problems: dict[int, tuple[str, str]], rejected: Rejections) -> Corpus:
-    """The corpus without the utterances in `problems`, which are added to `rejected`."""
-    for index in sorted(problems):
-        reason, details = problems[index]
-        rejected.add(reason, f"{corpus.where(index)}: {details}")
-    if not problems:
-        return corpus
-    return corpus.select(np.setdiff1d(np.arange(len(corpus)), list(problems)))
 
 
 def speaking_rate(corpus: Corpus) -> dict[int, tuple[str, str]]:
@@ -126,10 +109,7 @@ def little_speech(train: Corpus) -> dict[int, tuple[str, str]]:
     totals = train.seconds_by(train.speakers)
     few = {speaker for speaker, seconds in totals.items() if seconds < LITTLE_SPEECH}
     if few and len(few) == len(totals):
-        print(
-            f"warning: no speaker has {LITTLE_SPEECH:g} s of speech for training: expect an"
-            " unstable voice"
-        )
+        print(f"warning: no speaker has {LITTLE_SPEECH:g} s of speech: expect an unstable voice")
         return {}
     reason = f"speaker has less than {LITTLE_SPEECH:g} s of speech"
     return {
@@ -140,9 +120,8 @@ def little_speech(train: Corpus) -> dict[int, tuple[str, str]]:
 
 
 def overlap(train: Corpus, other: Corpus, rejected: Rejections, name: str = "training") -> None:
-    """Notes in `rejected` the utterances of an evaluation set with the audio (file, offset and
-    channel) of a training utterance, or with its text unless the sets share their texts by design.
-    `name`: of the set `train`."""
+    """Notes in `rejected` what an evaluation set shares with `train`, the set `name`: audio (file,
+    offset and channel), or a text unless the sets share their texts by design."""
 
     def places(corpus: Corpus) -> Iterator[tuple[str, float, float]]:
         offsets, _, channels = corpus.places().tolist()
@@ -187,8 +166,7 @@ def report_texts(sets: dict[str, Corpus], from_scratch: bool = False) -> None:
 
 
 def note_rows(name: str, corpus: Corpus, counted: Census, train: Corpus | None) -> None:
-    """Prints the rows of a set that have marks of a transcriber, far too many or too few letters
-    for their seconds, or what the training set has, too."""
+    """Prints rows with marks of a transcriber, an odd rate, or what the training set has, too."""
     rows = Rejections()
     for index, text in enumerate(corpus.texts):
         if found := MARKS.search(text):
@@ -231,10 +209,8 @@ def note_speakers(train: Corpus, other: Corpus, name: str) -> None:
     heard = {*train.speakers} - {""}
     speakers = {*other.speakers} - {""}
     if len(heard) > 1 and (both := heard & speakers):
-        print(
-            f"{name} set: {len(both)} of its {len(speakers)} speakers are in the training set, too:"
-            " its error rates are those of known voices"
-        )
+        known = f"{len(both)} of its {len(speakers)} speakers are in the training set, too"
+        print(f"{name} set: {known}: its error rates are those of known voices")
 
 
 def note_little(train: Corpus, from_scratch: bool) -> None:
@@ -259,10 +235,8 @@ def describe(train: Corpus) -> None:
     speakers = "1 speaker" if count == 1 else f"{count} speakers"
     print(f"training speech: {train.seconds.sum() / 60:.1f} min of {speakers}")
     if train.seconds.sum() < LITTLE_DATA:
-        print(
-            f"warning: less than {LITTLE_DATA / 60:g} minutes of training speech: the voice will"
-            " hardly be learned"
-        )
+        minutes = f"{LITTLE_DATA / 60:g} minutes of training speech"
+        print(f"warning: less than {minutes}: the voice will hardly be learned")
     if not (train.seconds < SHORT_CLIP).any():
         print(
             f"warning: no clip is under {SHORT_CLIP:g} s: the model will add noise to short texts"

@@ -287,6 +287,14 @@ class Corpus:
                 columns[name] = column.select(indices)
         return replace(self, **columns)
 
+    def without(self, problems: dict[int, tuple[str, str]], rejected: Rejections) -> "Corpus":
+        """The corpus without those in {index: (reason, details)}, which `rejected` gets."""
+        for index, (reason, details) in sorted(problems.items()):
+            rejected.add(reason, f"{self.where(index)}: {details}")
+        if not problems:
+            return self
+        return self.select(np.setdiff1d(np.arange(len(self)), list(problems)))
+
     def with_rows_of(self, other: "Corpus") -> "Corpus":
         """The utterances, and then those of `other`, which has the same columns."""
         columns = {}

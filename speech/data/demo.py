@@ -173,13 +173,9 @@ def espeak() -> Espeak:
 def sentences(
     words: list[str], count: int, random: np.random.Generator, shortest: int = 2, longest: int = 5
 ) -> list[str]:
-    """`count` distinct random sentences of `shortest` to `longest` words. Raises `ValueError` if
-    there are not so many."""
+    """`count` distinct random sentences. Raises `ValueError` if there are not so many."""
     if count > sum(len(set(words)) ** length for length in range(shortest, longest + 1)):
-        raise ValueError(
-            f"{len(set(words))} words do not make {count} distinct sentences of {shortest} to"
-            f" {longest}"
-        )
+        raise ValueError(f"{len(set(words))} words do not make {count} distinct sentences")
     distinct: dict[str, None] = {}
     while len(distinct) < count:
         length = int(random.integers(shortest, longest + 1))
@@ -217,10 +213,8 @@ def speech_corpus(
         if read_made_from(folder) != recipe:
             raise RunError(f"cannot write the demo corpus in {folder}: {error.strerror}") from None
         return manifests
-    print(
-        f"demo corpus: {count} utterances, {seconds / 3600:.2f} h, {len(voices)} voices, in"
-        f" {folder}"
-    )
+    hours = f"{seconds / 3600:.2f} h"
+    print(f"demo corpus: {count} utterances, {hours}, {len(voices)} voices, in {folder}")
     return manifests
 
 

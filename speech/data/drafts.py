@@ -55,8 +55,7 @@ def confidence(words: list[dict], start: float, end: float) -> float | None:
 
 
 def reason_of(piece: dict, least: float, other: dict | None, most: float, compares: bool) -> str:
-    """Why a piece is left out, or KEPT. `other`: the same piece without the language model, if it
-    `compares` with one."""
+    """Why a piece is left out, or KEPT. `other`: the same without the language model."""
     if not piece["text"].strip():
         return "no speech was heard"
     if piece["sure"] is None:

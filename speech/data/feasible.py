@@ -52,19 +52,12 @@ def without_infeasible(
 
         if name in trained:
             checked[name] = drop(corpus, f"{name} set", fault, strict)
-        else:
-            note_infeasible(corpus, name, fault)
+            continue
+        rows = Rejections()
+        for index in range(len(corpus)):
+            problem = fault(index)
+            if problem and problem[0] == TOO_LONG:
+                rows.note(NOT_IN_LOSS, f"{corpus.where(index)}: {problem[1]}")
+        if rows.notes:
+            print(rows.noted(f"{name} set"))
     return checked
-
-
-def note_infeasible(
-    corpus: Corpus, name: str, fault: Callable[[int], tuple[str, str] | None]
-) -> None:
-    """Prints which utterances of an evaluation set CTC cannot align."""
-    rows = Rejections()
-    for index in range(len(corpus)):
-        problem = fault(index)
-        if problem and problem[0] == TOO_LONG:
-            rows.note(NOT_IN_LOSS, f"{corpus.where(index)}: {problem[1]}")
-    if rows.notes:
-        print(rows.noted(f"{name} set"))

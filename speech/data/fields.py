@@ -65,12 +65,11 @@ class Fields(NamedTuple):
     channel: int  # -1: the average
     speaker: str
     language: str
-    drafted: bool = False  # by a recogniser
+    drafted: bool  # by a recogniser
 
 
 class Table:
-    """The columns of a manifest's rows: how many rows have which, and which are used. `chunked`:
-    segments are used, too."""
+    """The columns of a manifest's rows, and which are used. `chunked`: segments are, too."""
 
     def __init__(self, path: str, needs: str, text_column: str | None, chunked: bool):
         self.path = path
@@ -80,8 +79,7 @@ class Table:
         self.columns: dict[tuple[str, ...], Columns] = {}
 
     def columns_of(self, row) -> Columns:
-        """The columns of a row, which is counted. Raises `UsageError` if it is not clear which one
-        has its text, `ValueError` if it is no row."""
+        """The columns of a row, which is counted. Raises `UsageError`, `ValueError` for no row."""
         if not isinstance(row, dict):
             raise ValueError("line is not an object")
         keys = tuple(row)
@@ -124,10 +122,8 @@ class Table:
         if len(texts) > 1:
             self.ask({name: f"{count} rows" for name, count in texts.items()})
         if self.text_column and every and not texts:
-            raise UsageError(
-                f"--text_column {self.text_column}: manifest {self.path} has no such column, but"
-                f" {named(every)}"
-            )
+            flag = f"--text_column {self.text_column}"
+            raise UsageError(f"{flag}: manifest {self.path} has no such column, but {named(every)}")
         rest = [name for name in every if name not in used]
         return f"columns used: {named(used.values())}; not used: {named(rest)}"
 
@@ -199,15 +195,13 @@ def row_fields(row, needs: str, columns: Columns | None = None) -> Fields:
     check_encoding(audio + text + label + speaker + language)
     offset, duration = _times(row, columns)
     channel = _channel(row.get(columns.channel))
-    fields = Fields(
-        audio.strip(), text, label, offset, duration, columns.unit, channel, speaker, language
-    )
-    return fields._replace(drafted=row.get(DRAFTED) in (True, "True", "true"))
+    times = offset, duration, columns.unit
+    drafted = row.get(DRAFTED) in (True, "True", "true")
+    return Fields(audio.strip(), text, label, *times, channel, speaker, language, drafted)
 
 
 def _times(row: dict, columns: Columns) -> tuple[float, float]:
-    """(offset, duration) of a row in its unit, NaN where it has none. Raises `ValueError` that says
-    what is wrong with them."""
+    """(offset, duration) of a row in its unit, NaN where it has none. Raises `ValueError`."""
     start, end, duration = (_time(row, getattr(columns, name)) for name in TIMES)
     if columns.end:
         if math.isnan(start) != math.isnan(end):
@@ -219,8 +213,7 @@ def _times(row: dict, columns: Columns) -> tuple[float, float]:
 
 
 def _time(row: dict, name: str | None) -> float:
-    """The number in a column of times, NaN without one: some tables write NaN for an empty cell.
-    Raises `ValueError`."""
+    """The number in a column of times, NaN without one. Raises `ValueError`."""
     value = row.get(name)
     if value in (None, ""):
         return math.nan
@@ -246,8 +239,7 @@ def _channel(value) -> int:
 
 
 def _label(row: dict) -> str:
-    """The label of a row in JSON: a number, a string, or a list of these. Raises `ValueError` or
-    `TypeError` that says what is wrong with it."""
+    """The label in JSON: a number, a string, or a list. Raises `ValueError` or `TypeError`."""
     label = row.get("label")
     if label is None or label == "":
         raise ValueError("no label field" if "label" not in row else "label is empty")

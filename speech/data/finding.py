@@ -17,8 +17,7 @@ TABLES = (".csv", ".tsv", ".json", ".jsonl")
 
 
 class Listing(NamedTuple):
-    """What lies in some folders, as paths: by comparable names, audio also by comparable names
-    without endings, and the folders among it."""
+    """Paths in some folders: by comparable names, audio without endings, and folders."""
 
     names: dict[str, list[str]]
     stems: dict[str, list[str]]
@@ -48,8 +47,8 @@ def find_audio(name: str, folder: str, audio_root: str | None = None) -> str:
 
 def find_all(names: Sequence[str], folder: str, audio_root: str | None = None) -> list[str]:
     """The paths of a manifest's audio files: absolute, or relative to `audio_root` or the
-    manifest's `folder`, or to a folder in it, such as wavs/. A name may lack the ending of audio,
-    and may be in another Unicode form than the file's.
+    manifest's `folder`, or to a folder in it, such as wavs/. A name may lack the ending, and be in
+    another Unicode form.
 
     With `audio_root`, an absolute path of another machine (with Windows' separators, too) is looked
     up by its last components. If no file exists, the path to name in a message. Raises `DataError`
@@ -94,12 +93,10 @@ def find_all(names: Sequence[str], folder: str, audio_root: str | None = None) -
 
     # An absolute name replaces `base`. (pathlib's `exists` raises for a name that is too long.)
     paths = [os.path.join(base, name) for name in names]
-    exist = in_threads(lambda some: [os.path.exists(path) for path in some], paths)
-    exist = [each for part in exist for each in part]
-    return [
-        path if there else search(name)
-        for name, path, there in zip(names, paths, exist, strict=True)
-    ]
+    parts = in_threads(lambda some: [os.path.exists(path) for path in some], paths)
+    exist = itertools.chain.from_iterable(parts)
+    found = zip(names, paths, exist, strict=True)
+    return [path if is_there else search(name) for name, path, is_there in found]
 
 
 def comparable(name: str) -> str:

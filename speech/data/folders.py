@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,53 +45,42 @@ def _temporary(folder: Path) -> Iterator[Path]:
     as long as this process lives, so that others know it from what a killed process has left."""
     while True:
         aside = Path(tempfile.mkdtemp(".tmp", files.hidden(folder), folder.parent))
-        lock = _lock(aside, fcntl.LOCK_EX)
-        if aside.exists():  # or another process has removed it before it was locked
-            break
-        _unlock(lock)
-    try:
-        aside.chmod(0o777 & ~files.umask())
-        yield aside
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        _unlock(lock)
+        with locked(aside):
+            if not aside.exists():  # another process has removed it before it was locked
+                continue
+            try:
+                aside.chmod(0o777 & ~files.umask())
+                yield aside
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
+            return
 
 
-def _lock(folder: Path, operation: int) -> int | None:
-    """A descriptor of the folder, which is locked as long as it is open. None if somebody else has
-    locked it, or if it cannot be locked, as on some network file systems."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, operation)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-def _unlock(descriptor: int | None) -> None:
-    if descriptor is not None:
-        os.close(descriptor)
+@contextlib.contextmanager
+def locked(folder: Path, operation: int = fcntl.LOCK_EX) -> Iterator[bool]:
+    """Whether the folder is locked by this process inside: not if somebody else has locked it, or
+    if it cannot be locked, as on some network file systems."""
+    with contextlib.ExitStack() as opened:
+        is_locked = False
+        with contextlib.suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            opened.callback(os.close, descriptor)
+            fcntl.flock(descriptor, operation)
+            is_locked = True
+        yield is_locked
 
 
 def _remove_stale(folder: Path) -> None:
-    """Removes what a killed process has left of `folder`. If it was killed between two renames, a
-    complete folder gets its name back."""
+    """Removes what a killed process has left. A complete folder may get its name back."""
     name = re.escape(files.hidden(folder)) + STALE
     for path in folder.parent.glob(".*"):
         if not re.fullmatch(name, path.name):
             continue
-        lock = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if lock is None:
-            continue
-        if not folder.exists() and _made(path)[1] and not _changes(path):
-            path.rename(folder)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-        _unlock(lock)
+        with locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_left:
+            if is_left and not folder.exists() and _made(path)[1] and not _changes(path):
+                path.rename(folder)
+            elif is_left:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _move(aside: Path, folder: Path) -> None:
@@ -100,16 +88,14 @@ def _move(aside: Path, folder: Path) -> None:
     if not folder.exists():
         aside.rename(folder)
         return
-    lock = _lock(folder, fcntl.LOCK_EX)  # it holds for any name of the folder
-    old = Path(tempfile.mkdtemp(".old", files.hidden(folder), folder.parent))
-    folder.rename(old)  # onto an empty folder
-    try:
-        aside.rename(folder)
-    except OSError:
-        old.rename(folder)
-        raise
-    finally:
-        _unlock(lock)
+    with locked(folder):  # under any name
+        old = Path(tempfile.mkdtemp(".old", files.hidden(folder), folder.parent))
+        folder.rename(old)  # onto an empty folder
+        try:
+            aside.rename(folder)
+        except OSError:
+            old.rename(folder)
+            raise
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -123,10 +109,8 @@ def require_replaceable(folder: Path, made_from: dict) -> None:
         raise UsageError(f"{folder}: it exists and is not a folder; choose another name")
     changed = _changes(folder)
     if changed:
-        raise UsageError(
-            f"{folder}: it holds files that are not replaced ({', '.join(changed[:3])}); choose a"
-            " new folder"
-        )
+        names = ", ".join(changed[:3])
+        raise UsageError(f"{folder}: it holds files that are not replaced ({names}); take another")
     stored, _ = _made(folder)
     if stored is None:  # empty
         return
@@ -141,8 +125,7 @@ def is_replaceable(folder: Path) -> bool:
 
 
 def made_from(folder: Path) -> dict | None:
-    """The `made_from` that `write_folder` stored in the folder, whatever has happened to it since;
-    None if there is none."""
+    """The `made_from` of a folder, whatever has happened to it since; None if there is none."""
     return _made(folder)[0]
 
 
@@ -168,8 +151,7 @@ def _made(folder: Path) -> tuple[dict | None, dict[str, tuple[int, str]]]:
 
 
 def _changes(folder: Path) -> list[str]:
-    """The files in which a folder differs from what `write_folder` left; all of them if it did not
-    write the folder."""
+    """The files in which a folder differs from what `write_folder` left, if it did."""
     _, written = _made(folder)
     if not written:
         return sorted(path.name for path in folder.iterdir())
@@ -182,9 +164,7 @@ def _changes(folder: Path) -> list[str]:
 
 
 def _hash(path: Path) -> str:
-    """The hash of a file's content; empty for what is not a regular file."""
-    if not stat.S_ISREG(path.lstat().st_mode):
-        return ""
+    """The hash of a file's content."""
     digest = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as file:
         while block := file.read(READ):
@@ -193,14 +173,8 @@ def _hash(path: Path) -> str:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Sizes of all files below a folder, by their path in it; -1 of an empty folder."""
-    sizes = {}
-    for root, folders, names in os.walk(folder):
-        place = os.path.relpath(root, folder)
-        for name in names:
-            inside = os.path.normpath(os.path.join(place, name))
-            sizes[inside] = os.lstat(os.path.join(root, name)).st_size
-        if not folders and not names and place != ".":
-            sizes[place] = -1
+    """Sizes of all files below a folder, by their path in it."""
+    inside = [path for path in folder.rglob("*") if not path.is_dir()]
+    sizes = {str(path.relative_to(folder)): path.lstat().st_size for path in inside}
     sizes.pop(MADE_FROM, None)
     return sizes

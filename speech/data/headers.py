@@ -64,8 +64,7 @@ AUDIO_SUFFIXES = tuple(
 def in_threads(
     look: Callable[[list], list | np.ndarray], items: list, threads: int = THREADS
 ) -> Iterator:
-    """`look(part)` for consecutive parts of `items`, in order. One task per file would cost more
-    than reading it."""
+    """`look(part)` for parts of `items`, in order: a task a file would cost more."""
     size = max(1, min(256, len(items) // (4 * threads)))
     parts = (items[i : i + size] for i in range(0, len(items), size))
     with ThreadPoolExecutor(threads) as pool:
@@ -96,8 +95,7 @@ class Unusable(Exception):
 
 
 def open_sound(path: str):
-    """An open file of soundfile's, or a `Stream`, of which everything that it holds will be read.
-    Raises `Unusable`."""
+    """An open SoundFile or `Stream`, which will be read to its end. Raises `Unusable`."""
     fault = file_fault(path)
     if fault:
         raise Unusable(fault)
@@ -192,8 +190,7 @@ def probe(path: str) -> tuple[float, str]:
 
 
 def audio_suffix(path: Path) -> str:
-    """The suffix that belongs to the format of an audio file, by its content; "" if it is no audio
-    that can be read here."""
+    """The suffix of an audio file's format, by its content; "" if it cannot be read here."""
     try:
         return FORMATS.get(soundfile.info(os.fsencode(path)).format, "")
     except (OSError, TypeError, soundfile.LibsndfileError):  # TypeError: .raw, which has no header
@@ -219,8 +216,7 @@ def missing_seconds(file: soundfile.SoundFile) -> float:
 
 
 def probe_all(paths: list[str], cache: Path | None) -> tuple[np.ndarray, list[str]]:
-    """`probe` for every path, in parallel. Results of an earlier run in the file `cache` are used
-    for files of the same size and time."""
+    """`probe` for every path, in parallel, or from the `cache` for the same size and time."""
     reasons = [""] * len(paths)
     stamps = file_stamps(paths)
     seconds = recall(cache, stamps, 1)[:, 0]
@@ -270,8 +266,7 @@ def recall(cache: Path | None, stamps: np.ndarray, width: int) -> np.ndarray:
 
 
 def _read_cache(cache: Path | None, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """(stamps (N, 3), values (N, width)), sorted by the stamps' first column; empty without a
-    cache, or if it is damaged."""
+    """Sorted (stamps (N, 3), values (N, width)); empty without a cache, or if it is damaged."""
     try:
         with np.load(cache) as content:
             stamps, values = content["stamps"], content["values"]
@@ -283,8 +278,7 @@ def _read_cache(cache: Path | None, width: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def remember(cache: Path, stamps: np.ndarray, values: np.ndarray) -> None:
-    """Keeps `values` (N, width) in the file `cache`, without rows that have a NaN or no stamp,
-    beside what it has of other files. The folder is created."""
+    """Adds the finite rows of `values` (N, width) to the file `cache`; its folder is created."""
     good = np.flatnonzero(np.isfinite(values).all(axis=1) & (stamps[:, 0] != 0))
     known_stamps, known_values = _read_cache(cache, values.shape[1])
     others = ~np.isin(known_stamps[:, 0], stamps[:, 0])

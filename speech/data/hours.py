@@ -32,8 +32,7 @@ PART = 1024  # rows whose audio files are looked at together
 
 
 def seconds_of(rows: list[dict], folder: str, audio_root: str | None) -> float:
-    """The length of these rows of a manifest. A row that cannot be used adds nothing. Times that
-    reach beyond their file are in milliseconds."""
+    """The length of usable rows. Times that reach beyond their file are in milliseconds."""
     total = 0.0
     names = []
     durations = []

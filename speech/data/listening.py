@@ -2,9 +2,7 @@
 decoded, and measures the silence at the ends."""
 
 import contextlib
-import fcntl
 import hashlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import numpy as np
 from common.device import processors
 from common.errors import DataError
 from speech.data.columns import Codes, Corpus, Rejections
+from speech.data.folders import locked
 from speech.data.headers import file_stamps, in_threads, recall, remember
 from speech.signal.audio import part_of, read_at_its_rate
 
@@ -83,17 +82,18 @@ def listen(
     other run. Results of an earlier run in the file `cache` are used for the same parts of
     unchanged files. Raises `DataError` for what cannot be decoded unless `skip_bad_audio`."""
     faults: dict[int, str] = {}
-    with _locked(cache):
+    if cache:
+        with contextlib.suppress(OSError):
+            cache.parent.mkdir(parents=True, exist_ok=True)
+    # One process at a time: other ranks of a run wait, and then find the results.
+    with locked(cache.parent) if cache else contextlib.nullcontext():
         stamps = _stamps(corpus)
         measures = recall(cache, stamps, 4)
         todo = np.flatnonzero(np.isnan(measures[:, 0]))
         seconds = float(corpus.seconds[todo].sum())
         if seconds > LONG_PASS:
-            print(
-                f"listening to {seconds / 3600:.1f} h of audio once (kept for the next run;"
-                " --no_check_audio skips this)",
-                flush=True,
-            )
+            advice = "kept for the next run; --no_check_audio skips this"
+            print(f"listening to {seconds / 3600:.1f} h of audio once ({advice})", flush=True)
         try:
             with contextlib.closing(_results(corpus, todo)) as results:
                 for index, result in results:
@@ -125,22 +125,6 @@ def _results(corpus: Corpus, rows: np.ndarray) -> Iterator[tuple[int, tuple | st
         yield from part
 
 
-@contextlib.contextmanager
-def _locked(cache: Path | None) -> Iterator[None]:
-    """One process at a time: other ranks of a run wait, and then find the results."""
-    handle = None
-    if cache:
-        with contextlib.suppress(OSError):
-            cache.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(cache.parent, os.O_RDONLY)
-            fcntl.flock(handle, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        if handle is not None:
-            os.close(handle)
-
-
 def _stamps(corpus: Corpus) -> np.ndarray:
     """(N, 3) as `file_stamps`, with a hash of file and place in place of the file's."""
     files = Codes(corpus.paths)
@@ -170,8 +154,7 @@ def audio_faults(
 
 
 def trim(corpus: Corpus, measures: np.ndarray, rejected: Rejections) -> None:
-    """Cuts silence over LONG_PAUSE at an end down to KEPT_PAUSE, by offset and duration, and notes
-    it in `rejected`."""
+    """Cuts silence over LONG_PAUSE at an end down to KEPT_PAUSE, and notes it in `rejected`."""
     pauses = measures[:, 2:]
     cuts = np.where(pauses > LONG_PAUSE, pauses - KEPT_PAUSE, 0.0)
     rows = np.flatnonzero(cuts.any(axis=1))

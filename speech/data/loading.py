@@ -7,7 +7,7 @@ import hashlib
 import os
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from common.errors import DataError
 from speech.data.columns import Codes, Corpus, Rejections, Segments, Strings, printable
 from speech.data.headers import END_TOLERANCE, Unusable, open_sound, probe_all
-from speech.data.manifest import Reading, has_lines, read_manifest
+from speech.data.manifest import Checks, has_lines, read_manifest
 
 # Seconds: END_TOLERANCE of whole files, whose duration is often rounded to a second.
 FILE_TOLERANCE = 0.5
@@ -33,51 +33,14 @@ FASTEST_SPEECH = 100  # characters per second, more than anyone says
 MOST_CHARACTERS = 10_000  # of a text; FASTEST_SPEECH per second if --max_duration is over 100 s
 
 
-@dataclass(frozen=True)
-class Checks:
-    """How a manifest is read and checked. Durations are in seconds."""
-
-    min_duration: float = 0.1
-    max_duration: float = 30.0
-    audio_root: str | None = None  # base of audio paths; None: the manifest's folder
-    cache_dir: Path | None = None  # of file headers and audio measures; None: no cache
-    cache_audio: str | None = None  # folder of decoded audio; None: no cache
-    use_chunking: bool = False
-    join_segments: bool = True  # if `use_chunking`: as many as fit are one utterance
-    drafted: bool = True  # whether texts that a recogniser wrote are used
-    max_samples: int | None = None  # of the training set; None: all
-    strict: bool = False  # raise `DataError` if anything is rejected
-    seed: int = 1  # of the held-out part, and of `max_samples`
-    held_out: tuple[str, ...] = ()  # `held_out_keys` of the part that an earlier run held out
-    listen: bool = False  # decode all audio once, and check it
-    skip_bad_audio: bool = False  # reject what cannot be decoded instead of raising `DataError`
-    for_synthesis: bool = False  # if `listen`: trim silence at the ends, reject clipped clips
-    needs: str = "text"  # what every utterance has to have: "text" or "label"
-    tiers: tuple[str, ...] = ()  # names or patterns of those that files of annotations give
-    text_column: str | None = None  # of tables; None: the only one that is called like one
-
-
-@dataclass(frozen=True)
-class Tables:
-    """The manifests of a set, one or several, and the number of lines before each."""
-
-    paths: list[str]
-    before: list[int]
-
-    def line(self, number: int) -> str:
-        """The place PATH:LINE of a line in all of them; "" if it is no table's."""
-        place = bisect.bisect_left(self.before, number) - 1
-        path = self.paths[place]
-        return f"{path}:{number - self.before[place]}" if has_lines(path) else ""
-
-
 class Rows:
-    """The rows of manifests while they are checked. `keep` (N,) marks what is not rejected,
-    `file_of` (N,) is the number of each row's file in `files`."""
+    """The rows of the manifests `paths`, with numbers of lines `before` each, while they are
+    checked. `keep` (N,) marks what is not rejected, `file_of` (N,) is each row's file in `files`."""
 
-    def __init__(self, tables: Tables, corpus: Corpus, rejected: Rejections):
+    def __init__(self, paths: list[str], before: list[int], corpus: Corpus, rejected: Rejections):
         codes = Codes(corpus.paths)
-        self.tables = tables
+        self.paths = paths
+        self.before = before
         self.corpus = corpus
         self.rejected = rejected
         self.files = codes.names
@@ -86,11 +49,11 @@ class Rows:
 
     def example(self, row: int) -> str:
         """Where a row is in its manifest, and its audio."""
-        line = self.tables.line(int(self.corpus.lines[row]))
-        where = self.corpus.where(row)
-        if not line:  # annotations and pairs are found by their audio
-            return where
-        return where if where.startswith(line) else f"{line}: {where}"
+        line = int(self.corpus.lines[row])
+        place = bisect.bisect_left(self.before, line) - 1
+        path = self.paths[place]
+        where = self.corpus.where(row)  # annotations and pairs are found by their audio alone
+        return f"{path}:{line - self.before[place]}: {where}" if has_lines(path) else where
 
     def length(self, row: int) -> str:
         seconds = self.corpus.seconds[row]
@@ -148,8 +111,7 @@ def load_corpus(
 def read_rows(
     path: str | Sequence[str], normalise: Callable[[str], str], segments: Segments, checks: Checks
 ) -> Rows:
-    """The rows of manifests before their audio and the length of their texts are checked. Their
-    segments are added to `segments`."""
+    """The rows of manifests before they are checked. Adds their segments to `segments`."""
     rejected = Rejections()
     longest_text = most_characters(checks)
     too_long = "." * (longest_text + 1)
@@ -158,24 +120,24 @@ def read_rows(
         # Longer texts are rejected later, and it would take too long to normalise them.
         return normalise(text) if len(text) <= longest_text else too_long
 
-    how = Reading(checks.audio_root, checks.needs, checks.tiers, checks.text_column)
-    tables = Tables([path] if isinstance(path, str) else list(path), [])
+    paths = [path] if isinstance(path, str) else list(path)
+    before = []
     sources = []
     corpus = None
-    for name in tables.paths:
-        part = read_manifest(name, rejected, normalise_short, segments, how)
+    for name in paths:
+        part = read_manifest(name, rejected, normalise_short, segments, checks)
         sources.append(rejected.source)
         rejected.source = ""
-        tables.before.append(int(corpus.lines.max(initial=0)) if corpus else 0)
-        part.lines += tables.before[-1]
+        before.append(int(corpus.lines.max(initial=0)) if corpus else 0)
+        part.lines += before[-1]
         corpus = corpus.with_rows_of(part) if corpus else part
-    named = zip(tables.paths, sources, strict=True)
-    rejected.source = "".join(f"\n  {name}: {source}" for name, source in named)
-    if len(sources) == 1:
-        rejected.source = sources[0]
+    rejected.source = sources[0]
+    if len(sources) > 1:
+        named = zip(paths, sources, strict=True)
+        rejected.source = "".join(f"\n  {name}: {source}" for name, source in named)
     corpus.cache_audio = checks.cache_audio
     corpus.repeats_texts = checks.needs == "label"
-    return Rows(tables, corpus, rejected)
+    return Rows(paths, before, corpus, rejected)
 
 
 def most_characters(checks: Checks) -> int:
@@ -196,7 +158,7 @@ def check_files(rows: Rows, checks: Checks) -> None:
     """Fills in the lengths by the files' headers. Rejects rows whose files cannot be read or are
     shorter than the manifest says. Raises `DataError` for a channel that a file does not have."""
     corpus = rows.corpus
-    seconds, faults = probe_all(rows.files, cache_file(checks, "headers", rows.tables))
+    seconds, faults = probe_all(rows.files, cache_file(checks, "headers", rows.paths))
     available = seconds[rows.file_of] - corpus.offsets
     missing = np.fmax(corpus.durations, corpus.stated) - available
     corpus.seconds = np.where(
@@ -219,8 +181,7 @@ def check_files(rows: Rows, checks: Checks) -> None:
 
 
 def check_channels(rows: Rows) -> None:
-    """Raises `DataError` for a channel that a file does not have: where channels are counted from
-    1, all rows would have another's."""
+    """Raises `DataError` for a missing channel: counted from 1, all rows would have another's."""
     channels = rows.corpus.channels
     last: dict[int, int] = {}
     for row in np.flatnonzero(rows.keep & (channels >= 0)).tolist():
@@ -273,7 +234,7 @@ def check_sound(rows: Rows, checks: Checks) -> None:
     if not checks.for_synthesis:
         used.add(listening.CLIPPED)
     measures, undecodable = listening.listen(
-        rows.corpus, cache_file(checks, "audio", rows.tables), checks.skip_bad_audio
+        rows.corpus, cache_file(checks, "audio", rows.paths), checks.skip_bad_audio
     )
     for row, reason, details in listening.audio_faults(measures, undecodable):
         if reason in used:
@@ -286,14 +247,12 @@ def check_sound(rows: Rows, checks: Checks) -> None:
     rows.drop_rejected()
 
 
-def cache_file(checks: Checks, kind: str, tables: Tables) -> Path | None:
+def cache_file(checks: Checks, kind: str, paths: list[str]) -> Path | None:
     """The file that keeps results for the audio of manifests until the next run, or None."""
     if checks.cache_dir is None:
         return None
-    digest = hashlib.sha1(os.fsencode("\n".join(map(os.path.abspath, tables.paths)))).hexdigest()[
-        :12
-    ]
-    return checks.cache_dir / f"{kind}-{digest}.npz"
+    names = os.fsencode("\n".join(map(os.path.abspath, paths)))
+    return checks.cache_dir / f"{kind}-{hashlib.sha1(names).hexdigest()[:12]}.npz"
 
 
 def cut_by_segments(rows: Rows, segments: Segments, max_duration: float, join: bool) -> None:
@@ -350,8 +309,7 @@ def cut_by_segments(rows: Rows, segments: Segments, max_duration: float, join: b
 def segment_fault(
     corpus: Corpus, row: int, problem: str, parts: list[tuple[float, float, str]]
 ) -> tuple[str, str]:
-    """Why a row cannot be cut by its segments, and details; ("", "") if it can. `problem`: what the
-    manifest's reader found."""
+    """Why a row cannot be cut by its segments, and details. `problem`: what its reader found."""
     if problem:
         return problem, ""
     if isinstance(corpus.label(row), list):
@@ -402,5 +360,4 @@ def count_repeated(file_of: np.ndarray, corpus: Corpus) -> int:
     """The number of utterances with the same file, times and channel as an earlier one."""
     places = np.concatenate([file_of[None], corpus.places()])
     places = places[:, np.lexsort(places)]
-    is_repeated = (places[:, 1:] == places[:, :-1]).all(axis=0)
-    return int(is_repeated.sum())
+    return int((places[:, 1:] == places[:, :-1]).all(axis=0).sum())

@@ -71,10 +71,8 @@ def parse(
     line that is not blank and cannot be parsed is added to `rejected`. Raises `UsageError` if the
     file cannot be read, `DataError` if it is not a manifest."""
     if path.suffix.lower() == ".parquet":  # or a pattern of such names
-        raise UsageError(
-            f'manifest {path} is Parquet: python -m speech.data.parquet "{path}" FOLDER makes audio'
-            " files and FOLDER/manifest.jsonl of it"
-        )
+        command = f'python -m speech.data.parquet "{path}" FOLDER'
+        raise UsageError(f"manifest {path} is Parquet: {command} makes FOLDER/manifest.jsonl of it")
     others = None if _is_table(path) else _other_rows(path, tiers, audio_root, rejected)
     if others:
         yield from others
@@ -186,8 +184,7 @@ def _parse_table(
     reject: Reject,
 ) -> Iterator[tuple[int, dict]]:
     """The rows that have as many cells as the header, or LJSpeech's without a header. Another
-    header, as in joined files, holds for the lines that follow it. `read()`: the lines, from the
-    `first` one on."""
+    header, as in joined files, holds for the lines that follow it. `read()`: all lines."""
     header, delimiter = _find_header(first[1])
     header_line = first[0] if header else 0
     if not header and not _is_row(first[1], delimiter, path, audio_root):
@@ -234,8 +231,7 @@ def _is_row(line: str, delimiter: str, path: Path, audio_root: str | None) -> bo
 def _whole(
     rows: Iterator[tuple[int, list[str]]], header: list[str], reject: Reject
 ) -> Iterator[tuple[int, list[str]]]:
-    """The rows without those whose text, their last cell, seems to continue in the next line: it
-    has one cell, which is no file name."""
+    """The rows whose text does not seem to continue in the next line, which has one cell."""
     held = None
     for number, cells in rows:
         is_rest = len(cells) == 1 < len(header) and not AUDIO_SUFFIX.search(cells[0].strip())
@@ -371,8 +367,7 @@ def _quoted_cells(
 
 
 def _is_whole(header: list[str], cells: list[str], delimiter: str) -> bool:
-    """Whether cells of several lines are one row: only texts have line breaks, and no parts that
-    are file names."""
+    """Whether cells of several lines are a row: only texts have line breaks, and no file names."""
     if len(cells) != len(header):
         return False
     for name, cell in zip(header, cells, strict=True):
@@ -386,8 +381,7 @@ def _is_whole(header: list[str], cells: list[str], delimiter: str) -> bool:
 
 def _names_of_ljspeech(path: Path, delimiter: str, rows: list[list[str]]) -> list[str]:
     """The names of the columns of a table without a header that begins with `rows`: a name, a text
-    and, perhaps, the text normalised, which most third cells must be. Raises `DataError` if they
-    are anything else."""
+    and, perhaps, the text normalised, which most third cells must be. Else raises `DataError`."""
     whole = [cells for cells in rows if len(cells) == 3 and not _is_header(cells)]
     if 2 * len(whole) <= sum(len(cells) in (2, 3) for cells in rows):
         return ["audio_file", "text"]
@@ -442,46 +436,49 @@ def _find_header(first: str) -> tuple[list[str], str]:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How a manifest is read. `needs`: the field that every row must have, "text" or "label";
-    labels are read only for the latter. `tiers`: of files of annotations (--tier)."""
+class Checks:
+    """How a manifest is read and checked. Durations are in seconds."""
 
-    audio_root: str | None = None
-    needs: str = "text"
-    tiers: Sequence[str] = ()
-    text_column: str | None = None
+    min_duration: float = 0.1
+    max_duration: float = 30.0
+    audio_root: str | None = None  # base of audio paths; None: the manifest's folder
+    cache_dir: Path | None = None  # of file headers and audio measures; None: no cache
+    cache_audio: str | None = None  # folder of decoded audio; None: no cache
+    use_chunking: bool = False
+    join_segments: bool = True  # if `use_chunking`: as many as fit are one utterance
+    drafted: bool = True  # whether texts that a recogniser wrote are used
+    max_samples: int | None = None  # of the training set; None: all
+    strict: bool = False  # raise `DataError` if anything is rejected
+    seed: int = 1  # of the held-out part, and of `max_samples`
+    held_out: tuple[str, ...] = ()  # `held_out_keys` of the part that an earlier run held out
+    listen: bool = False  # decode all audio once, and check it
+    skip_bad_audio: bool = False  # reject what cannot be decoded instead of raising `DataError`
+    for_synthesis: bool = False  # if `listen`: trim silence at the ends, reject clipped clips
+    needs: str = "text"  # what every row must have, or "label", which is read only then
+    tiers: tuple[str, ...] = ()  # names or patterns of those that files of annotations give
+    text_column: str | None = None  # of tables; None: the only one that is called like one
 
 
 class Gathered:
-    """The columns of a manifest while it is read. `units`: of the times, NaN if they are not known;
-    `transcribed`: names in transcripts, relative to where an earlier --transcribe ran."""
+    """The `Fields` of a manifest's rows in columns while it is read."""
 
     def __init__(self):
         self.audio = Codes()
-        self.texts = Strings()
-        self.labels = Strings()
-        self.speakers = Codes()
-        self.languages = Codes()
-        self.offsets = array("d")
-        self.durations = array("d")
-        self.units = array("d")
-        self.channels = array("q")
-        self.lines = array("q")
+        self.text = Strings()
+        self.label = Strings()
+        self.speaker = Codes()
+        self.language = Codes()
+        self.offset = array("d")
+        self.duration = array("d")
+        self.unit = array("d")  # NaN if it is not known
+        self.channel = array("q")
         self.drafted = array("b")
-        self.transcribed: set[str] = set()
+        self.line = array("q")
 
     def append(self, fields: Fields, line: int) -> None:
-        self.audio.append(fields.audio)
-        self.texts.append(fields.text)
-        self.labels.append(fields.label)
-        self.speakers.append(fields.speaker)
-        self.languages.append(fields.language)
-        self.offsets.append(fields.offset)
-        self.durations.append(fields.duration)
-        self.units.append(math.nan if fields.unit is None else fields.unit)
-        self.channels.append(fields.channel)
-        self.lines.append(line)
-        self.drafted.append(fields.drafted)
+        for name, value in zip(Fields._fields, fields, strict=True):
+            getattr(self, name).append(value)
+        self.line.append(line)
 
 
 def read_manifest(
@@ -489,72 +486,70 @@ def read_manifest(
     rejected: Rejections,
     normalise: Callable[[str], str],
     segments: Segments,
-    how: Reading,
+    checks: Checks,
 ) -> Corpus:
     """The rows of a manifest with normalised texts, before their audio is checked: `seconds` is
     NaN. Adds their segments to `segments`, and unusable rows to `rejected`, and says there which
     columns are used. Raises `UsageError` if the manifest or the audio root is missing, or if it is
     not clear which column has the texts, `DataError` if it is not a manifest or empty, if several
     files may be meant by a name, or if labels have a wrong type, or times an unknown unit."""
-    if how.audio_root and not os.path.isdir(how.audio_root):
-        raise UsageError(f"--audio_root {how.audio_root}: no such folder")
+    if checks.audio_root and not os.path.isdir(checks.audio_root):
+        raise UsageError(f"--audio_root {checks.audio_root}: no such folder")
     read = Gathered()
-    table = Table(path, how.needs, how.text_column, segments.wanted)
-    for number, row in parse(Path(path), rejected, how.tiers, how.audio_root):
+    table = Table(path, checks.needs, checks.text_column, segments.wanted)
+    for number, row in parse(Path(path), rejected, checks.tiers, checks.audio_root):
         try:
             columns = table.columns_of(row)
             row, columns, parts = with_segments(row, columns, segments.wanted, normalise)
-            fields = row_fields(row, how.needs, columns)
+            fields = row_fields(row, checks.needs, columns)
         except TypeError as error:
             raise DataError(f"{path}:{number}: {error}") from None
         except ValueError as error:
             rejected.add(str(error), f"{path}:{number}")
             continue
-        read.append(fields._replace(text=normalise(fields.text)), number)
-        if columns.audio == "file":
-            read.transcribed.add(fields.audio)
+        text, unit = normalise(fields.text), fields.unit or math.nan
+        read.append(fields._replace(text=text, unit=unit), number)
         segments.append(*parts)
-    if not read.lines and not rejected.total:
+    if not read.line and not rejected.total:
         raise DataError(f"manifest {path} is empty")
     said = [rejected.source or table.described()]
     folder = os.path.dirname(path)
-    files = _find_all(read.audio.names, folder, how.audio_root, read.transcribed)
-    if places := _places(read.audio.names, files, how.audio_root or folder):
+    files = find_all(read.audio.names, folder, checks.audio_root)
+    if places := _places(read.audio.names, files, checks.audio_root or folder):
         said.append(f"audio found in {places}")
     if _in_milliseconds(read, files, path):
         said.append(f"in milliseconds: {table.times()}")
     rejected.source = "; ".join(said)
-    return _corpus(read, files, has_labels=how.needs == "label")
+    return _corpus(read, files, has_labels=checks.needs == "label")
 
 
 def _corpus(read: Gathered, files: list[str], has_labels: bool) -> Corpus:
     """What was read as a corpus. `files`: the audio files by the numbers of their names. A row is a
     part of its file if it, or another row of the file, has an offset."""
     codes = np.array(read.audio.codes, dtype=np.int64)
-    offsets, durations, units = map(np.array, (read.offsets, read.durations, read.units))
+    offsets, durations, units = map(np.array, (read.offset, read.duration, read.unit))
     durations = np.round(durations * units, 6)
     is_whole = ~np.isin(codes, codes[~np.isnan(offsets)])
     return Corpus(
         paths=Strings(files[code] for code in read.audio.codes),
-        texts=read.texts,
+        texts=read.text,
         seconds=np.full(len(codes), np.nan),
         offsets=np.nan_to_num(np.round(offsets * units, 6)),
         durations=np.where(is_whole, np.nan, durations),
         stated=np.where(is_whole, durations, np.nan),
-        channels=np.array(read.channels, dtype=np.int64),
-        speakers=read.speakers,
-        languages=read.languages,
-        lines=np.array(read.lines),
+        channels=np.array(read.channel, dtype=np.int64),
+        speakers=read.speaker,
+        languages=read.language,
+        lines=np.array(read.line),
         drafted=np.array(read.drafted, dtype=bool),
-        labels=read.labels if has_labels else None,
+        labels=read.label if has_labels else None,
     )
 
 
 def _in_milliseconds(read: Gathered, files: list[str], path: str) -> bool:
     """Whether the times whose columns do not name their unit are in milliseconds: most of them
-    reach beyond their files in seconds. Fills in their units. Raises `DataError` if they are in
-    neither."""
-    offsets, durations, units = map(np.array, (read.offsets, read.durations, read.units))
+    reach beyond their files in seconds. Fills in their units. Raises `DataError`."""
+    offsets, durations, units = map(np.array, (read.offset, read.duration, read.unit))
     unknown = np.isnan(units)
     rows = np.flatnonzero(unknown & (durations > 0))
     in_milliseconds = False
@@ -571,19 +566,8 @@ def _in_milliseconds(read: Gathered, files: list[str], path: str) -> bool:
                 f"manifest {path}: its times are neither seconds nor milliseconds: {ends[worst]:g}"
                 f" in a file of {lengths[worst]:.2f} s; correct them, or rename their columns"
             )
-    read.units = np.where(unknown, 1e-3 if in_milliseconds else 1.0, units)
+    read.unit = np.where(unknown, 1e-3 if in_milliseconds else 1.0, units)
     return in_milliseconds
-
-
-def _find_all(
-    names: list[str], folder: str, audio_root: str | None, transcribed: set[str]
-) -> list[str]:
-    """`find_all`. Names in `transcribed` may also be relative to the current folder."""
-    files = find_all(names, folder, audio_root)
-    for place, name in enumerate(names):
-        if name in transcribed and os.path.exists(name) and not os.path.exists(files[place]):
-            files[place] = name
-    return files
 
 
 def _places(names: list[str], files: list[str], base: str) -> str:

@@ -18,8 +18,8 @@ TEXT_BYTES = 1 << 20  # of the text of a recording, at most
 
 def texts_of(name: str) -> list[Path]:
     """The texts beside audio that a folder, with those below it, or a pattern of their names stands
-    for, sorted; [] for other names and patterns. Raises `UsageError` for a folder without pairs,
-    and for one that also has a table."""
+    for, sorted; [] for other names and patterns. Raises `UsageError` for a folder without pairs or
+    with a table."""
     if os.path.isdir(name):
         inside = [Path(place, each) for place, _, names in os.walk(name) for each in names]
         texts = sorted(
@@ -47,8 +47,7 @@ def texts_of(name: str) -> list[Path]:
 
 
 def paired(texts: list[Path], audio_root: str | None) -> Iterator[tuple[Path, list[str]]]:
-    """Each text with the audio of its name, beside it or in `audio_root`: a.wav of a.lab, and also
-    of a.clean.txt."""
+    """Each text with the audio of its name: a.wav of a.lab, and also of a.clean.txt."""
     listing = functools.cache(listed)
     for text in texts:
         stems = listing((audio_root or str(text.parent),)).stems
@@ -61,8 +60,8 @@ def paired_rows(
     name: str, texts: list[Path], audio_root: str | None, rejected: Rejections
 ) -> Iterator[tuple[int, dict]]:
     """(number from 1 on, row) of each of `texts_of(name)` with its audio. Other texts, and audio
-    without a text in a folder, are added to `rejected`. Raises `UsageError` for two texts of one
-    recording."""
+    without a text in a folder, are added to `rejected`. Two texts of a recording raise
+    `UsageError`."""
     text_of: dict[str, Path] = {}
     for number, (text, audio) in enumerate(paired(texts, audio_root), 1):
         if is_annotations(text):

@@ -13,14 +13,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.errors import (
-    DataError,
-    UsageError,
-    exit_with_one_line,
-    first_line,
-    require,
-    writing,
-)
+from common.errors import DataError, UsageError, exit_with_one_line, first_line, require, writing
 from common.files import require_file
 from speech.data.columns import Rejections, printable
 from speech.data.folders import write_folder
@@ -38,8 +31,7 @@ NO_BYTES = "row has no bytes of audio"
 
 
 def shards(patterns: list[str]) -> list[str]:
-    """The files that names and patterns stand for, in the order of their names. Raises `UsageError`
-    if there are none."""
+    """The files that names and patterns stand for. Raises `UsageError` if there are none."""
     files = []
     for pattern in patterns:
         is_name = os.path.exists(pattern) or not glob.has_magic(pattern)
@@ -139,11 +131,8 @@ def write(folder: Path, files: list[str], rejected: Rejections) -> int:
                 manifest.write(json.dumps(entry, default=str) + "\n")
                 count += 1
             lists = left_out(path)
-            print(
-                f"{path}: {count} utterances so far"
-                + (f"; columns left out: {lists}" if lists else ""),
-                flush=True,
-            )
+            rest = f"; columns left out: {lists}" if lists else ""
+            print(f"{path}: {count} utterances so far{rest}", flush=True)
     if not count:
         reasons = "; ".join(rejected.counts)
         raise DataError(f"{files[0]}: nothing of this can be used: {reasons or 'it has no rows'}")

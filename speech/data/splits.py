@@ -2,10 +2,11 @@
 a demo corpus, or the stand-in of a planned run."""
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated
@@ -76,8 +77,7 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a recipe reads of the flags that all have, by their names. Flags that it lacks are None.
-    `data`: what is read."""
+    """What a recipe reads of the flags that all have, None for those that it lacks."""
 
     data: DataOptions
     train_manifest: list[str] | None
@@ -187,8 +187,7 @@ def resolve(
 ) -> DataOptions:
     """The request of the flags. `earlier_run`: the record of the run that is resumed or used, whose
     utterances for evaluation are held out again. `needs`: what every utterance has to have, "text"
-    or "label". The whole recordings of --long are longer than --max_duration. Raises
-    `UsageError`."""
+    or "label". Raises `UsageError`."""
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
     manifests = {split: path for split, path in paths.items() if path}
     if getattr(args, "replay_manifest", None):
@@ -208,7 +207,12 @@ def resolve(
             f"--min_duration {args.min_duration:g} is not below --max_duration {max_duration:g}"
         )
     if args.tier and manifests:
-        require_tiers(itertools.chain(*manifests.values()))
+        from speech.data.annotations.rows import has_tiers
+
+        if not any(map(has_tiers, itertools.chain(*manifests.values()))):
+            raise UsageError(
+                "--tier: none of the manifests is an .eaf or a .TextGrid, which have tiers"
+            )
     planned = options.plans(args)
     # A check leaves nothing in the current folder.
     keeps = not planned and not (args.check_data and "output_dir" not in args.given)
@@ -234,22 +238,11 @@ def resolve(
 
 
 def again(data: DataOptions, earlier_run: RunInfo | None) -> DataOptions:
-    """The request, if it is of the run `earlier_run` that is resumed or used: what that held out
-    for evaluation is held out again."""
+    """The request with what `earlier_run`, which is resumed or used, held out for evaluation."""
     if earlier_run is None:
         return data
     checks = replace(data.checks, held_out=tuple(earlier_run.held_out))
     return replace(data, checks=checks, had_others=not earlier_run.demo)
-
-
-def require_tiers(manifests: Iterable[str]) -> None:
-    """Raises `UsageError` if --tier has no effect."""
-    from speech.data.annotations.rows import has_tiers
-
-    if not any(map(has_tiers, manifests)):
-        raise UsageError(
-            "--tier: none of the manifests is an .eaf or a .TextGrid, which have tiers"
-        )
 
 
 def load_splits(
@@ -285,8 +278,7 @@ def load_splits(
 def read_manifests(
     manifests: dict[str, str | list[str]], normalise: Callable[[str], str], checks: Checks
 ) -> dict[str, Corpus]:
-    """The checked corpora of `manifests`, {split: path or paths}; prints their sizes and what was
-    rejected.
+    """The checked corpora of {split: path or paths}; prints their sizes and what was rejected.
 
     `checks.max_samples` shortens "train" to the rows of `draw`; sets that are only evaluated have
     joined segments, and no text that a recogniser wrote. If there is a "train" but no "val", a part
@@ -319,8 +311,7 @@ def read_manifests(
 
 
 def note_overlaps(corpora: dict[str, Corpus]) -> None:
-    """Prints what evaluation sets share with replayed material, and watched ones with the training
-    set. (--check_data tells what others share with it.)"""
+    """Prints what evaluation sets share with replayed material, and watched ones with "train"."""
     for name, corpus in corpora.items():
         shared = Rejections()
         for learned in LEARNED_FROM:
@@ -343,9 +334,8 @@ def stand_in(
     Raises `UsageError` for `seconds` over LONGEST_STAND_IN."""
     if seconds > LONGEST_STAND_IN:
         raise UsageError(
-            f"a plan without data is for utterances of --max_duration, and {seconds:.0f} s is more"
-            f" than {LONGEST_STAND_IN:g} s: give --train_manifest, or the length of your longest"
-            " utterance as --max_duration"
+            f"a plan without data is for utterances of --max_duration, up to {LONGEST_STAND_IN:g} s:"
+            " give --train_manifest, or the length of your longest utterance"
         )
     print(f"no data are given: planned for the longest utterances that are taken, {seconds:.1f} s")
     words = [first + vowel + last for first in "bdfg" for vowel in "aeio" for last in "lmnr"]
@@ -405,22 +395,17 @@ def about_sets(corpora: dict[str, Corpus]) -> dict[str, dict]:
 
 def some_items(data, seed: int | None, count: int) -> list[dict]:
     """`count` items of a data set, of random utterances, to fit initial weights or statistics to.
-    There are fewer if fewer can be read. `seed`: see `draw_items`."""
-    return list(itertools.islice(draw_items(data, seed), count))
-
-
-def draw_items(data, seed: int | None) -> Iterator[dict]:
-    """The items of a data set in random order, one at a time, without those of audio that cannot be
-    read: training itself reports it. Data that are in random order already need no `seed`."""
+    There are fewer if fewer can be read. Data in random order need no `seed`."""
     order = np.arange(len(data))
     if seed is not None:
         order = np.random.default_rng(seed).permutation(len(data))
+    items = []
     for index in order:
-        try:
-            item = data.item(int(index), 0)
-        except DataError:
-            continue
-        yield item
+        if len(items) == count:
+            break
+        with contextlib.suppress(DataError):  # training itself reports it
+            items.append(data.item(int(index), 0))
+    return items
 
 
 def report_checked(sets: dict[str, Corpus], from_scratch: bool = False) -> None:
@@ -453,18 +438,10 @@ def drop(
     """The corpus without the utterances for which `fault(index)` returns (reason, details), which
     are reported under `name`. Raises `DataError` if `strict` and any is, or if all are."""
     rejected = Rejections()
-    kept = []
-    for index in range(len(corpus)):
-        problem = fault(index)
-        if problem is None:
-            kept.append(index)
-        else:
-            reason, details = problem
-            rejected.add(reason, f"{corpus.where(index)}: {details}")
-    if not rejected.total:
-        return corpus
-    corpus = corpus.select(np.array(kept, dtype=int))
-    report_rejections(name, corpus.seconds, rejected, strict)
+    found = ((index, fault(index)) for index in range(len(corpus)))
+    corpus = corpus.without({index: problem for index, problem in found if problem}, rejected)
+    if rejected.total:
+        report_rejections(name, corpus.seconds, rejected, strict)
     return corpus
 
 
@@ -502,10 +479,7 @@ def hold_out(
         if len(kept):
             chosen = kept
         else:
-            print(
-                "the utterances that were held out before are not in the training set any more:"
-                " others are drawn"
-            )
+            print("the held-out utterances are not in the training set any more: others are drawn")
     rest = np.setdiff1d(rows, chosen)
     if not len(rest):
         raise DataError(

@@ -48,16 +48,14 @@ def resolve(args) -> dict[str, list[str]]:
             name = WATCHED + printable(f"{place.absolute().parent.name}/{place.stem}")
         if name in manifests or path in args.watch_manifest[:number]:
             raise UsageError(
-                f"--watch_manifest {path}: it, or one of the same name, is given before; rename the"
-                " file or its folder"
+                f"--watch_manifest {path}: one of the same name is given before; rename this one"
             )
         manifests[name] = [path]
     return manifests
 
 
 def watched(sets: dict, most_rise: float | None):
-    """The watched ones of a run's `sets`, for `Task.further`; None if there are none. `most_rise`:
-    --stop_when_watched_rises."""
+    """The watched ones of a run's `sets`, for `Task.further`; None if there are none."""
     chosen = {
         name.removeprefix(WATCHED): batches
         for name, batches in sets.items()

@@ -37,8 +37,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which annotations are heard: of the tiers `wanted`, all or the empty ones, with the audio in
-    the folder `audio_root` if it is given."""
+    """Which annotations are heard: of the tiers `wanted`, all or the empty ones."""
 
     wanted: tuple[str, ...] = ()
     only_empty: bool = False
@@ -86,8 +85,7 @@ def is_asked(paths: Iterable[str]) -> bool:
 
 
 def plan(paths: list[str], output: str | None, form: str | None, choice: Choice) -> Plan:
-    """What --transcribe asks for. A file that cannot be used is named on stderr if there are
-    others. Raises `UsageError` and `DataError`."""
+    """What --transcribe asks for; names unusable files. Raises `UsageError` and `DataError`."""
     sources = [source for path in paths for source in rows.files_of(Path(path))]
     targets = targets_of(sources, output, form)
     copies = []

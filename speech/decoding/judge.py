@@ -68,15 +68,11 @@ def add_arguments(parser, usual: str) -> None:
 
 
 def resolve(args, exports_only: bool) -> HeldOut:
-    """The held-out sentences that these flags ask for. `exports_only`: this is --export alone.
-    Raises `UsageError`."""
+    """The request of the flags. `exports_only`: this is --export alone. Raises `UsageError`."""
     count = args.speak_held_out
     if (args.judge or count) and exports_only:
         flag = "--judge" if args.judge else "--speak_held_out"
-        raise UsageError(
-            f"{flag} is for sentences that are spoken after training or with --evaluate, and"
-            " --export alone speaks none: leave it out"
-        )
+        raise UsageError(f"{flag} is for held-out sentences, and --export alone speaks none")
     if args.judge:
         recogniser_of(args.judge, RECIPES)
     if args.evaluate and count is None and not args.judge:
@@ -91,8 +87,7 @@ def resolve(args, exports_only: bool) -> HeldOut:
 
 
 def outputs_of(output: str, count: int, inputs: Sequence[str]) -> list[Path]:
-    """The file of each of `count` texts, which --output names. `inputs`: what the command reads.
-    Raises `UsageError`."""
+    """The files of `count` texts. `inputs`: what the command reads. Raises `UsageError`."""
     if Path(output).suffix.lower() != ".wav":
         raise UsageError(f"--output {output}: speech is written as .wav; name a file that ends so")
     path = Path(output)
@@ -106,8 +101,7 @@ def outputs_of(output: str, count: int, inputs: Sequence[str]) -> list[Path]:
 
 
 def write(path: Path, waveform: Tensor, rate: int) -> None:
-    """Writes speech (T,) to --output, if `path` is still what `resolve` allows. Raises `UsageError`
-    and `RunError`."""
+    """Writes speech (T,) to --output, if it still may. Raises `UsageError` and `RunError`."""
     files.require_output(path, "--output", is_earlier=is_own_speech)
     with writing(path.parent, "--output"):
         write_speech(path, int16(waveform), rate)
@@ -122,15 +116,11 @@ def clip_name(index: int, kind: str) -> str:
 
 
 def folder_of(output_dir: str | Path) -> Path:
-    """Where the held-out sentences of a run are spoken: in OUTPUT_DIR/speech or, if that is
-    somebody else's (recordings of the user or, in this project's own folder, its code), in
-    OUTPUT_DIR/speech-2."""
-    names = ("speech", *(f"speech-{number}" for number in range(2, 100)))
-    for folder in (Path(output_dir).absolute() / name for name in names):
-        is_own = not folder.is_symlink() and made_from(folder) == MADE_BY
-        if is_own or not os.path.lexists(folder):
-            break
-    return folder
+    """Where a run speaks held-out sentences: OUTPUT_DIR/speech or, if that is somebody else's
+    (recordings, or this project's own code), OUTPUT_DIR/speech-2."""
+    folder = Path(output_dir).absolute() / "speech"
+    is_own = not folder.is_symlink() and made_from(folder) == MADE_BY
+    return folder if is_own or not os.path.lexists(folder) else folder.with_name("speech-2")
 
 
 def write_corpus(
@@ -167,10 +157,7 @@ def recogniser_of(path: str, recipes: Path) -> Path:
             f"--judge {path}: there is no recipes/{recipe[:60]}.py, which has saved it"
         )
     if "\ndef transcribe(" not in script.read_text(encoding="utf-8"):
-        raise UsageError(
-            f"--judge {path}: recipes/{recipe}.py has saved it, which is not a recogniser:"
-            " name the weights of one"
-        )
+        raise UsageError(f"--judge {path}: recipes/{recipe}.py, its recipe, is not a recogniser")
     return script
 
 
@@ -214,5 +201,6 @@ def judged(path: str, recipes: Path, folder: Path, texts: list[str], device: str
         hypotheses = [heard[str(clip)] for clip in clips[kind]]
         errors = metrics.errors_of_each(texts, hypotheses, "characters", in_lower_case)
         rate = 100 * sum(errors, metrics.Errors()).rate
-        lines.append(f"  {kind:11} {rate:7.2f} % {metrics.shown(metrics.interval(errors)).strip()}")
+        (ends,) = metrics.intervals([errors])
+        lines.append(f"  {kind:11} {rate:7.2f} % {metrics.shown(ends).strip()}")
     return "\n".join(lines)

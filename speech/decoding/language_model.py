@@ -66,8 +66,7 @@ class Tokens:
     unknown: int | None  # the id for what the model lacks; None: left out
 
     def of(self, text: str) -> list[int]:
-        """The tokens of a text of any origin, without what the model lacks: in lower case, if it
-        lacks capitals."""
+        """The tokens of a text that the model has: in lower case, if it lacks capitals."""
         tokens = self.encode(text)
         lower = self.encode(text.lower())
         if self.unknown is None:
@@ -115,7 +114,7 @@ class LanguageModel:
     def judged(self, rows_of: Callable[[Fusion | None], list[dict]], name: str) -> Fusion | None:
         """The model in the search that has the lowest error rates in the set `name`, whose rows
         `rows_of` decodes with a model; None if that is none of them. Prints the rates, and keeps
-        the answer beside the weights."""
+        the answer."""
         if self.helps is not None or not self.choices:
             return self.used()
         best = None
@@ -184,10 +183,7 @@ def make(
     for name, lines in texts.items():
         every = [text for text in lines if text not in known]
         if sum(map(len, every)) > MOST_CHARACTERS:
-            raise DataError(
-                f"--lm_text: the texts have more than {MOST_CHARACTERS:,} characters; give a part"
-                " of them"
-            )
+            raise DataError(f"--lm_text: more than {MOST_CHARACTERS:,} characters; give a part")
         if left_out := len(lines) - len(every):
             print(f"language model of {name}: {left_out} held-out sentences are left out")
         if every:
@@ -208,8 +204,7 @@ def fusion_of(texts: list[str], tokens: Tokens) -> Fusion:
 
 
 def further(paths: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The texts of --lm_text, and the names in those files that are lists of names. Raises
-    `UsageError`."""
+    """The texts and, of lists of names, the names in --lm_text. Raises `UsageError`."""
     from speech.decoding.names import are_names
 
     texts, names = [], []
@@ -226,8 +221,7 @@ def further(paths: Iterable[str]) -> tuple[list[str], list[str]]:
 def in_search(
     flags: LanguageModelFlags, tokens: Tokens | None, folder: Path | None
 ) -> Fusion | None:
-    """The language model of a search without references; parameters and errors as in `make`. None
-    if it is known not to help."""
+    """`make` for a search without references. None if it is known not to help."""
     lm = make(flags, tokens, folder)
     return lm and lm.used()
 

@@ -54,8 +54,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class JoinedTexts:
-    """A recording's text, its pieces' shares of it, and its timed parts in seconds: {"words":
-    [{"start", "end", "text"}]}."""
+    """A recording's text, its pieces' shares of it, and its timed parts as in records."""
 
     text: str
     pieces: list[TimedText]
@@ -131,8 +130,7 @@ def seams(windows: list[list[Unit]], edges: list[tuple[float, float]]) -> list[t
 
 
 def _seam(left: list[Unit], right: list[Unit], start: float, end: float) -> tuple[int, int]:
-    """How many units of `left` to keep and how many of `right` to drop, for windows that share the
-    time from `start` to `end`."""
+    """How many units of `left` to keep and of `right` to drop, sharing `start` to `end`."""
     before = sum(unit.time < start - SAME_TIME for unit in left)
     left = left[before:]
     aligned = _align(left, [unit for unit in right if unit.time <= end + SAME_TIME])
@@ -194,8 +192,7 @@ def _align(left: list[Unit], right: list[Unit]) -> list[Aligned]:
 
 
 def stitch(texts: list[str], pieces: list[Piece]) -> tuple[str, list[TimedText]]:
-    """One text from those of overlapping pieces, and each piece's part of it; the parts do not
-    overlap.
+    """One text from those of overlapping pieces, and each piece's own part of it.
 
     The change from one piece to the next is in the middle of the longest run of words that both
     contain about where they overlap. Without such a run nothing is dropped. Words, or characters of
@@ -231,8 +228,7 @@ def stitch(texts: list[str], pieces: list[Piece]) -> tuple[str, list[TimedText]]
 def _overlap(
     left: list[str], right: list[str], expected: float, by_word: bool
 ) -> tuple[int, int, float]:
-    """How many units of `left` to keep, how many of `right` to drop, and the share of the overlap
-    at that point.
+    """How many units of `left` to keep and of `right` to drop, and the share of the overlap there.
 
     Each run of equal units aligns the two texts, and so says how many characters they share. Its
     score is its length in characters, minus OFF_PLACE for each character by which the shared number
@@ -288,8 +284,7 @@ def unless_silent(decode: Callable[..., list[dict]], nothing: dict) -> Callable[
 
 
 def moved(records: list[dict], pieces: list[Piece]) -> dict[str, list[dict]]:
-    """The timed parts ("start" and "end", seconds) in the records of a recording's pieces, with
-    times in the recording."""
+    """The timed parts in the records of a recording's pieces, with times in the recording."""
     whole: dict[str, list[dict]] = {}
     for record, (begin, _) in zip(records, pieces, strict=True):
         shift = begin / SAMPLE_RATE

@@ -134,8 +134,7 @@ class Words:
 
 @dataclass(eq=False)
 class Fusion:
-    """A language model in a beam search. With `words`, the hypotheses that the search ends with are
-    ordered by their words, too."""
+    """A language model in a beam search; `words` also order the hypotheses that it ends with."""
 
     model: NGram
     weight: float = LM_WEIGHT  # of its log-probabilities beside CTC's

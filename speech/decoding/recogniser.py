@@ -122,9 +122,8 @@ def add_arguments(
     normalisers: bool = True,
     augments: bool = True,
 ) -> None:
-    """The flags of a recogniser that decodes by `methods`, `method` by default. Without
-    `normalisers` its texts are compared in one way only, and without `augments` it has no flags of
-    augmentation."""
+    """The flags of a recogniser that decodes by `methods`, `method` by default; without
+    --normaliser unless `normalisers`, without augmentation unless `augments`."""
     if augments:
         options.add_record(parser, "augmentation", AugmentationFlags)
     changes = dict.fromkeys(("decoding", "beam_size"), options.LEAVE_OUT)
@@ -191,8 +190,7 @@ def augmented_share(cer: float, share: float, overfits: bool) -> float:
 
 
 def not_begun(cer: float) -> str | None:
-    """`Task.not_begun`. A model that has only learned which characters are frequent has a CER of
-    about 80 %."""
+    """`Task.not_begun`. A model that only knows which characters are frequent has a CER of 80 %."""
     if not cer > NOT_BEGUN:
         return None
     return (

@@ -1,7 +1,6 @@
 """The error rates of whole recordings, and what is missing of them in a row."""
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from common.errors import require
 from speech.decoding.recogniser import DecodingOptions
@@ -20,8 +19,8 @@ def print_recordings(
     normalise: Callable[[str], str],
 ) -> None:
     """Prints the error rates of whole recordings and what they lose in a row, from their `rows`,
-    which are written to the log folder; then those of the model at `path` from its rows `before`.
-    Raises `RunError`."""
+    which are written; then those of the model at `path` from its rows `before`. Raises
+    `RunError`."""
     readings = readings_of(rows, how, normalise)
     errors = metrics.read_by(rows, readings)
     print(metrics.error_table(errors, metrics.rates(errors)))
@@ -44,18 +43,13 @@ def longest_deletion(reference: str, hypothesis: str, normalise: Normaliser = fo
     return max((each.ref_end_idx - each.ref_start_idx for each in deleted), default=0)
 
 
-def is_spaced(texts: Iterable[str]) -> bool:
-    """Whether most letters are of scripts with spaces between words."""
-    letters = Counter(c for text in texts for c in text if c.isalpha())
-    return 2 * sum(n for c, n in letters.items() if in_unspaced(c)) <= letters.total()
-
-
 def recordings_table(rows: list[dict], normalise: Normaliser = for_scoring) -> str:
     """WER, CER, what is missing and the longest passage that was dropped, for each of `rows`
     ({"file", "seconds", "reference", "hypothesis"}) and for all of them, as lines to print. What
     was deleted is counted in words or, in scripts without spaces between these, in characters."""
     unit, in_units = "words", normalise
-    if not is_spaced(row["reference"] for row in rows):
+    letters = [c for row in rows for c in row["reference"] if c.isalpha()]
+    if 2 * sum(map(in_unspaced, letters)) > len(letters):  # of scripts without spaces
         unit = "characters"
 
         def in_units(text: str) -> str:

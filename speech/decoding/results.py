@@ -47,8 +47,8 @@ def report(
     `decode(batch)` decodes it (`decode_texts`). Returns the rows and the batches of the set.
 
     With the `tokens` of a language model it is `decode(batch, fusion=...)`, if that is better on
-    "val", and what it has changed is printed, too. `weights`: which weights of the `folder` the
-    model has, for the title."""
+    "val", and what it has changed is printed, too. `weights`: those of the `folder` that the model
+    has."""
 
     @functools.cache
     def rows_of(name: str, fusion: Fusion | None = None) -> list[dict]:
@@ -88,9 +88,8 @@ def print_results(
     """Prints WER, CER and a few of `rows` ({"file", "seconds", "reference", "hypothesis"}, and
     perhaps timed "words"), and writes all of them with their "errors" to transcripts.jsonl. The
     texts are compared after `normalise`, and as `readings_of` says. The error rates are also
-    written to results.json. If the set has several `languages`, by "index", there are also error
-    rates of each, in the first of the readings. Translations have chrF in place of error rates.
-    Raises `RunError`."""
+    written to results.json. If the set has several `languages`, by "index", each has error rates in
+    the first reading. Translations have chrF in place of error rates. Raises `RunError`."""
     print(f"\n{title}")
     errors = {}
     results = {"title": title}
@@ -107,7 +106,7 @@ def print_results(
     if errors and len(set(spoken)) > 1:
         rows = [{**row, "language": name} for row, name in zip(rows, spoken, strict=True)]
         results["languages"] = metrics.rates_by(spoken, next(iter(errors.values())))
-        print(metrics.table_by("language", results["languages"]))
+        print(metrics.table_by_language(results["languages"]))
     for number in np.random.default_rng(how.seed).permutation(len(rows))[:EXAMPLES]:
         row = rows[number]
         print(f"  reference:  {row['reference']}\n  transcript: {row['hypothesis']}")
@@ -173,8 +172,7 @@ def add(how: DecodingOptions, **more) -> None:
 
 
 def add_watched(how: DecodingOptions, watched, progress) -> None:
-    """Adds to results.json the evaluations of `watched` sets (`parts.watching.Watched`, or None)
-    that the progress of a training has. Raises `RunError`."""
+    """Adds to results.json what a training's progress has of `watched` sets. Raises `RunError`."""
     if watched:
         add(how, watched=watched.by_step(progress))
 
@@ -219,9 +217,7 @@ def readings_of(
         if warns and share > MOST_MARKS:
             print(
                 f"warning: {NAMES[chosen[-1]]} puts spaces in place of the marks of this script,"
-                f" {100 * share:.0f} % of its letters: its error rates say little about how well"
-                " this language is read",
-                flush=True,
+                f" {100 * share:.0f} % of its letters: its error rates say little"
             )
     return {NAMES[each]: each for each in chosen}
 

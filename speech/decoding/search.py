@@ -176,8 +176,7 @@ def rescored_beam(
     log-probabilities. A language model (`fusion`) is a part of CTC's.
 
     `log_probs`: (T, V) of CTC, whose blank is `eos`. `decoder` maps tokens (N, U), which begin with
-    `eos`, to the logits (N, U, V) of the token after each. `weights`: {"ctc": ..., "attention":
-    ...}."""
+    `eos`, to the logits (N, U, V) of the token after each. `weights`: of "ctc" and "attention"."""
     width = max(beam_size, LM_BEAM) if fusion else beam_size
     hypotheses = ctc_prefix_beam(log_probs.cpu().numpy(), width, eos, fusion)[:beam_size]
     labels, _ = pad([torch.tensor([*tokens, eos]) for tokens, _ in hypotheses], -100)

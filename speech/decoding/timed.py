@@ -36,17 +36,14 @@ class Token:
 def greedy_ctc(log_probs: torch.Tensor, lengths: list[int], blank: int) -> list[list[Token]]:
     """The likeliest tokens of log-probabilities (B, T, V): runs of a piece are one; no blanks."""
     best, pieces = log_probs.max(2)
-    hypotheses = []
-    for path, values, length in zip(pieces.tolist(), best.tolist(), lengths, strict=True):
-        hypotheses.append(_runs(path[:length], values, blank))
-    return hypotheses
+    utterances = zip(pieces.tolist(), best.tolist(), lengths, strict=True)
+    return [_runs(path[:length], values, blank) for path, values, length in utterances]
 
 
 def beam_ctc(
     log_probs: torch.Tensor, lengths: list[int], blank: int, fusion: Fusion
 ) -> list[list[Token]]:
-    """The best tokens of log-probabilities (B, T, V) together with a language model, where CTC's
-    likeliest path through them has them."""
+    """The best tokens of log-probabilities (B, T, V) and a language model, as `aligned`."""
     hypotheses = []
     for values, length in zip(upcast(log_probs), lengths, strict=True):
         own = values[:length]
@@ -91,13 +88,11 @@ def text_of(tokens: list[Token], tokenizer) -> str:
 def transcripts(
     hypotheses: list[list[Token]], frames: list[int], tokenizer, frame_seconds: float
 ) -> list[dict]:
-    """The `transcript` of every utterance of a batch, with its "tokens" and number of "frames",
-    which `windows.join` needs."""
-    results = []
-    for tokens, count in zip(hypotheses, frames, strict=True):
-        timed = transcript(tokens, tokenizer, frame_seconds, count)
-        results.append({**timed, "tokens": tokens, "frames": count})
-    return results
+    """The `transcript` of each utterance, with "tokens" and "frames" for `windows.join`."""
+    return [
+        {**transcript(tokens, tokenizer, frame_seconds, n), "tokens": tokens, "frames": n}
+        for tokens, n in zip(hypotheses, frames, strict=True)
+    ]
 
 
 def transcript(tokens: list[Token], tokenizer, frame_seconds: float, frames: int) -> dict:
@@ -122,7 +117,8 @@ def transcript(tokens: list[Token], tokenizer, frame_seconds: float, frames: int
             timed[-1]["text"] += f" {text}"
         elif text:
             timed.append({"start": round(start, 3), "end": round(max(start, end), 3), "text": text})
-            timed[-1].update(_confidence(word["log_probs"]))
+            if values := word["log_probs"]:
+                timed[-1]["confidence"] = round(math.exp(sum(values) / len(values)), 3)
     text = text_of(tokens, tokenizer)
     return {"text": text, "words": timed, "segments": segments(timed, text)}
 
@@ -148,12 +144,6 @@ def _words(tokens: list[Token], tokenizer, frames: int) -> list[dict]:
             words[-1]["log_probs"].append(token.log_prob)
         words[-1]["end"] = end
     return words
-
-
-def _confidence(log_probs: list[float]) -> dict:
-    if not log_probs:
-        return {}
-    return {"confidence": round(math.exp(sum(log_probs) / len(log_probs)), 3)}
 
 
 def begins_word(piece: int, tokenizer) -> bool:

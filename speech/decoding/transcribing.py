@@ -18,8 +18,7 @@ from speech.signal.audio import SAMPLE_RATE, audio_files, read_audio
 
 
 def join_records(records: list[dict], pieces: list[Piece], cutting: Cutting) -> dict:
-    """The "text" of a recording, the texts of its "pieces" with their times in seconds, and timed
-    parts, from the records of its pieces."""
+    """The record of a recording, with its "pieces" in seconds, from those of its pieces."""
     joined = cutting.join(records, pieces)
     timed = []
     for start, end, part in joined.pieces:
@@ -90,8 +89,7 @@ def transcribe_files(
 def transcribe_recordings(
     how: DecodingOptions, hear: Callable[[str, list[torch.Tensor]], list[dict]]
 ) -> tuple[int, int]:
-    """Prints or writes the transcripts of recordings, by `hear(name, waveforms)`. Returns how many
-    there are, and how many could not be read."""
+    """Prints or writes transcripts. Returns how many recordings there are, and how many failed."""
     recordings = audio_files(how.transcribe)
 
     def rows() -> Iterator[dict]:

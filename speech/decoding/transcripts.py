@@ -45,10 +45,8 @@ def suffix_of(output: str | Path) -> str:
     """The suffix of --output, in small letters, if it names a form. Raises `UsageError`."""
     suffix = Path(output).suffix.lower()
     if not is_stream(Path(output)) and suffix not in (*TABLES, *writing.BEGINNINGS):
-        raise UsageError(
-            f"--output {output}: {suffix} cannot be written; name a file .jsonl, .eaf, .TextGrid,"
-            " .srt or .vtt, or a folder with --output_format"
-        )
+        forms = ".jsonl, .eaf, .TextGrid, .srt or .vtt, or a folder with --output_format"
+        raise UsageError(f"--output {output}: {suffix} cannot be written; name a file {forms}")
     return suffix
 
 
@@ -60,10 +58,7 @@ def is_folder(output: str | Path) -> bool:
 def folder_of(output: str, form: str) -> Path:
     """The folder --output of an --output_format. Raises `UsageError`."""
     if Path(output).suffix.lower() in writing.BEGINNINGS and not is_folder(output):
-        raise UsageError(
-            f"--output {output}: with --output_format {form} it is a folder; name one, or leave"
-            " --output_format out"
-        )
+        raise UsageError(f"--output {output}: with --output_format {form} it is a folder; name one")
     return Path(output)
 
 
@@ -75,8 +70,12 @@ def output_of(output: str, form: str | None, paths: list[str] | None) -> Output:
             raise UsageError(f"--output {output}: it is a folder; add --output_format eaf")
         if suffix_of(output) in TABLES:
             return Output(table=Path(output))
+        if paths is None and suffix_of(output) not in subtitles.FORMATS:
+            raise UsageError(
+                f"--output {output}: a stream is written as .jsonl, .srt or .vtt; leave --stream out"
+            )
         if paths is None:
-            return Output(files={Path(): stream_file(output)})
+            return Output(files={Path(): Path(output)})
         recordings = audio_files(paths)
         if len(recordings) > 1:
             raise UsageError(
@@ -93,15 +92,6 @@ def output_of(output: str, form: str | None, paths: list[str] | None) -> Output:
     return Output(files=in_folder(folder, form, named), folder=folder)
 
 
-def stream_file(output: str) -> Path:
-    """--output of a stream, as subtitles. Raises `UsageError`."""
-    if Path(output).suffix.lower() not in subtitles.FORMATS:
-        raise UsageError(
-            f"--output {output}: a stream is written as .jsonl, .srt or .vtt; leave --stream out"
-        )
-    return Path(output)
-
-
 def in_folder(folder: Path, form: str, named: Iterable[tuple[Path, str | Path]]) -> dict:
     """The file for each recording in a folder. Raises `UsageError` if two have the same one."""
     targets: dict[Path, Path] = {}
@@ -116,8 +106,7 @@ def in_folder(folder: Path, form: str, named: Iterable[tuple[Path, str | Path]])
 
 
 def check_output(output: Output, inputs: Iterable[str]) -> None:
-    """Raises `UsageError` if --output would replace anything but transcripts, or one of `inputs`,
-    or cannot be written. Makes the folder, with those in it."""
+    """Raises `UsageError` if --output must not or cannot be written. Makes the folders."""
     inputs = list(inputs)
     if output.table and not is_stream(output.table):
         check_file(output.table, TRANSCRIPT, inputs)
@@ -170,8 +159,7 @@ def show(rows: Iterable[dict], with_names: bool, with_times: bool) -> int:
 
 
 def keep_earlier(path: Path, new: Path | None = None) -> None:
-    """Renames transcripts at `path`, unless they are equal to those in the file `new`, because
-    somebody may have corrected them."""
+    """Renames transcripts at `path`, which may be corrected, unless `new` equals them."""
     if not path.exists() or not path.stat().st_size:
         return
     if new is None or not filecmp.cmp(path, new, shallow=False):
@@ -229,9 +217,8 @@ def write(path: Path, rows: Iterable[dict]) -> int:
 
 
 def write_files(targets: dict[Path, Path], rows: Iterable[dict], by_piece: bool) -> int:
-    """Writes the file of each row, as its suffix asks for, as soon as it is there, and returns
-    their number. Earlier ones get another name. `by_piece`: see `utterances_of`. Raises
-    `RunError`."""
+    """Writes the file of each row as soon as it is there, and returns their number. Earlier ones
+    get another name. `by_piece`: see `utterances_of`. Raises `RunError`."""
     count = 0
     for row in rows:
         path = targets[Path(row["file"])]

@@ -21,21 +21,14 @@ DRAWN = ("conditions", "wpm", "tone", "snr_db", "clip_seconds")  # flags: what c
 SYNTHETIC_ONLY = (*DRAWN, "clips_per_epoch", "eval_clips")
 RECORDED = ("data_dir", "train_manifest", "test_manifest")  # flags that name recordings
 RELEASED = ("model_dir", "model_file")  # flags that name released weights
-GOALS = (
-    "conditions",
-    "data_dir",
-)  # flags that ask for training, see `models.released.exports_only`
+GOALS = ("conditions", "data_dir")  # flags that ask for training, see `released.exports_only`
 ALIGNED = "a released encoder is aligned already; leave the first out"
 NOT_ALIGNED = "recordings do not say when a symbol is sent; give --ctc_weight instead"
 # Rows for `Parser.refuse`: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
     ("train_manifest", "data_dir", "both name recordings; give one of them"),
     ("test_manifest", "data_dir", "both name recordings to test on; give one of them"),
-    (
-        "audio_root",
-        "data_dir",
-        "the paths in metadata.csv start at --data_dir; leave the first out",
-    ),
+    ("audio_root", "data_dir", "paths in metadata.csv start at the second; leave the first out"),
     *(
         (flag, source, "the first is for synthetic clips only")
         for flag in SYNTHETIC_ONLY
@@ -46,11 +39,7 @@ EXCLUDES = (
         for flag in (*SYNTHETIC_ONLY, "data_dir")
     ),
     ("clips_per_epoch", "evaluate", "the first is for training; leave it out"),
-    (
-        "alignment_weight",
-        "ctc_weight",
-        "both train the same output layer of the encoder; give one of them",
-    ),
+    ("alignment_weight", "ctc_weight", "both train the encoder's output layer; give one of them"),
     *(("alignment_weight", model, ALIGNED) for model in RELEASED),
     *(("alignment_weight", source, NOT_ALIGNED) for source in RECORDED),
 )
@@ -61,8 +50,7 @@ Clips = Synthetic | Recordings
 
 @dataclass(frozen=True)
 class ClipOptions:
-    """The request of the flags. `named`: whether they name clips, synthetic ones or recordings.
-    `counts`: synthetic clips in an epoch by split."""
+    """The request of the flags. `named`: whether they name clips; `counts`: synthetic ones."""
 
     choice: Choice
     named: bool
@@ -123,8 +111,8 @@ def resolve(args, is_demo: bool, alignment_weight: float) -> ClipOptions:
     if args.alignment_weight and (args.speed_perturbation or args.wave_augment):
         flag = "speed_perturbation" if args.speed_perturbation else "wave_augment"
         raise UsageError(
-            f"--{flag} would move what --alignment_weight trains on; synthetic clips have speeds,"
-            " silence and noise of their own: --wpm LOW HIGH, --snr_db LOW HIGH"
+            f"--{flag} would move what --alignment_weight trains on; clips have speeds, silence and"
+            " noise of their own"
         )
     conditions = [name for name in CONDITIONS if name != "demo"]
     if is_demo:
@@ -180,10 +168,8 @@ def as_trained(source: ClipOptions, choice: Choice | None) -> ClipOptions:
     if source.named:
         return source
     if choice is None:
-        raise UsageError(
-            "--evaluate needs a test set, because these weights were not trained on synthetic"
-            " clips: add --data_dir, --test_manifest or --conditions"
-        )
+        flags = "--data_dir, --test_manifest or --conditions"
+        raise UsageError(f"--evaluate needs a test set with these weights: add {flags}")
     return replace(source, choice=choice)
 
 

@@ -1,5 +1,6 @@
 """Morse recordings in columns: of folders with metadata.csv, and of manifests."""
 
+import bisect
 import dataclasses
 import hashlib
 import math
@@ -16,7 +17,7 @@ from speech.data.columns import Codes, Corpus, Rejections, Strings
 from speech.data.fields import check_encoding
 from speech.data.finding import find_all
 from speech.data.headers import probe_all
-from speech.data.loading import FILE_TOLERANCE, MOST_CHARACTERS, Checks
+from speech.data.loading import FILE_TOLERANCE, MOST_CHARACTERS, Checks, cache_file
 from speech.data.manifest import parse
 from speech.data.splits import draw, drop, report_rejections
 from speech.morse.alphabet import CALLSIGN, SYMBOLS, normalise, symbols
@@ -24,20 +25,15 @@ from speech.morse.scores import TAGS
 from speech.signal.audio import SAMPLE_RATE, read_utterance
 from speech.writing.unknown import named
 
-SPLITS = {  # name of a file in splits/: what it is for
-    "train": "train",
-    "validation": "validation",
-    "valid": "validation",
-    "val": "validation",
-    "test": "test",
-}
+SETS = ("train", "val", "test")
+# The sets of files in splits/, by their names.
+SPLITS = {"train": "train", "validation": "val", "valid": "val", "val": "val", "test": "test"}
 NO_CODE = "text has characters without a Morse code"
 
 
 @dataclass(frozen=True)
 class Recordings:
-    """Clips on disk, and what is known of each: the tags that `scores.evaluation_tables` asks
-    for."""
+    """Clips on disk, and the tags of each that `scores.evaluation_tables` asks for."""
 
     corpus: Corpus
     tags: list[dict]
@@ -53,8 +49,7 @@ class Recordings:
         return self.corpus.seconds
 
     def load(self, index: int, epoch: int) -> tuple[Tensor, str, str, None]:
-        """(waveform (T,), text, name, None: recordings do not say when each symbol is sent). Raises
-        `BadAudio`."""
+        """(waveform (T,), text, name, None: no times of symbols). Raises `BadAudio`."""
         waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
         return waveform, self.corpus.texts[index], self.corpus.paths[index], None
 
@@ -76,69 +71,41 @@ class Recordings:
 
 
 def read_splits(folder: str | Path, checks: Checks) -> dict[str, Recordings]:
-    """The clips of `read_dataset` that `checks` lets through, as "train", "val" and "test", if they
-    exist; "val" is "test" if there is no other. Raises as `read_dataset` does."""
-    names = {"train": "train", "validation": "val", "test": "test"}
-    splits = {}
-    for split, recordings in read_dataset(folder, checks.cache_dir, checks.strict).items():
-        lengths = recordings.seconds(0)
-        kept = np.flatnonzero((lengths >= checks.min_duration) & (lengths <= checks.max_duration))
-        if len(kept) < len(recordings):
-            print(
-                f"{split} set: {len(recordings) - len(kept)} clips are too short or too long"
-                f" (--min_duration {checks.min_duration:g}, --max_duration"
-                f" {checks.max_duration:g}) and left out; --use_chunking cuts long recordings, with"
-                " --train_manifest"
-            )
-        if split == "train":
-            kept = kept[draw(len(kept), checks)]
-        if len(kept):
-            splits[names[split]] = recordings.select(kept)
-            splits[names[split]].corpus.cache_audio = checks.cache_audio
-    if "val" not in splits and "test" in splits:
-        splits["val"] = splits["test"]
-    return splits
+    """The usable clips of a folder as "train", "val" and "test", as far as they exist; "val" is
+    "test" if there is no other. Without splits/*.csv, metadata.csv is divided 80/10/10 by a hash of
+    the id. The columns audio_file and text are required.
 
-
-def read_dataset(
-    folder: str | Path, cache_dir: Path | None = None, strict: bool = False
-) -> dict[str, Recordings]:
-    """The usable clips of a folder, by split: "train", "validation" and "test", as far as they
-    exist. Without splits/*.csv, metadata.csv is divided 80/10/10 by a hash of the id. The columns
-    audio_file and text are required. The lengths in file headers are kept in `cache_dir`.
-
-    Clips with missing or truncated files, without text, or with text beyond Morse are reported by
-    reason. So are damaged lines; for metadata.csv they are reported with the training set. Raises
-    `DataError` if no clip is left, or if `strict` and any was rejected, and `UsageError` if there
-    is no table."""
-    folder = Path(folder)
+    Clips are reported by reason if their files are missing, truncated, too short or too long, or
+    if they have no text, or one beyond Morse. So are damaged lines; for metadata.csv they are
+    reported with the training set. Raises `DataError` if no clip of a table is left, or if
+    `checks.strict` and any was rejected, and `UsageError` if there is no table."""
     rejections = defaultdict(Rejections)
-    rows = _read_tables(folder, rejections)
-    names = ("train", "validation", "test")
-    order = [name for name in names if rows.get(name) or rejections[name].total]
+    rows = _read_tables(Path(folder), rejections)
+    order = [name for name in SETS if rows.get(name) or rejections[name].total]
+    if not order:
+        raise DataError(f"{folder}: its tables have no rows")
     paths = find_all([row["audio_file"] for name in order for row in rows[name]], str(folder))
-    cache = None
-    if cache_dir:
-        key = hashlib.sha1(os.fsencode(os.path.abspath(folder))).hexdigest()[:12]
-        cache = cache_dir / f"headers-{key}.npz"
-    lengths, reasons = probe_all(paths, cache)
+    lengths, reasons = probe_all(paths, cache_file(checks, "headers", [str(folder)]))
     probed = iter(zip(paths, lengths.tolist(), reasons, strict=True))
-    recordings = {}
+    sets = {}
     for name in order:
         usable = []
         for row in rows[name]:
             row["path"], row["seconds"], unreadable = next(probed)
-            reason = unreadable or _fault(row)
+            reason = unreadable or _fault(row, checks)
             if reason:
                 rejections[name].add(reason, f"{row['place']}: {row['audio_file']}")
             else:
                 usable.append(row)
-        recordings[name] = _recordings(usable)
-        seconds = recordings[name].seconds(0)
-        report_rejections(f"{name} set ({folder})", seconds, rejections[name], strict)
-    if not recordings:
-        raise DataError(f"{folder}: its tables have no rows")
-    return recordings
+        sets[name] = _recordings(usable)
+        sets[name].corpus.cache_audio = checks.cache_audio
+        seconds = sets[name].seconds(0)
+        report_rejections(f"{name} set ({folder})", seconds, rejections[name], checks.strict)
+    if "train" in sets:
+        sets["train"] = sets["train"].select(draw(len(sets["train"]), checks))
+    if "test" in sets:
+        sets.setdefault("val", sets["test"])
+    return sets
 
 
 def _read_tables(folder: Path, rejections: dict[str, Rejections]) -> dict[str, list[dict]]:
@@ -155,23 +122,22 @@ def _read_tables(folder: Path, rejections: dict[str, Rejections]) -> dict[str, l
 
 def _divide(rows: list[dict]) -> dict[str, list[dict]]:
     """Rows by split, 80/10/10 by a hash of their id."""
-    splits = {"train": [], "validation": [], "test": []}
+    sets = {name: [] for name in SETS}
     for row in rows:
         digest = hashlib.blake2b(row["id"].encode(), digest_size=4).digest()
         share = int.from_bytes(digest, "big") / 2**32
-        if share < 0.8:
-            splits["train"].append(row)
-        elif share < 0.9:
-            splits["validation"].append(row)
-        else:
-            splits["test"].append(row)
-    return splits
+        sets[SETS[bisect.bisect((0.8, 0.9), share)]].append(row)
+    return sets
 
 
-def _fault(row: dict) -> str:
+def _fault(row: dict, checks: Checks) -> str:
     """Why a clip with readable audio cannot be used, or ""."""
     if row["duration"] - row["seconds"] > FILE_TOLERANCE:
         return "file is shorter than its duration in the table (truncated?)"
+    if row["seconds"] < checks.min_duration:
+        return f"shorter than {checks.min_duration:g} s (--min_duration)"
+    if row["seconds"] > checks.max_duration:
+        return f"longer than {checks.max_duration:g} s (--max_duration)"
     if bool(row["text"]) == row["is_noise_only"]:
         return "noise only, with a text" if row["text"] else "text is empty"
     if not set(symbols(row["text"])).issubset(SYMBOLS):
@@ -191,8 +157,7 @@ def _read_table(path: Path, rejected: Rejections) -> list[dict]:
 
 
 def _parse_row(cells: dict[str, str]) -> dict:
-    """The columns "id", "audio_file", "text", "duration" and TAGS, numbers as floats. Raises
-    `ValueError` that says what is wrong."""
+    """The columns id, audio_file, text, duration and TAGS. Raises `ValueError`."""
     check_encoding("".join(cells.values()))
     row = {**dict.fromkeys(("id", "duration", *TAGS), ""), **cells}
     for column in ("audio_file", "text"):
@@ -244,8 +209,7 @@ def _recordings(rows: list[dict]) -> Recordings:
 
 
 def from_corpus(corpus: Corpus, name: str, strict: bool) -> Recordings:
-    """The clips of a manifest. Texts with other symbols than Morse's are rejected, and reported
-    under `name`."""
+    """The clips of a manifest, of which texts beyond Morse are rejected under `name`."""
 
     def fault(index: int) -> tuple[str, str] | None:
         labels = symbols(corpus.texts[index])

@@ -21,8 +21,7 @@ _SCORED = {label: chr(0xE000 + number) for number, label in enumerate(MORSE) if 
 
 
 def for_scoring(text: str) -> str:
-    """A text with one character per symbol, prosigns included. Nothing is removed: ?, /, = and +
-    are sent in Morse."""
+    """A text with a character per symbol. Nothing is removed: ?, /, = and + are sent in Morse."""
     return "".join(_SCORED.get(label, label) for label in symbols(normalise(text)))
 
 

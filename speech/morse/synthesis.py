@@ -57,68 +57,27 @@ class Conditions:
     sample_types: tuple[str, ...] = SAMPLE_TYPES
 
 
+# fmt: off
 _FADING = {
-    "qsb_depth": (0.1, 0.7),
-    "multipath": (0.0, 0.005),
-    "drift": (0.0, 30.0),
-    "chirp": (0.0, 15.0),
+    "qsb_depth": (0.1, 0.7), "multipath": (0.0, 0.005), "drift": (0.0, 30.0), "chirp": (0.0, 15.0),
 }
-CONDITIONS = {
-    conditions.name: conditions
-    for conditions in (
-        Conditions("clean", snr_db=(30, 40), jitter=(0.0, 0.02)),
-        Conditions(
-            "contest_good",
-            snr_db=(18, 22),
-            qsb_depth=(0.0, 0.3),
-            interferers=(0, 1),
-            agc=0.5,
-            filters=(0, 500),
-        ),
-        Conditions(
-            "contest_moderate",
-            snr_db=(13, 17),
-            interferers=(0, 3),
-            crashes=(0.0, 0.2),
-            agc=0.5,
-            filters=(0, 250, 500),
-            **_FADING,
-        ),
-        Conditions(
-            "contest_poor",
-            snr_db=(8, 12),
-            interferers=(2, 5),
-            interferer_db=(-20, -3),
-            crashes=(0.1, 0.5),
-            agc=0.7,
-            filters=(0, 250, 500),
-            **_FADING,
-        ),
-        Conditions(
-            "dx_expedition",
-            snr_db=(8, 18),
-            interferers=(3, 5),
-            interferer_db=(-15, -2),
-            crashes=(0.0, 0.2),
-            agc=0.7,
-            filters=(250, 500),
-            **_FADING,
-        ),
-        Conditions(
-            "wide",
-            wpm=(10, 45),
-            tone=(300, 1200),
-            snr_db=(-12, 20),
-            farnsworth=(1.0, 1.5),
-            interferers=(0, 3),
-            crashes=(0.0, 0.5),
-            agc=0.5,
-            filters=(0, 0, 250, 500),
-            **{**_FADING, "drift": (0.0, 100.0)},
-        ),
-        Conditions("demo", wpm=(15, 28), tone=(450, 900), snr_db=(0, 20)),
-    )
-}
+_TABLE = (
+    Conditions("clean", snr_db=(30, 40), jitter=(0.0, 0.02)),
+    Conditions("contest_good", snr_db=(18, 22), interferers=(0, 1), agc=0.5, filters=(0, 500),
+               qsb_depth=(0.0, 0.3)),
+    Conditions("contest_moderate", snr_db=(13, 17), interferers=(0, 3), agc=0.5,
+               filters=(0, 250, 500), crashes=(0.0, 0.2), **_FADING),
+    Conditions("contest_poor", snr_db=(8, 12), interferers=(2, 5), agc=0.7, filters=(0, 250, 500),
+               crashes=(0.1, 0.5), interferer_db=(-20, -3), **_FADING),
+    Conditions("dx_expedition", snr_db=(8, 18), interferers=(3, 5), agc=0.7, filters=(250, 500),
+               crashes=(0.0, 0.2), interferer_db=(-15, -2), **_FADING),
+    Conditions("wide", snr_db=(-12, 20), interferers=(0, 3), agc=0.5, filters=(0, 0, 250, 500),
+               crashes=(0.0, 0.5), wpm=(10, 45), tone=(300, 1200), farnsworth=(1.0, 1.5),
+               **{**_FADING, "drift": (0.0, 100.0)}),
+    Conditions("demo", snr_db=(0, 20), wpm=(15, 28), tone=(450, 900)),
+)
+# fmt: on
+CONDITIONS = {conditions.name: conditions for conditions in _TABLE}
 
 
 def is_range(name: str) -> Callable[[Sequence[float] | None], bool]:
@@ -136,8 +95,7 @@ def is_range(name: str) -> Callable[[Sequence[float] | None], bool]:
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice that clips are drawn from. None keeps a condition's own range. It is saved with
-    the weights."""
+    """What clips are drawn from; None: a condition's own range. It is saved with the weights."""
 
     # of CONDITIONS, each equally likely
     conditions: Annotated[list[str], lambda names: bool(names) and set(names) <= set(CONDITIONS)]
@@ -153,10 +111,8 @@ class Choice:
             limits = getattr(self, name)
             if not is_range(name)(limits):
                 given = " ".join(f"{limit:g}" for limit in limits)
-                raise UsageError(
-                    f"--{name} {given}: give two numbers from {least} to {most}, the lower one"
-                    " first"
-                )
+                limits = f"two numbers from {least} to {most}, the lower one first"
+                raise UsageError(f"--{name} {given}: give {limits}")
             if limits:
                 changes[name] = tuple(limits)
         if self.clip_seconds:
@@ -254,8 +210,8 @@ def fit(random: np.random.Generator, text: str, room: float, farnsworth: float) 
 
 def envelope(runs: np.ndarray, start: float, samples: int) -> np.ndarray:
     """(samples,) float32 amplitude of keying: `runs` in seconds as `keying` returns them, the first
-    key-down at `start`. Edges are raised cosines of 5 ms around the moment of keying, so lengths
-    are exact at half the amplitude."""
+    key-down at `start`. Edges are raised cosines of 5 ms around it: lengths are exact at half the
+    amplitude."""
     edges = np.rint((start + np.concatenate([[0], np.cumsum(runs)])) * SAMPLE_RATE).astype(np.int64)
     state = np.arange(len(edges) + 1, dtype=np.float32) % 2
     amplitude = np.repeat(state, np.diff(edges, prepend=0, append=max(samples, edges[-1] + EDGE)))
@@ -296,8 +252,7 @@ def transmit(
 
 
 def interferer(random: np.random.Generator, samples: int, tone: float) -> np.ndarray:
-    """(samples,) of amplitude 1: another station that repeats a call or exchange, 60 to 400 Hz away
-    from `tone`."""
+    """(samples,) of amplitude 1: a station that repeats a text 60 to 400 Hz away from `tone`."""
     contest = pick(random, tuple(CONTESTS))
     text, _, _ = contest_text(random, contest, pick(random, ("call", "exchange")))
     runs = np.append(keying(text), random.uniform(7, 40)) * (1.2 / random.uniform(15, 40))
@@ -382,8 +337,7 @@ def draw_transmission(random: np.random.Generator, conditions: Conditions) -> Tr
 
 
 def symbol_spans(text: str, start: float, runs: np.ndarray) -> np.ndarray:
-    """(N, 2) start and end in seconds of each symbol of `text` other than spaces; `start` and
-    `runs` as in `Transmission`."""
+    """(N, 2) start and end in seconds of each symbol but spaces, by a `Transmission`."""
     edges = start + np.concatenate([[0], np.cumsum(runs)])
     marks = np.array([len(_ELEMENTS[label]) // 2 for label in symbols(text) if label != " "])
     first = 2 * (np.cumsum(marks) - marks)
@@ -398,8 +352,7 @@ def clip_seconds(seed: int, index: int, conditions: Conditions) -> float:
 def stations(
     random: np.random.Generator, transmission: Transmission, conditions: Conditions
 ) -> np.ndarray:
-    """(T,) float32: the station as it arrives, scaled to its SNR over noise of power 1,
-    with interferers."""
+    """(T,) float32: the station at its SNR over noise of power 1, with interferers."""
     sign = pick(random, (-1, 1))
     drift = sign * random.uniform(*conditions.drift)
     chirp = sign * random.uniform(*conditions.chirp)

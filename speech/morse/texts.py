@@ -33,52 +33,29 @@ QUERIES = {  # field: how to ask for it
     "other_call": "CALL?",
     "itu_zone": "ZONE?",
 }
-FORMS = {  # sample type: what is sent by station {own} to station {other}
+# Sample types: what is sent by station {own} to station {other}.
+FORMS = {
     "full_qso": (
-        "CQ {cq} {own} {own} {other} {other} {sent} R {received} TU {own}",
-        "CQ {test} {own} {own} {test} {other} {other} {sent} TU {received} R TU {own} {test}",
-        "{own} {test} {other} {other} {sent} = {received} TU {own}",
-        "{test} {own} {other} {sent} CFM {received} 73 {own}",
-        "QRZ {own} {other} {sent} QSL {received} EE",
-    ),
+        "CQ {cq} {own} {own} {other} {other} {sent} R {received} TU {own} | "
+        "CQ {test} {own} {own} {test} {other} {other} {sent} TU {received} R TU {own} {test} | "
+        "{own} {test} {other} {other} {sent} = {received} TU {own} | "
+        "{test} {own} {other} {sent} CFM {received} 73 {own} | "
+        "QRZ {own} {other} {sent} QSL {received} EE"
+    ).split(" | "),
     "call": (
-        "CQ {cq} {own} {own}",
-        "CQ {test} DE {own} {own} K",
-        "{test} {own} {test}",
-        "CQ {own} {own} {cq}",
-        "{own}",
-        "{own} {own}",
-        "{other} DE {own}",
-        "DE {own} {own} (",
-        "TU {own}",
-        "QRZ {own}",
-    ),
+        "CQ {cq} {own} {own} | CQ {test} DE {own} {own} K | {test} {own} {test} | "
+        "CQ {own} {own} {cq} | {own} | {own} {own} | {other} DE {own} | DE {own} {own} ( | "
+        "TU {own} | QRZ {own}"
+    ).split(" | "),
     "exchange": (
-        "{other} {sent}",
-        "{other} {sent}",
-        "TU {sent}",
-        "R {sent}",
-        "{sent}",
-        "{sent} {sent}",
-        "{other} {sent} {other}",
-        "{other} {sent} BK",
-    ),
+        "{other} {sent} | {other} {sent} | TU {sent} | R {sent} | {sent} | {sent} {sent} | "
+        "{other} {sent} {other} | {other} {sent} BK"
+    ).split(" | "),
     "repeat_request": (
-        "{query}",
-        "{query} {query}",
-        "AGN?",
-        "AGN AGN?",
-        "?",
-        "PSE AGN {query}",
-        "{other} AGN?",
-        "{other}?",
-        "{part}?",
-        "CL? {own} {own}",
-        "{query} {answer} {answer}",
-        "AGN? {sent}",
-        "{query} QRM",
-        "NIL",
-    ),
+        "{query} | {query} {query} | AGN? | AGN AGN? | ? | PSE AGN {query} | {other} AGN? | "
+        "{other}? | {part}? | CL? {own} {own} | {query} {answer} {answer} | AGN? {sent} | "
+        "{query} QRM | NIL"
+    ).split(" | "),
 }
 CONTEST_SAMPLES = ("full_qso", "call", "exchange", "partial", "repeat_request")
 SAMPLE_TYPES = (*CONTEST_SAMPLES, "words")
@@ -113,48 +90,17 @@ NAMES = (
     " FRED JACK SAM HANS UWE KARL JAN PIET LARS OLE ANNA MARIA EVA IVAN YURI IGOR VLAD ZORAN LUIS"
     " JOSÉ JUAN PABLO TARO HIRO GIOVANNI"
 ).split()
-PHRASES = [  # of everyday contacts, with {slots}
-    "{a} DE {b} +",
-    "{a} DE {b} {b} (",
-    "CQ CQ DE {b} {b} K",
-    "QRZ?",
-    "GM OM",
-    "GA DR {name}",
-    "GE ES TNX FER CALL =",
-    "UR RST {rst} {rst} =",
-    "MY NAME IS {name} {name} =",
-    "QTH {city}, {city} =",
-    "LOC {grid} {grid}",
-    "HW CPY?",
-    "BK",
-    "WX {weather} ES TEMP {n} C",
-    "RIG IS {rig} PWR {n} W",
-    "ANT {antenna}",
-    "AGE {n}",
-    "R R FB {name}",
-    "QRM HR",
-    "QSB",
-    "PSE QSL VIA BURO",
-    "TNX FER FB QSO =",
-    "73 ES GL DR {name} +",
-    "{a} DE {b} <SK>",
-    "73 <SK> E E",
-    "<AS>",
-    "QRX 5 <AS>",
-    "{city} <HH> {city}",
-    "QRL?",
-    "SRI QRN",
-    "PSE RPT UR NAME?",
-    "NR {n}/{n}",
-    "(EX {b})",
-    "QSY {n}.{n}",
-    "{n}:{n} UTC",
-    "MAIL: {name}@{city}.COM",
-    'THE "{city}" CLUB',
-    "IT'S {weather}, ISN'T IT?",
-    "CAFÉ {city}",
-    "{n}-{n} - OK",
-]
+PHRASES = (  # of everyday contacts, with {slots}
+    "{a} DE {b} + | {a} DE {b} {b} ( | CQ CQ DE {b} {b} K | QRZ? | GM OM | GA DR {name} | "
+    "GE ES TNX FER CALL = | UR RST {rst} {rst} = | MY NAME IS {name} {name} = | "
+    "QTH {city}, {city} = | LOC {grid} {grid} | HW CPY? | BK | WX {weather} ES TEMP {n} C | "
+    "RIG IS {rig} PWR {n} W | ANT {antenna} | AGE {n} | R R FB {name} | QRM HR | QSB | "
+    "PSE QSL VIA BURO | TNX FER FB QSO = | 73 ES GL DR {name} + | {a} DE {b} <SK> | "
+    "73 <SK> E E | <AS> | QRX 5 <AS> | {city} <HH> {city} | QRL? | SRI QRN | PSE RPT UR NAME? | "
+    "NR {n}/{n} | (EX {b}) | QSY {n}.{n} | {n}:{n} UTC | MAIL: {name}@{city}.COM | "
+    'THE "{city}" CLUB | '
+    "IT'S {weather}, ISN'T IT? | CAFÉ {city} | {n}-{n} - OK"
+).split(" | ")
 SLOTS = {
     "name": NAMES,
     "city": (

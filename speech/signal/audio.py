@@ -17,7 +17,7 @@ import numpy as np
 import soundfile
 import torch
 
-from common.errors import DataError, RunError, UsageError
+from common.errors import DataError, RunError, UsageError, first_line
 from common.files import write_file
 from speech.data.columns import printable
 from speech.data.headers import AUDIO_SUFFIXES, END_TOLERANCE, Unusable, open_sound
@@ -57,8 +57,7 @@ def _ratio(source: int, target: int) -> tuple[int, int]:
 
 
 def change_speed(waveform: torch.Tensor, factor: float) -> torch.Tensor:
-    """(T,) played `factor` times faster, which raises the pitch as in Kaldi's speed perturbation:
-    (T / factor,)."""
+    """(T,) played `factor` times faster and higher, as Kaldi does: (T / factor,)."""
     return resample(waveform, round(factor * 100), 100)
 
 
@@ -78,8 +77,7 @@ def read_audio(
 ) -> torch.Tensor:
     """Reads `duration` seconds from `offset` as mono fp32 (T,) at `sample_rate` Hz: one `channel`,
     counted from 0, or the average of all. Raises `BadAudio` if the file is missing, truncated or
-    empty, has no such channel, or if its sample rate, its channels or its samples are out of
-    range."""
+    empty, has no such channel, or values out of range."""
     waveform, rate = read_at_its_rate(path, offset, duration, channel)
     return resample(waveform, rate, sample_rate)
 
@@ -97,8 +95,7 @@ def read_at_its_rate(
         waveform = torch.cat([torch.zeros(0), *pieces])
     if len(waveform) == 0:
         raise BadAudio(path, f"is empty{f' from {offset:g} s on' if offset else ''}")
-    _check_samples(path, waveform)
-    return waveform, rate
+    return _checked(path, waveform), rate
 
 
 def read_in_pieces(path: str, sample_rate: int) -> Iterator[torch.Tensor]:
@@ -106,7 +103,8 @@ def read_in_pieces(path: str, sample_rate: int) -> Iterator[torch.Tensor]:
     is_empty = True
     with _open(path) as file:
         ratio = _ratio(file.samplerate, sample_rate)
-        for piece in spectra.resampled(_checked(path, _pieces(file, path)), *ratio):
+        pieces = (_checked(path, piece) for piece in _pieces(file, path))
+        for piece in spectra.resampled(pieces, *ratio):
             is_empty = is_empty and not len(piece)
             yield piece
     if is_empty:
@@ -120,18 +118,13 @@ def _open(path: str):
         raise BadAudio(path, f"cannot be used: {fault}") from None
 
 
-def _check_samples(path: str, waveform: torch.Tensor) -> None:
+def _checked(path: str, waveform: torch.Tensor) -> torch.Tensor:
     peak = float(waveform.abs().max())
     if not math.isfinite(peak):
         raise BadAudio(path, "holds samples that are not finite (NaN or infinity)")
     if peak > LOUDEST:
         raise BadAudio(path, f"holds samples of up to {peak:.3g}, where 1 is full scale")
-
-
-def _checked(path: str, pieces: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-    for piece in pieces:
-        _check_samples(path, piece)
-        yield piece
+    return waveform
 
 
 def _pieces(
@@ -187,8 +180,7 @@ def read_cached(
 ) -> torch.Tensor:
     """`read_audio` through a cache of decoded audio below `folder` (fp32 samples and their
     checksum, 230 MB per hour at 16 kHz), with bit-identical results. A file that changes is decoded
-    again, and so is one whose entry is damaged. Raises `RunError` if the cache cannot be
-    written."""
+    again, and so is one whose entry is damaged. Raises `RunError` for the cache."""
     if not folder:
         return read_audio(path, sample_rate, offset, duration, channel)
     try:
@@ -245,7 +237,9 @@ def audio_files(paths: list[str]) -> list[Path]:
     files = []
     for path in paths:
         if os.path.isdir(path):
-            inside = sorted(file for file in _files_below(path) if file.suffix.lower() in suffixes)
+            below = sorted(Path(path).rglob("*"))  # which follows no links: they may lead back
+            inside = [each for each in below if each.suffix.lower() in suffixes]
+            inside = [each for each in inside if not each.is_dir()]
             if not inside:
                 raise UsageError(f"no audio file in {path}")
             files += inside
@@ -256,25 +250,10 @@ def audio_files(paths: list[str]) -> list[Path]:
     return files
 
 
-def _files_below(folder: str) -> Iterator[Path]:
-    """Every file below a folder. Links to folders are not followed, because they may lead back."""
-
-    def refuse(error: OSError):
-        raise UsageError(f"{error.filename}: {error.strerror}") from None
-
-    for place, _, names in os.walk(folder, onerror=refuse):
-        yield from (Path(place, name) for name in names)
-
-
 def _reason(error: Exception) -> str:
     """The first line of what an exception says."""
-    message = (
-        getattr(error, "error_string", None)
-        or getattr(error, "strerror", None)
-        or str(error)
-        or "unknown error"
-    )
-    return message.splitlines()[0].removeprefix("Error : ").rstrip(".")
+    reason = getattr(error, "error_string", None) or getattr(error, "strerror", None)
+    return (reason or first_line(error)).removeprefix("Error : ").rstrip(".")
 
 
 def int16(waveform: torch.Tensor) -> np.ndarray:
@@ -283,14 +262,12 @@ def int16(waveform: torch.Tensor) -> np.ndarray:
 
 
 def write_wav(path: Path, samples: np.ndarray, sample_rate: int) -> None:
-    """Writes int16 samples (T,) as a mono wav to a new `path`, in a folder that is written aside or
-    as `files.write_file` names it. Raises `OSError`."""
+    """Writes int16 samples (T,) as a mono wav to a temporary `path`. Raises `OSError`."""
     path.write_bytes(wav(samples, sample_rate))
 
 
 def write_speech(path: Path, samples: np.ndarray, sample_rate: int) -> None:
-    """The same for --output, aside and renamed, with a mark at the end by which `is_own_speech`
-    knows the file. Raises `OSError`."""
+    """The same for --output, renamed, with a mark for `is_own_speech`. Raises `OSError`."""
     content = wav(samples, sample_rate)
     size = struct.pack("<I", len(content) + len(_mark(b"")) - 8)
     content = content[:4] + size + content[8:]

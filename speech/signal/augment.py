@@ -45,8 +45,7 @@ def room_tone(random: np.random.Generator, recording: np.ndarray, samples: int) 
 
 
 def drawn_noise(random: np.random.Generator, samples: int) -> np.ndarray:
-    """(samples,) float32 noise between white and pink: its power falls as frequency to the power of
-    0 to -1. Its level is arbitrary."""
+    """(samples,) float32 noise of any level, between white and pink."""
     size = 1 << max(1, (samples - 1).bit_length())  # for which an FFT is fast
     bins = size // 2 + 1
     spectrum = random.standard_normal((bins, 2), dtype=np.float32).view(np.complex64)[:, 0]
@@ -81,8 +80,7 @@ class Noises:
     seconds: list[float]
 
     def draw(self, random: np.random.Generator, samples: int) -> np.ndarray:
-        """(samples,) float32 at 16 kHz from a random place of a random file, which is repeated if
-        it is shorter."""
+        """(samples,) float32 at 16 kHz from a random place of a file, repeated if it is shorter."""
         number = int(random.integers(len(self.paths)))
         needed = samples / SAMPLE_RATE
         offset = random.random() * max(0.0, self.seconds[number] - needed)
@@ -104,8 +102,7 @@ def _length(path: str) -> float | str:
 
 @functools.cache
 def read_noises(folder: str | None) -> Noises | None:
-    """The audio files below --noise_dir, or None without one. Raises `UsageError` if there are no
-    files, `DataError` if one cannot be used."""
+    """The files below --noise_dir, None without it. Raises `UsageError` and `DataError`."""
     if not folder:
         return None
     try:
@@ -116,10 +113,8 @@ def read_noises(folder: str | None) -> Noises | None:
         lengths = list(pool.map(_length, paths))
     faults = [length for length in lengths if isinstance(length, str)]
     if faults:
-        raise DataError(
-            f"--noise_dir {folder}: {len(faults)} of {len(paths)} files cannot be used, the first:"
-            f" {faults[0]}; fix or remove them"
-        )
+        some = f"{len(faults)} of {len(paths)} files"
+        raise DataError(f"--noise_dir {folder}: {some} cannot be used, the first: {faults[0]}")
     print(f"noise: {len(paths)} files, {sum(lengths) / 60:.1f} min, in {folder}")
     return Noises(paths, lengths)
 

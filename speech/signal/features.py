@@ -97,8 +97,7 @@ def span_mask(random: np.random.Generator, size: int, share: float, span: int) -
 def spec_augment(
     features: Tensor, lengths: Tensor, frequency_masks: Tensor, time_masks: Tensor
 ) -> Tensor:
-    """SpecAugment (Park et al. 2019): sets mel bands and time spans of normalised features (B, F,
-    M) to 0, their mean.
+    """SpecAugment (Park et al. 2019): sets bands and spans of normalised features (B, F, M) to 0.
 
     Masks (B, N, 2) are shares of the number of bands and of each utterance's own length. They come
     with the batch, drawn from (seed, epoch, utterance), so an utterance's mask does not depend on

@@ -28,9 +28,9 @@ def frames(samples):
 
 class MelFeatures(nn.Module):
     """Waveforms (B, T) at 16 kHz and their lengths (B,) to log-mel features (B, F, M), F =
-    max(frames(lengths)), in fp32 or better also under autocast. They have mean 0 and deviation 1 in
-    every band over the valid frames, unless a model hears speech before its end is known
-    (`normalised`). Padding becomes 0."""
+    max(frames(lengths)), in fp32 or better also under autocast. If they are `normalised` (not in a
+    stream), they have mean 0 and deviation 1 in every band over the valid frames. Padding becomes
+    0."""
 
     def __init__(self, num_mel_bins: int, normalised: bool = True):
         super().__init__()

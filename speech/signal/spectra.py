@@ -19,8 +19,7 @@ SMALLEST = 1e-10  # value of a frequency bin; a bin at 0 would stay there
 
 
 def mel_of(hertz: Tensor, scale: str) -> Tensor:
-    """Frequencies in mel: "htk" (O'Shaughnessy 1987), or "slaney" (Auditory Toolbox), which is
-    linear below 1 kHz."""
+    """Mel: "htk" (O'Shaughnessy 1987), or "slaney" (Auditory Toolbox), linear below 1 kHz."""
     if scale == "htk":
         return 2595 * torch.log10(1 + hertz / 700)
     above = 15 + 27 * torch.log(hertz.clamp_min(1e-3) / 1000) / math.log(6.4)
@@ -107,9 +106,7 @@ def resample(waveform: Tensor, source: int, target: int) -> Tensor:
 
 
 def resampled(pieces: Iterable[Tensor], source: int, target: int) -> Iterator[Tensor]:
-    """`resample` of a waveform that comes in pieces (T,), in pieces of other lengths."""
-    divisor = math.gcd(source, target)
-    source, target = source // divisor, target // divisor
+    """`resample` of pieces (T,) of a waveform, in others; the rates have no common divisor."""
     if source == target:
         yield from pieces
         return

@@ -125,10 +125,8 @@ class Stream:
                 continue
             for frame in frames:
                 if frame.sample_rate != self.samplerate:
-                    raise BadStream(
-                        f"changes its sample rate from {self.samplerate} to {frame.sample_rate} Hz"
-                        " (joined?)"
-                    )
+                    rates = f"{self.samplerate} to {frame.sample_rate} Hz"
+                    raise BadStream(f"changes its sample rate from {rates} (joined?)")
                 yield frame
 
     def _packets(self) -> Iterator:

@@ -63,8 +63,7 @@ def add_arguments(parser, group="text") -> None:
 
 
 def choose(path: str | None, kept: list[list[str]] | None = None):
-    """The letters of --profile, or those of a checkpoint (`kept`), which the flag must not
-    contradict. Raises `UsageError`."""
+    """The letters of --profile or of a checkpoint (`kept`). Raises `UsageError` if they differ."""
     if not path and not kept:
         return Characters()
     from speech.writing import profile

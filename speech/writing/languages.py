@@ -98,8 +98,8 @@ def described(code: str) -> str:
 def resolve(args, demo: str | None, may_tell: bool = False) -> str | None:
     """The language of a command's texts: that of --language, of the `demo` if it trains on nothing
     else, or the one that most rows of the training data name, if all name one. None if weights have
-    a language or no text is read, and if only the released model can tell (`may_tell`). Raises
-    `UsageError` if nothing tells."""
+    a language or no text is read, and if only the released model can tell (`may_tell`). Else raises
+    `UsageError`."""
     if args.language is not None:
         return args.language
     used = {name for name in args.rules.commands if options.is_on(vars(args), name)} - PLANS
@@ -115,8 +115,7 @@ def resolve(args, demo: str | None, may_tell: bool = False) -> str | None:
 
 
 def of_rows(paths: Sequence[str], tiers: Sequence[str], audio_root: str | None) -> str | None:
-    """The language that most rows of manifests name, if all name one. Raises `UsageError` and
-    `DataError`."""
+    """The language that most rows name, if all do. Raises `UsageError` and `DataError`."""
     counts: Counter[str] = Counter()
     parsed = (parse(Path(path), Rejections(), tiers, audio_root) for path in paths)
     for _, row in itertools.chain.from_iterable(parsed):

@@ -81,24 +81,15 @@ def cer_and_wer(
     references: list[str], hypotheses: list[str], normalise: Normaliser = for_scoring
 ) -> dict[str, Errors]:
     """The counts of errors of which "cer" and "wer" are the rates."""
-    return {
-        "cer": count_errors(references, hypotheses, "characters", normalise),
-        "wer": count_errors(references, hypotheses, "words", normalise),
-    }
+    pair = references, hypotheses
+    return {name: count_errors(*pair, UNITS[name], normalise) for name in ("cer", "wer")}
 
 
 def score(rows: list[dict], normalise: Normaliser = for_scoring) -> dict[str, tuple[int, int]]:
-    """The errors and the length, by which they are divided, of "cer" and "wer" of decoded rows
-    ({"reference", "hypothesis"})."""
-    references = [row["reference"] for row in rows]
-    hypotheses = [row["hypothesis"] for row in rows]
-    errors = cer_and_wer(references, hypotheses, normalise)
+    """{"cer" and "wer": (errors, length)} of decoded rows ({"reference", "hypothesis"})."""
+    pairs = [[row[side] for row in rows] for side in ("reference", "hypothesis")]
+    errors = cer_and_wer(*pairs, normalise)
     return {name: (each.total, each.length) for name, each in errors.items()}
-
-
-def rate(pair: tuple[float, float]) -> float:
-    """Numerator over denominator of a metric as `score` or an evaluation returns it."""
-    return pair[0] / max(1, pair[1])
 
 
 def read_by(
@@ -106,7 +97,7 @@ def read_by(
 ) -> dict[str, dict[str, list[Errors]]]:
     """The errors of each of `rows` ({"reference", "hypothesis"}), as {reading: {"wer": [...],
     "cer": [...]}}, with "uer" if `cut` cuts texts into units, of which a space is one. `readings`:
-    ways to compare texts, by name."""
+    normalisers by name."""
     pairs = [[row[side] for row in rows] for side in ("reference", "hypothesis")]
     found = {}
     for reading, normalise in readings.items():
@@ -138,25 +129,19 @@ def errors_of_row(errors: dict[str, dict[str, list[Errors]]], number: int) -> di
 # --- intervals ------------------------------------------------------------------------------------
 
 
-def counts_of(errors: list[Errors]) -> np.ndarray:
-    """(N, 2): errors and length of each utterance."""
-    counts = [(each.total, each.length) for each in errors]
-    return np.array(counts, dtype=np.int64).reshape(-1, 2)
-
-
-def resampled_rates(counts: np.ndarray) -> np.ndarray:
-    """(RESAMPLES, ...) error rates of sets of N utterances that are drawn with replacement from
-    `counts` (N, ..., 2): errors and length of each utterance, of one model or of several, which are
-    compared on the same draws (Bisani and Ney 2004)."""
+def resampled_rates(several: list[list[Errors]]) -> np.ndarray:
+    """(K, RESAMPLES) the K error rates of sets of N utterances that are drawn with replacement. All
+    of `several` (K, N) are compared on the same draws (Bisani and Ney 2004)."""
     random = np.random.default_rng(SEED)
-    number = len(counts)
-    columns = np.ascontiguousarray(counts.reshape(number, -1).T)
-    sums = np.empty((RESAMPLES, len(columns)), dtype=np.int64)
+    number = len(several[0])
+    counts = np.array(
+        [[[e.total for e in errors], [e.length for e in errors]] for errors in several]
+    )
+    sums = np.empty((RESAMPLES, len(several), 2), dtype=np.int64)
     for row in sums:
         times = np.bincount(random.integers(0, number, number), minlength=number)
-        row[:] = np.einsum("kn,n->k", columns, times)  # unlike BLAS, in this thread
-    sums = sums.reshape(RESAMPLES, *counts.shape[1:])
-    return sums[..., 0] / np.maximum(1, sums[..., 1])
+        row[:] = np.einsum("kcn,n->kc", counts, times)  # unlike BLAS, in this thread
+    return (sums[..., 0] / np.maximum(1, sums[..., 1])).T
 
 
 def middle(values: np.ndarray) -> tuple[float, float]:
@@ -171,13 +156,7 @@ def intervals(several: list[list[Errors]]) -> list[tuple[float, float] | None]:
     bootstrap over these; None for fewer than two, which say nothing about others."""
     if len(several[0]) < 2:
         return [None] * len(several)
-    drawn = resampled_rates(np.stack([counts_of(errors) for errors in several], axis=1))
-    return [middle(values) for values in drawn.T]
-
-
-def interval(errors: list[Errors]) -> tuple[float, float] | None:
-    """The same of one error rate."""
-    return intervals([errors])[0]
+    return [middle(values) for values in resampled_rates(several)]
 
 
 def intervals_of_differences(
@@ -187,8 +166,7 @@ def intervals_of_differences(
     difficulty, which both share, cancels."""
     if len(before[0]) < 2:
         return [None] * len(before)
-    drawn = resampled_rates(np.stack([counts_of(errors) for errors in before + after], axis=1))
-    old, new = np.split(drawn.T, 2)
+    old, new = np.split(resampled_rates(before + after), 2)
     return [middle(values) for values in old - new]
 
 
@@ -253,13 +231,12 @@ def error_table(errors: dict[str, dict[str, list[Errors]]], rates: dict) -> str:
     return "\n".join(lines)
 
 
-def table_by(what: str, tables: dict[str, dict]) -> str:
-    """WER and CER of parts of a set with their intervals, by `what`, as lines to print. `tables`:
-    what `rates_by` returns."""
-    names = {name: name or f"(no {what} given)" for name in tables}
-    width = max(map(len, [what, *names.values()]))
+def table_by_language(tables: dict[str, dict]) -> str:
+    """WER and CER of each language with their intervals, as lines to print, of `rates_by`."""
+    names = {name: name or "(no language given)" for name in tables}
+    width = max(map(len, ["language", *names.values()]))
     head = " ".join(f"{name.upper():>7} {'95 % interval':>20}" for name in UNITS)
-    lines = [f"by {what}:", f"{'':{width}} {'number':>7} {head}"]
+    lines = ["by language:", f"{'':{width}} {'number':>7} {head}"]
     for name, values in tables.items():
         columns = []
         for unit in UNITS:

@@ -29,7 +29,7 @@ from speech.data.annotations.rows import READERS, is_annotations
 from speech.data.annotations.rows import choose as choose_tiers
 from speech.data.columns import Corpus, Rejections, Segments
 from speech.data.finding import TABLES
-from speech.data.manifest import Reading, read_manifest
+from speech.data.manifest import Checks, read_manifest
 from speech.writing import unknown
 from speech.writing.text import normalise
 
@@ -110,10 +110,7 @@ def choose(path: str | None, saved: list[list[str]] | None = None) -> Profile | 
         return given
     kept = of_rows(saved)
     if given and given != kept:
-        raise UsageError(
-            "--profile has other units than the checkpoint: leave it out, or start a new run with"
-            " another --output_dir"
-        )
+        raise UsageError("--profile has other units than the checkpoint: leave it out")
     return kept
 
 
@@ -148,7 +145,9 @@ def read(path: str) -> Profile:
                 raise UsageError(
                     f"--profile {path}:{table.line_num}: it has not as many cells as the header"
                 )
-            rows[table.line_num] = _row(row)
+            unit = composed(row[GRAPHEME])
+            text = composed(row.get(TEXT, unit))
+            rows[table.line_num] = [unit, {NULL: "", SPACE: " "}.get(text, text)]
     except csv.Error as error:
         raise UsageError(
             f'--profile {path}: {error}: a quotation mark is written as """"'
@@ -161,13 +160,6 @@ def read(path: str) -> Profile:
         f"--profile {path}: columns used: {', '.join(used)}; not used: {', '.join(others) or 'none'}"
     )
     return Profile(tuple(map(tuple, rows.values())))
-
-
-def _row(row: dict[str, str]) -> list[str]:
-    """A unit and its text."""
-    unit = composed(row[GRAPHEME])
-    text = composed(row.get(TEXT, unit))
-    return [unit, {NULL: "", SPACE: " "}.get(text, text)]
 
 
 def fault(rows: dict[int, list[str]]) -> str | None:
@@ -203,8 +195,7 @@ def fault(rows: dict[int, list[str]]) -> str | None:
 
 
 class Outside:
-    """`lacking` of `unknown.check_unknown` for `characters`, the units of a profile. It keeps a
-    word for each one that it finds."""
+    """`lacking` of `check_unknown` for the units of a profile. It keeps a word for each."""
 
     def __init__(self, characters: Iterable[str], profile: Profile):
         self.known = {*characters}
@@ -268,15 +259,14 @@ def first_profile(texts: Iterable[str], tones_apart: bool = False) -> str:
 
 
 def read_texts(path: str, tiers: tuple[str, ...] = (), column: str | None = None) -> list[str]:
-    """The texts of a manifest, of a file of annotations, or of a file with a text a line. Raises
-    `UsageError` and `DataError`."""
+    """The texts of a manifest, annotations or lines. Raises `UsageError` and `DataError`."""
     file = files.require_file(Path(path))
     if is_annotations(file):
         found = choose_tiers(file, READERS[file.suffix.lower()](file).tiers, tiers)
         return [each.text for tier in found for each in tier.annotations]
     if file.suffix.lower() in TABLES:
-        how = Reading(text_column=column)
-        return [*read_manifest(path, Rejections(), normalise, Segments(False), how).texts]
+        checks = Checks(text_column=column)
+        return [*read_manifest(path, Rejections(), normalise, Segments(False), checks).texts]
     return files.read_text(path).splitlines()
 
 

@@ -1,6 +1,7 @@
 """Texts as they are read aloud: numbers in words, without what is not heard; and the texts that
 flags name."""
 
+import contextlib
 import functools
 import os
 import re
@@ -127,8 +128,7 @@ def fault(text: str, language: str, unread: re.Pattern = NOT_IN_WORDS) -> tuple[
 
 
 class _Heard(dict):
-    """For str.translate: every character as it is, "" for one that is not heard, and 0 to 9 for
-    digits of other scripts."""
+    """For str.translate: "" for what is not heard, and 0 to 9 for digits of other scripts."""
 
     def __missing__(self, code: int) -> str:
         character = chr(code)
@@ -186,14 +186,9 @@ def spelled(digits: str, language: str) -> str:
 def number_words(digits: str, language: str, kind: str = "cardinal") -> str:
     """Digits in words. A number that is too large for num2words is read digit by digit; an ordinal
     that it lacks is read as a cardinal. The digits, if it lacks the language."""
-    attempts: list[Callable[[], str]] = [
-        lambda: words_of(int(digits), language, to=kind),
-        lambda: words_of(int(digits), language),
-        lambda: spelled(digits, language),
-    ]
-    for attempt in attempts:
-        try:
-            return attempt()
-        except Exception:  # of many kinds
-            continue
+    for options in ({"to": kind}, {}):
+        with contextlib.suppress(Exception):  # of many kinds
+            return words_of(int(digits), language, **options)
+    with contextlib.suppress(Exception):
+        return spelled(digits, language)
     return digits

@@ -52,16 +52,13 @@ FORMATS = {  # by the suffix of a file's name
     ".srt": Format("", srt_cue, b"1\n"),
     ".vtt": Format("WEBVTT\n\n", vtt_cue, b"WEBVTT\n"),
 }
-OTHERS = set(
-    ".ass .dfxp .itt .lrc .sami .sbv .scc .smi .ssa .stl .sub .ttml".split()
-)  # not written
 
 
 def cues(row: dict) -> list[dict]:
     """The subtitles {"start", "end", "text"} of a transcript, of its words or, without words, of
     its segments: at most two lines of LINE characters, filled from the first on. They end with
-    sentences and segments and at pauses. They do not overlap, and none is shorter than SHORTEST:
-    one that is begins or ends later."""
+    sentences and segments and at pauses. They do not overlap, and last SHORTEST or longer: they may
+    begin or end later."""
     by_word = "words" in row
     parts = row["words"] if by_word else row["segments"]
     spaces = itertools.repeat(" ")

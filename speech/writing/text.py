@@ -1,6 +1,5 @@
 """Text: normalisation for training and for scoring, and the tokenizers."""
 
-import importlib
 import io
 import itertools
 import re
@@ -8,12 +7,13 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from common.errors import DataError, RunError, UsageError, require
+from common.errors import DataError, UsageError, require
 from common.files import read_json
 
 MOST_SENTENCES = 1_000_000  # to train SentencePiece on: it holds them in memory
 # They shape glyphs, so training keeps them. They are not heard, so scoring removes them.
 JOINERS = "\u200c\u200d"
+UNHEARD = ("Cc", "Cf", "Cs", "Co")  # categories of control characters and the like
 # Latin, Armenian, Arabic, Urdu, Devanagari, Myanmar, Ethiopic, Khmer, Chinese and full-width.
 SENTENCE_ENDS = tuple(
     ".?!\u0589\u061f\u06d4\u0964\u0965\u104b\u1362\u1367\u17d4\u3002\uff01\uff0e\uff1f\uff61"
@@ -23,18 +23,11 @@ APOSTROPHES = "'\u2018\u2019\u201b"
 IN_WORDS = frozenset(APOSTROPHES + ":\u00b7?!@")  # between letters they are parts of words
 PUNCTUATION = re.compile(r"[^\w\s]|_")  # and marks and symbols
 
-# First and last characters of the scripts without spaces between words, and of their punctuation:
-# Thai and Lao, Myanmar, Khmer, kana, Chinese characters.
-UNSPACED = (
-    ("\u0e00", "\u0eff"),
-    ("\u1000", "\u109f"),
-    ("\u1780", "\u17ff"),
-    ("\u3001", "\u30ff"),
-    ("\u31f0", "\u31ff"),
-    ("\u3400", "\u9fff"),
-    ("\uf900", "\ufaff"),
-    ("\uff65", "\uff9f"),
-    ("\U00020000", "\U0003ffff"),
+# Scripts without spaces between words, and their punctuation: Thai and Lao, Myanmar, Khmer, kana,
+# Chinese characters.
+UNSPACED = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3001-\u30ff\u31f0-\u31ff\u3400-\u9fff\uf900-\ufaff"
+    "\uff65-\uff9f\U00020000-\U0003ffff]"
 )
 
 
@@ -42,12 +35,9 @@ def normalise(text: str) -> str:
     """For training: NFC, no control characters or byte-order marks, single spaces. Keeps case,
     punctuation and all combining marks."""
     if not text.isprintable():  # a fast test, since characters to remove are rare
-        text = "".join(c for c in text if _is_kept(c))
+        kept = (c.isspace() or c in JOINERS or unicodedata.category(c) not in UNHEARD for c in text)
+        text = "".join(itertools.compress(text, kept))
     return " ".join(unicodedata.normalize("NFC", text).split())
-
-
-def _is_kept(c: str) -> bool:
-    return c.isspace() or c in JOINERS or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co")
 
 
 def is_letter(character: str) -> bool:
@@ -61,12 +51,11 @@ def is_letter(character: str) -> bool:
 
 def in_unspaced(character: str) -> bool:
     """Whether the character belongs to a script without spaces between words."""
-    return any(first <= character <= last for first, last in UNSPACED)
+    return bool(UNSPACED.match(character))
 
 
 def spaces_before(words: list[str], text: str) -> list[str]:
-    """The separator before each of the words that make up `text`: a space or nothing. If they do
-    not make it up, spaces."""
+    """What is before each of the words that make up `text`: a space or nothing; else spaces."""
     if "".join(text.split()) != "".join("".join(words).split()):
         return [" "] * len(words)
     gaps = []
@@ -123,8 +112,7 @@ NAMES = {
 
 
 def mark_share(texts: Iterable[str]) -> float:
-    """The share of letters and marks in `texts` that are marks or tone letters, which `as_whisper`
-    removes."""
+    """The share of marks and tone letters, which `as_whisper` removes, among letters in `texts`."""
     counts = Counter()
     for text in texts:
         counts.update(unicodedata.normalize("NFKC", text))
@@ -150,9 +138,7 @@ def style(texts: list[str]) -> dict[str, float]:
 
 
 class CharTokenizer:
-    """One token per character, or per unit of a `profile.Profile`. `pieces`, by id, are as a
-    `SentencePieceTokenizer` has them; these and the attributes after it are for
-    `speech.decoding.timed`."""
+    """One token per character or unit. `pieces` and what follows are for `decoding.timed`."""
 
     parted = frozenset()
 
@@ -205,11 +191,8 @@ class SentencePieceTokenizer:
 
 def sentencepiece_messages():
     """The module of SentencePiece's messages, to change a model. Raises `RunError` without it."""
-    try:
-        return importlib.import_module("sentencepiece.sentencepiece_model_pb2")
-    except ImportError:
-        needed = "the tokenizer's conversion needs the packages sentencepiece and protobuf"
-        raise RunError(f"{needed}: pip install sentencepiece protobuf") from None
+    name = "sentencepiece.sentencepiece_model_pb2"
+    return require(name, "the tokenizer's conversion", "sentencepiece protobuf")
 
 
 def characters_of(texts: Iterable[str]) -> list[str]:
@@ -249,10 +232,9 @@ def train_tokenizer(texts: Iterable[str], kind: str, vocab_size: int) -> Sentenc
     if not characters:
         raise DataError("no tokenizer can be trained: there is no text")
     if kind == "bpe" and vocab_size < len(characters) + 2:  # the unknown token and the space
-        raise UsageError(
-            f"--vocab_size {vocab_size} is too few for the {len(characters)} characters of the"
-            f" training texts: it must be at least {len(characters) + 2}"
-        )
+        letters = f"the {len(characters)} characters of the training texts"
+        least = f"it must be at least {len(characters) + 2}"
+        raise UsageError(f"--vocab_size {vocab_size} is too few for {letters}: {least}")
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

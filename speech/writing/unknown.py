@@ -31,8 +31,7 @@ def outside(characters: Iterable[str]) -> Lacking:
 
 
 def not_encoded(tokenizer) -> Lacking:
-    """`lacking` of `check_unknown` for a tokenizer with `encode` and the id `unknown`. Every
-    distinct character is encoded once."""
+    """`lacking` of `check_unknown` for a tokenizer with `encode` and the id `unknown`."""
     known: set[str] = set()
     unknown: set[str] = set()
 
@@ -126,8 +125,7 @@ def note_rewritten(corpora: dict[str, Corpus], tokenizer) -> None:
 
 
 def as_value(counts: Counter[str]) -> str:
-    """Characters as the value of a flag for a shell, divided by spaces, the most frequent first; ""
-    if they are none, or too many."""
+    """Characters as the value of a flag for a shell; "" if they are none, or too many."""
     ordered = sorted(counts, key=lambda character: (-counts[character], character))
     ordered = [character for character in ordered if not character.isspace()]
     value = " ".join(ordered)
@@ -136,22 +134,21 @@ def as_value(counts: Counter[str]) -> str:
     return shlex.quote(value) if set('"$`\\!') & set(value) else f'"{value}"'
 
 
-def named(counts: Counter[str], most: int = NAMED) -> str:
-    """Characters with their counts, the most frequent first."""
-    ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
-    parts = [f"{shown(character)} x {count:,}" for character, count in ordered[:most]]
-    if len(ordered) > most:
-        parts.append(f"{len(ordered) - most:,} others")
-    return ", ".join(parts)
-
-
 def shown(character: str) -> str:
-    """A character for a message. What cannot be seen alone (spaces, controls, marks) has its code
-    point and its Unicode name."""
+    """A character for a message, by its Unicode name if it cannot be seen alone."""
     if unicodedata.category(character)[0] in "CMZ":
         name = unicodedata.name(character, "")
         return f"U+{ord(character):04X} {name}".rstrip()
     return character
+
+
+def named(counts: Counter[str], most: int = NAMED, show: Callable[[str], str] = shown) -> str:
+    """Characters, or what else `show` writes, with their counts, the most frequent first."""
+    ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+    parts = [f"{show(each)} x {count:,}" for each, count in ordered[:most]]
+    if len(ordered) > most:
+        parts.append(f"{len(ordered) - most:,} others")
+    return ", ".join(parts)
 
 
 def _is_style(character: str, lacking: Lacking) -> bool:

@@ -168,7 +168,8 @@ def test_ctc_greedy_merges_repeats_and_drops_blanks():
     model = make_model()
     paths = torch.tensor([[7, 1, 1, 7, 1, 2, 2, 7], [3, 3, 3, 7, 7, 0, 5, 5]])
     model.ctc_head = torch.nn.Identity()
-    assert recipe.ctc_greedy(model, F.one_hot(paths, 8), torch.tensor([8, 5])) == [[1, 1, 2], [3]]
+    encoded = recipe.Encoded(F.one_hot(paths, 8), None, None, torch.tensor([8, 5]))
+    assert recipe.ctc_greedy(model, encoded) == [[1, 1, 2], [3]]
 
 
 def how(method: str, beam_size: int) -> recogniser.DecodingOptions:
@@ -181,8 +182,9 @@ def test_rescoring_picks_what_the_weighted_terms_like_best(seed):
     model = awake(make_model(seed=seed).eval(), seed)
     model.label_smoothing = 0.0
     item = make_items(1, seed=seed)[0]
-    encoded, _, _, lengths = model.encode(moved([item]))
-    hypotheses = ctc_prefix_beam(model.ctc_head(encoded[0]).log_softmax(-1).numpy(), 6, model.eos)
+    encoded = model.encode(moved([item]))
+    log_probs = model.ctc_head(encoded.frames[0]).log_softmax(-1)
+    hypotheses = ctc_prefix_beam(log_probs.numpy(), 6, model.eos)
 
     def loss(hypothesis):
         tokens, ctc = hypothesis  # of the paths that the beam has kept
@@ -193,7 +195,7 @@ def test_rescoring_picks_what_the_weighted_terms_like_best(seed):
         return sum(weight * float(terms[name]) for name, weight in weights)
 
     expected, _ = min(hypotheses, key=loss)
-    assert recipe.decode(model, encoded, lengths, how("rescore", 6)) == [list(expected)]
+    assert recipe.decode(model, encoded, how("rescore", 6), None) == [list(expected)]
 
 
 @torch.no_grad()
@@ -201,11 +203,10 @@ def test_rescoring_picks_what_the_weighted_terms_like_best(seed):
 def test_decoding_does_not_depend_on_the_batch(method):
     model = awake(make_model().eval())
     items = make_items(3, seed=2)
-    encoded, _, _, lengths = model.encode(moved(items))
-    together = recipe.decode(model, encoded, lengths, how(method, 3))
+    together = recipe.decode(model, model.encode(moved(items)), how(method, 3), None)
     for item, tokens in zip(items, together, strict=True):
-        encoded, _, _, length = model.encode(moved([item]))
-        assert recipe.decode(model, encoded, length, how(method, 3)) == [tokens]
+        alone = recipe.decode(model, model.encode(moved([item])), how(method, 3), None)
+        assert alone == [tokens]
         assert all(0 <= token < model.eos for token in tokens)
 
 

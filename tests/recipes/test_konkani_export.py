@@ -77,8 +77,7 @@ def trained():
         (recipe.compute_loss(model, batch)["ctc"] / batch["counts"]["ctc"]).backward()
         optimizer.step()
     model.eval()
-    encoded, _, _, lengths = model.encode(batch_of(TEXTS, CLIPS))
-    tokens = recipe.ctc_greedy(model, encoded, lengths)
+    tokens = recipe.ctc_greedy(model, model.encode(batch_of(TEXTS, CLIPS)))
     assert [TOKENIZER.decode(each) for each in tokens] == TEXTS
     return model
 

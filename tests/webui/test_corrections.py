@@ -7,7 +7,7 @@ import pytest
 
 from common.errors import DataError, UsageError
 from speech.data.columns import Rejections, Segments
-from speech.data.manifest import Reading, read_manifest
+from speech.data.manifest import Checks, read_manifest
 from webui import corrections
 from webui.corrections import DONE, LEFT_OUT, Table
 from webui.places import CORRECTED, DRAFT
@@ -39,7 +39,7 @@ def texts(here, table: Table) -> list[str]:
 
 def trained(table: Table) -> list[tuple]:
     """(text, offset, duration) that a recipe reads."""
-    corpus = read_manifest(str(table.latest), Rejections(), str, Segments(wanted=False), Reading())
+    corpus = read_manifest(str(table.latest), Rejections(), str, Segments(wanted=False), Checks())
     return list(zip(corpus.texts, corpus.offsets.tolist(), corpus.durations.tolist(), strict=True))
 
 

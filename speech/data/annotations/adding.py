@@ -3,6 +3,7 @@ byte for byte, but for the paths of media relative to the file, which another fo
 the number of the last annotation, from which ELAN counts on."""
 
 import bisect
+import codecs
 import itertools
 import math
 import os
@@ -18,7 +19,6 @@ from xml.sax.saxutils import quoteattr
 from common import files
 from common.errors import DataError
 from speech.data.annotations import writing
-from speech.data.annotations.document import BYTE_ORDERS
 
 ORDER = (  # of elements in the root, by ELAN's schema
     *("LICENSE", "HEADER", "TIME_ORDER", "TIER", "LINGUISTIC_TYPE", "LOCALE", "LANGUAGE"),
@@ -122,11 +122,9 @@ def with_tiers(
 ) -> bytes:
     """The `content` of the .eaf `source`, which has slots of time, with these tiers and `tracks`,
     which depend on no tier, for the path `target`."""
-    encoding = encoding_of(content)
-    try:
-        content = content.decode(encoding).encode("utf-8")
-    except (UnicodeDecodeError, LookupError):
-        raise DataError(f"{source}: its encoding is not {encoding}; save it with ELAN") from None
+    declared = ENCODING.match(content.removeprefix(codecs.BOM_UTF8))
+    if (declared and declared[1].lower() != b"utf-8") or not is_utf_8(content):
+        raise DataError(f"{source}: its encoding is not UTF-8; save it with ELAN")
     written = parsed(content)
     changes = moved_links(content, written, source, target)
     slots, names = writing.time_slots(tracks, written.last_slot + 1)
@@ -146,16 +144,15 @@ def with_tiers(
     for start, end, new in sorted(changes, key=lambda change: change[:2]):
         pieces += content[done:start], new
         done = end
-    whole = b"".join([*pieces, content[done:]])
-    return whole.decode("utf-8").encode(encoding, "xmlcharrefreplace")
+    return b"".join([*pieces, content[done:]])
 
 
-def encoding_of(content: bytes) -> str:
-    """Python's name of the encoding of an XML file."""
-    if content[:2] in BYTE_ORDERS:
-        return "utf-16-le" if content[:2] == BYTE_ORDERS[0] else "utf-16-be"
-    found = ENCODING.match(content.removeprefix(b"\xef\xbb\xbf"))
-    return found[1].decode() if found else "utf-8"
+def is_utf_8(content: bytes) -> bool:
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def xml_of(element: ElementTree.Element, level: int = 1) -> bytes:
@@ -170,8 +167,7 @@ def added_elements(
     slots: dict[tuple[int, int, int], str],
 ) -> tuple[list[ElementTree.Element], int]:
     """The elements of the new tiers and tracks, of their types and constraints where they are
-    missing; and the highest number of an annotation then. `slots`: names of `writing.time_slots`
-    for the tracks."""
+    missing; and the highest number of an annotation then. `slots`: of `writing.time_slots`."""
     last = written.last
     taken = written.names("TIER", "TIER_ID")
     kinds = dict.fromkeys(each.kind for each in (*tiers, *tracks))
@@ -224,8 +220,7 @@ def free_name(name: str, taken: set[str]) -> str:
 def moved_links(
     content: bytes, written: Written, source: Path, target: Path
 ) -> list[tuple[int, int, bytes]]:
-    """(start, end, new bytes) of each relative path of a medium that is there, as seen from the
-    copy's folder."""
+    """(start, end, new bytes) of the relative paths of media, as seen from the copy's folder."""
     changes = []
     for element, start, attributes in written.starts:
         if element not in RELATIVE:

@@ -22,6 +22,7 @@ CHUNK = 1 << 20  # bytes: expat begins an element anew with every chunk of it
 LONGEST_ELEMENT = 1 << 24  # bytes of its name and attributes, or of a comment
 Key = tuple[int, str]  # an annotation: the number of its tier, and its name there
 NO_KEY = -1, ""
+NOWHERE = math.nan, math.nan
 
 
 class Timed(NamedTuple):
@@ -54,11 +55,12 @@ class Segment(NamedTuple):
 
 @dataclass
 class Raw:
-    """A tier as it is written."""
+    """A tier as it is written, and the times of `timed` in seconds, NaN where they are not clear."""
 
     tier: Tier
     timed: list[Timed] = field(default_factory=list)
     dependent: list[Dependent] = field(default_factory=list)
+    places: list[tuple[float, float]] = field(default_factory=list)
 
 
 class Reader:
@@ -83,8 +85,8 @@ class Reader:
         # Entities would be declared there: they multiply a text, or name other files.
         self.parser.StartDoctypeDeclHandler = self.refuse_doctype
 
-    def read(self) -> None:
-        """Reads the file. Raises `DataError` and `UsageError`."""
+    def read(self) -> dict[Key, tuple[float, float]]:
+        """Reads the file; returns times of annotations. Raises `DataError` and `UsageError`."""
         try:
             with opened(self.path) as file:
                 while chunk := file.read(CHUNK):
@@ -97,6 +99,14 @@ class Reader:
             raise DataError(f"{self.path}:{error.lineno}: it is not sound XML: {reason}") from None
         except (LookupError, ValueError):  # of Python, which expat asks for an encoding's letters
             self.fail("its encoding is not known; save it as UTF-8")
+        times = {}
+        for number, raw in enumerate(self.tiers):
+            known = slot_times(raw.timed, self.slots)
+            for each in raw.timed:  # several may have one name
+                place = known.get(each.first, math.nan), known.get(each.last, math.nan)
+                raw.places.append(place)
+                times[number, each.name] = place
+        return times
 
     def fail(self, reason: str) -> None:
         raise DataError(f"{self.path}:{self.parser.CurrentLineNumber}: {reason}")
@@ -115,8 +125,8 @@ class Reader:
         elif element == "MEDIA_DESCRIPTOR":
             self.media.append(
                 Media(
-                    attributes.get("MEDIA_URL", ""),
-                    attributes.get("RELATIVE_MEDIA_URL", ""),
+                    local_path(attributes.get("MEDIA_URL", "")),
+                    local_path(attributes.get("RELATIVE_MEDIA_URL", ""), relative=True),
                     self.seconds(attributes.get("TIME_ORIGIN", "0")),
                 )
             )
@@ -166,75 +176,47 @@ class Reader:
 
 
 def read(path: Path) -> Document:
-    """The content of an .eaf. Raises `UsageError`, and `DataError` that names the line if it is
-    damaged or not ELAN's."""
+    """The content of an .eaf. Raises `UsageError`, and `DataError` that names the line."""
     reader = Reader(path)
-    reader.read()
-    times: dict[Key, tuple[float, float]] = {}
-    for number, raw in enumerate(reader.tiers):
-        for each, (start, end) in zip(raw.timed, times_of(raw, reader), strict=True):
-            times[number, each.name] = start, end
-            raw.tier.annotations.append(Annotation(start, end, each.text))
+    times = reader.read()
     dependent = linked(reader.tiers)
     links = {(number, each.name): each for number, tier in enumerate(dependent) for each in tier}
     for raw, annotations in zip(reader.tiers, dependent, strict=True):
+        raw.tier.annotations += (
+            Annotation(*place, each.text) for each, place in zip(raw.timed, raw.places, strict=True)
+        )
         for parent, text in joined(annotations, links):
-            start, end = times.get(parent, (math.nan, math.nan))
-            raw.tier.annotations.append(Annotation(start, end, text))
+            raw.tier.annotations.append(Annotation(*times.get(parent, NOWHERE), text))
     tiers = {raw.tier.name: raw.tier for raw in reader.tiers}
     for raw in reader.tiers:
         raw.tier.participant = participant(raw.tier, tiers)
-    return Document([raw.tier for raw in reader.tiers], media_of(reader))
-
-
-def media_of(reader: Reader) -> list[Media]:
-    """The recordings that a file names."""
-    return [
-        Media(local_path(url), local_path(relative, relative=True), origin)
-        for url, relative, origin in reader.media
-    ]
-
-
-def times_of(raw: Raw, reader: Reader) -> list[tuple[float, float]]:
-    """The times of a tier's annotations that have time slots; NaN where they are not clear. Several
-    annotations may have one name."""
-    places = slot_times(raw.timed, reader.slots)
-    return [
-        (places.get(each.first, math.nan), places.get(each.last, math.nan)) for each in raw.timed
-    ]
+    return Document([raw.tier for raw in reader.tiers], reader.media)
 
 
 def segments(path: Path) -> tuple[list[tuple[Tier, list[Segment]]], list[Media]]:
     """The tiers of an .eaf with their annotations, each with its own time or that of the one that
-    it depends on, NaN if others share that time; and its recordings. Raises `UsageError` and
-    `DataError`."""
+    it depends on, NaN if others share that time; and its recordings. Errors are as in `read`."""
     reader = Reader(path)
-    reader.read()
-    own = [times_of(raw, reader) for raw in reader.tiers]
-    times = {
-        (number, each.name): place
-        for number, raw in enumerate(reader.tiers)
-        for each, place in zip(raw.timed, own[number], strict=True)
-    }
+    times = reader.read()
     dependent = linked(reader.tiers)
     parents = {
         (number, each.name): each.parent for number, tier in enumerate(dependent) for each in tier
     }
     result = []
-    for number, (raw, below) in enumerate(zip(reader.tiers, dependent, strict=True)):
+    for raw, below in zip(reader.tiers, dependent, strict=True):
         shared = Counter(each.parent for each in below)
         found = [
             Segment(each.name, *place, each.text)
-            for each, place in zip(raw.timed, own[number], strict=True)
+            for each, place in zip(raw.timed, raw.places, strict=True)
         ]
         for each in below:
             key = each.parent if shared[each.parent] == 1 else NO_KEY
             for _ in range(LEVELS):
                 key = parents.get(key, key)
-            found.append(Segment(each.name, *times.get(key, (math.nan, math.nan)), each.text))
+            found.append(Segment(each.name, *times.get(key, NOWHERE), each.text))
         raw.tier.annotations += (Annotation(*each[1:]) for each in found)
         result.append((raw.tier, found))
-    return result, media_of(reader)
+    return result, reader.media
 
 
 def participant(tier: Tier, tiers: dict[str, Tier]) -> str:
@@ -289,8 +271,7 @@ def linked(tiers: list[Raw]) -> list[list[Dependent]]:
 def joined(annotations: list[Dependent], links: dict[Key, Dependent]) -> list[tuple[Key, str]]:
     """The texts of a tier without times of its own, as (key of the annotation with times, text).
     All texts that depend on one are joined in their order: nobody has said when each of them
-    begins. `links`: the dependent annotations of all tiers. A text has NO_KEY if they depend on
-    each other in a circle."""
+    begins. `links`: the dependent annotations of all tiers. In a circle, texts have NO_KEY."""
     result: list[tuple[Key, str]] = []
     for _ in range(LEVELS):
         children: dict[Key, list[Dependent]] = {}
@@ -308,8 +289,7 @@ def joined(annotations: list[Dependent], links: dict[Key, Dependent]) -> list[tu
 
 
 def in_order(group: list[Dependent]) -> list[Dependent]:
-    """The annotations of one parent as each follows its `previous`; as they stand if that leaves
-    one out."""
+    """The annotations of a parent by their `previous`; as they stand if that leaves one out."""
     names = {each.name for each in group}
     following = {each.previous: each for each in group if each.previous in names}
     ordered = []

@@ -30,8 +30,7 @@ STAYS = "subtitle stays until after the next one begins, and is taken to end the
 
 @dataclass
 class Cue:
-    """A subtitle: its time in seconds, its lines without tags and empty ones, who speaks, and how
-    it is written."""
+    """A subtitle: seconds, lines without tags, who speaks, and how it is written."""
 
     start: float
     end: float
@@ -138,8 +137,7 @@ def _cue(start: float, end: float, lines: list[str]) -> Cue:
 
 
 def repeated(before: list[str], lines: list[str]) -> int:
-    """How many of the first `lines` the subtitle before it ends with; words may have been added to
-    the last of them."""
+    """How many `lines` the one before ends with; the last of them may have more words."""
     for count in range(min(len(before), len(lines)), 0, -1):
         is_last = f"{lines[count - 1]} ".startswith(f"{before[-1]} ")
         if is_last and before[-count:-1] == lines[: count - 1]:
@@ -157,8 +155,7 @@ def roll(cues: list[Cue]) -> bool:
 
 
 def unrolled(cues: list[Cue]) -> tuple[list[Cue], list[tuple[float, str]]]:
-    """Rolling subtitles with each line once, from when it is there first; and (start, line) of what
-    is left out."""
+    """Rolling subtitles with each line once, and (start, line) of what is left out."""
     found: list[Cue] = []
     left_out = []
     shown: list[str] = []

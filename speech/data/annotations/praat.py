@@ -11,8 +11,7 @@ from speech.data.annotations.document import Annotation, Document, Tier, opened,
 # such as `intervals [3]:` and `xmin =`, explains them to people. A quote alone is not closed.
 TOKEN = re.compile(r'"([^"]*(?:""[^"]*)*)"|(")|!.*|[^\s"]+')
 BINARY = b"ooBinaryFile"
-DECIMAL = r"[+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?"
-NUMBER = re.compile(rf"({DECIMAL})(?:/({DECIMAL}))?(%)?", re.ASCII)  # also 3/4 and 75%
+NUMBER = re.compile(r"[+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?", re.ASCII)
 SAVE_AS_TEXT = "save it in Praat as a text file or a short text file"
 SAVE_AS_UTF_8 = f"{SAVE_AS_TEXT}, with UTF-8 in its text writing preferences"
 
@@ -33,15 +32,9 @@ class Values:
                 yield token[1].replace('""', '"')
             elif token[2]:
                 self.fail("a quote is not closed")
-            elif found := NUMBER.fullmatch(token[0]):
-                yield self._number(*found.groups())
+            elif NUMBER.fullmatch(token[0]):
+                yield float(token[0])
         self.position = len(self.content)
-
-    def _number(self, above: str, below: str | None, percent: str | None) -> float:
-        divisor = float(below or 1) * (100 if percent else 1)
-        if not divisor:
-            self.fail(f"{above}/{below} is no number")
-        return float(above) / divisor
 
     def fail(self, reason: str) -> None:
         line = self.content.count("\n", 0, self.position) + 1

@@ -80,13 +80,8 @@ class Taken:
 
 def files_of(path: Path) -> list[Path]:
     """The files of annotations that a name or a pattern stands for, sorted; [] for the name of
-    anything else. Raises `UsageError` for a folder, and for a pattern of no files or of others."""
+    anything else. Raises `UsageError` for a pattern of no files or of others."""
     name = str(path)
-    if os.path.isdir(name):
-        raise UsageError(
-            f"manifest {name}: it is a folder; name a table in it or, of files of annotations, a"
-            f" pattern in quotes such as '{name}/*.eaf'"
-        )
     if os.path.exists(name) or not glob.has_magic(name):
         refuse_others(path)
         return [path] if is_annotations(path) else []
@@ -97,10 +92,7 @@ def files_of(path: Path) -> list[Path]:
         refuse_others(each)
     other = next((each for each in found if not is_annotations(each)), None)
     if other:
-        raise UsageError(
-            f"manifest {name}: a pattern stands for files of annotations ({NAMES}), and {other} is"
-            " none"
-        )
+        raise UsageError(f"manifest {name}: a pattern stands for {NAMES}, and {other} is none")
     return found
 
 
@@ -116,8 +108,7 @@ def refuse_others(path: Path) -> None:
 
 
 def is_annotations(path: Path, suffix: str = "") -> bool:
-    """Whether a file is one of annotations, by its suffix, which may be given: labels are known by
-    their content, too."""
+    """Whether a file has annotations, by its suffix, which may be given, or as labels."""
     suffix = (suffix or path.suffix).lower()
     return lines.is_labels(path) if suffix == ".txt" else suffix in READERS
 
@@ -131,8 +122,7 @@ def annotated_rows(
     files: list[Path], tiers: Sequence[str], audio_root: str | None, rejected: Rejections
 ) -> Iterator[tuple[int, dict]]:
     """(number from 1 on, row) of each annotation with a text in the files; what was taken is said
-    in `rejected.source`. `tiers`: names, types or patterns of those to take, needed where a
-    file has several.
+    in `rejected.source`. `tiers`: names, types or patterns of those to take.
 
     Of several files, one that cannot be used is added to `rejected`. Raises `DataError` and
     `UsageError` for a single one, and `UnclearTier` if it is not clear which tier to take."""
@@ -157,15 +147,16 @@ def annotated_rows(
         note_overlaps(audio, annotations, rejected)
         for each in annotations:
             number += 1
-            yield number, as_row(audio, each)
+            duration = round(each.end - each.start, 6)
+            row = {"audio_filepath": audio, "offset": each.start, "duration": duration}
+            yield number, {**row, "text": each.text, "speaker": each.speaker}
     rejected.source = taken.described()
 
 
 def audio_of(
     path: Path, media: Sequence[Media], audio_root: str | None = None
 ) -> tuple[str, float]:
-    """The absolute path of the audio of the annotations in the file `path`, and the seconds in it
-    at which their time begins.
+    """The absolute path of the audio of a file's annotations, and where in it their time begins.
 
     It is one of the `media` that the file names, sound before video, or a file of the same name
     with another ending (`talk.en.srt` also belongs to `talk.wav`), beside the file or in
@@ -197,8 +188,8 @@ def _rank(path: str) -> int:
 def choose(path: Path, tiers: list[Tier], wanted: Sequence[str]) -> list[Tier]:
     """The tiers to take: those that are `wanted`, or else those that `writing` calls utterances, or
     the only one with texts, or the only one with texts that depends on no other. Raises
-    `UnclearTier` if that may be a wrong one, and `DataError` if none of the wanted ones is there or
-    has a text, with a table of all."""
+    `UnclearTier` if that may be a wrong one, and `DataError` if none has a text, with a table of
+    all."""
     are_named = any(tier.name for tier in tiers)
     table = f"\n{table_of(tiers)}" if are_named else ""
     possible = tiers
@@ -223,20 +214,11 @@ def choose(path: Path, tiers: list[Tier], wanted: Sequence[str]) -> list[Tier]:
     if len(written) == 1:
         name = printable(written[0].name)
         question = f"are these texts or their numbers? Add --tier '{name}' if they are texts"
-    elif kind := kind_of_several(written):
-        question += f"; a type takes the tiers of all speakers: --tier {printable(kind)}"
     raise UnclearTier(f"{path}: {question}{table}")
 
 
 def has_texts(tier: Tier) -> bool:
     return any(each.text for each in tier.annotations)
-
-
-def kind_of_several(tiers: list[Tier]) -> str:
-    """The type that most of the tiers with words have, "" if no two have one, or all have it."""
-    kinds = Counter(tier.kind for tier in tiers if tier.kind and is_prose(tier))
-    kind, count = next(iter(kinds.most_common(1)), ("", 0))
-    return kind if 1 < count < len(tiers) else ""
 
 
 def is_wanted(tier: Tier, wanted: Sequence[str]) -> bool:
@@ -253,8 +235,7 @@ def is_prose(tier: Tier) -> bool:
 
 
 def table_of(tiers: list[Tier]) -> str:
-    """A line for each tier, those with texts first and then by their types: its name, its type in
-    ELAN, who speaks, how many texts it has, and one of them."""
+    """A line for each tier, those with texts first, then by their types, with one of its texts."""
     rows = []
     for tier in sorted(tiers, key=lambda tier: (not has_texts(tier), tier.kind)):
         texts = [each.text for each in tier.annotations if each.text]
@@ -316,8 +297,7 @@ def count_changed(chosen: list[Tier], tiers: list[Tier], taken: Taken) -> None:
 def in_time(
     path: Path, annotations: list[Annotation], origin: float, rejected: Rejections
 ) -> list[Annotation]:
-    """The annotations by their times in the audio, in which theirs begins at `origin`. Those whose
-    times cannot be used are added to `rejected`."""
+    """The annotations by their times in the audio, in which theirs begins at `origin`."""
     usable = []
     for each in annotations:
         start = round(each.start + origin, 6)
@@ -332,19 +312,8 @@ def in_time(
     return sorted(usable)
 
 
-def as_row(audio: str, annotation: Annotation) -> dict:
-    return {
-        "audio_filepath": audio,
-        "text": annotation.text,
-        "offset": annotation.start,
-        "duration": round(annotation.end - annotation.start, 6),
-        "speaker": annotation.speaker,
-    }
-
-
 def note_overlaps(audio: str, annotations: list[Annotation], rejected: Rejections) -> None:
-    """Adds those of the sorted `annotations` that begin before another has ended to the notes of
-    `rejected`."""
+    """Notes those of the sorted `annotations` that begin before another has ended."""
     latest = None  # of the annotations so far, the one that ends last
     for each in annotations:
         if latest and min(each.end, latest.end) - each.start > OVERLAP:

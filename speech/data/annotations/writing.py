@@ -131,8 +131,7 @@ def _times(row: dict) -> tuple[float, float]:
 
 
 def _lanes(rows: Sequence[dict]) -> dict[tuple[str, int], list[dict]]:
-    """The rows of each speaker in the order of time, divided so that none overlap, by the speaker
-    and a number from 1 on."""
+    """Rows in the order of time without overlaps, by (speaker, number from 1 on)."""
     lanes: dict[tuple[str, int], list[dict]] = {}
     for row in sorted(rows, key=_times):
         speaker = one_line(row.get("speaker", ""))
@@ -231,8 +230,7 @@ def slot_element(name: str, time: int) -> ElementTree.Element:
 def tier_elements(
     tracks: Sequence[Track], slots: dict[tuple[int, int, int], str], first: int = 1
 ) -> list[ElementTree.Element]:
-    """A TIER for each track, with the names of `time_slots`; annotations are counted from `first`
-    on."""
+    """A TIER for each track, with `slots` of `time_slots`; annotations count from `first` on."""
     ids: dict[tuple[str, int], str] = {}  # of the annotations, by their tier and their start
     numbers = itertools.count(first)
     tiers = []

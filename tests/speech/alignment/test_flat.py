@@ -135,5 +135,5 @@ def test_utterances_of_a_simulated_reading(missing, most_wrong):
 @pytest.mark.parametrize("more", [[], [Piece("a" * 100_000, True)]])
 def test_a_text_that_is_far_too_long_is_refused(more):
     pieces, energy, _ = reading_of(np.random.default_rng(3), 40, 0.0)
-    with pytest.raises(DataError, match=r"the text is too long: .* would take 0\.0"):
+    with pytest.raises(DataError, match=r"the text is too long: 0\.0"):
         flat.align(more or pieces * 20, energy)

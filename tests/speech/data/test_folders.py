@@ -108,7 +108,7 @@ def test_a_folder_that_somebody_has_changed_is_not_replaced(tmp_path, name, text
     folders.write_folder(folder, fill("1"), MADE)
     (folder / name).write_text(text)
     before = contents(folder)
-    with pytest.raises(UsageError, match=r"files that are not replaced .*choose a new folder"):
+    with pytest.raises(UsageError, match=r"files that are not replaced .*take another"):
         folders.write_folder(folder, fill("2"), MADE)
     assert contents(folder) == before and list(tmp_path.iterdir()) == [folder]
 

@@ -245,7 +245,7 @@ def test_other_ranks_wait_for_the_cache(data, tmp_path, heard):
     path = data({"a": speech()})
     (tmp_path / "cache").mkdir()
     with ThreadPoolExecutor(1) as other:
-        with listening._locked(tmp_path / "cache" / "audio.npz"):
+        with listening.locked(tmp_path / "cache"):
             loading = other.submit(load, path, cache_dir=tmp_path / "cache")
             with pytest.raises(StillRunning):
                 loading.result(timeout=0.2)

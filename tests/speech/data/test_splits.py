@@ -175,7 +175,7 @@ def test_a_part_that_is_gone_is_drawn_anew(tmp_path, wav, json_lines, capsys):
     drawn = read(path, seed=5)
     other = read(path, seed=5, held_out=("0" * 16,))
     assert list(other["val"].texts) == list(drawn["val"].texts)
-    said = "were held out before are not in the training set any more: others are drawn"
+    said = "the held-out utterances are not in the training set any more: others are drawn"
     assert said in capsys.readouterr().out
     partly = (splits.held_out_keys(drawn["val"])[0], "0" * 16)
     assert len(read(path, seed=6, held_out=partly)["val"]) == 1

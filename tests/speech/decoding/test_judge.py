@@ -96,9 +96,7 @@ def test_what_is_no_judge_is_one_line(spoken, tmp_path, monkeypatch):
     (tmp_path / "checkpoint_step_00000002.pt").write_bytes(b"PK")
     with pytest.raises(UsageError, match=r"--judge .*0002\.pt: name best\.safetensors of the run"):
         checkpoint.recipe_of(str(tmp_path / "checkpoint_step_00000002.pt"), "--judge")
-    with pytest.raises(
-        UsageError, match=r"matcha_voice\.py has saved it, which is not a recogniser"
-    ):
+    with pytest.raises(UsageError, match=r"matcha_voice\.py, its recipe, is not a recogniser"):
         judge.recogniser_of(write_judge(tmp_path, "matcha_voice"), RECIPES)
     with pytest.raises(UsageError, match=r"there is no recipes/other\.py"):
         judge.recogniser_of(write_judge(tmp_path, "other"), RECIPES)

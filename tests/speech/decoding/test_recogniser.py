@@ -190,7 +190,8 @@ def test_a_set_of_several_languages_has_the_error_rates_of_each(tmp_path, capsys
 def test_an_interval_can_be_computed_from_the_file(tmp_path, capsys):
     lines, rows = printed("vi", tmp_path, capsys)
     pairs = [row["errors"]["case kept, no punctuation"]["words"] for row in rows]
-    ends = metrics.middle(metrics.resampled_rates(np.array(pairs)))
+    errors = [metrics.Errors(substitutions=wrong, length=length) for wrong, length in pairs]
+    (ends,) = metrics.intervals([errors])
     assert metrics.shown(ends).strip() in lines[3]
 
 

@@ -114,18 +114,18 @@ def test_an_interval_is_that_of_a_normal_distribution_where_one_applies():
     """2,000 utterances of ten words, each wrong with probability 0.1."""
     wrong = np.random.default_rng(3).binomial(10, 0.1, 2000)
     errors = [Errors(substitutions=int(count), length=10) for count in wrong]
-    low, high = metrics.interval(errors)
+    low, high = metrics.intervals([errors])[0]
     rate = wrong.mean() / 10
     half = 1.96 * wrong.std() / 10 / math.sqrt(2000)
     assert low == pytest.approx(rate - half, abs=half / 5)
     assert high == pytest.approx(rate + half, abs=half / 5)
-    assert metrics.interval(errors) == (low, high)
+    assert metrics.intervals([errors])[0] == (low, high)
 
 
 def test_an_interval_is_over_utterances_and_weighs_their_lengths():
     """One long utterance has all the errors: the words of one are not independent."""
     errors = [Errors(length=1) for _ in range(99)] + [Errors(substitutions=50, length=100)]
-    low, high = metrics.interval(errors)
+    low, high = metrics.intervals([errors])[0]
     assert low == 0 and high == pytest.approx(150 / 397, abs=0.05)  # drawn three times
 
 
@@ -136,7 +136,7 @@ def test_the_interval_of_a_difference_is_paired():
     after = [Errors(substitutions=int(count), length=50) for count in random]
     (ends,) = metrics.intervals_of_differences([before], [after])
     assert ends == pytest.approx((0.02, 0.02))
-    low, high = metrics.interval(before)
+    low, high = metrics.intervals([before])[0]
     assert high - low > 0.04
     assert metrics.intervals_of_differences([before[:1]], [after[:1]]) == [None]
 

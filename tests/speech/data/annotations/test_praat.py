@@ -119,7 +119,6 @@ DAMAGED = {
     "fewer than there are": (
         f'{HEAD}1\n{TIER}1\n0\n1\n"a"\n1\n2\n"b"', ":15: there is more than the sizes before it",
     ),
-    "a fraction of nothing": (f"{HEAD}1\n{TIER}1\n1/0\n", ":12: 1/0 is no number"),
 }  # fmt: skip
 
 
@@ -131,12 +130,6 @@ def test_damaged_files_are_refused_with_their_line(tmp_path, name, no_hang):
     with pytest.raises(DataError) as caught:
         praat.read(path)
     assert message in str(caught.value) and "a.TextGrid" in str(caught.value)
-
-
-def test_fractions_and_percentages_are_numbers(tmp_path):
-    path = tmp_path / "a.TextGrid"
-    path.write_text(f'{HEAD}1\n{TIER}2\n0\n3/4\n"a"\n75%\n3e0/2\n"b"\n')
-    assert praat.read(path).tiers[0].annotations == [(0, 0.75, "a", ""), (0.75, 1.5, "b", "")]
 
 
 @pytest.mark.parametrize(
