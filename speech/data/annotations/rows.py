@@ -214,11 +214,20 @@ def choose(path: Path, tiers: list[Tier], wanted: Sequence[str]) -> list[Tier]:
     if len(written) == 1:
         name = printable(written[0].name)
         question = f"are these texts or their numbers? Add --tier '{name}' if they are texts"
+    elif kind := kind_of_several(written):
+        question += f"; a type takes the tiers of all speakers: --tier {printable(kind)}"
     raise UnclearTier(f"{path}: {question}{table}")
 
 
 def has_texts(tier: Tier) -> bool:
     return any(each.text for each in tier.annotations)
+
+
+def kind_of_several(tiers: list[Tier]) -> str:
+    """The type that most of the tiers with words have, "" if no two have one, or all have it."""
+    kinds = Counter(tier.kind for tier in tiers if tier.kind and is_prose(tier))
+    kind, count = next(iter(kinds.most_common(1)), ("", 0))
+    return kind if 1 < count < len(tiers) else ""
 
 
 def is_wanted(tier: Tier, wanted: Sequence[str]) -> bool:

@@ -132,7 +132,10 @@ def test_without_a_choice_all_tiers_are_listed_those_with_texts_first(tmp_path, 
         if tiers:
             assert first == f"--tier no such: there is none such in {path}"
         else:
-            assert first == f"{path}: which tier has the texts? Add --tier NAME"
+            assert first == (
+                f"{path}: which tier has the texts? Add --tier NAME; a type takes the tiers of all"
+                " speakers: --tier dependent"
+            )
         assert head.split() == ["tier", "type", "speaker", "texts", "such", "as"]
         assert len(table) == 120
         assert table[0].split() == ["ref@0", "default-lt", "Speaker", "0", "2", "A.001"]
