@@ -138,4 +138,7 @@ def plan(
     )
     if args.verify_gpu:
         return verify(args, model, lambda: planned.needs(args, card))
-    return planned.answer(args, card, str(setup.dtype or torch.float32), RunError)
+    try:
+        return planned.answer(args, card, str(setup.dtype or torch.float32))
+    except dry_run.CannotPlan as reason:
+        raise RunError(f"this run cannot be planned: {reason}") from None
