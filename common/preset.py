@@ -138,15 +138,13 @@ class Machines:
 
 
 def say(text: str) -> None:
-    """Prints a line on stderr, with control characters as escapes: a terminal would obey them."""
-    shown = re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
-    print(shown, file=sys.stderr)
+    print(text, file=sys.stderr)
 
 
-def fail(message: str, status: int = 2) -> NoReturn:
-    """Ends the program, by default as a usage error."""
+def fail(message: str) -> NoReturn:
+    """Ends the program as a usage error."""
     say(f"error: {message}")
-    sys.exit(status)
+    sys.exit(2)
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -192,8 +190,6 @@ def letter_flags(letters: list[str], user: User, size: str) -> list[str]:
     flags = []
     levels = []
     for letter in letters:
-        if letter not in LETTERS:
-            fail(f"the row of tier {user.tier} and size {size} has an unknown letter, {letter}", 1)
         if letter in "HGW":
             levels = LETTERS[letter]  # after the other flags
         elif letter != "8" or not user.gave("--use_cpu_offload", "--sharded", "--lora"):
@@ -237,14 +233,6 @@ def read_user(script: Script, words: list[str]) -> User:
             fail(f"the word '{word}' is too much: first come TIER and SIZE, then flags")
         else:
             picked.append(word)
-    tiers = {"auto", *names(read_rows(script.rows), 0), *MEMORY}
-    flag = ""
-    for before, word in itertools.pairwise(words):
-        flag = before if before.startswith("-") else flag
-        if word in tiers and before != flag and flag.partition("=")[0] != "--dry_run":
-            fail(
-                f"the word '{word}' is behind {flag} {before}: TIER and SIZE come before the flags"
-            )
     words += ["--print"] * is_printed
     picked = picked or ["auto"]
     return User(picked[0].lower(), "".join(picked[1:]).lower(), data, words)
