@@ -89,15 +89,12 @@ def require_output(
         for other in inputs:
             if other and os.path.exists(other) and path.samefile(other):
                 raise UsageError(f"{place}: this command reads it ({other}); name another file")
+        is_own = is_earlier is not None and is_earlier(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(
             f"{place}: {reason}; name a file in a folder that can be written"
         ) from None
-    try:
-        is_own = is_earlier is not None and is_earlier(path)
-    except OSError:
-        is_own = False
     if not is_own:
         raise UsageError(
             f"{place}: it exists, and this command did not write it or somebody has changed it;"

@@ -133,16 +133,11 @@ def optimizer_state(
     return saved
 
 
-def all_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """A tensor of which this process has all rows, and the number of the first one."""
-    return tensor, 0
-
-
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
     saved: dict,
-    rows: Callable[[torch.Tensor], tuple[torch.Tensor, int]] = all_rows,
+    rows: Callable[[torch.Tensor], tuple[torch.Tensor, int]] = lambda tensor: (tensor, 0),
 ) -> None:
     """Copies saved states into an optimizer. `rows(tensor)`: the part that this process has of a
     tensor, and the number of its first row. Learning rate and weight decay stay as the command line
