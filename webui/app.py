@@ -72,11 +72,8 @@ window.fetch = async (...words) => {
 
 def add_arguments(parser: options.Parser) -> None:
     parser.add_argument("--port", type=options.number(int, 0, 65535), default=7860, help="7860")
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on (default: 127.0.0.1, this machine only)",
-    )
+    text = "address to listen on (default: 127.0.0.1, this machine only)"
+    parser.add_argument("--host", default="127.0.0.1", help=text)
     parser.add_argument("--data", metavar="DIR", default=DATA, help="what may be read (data)")
     parser.add_argument("--runs", metavar="DIR", default="runs", help="where runs are kept (runs)")
 

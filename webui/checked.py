@@ -17,8 +17,7 @@ from webui.places import Places
 
 ROW = re.compile(r"  +([\d.]+)  (.+)")  # what `Rejections.table` prints, and similar tables
 EXAMPLE = " " * 11  # begins the lines below a row
-REJECTED = re.compile(r"\d+ rejected:$")
-NOTED = re.compile(r"\d+ noted \(all are used\):$")
+REASONS = re.compile(r"\d+ (rejected|noted \(all are used\)):$")  # titles of their tables
 PLACE = re.compile(r" at (\d+\.\d\d) s")  # after a path, as `Corpus.where` writes it
 LONGEST = 30.0  # seconds that are played of an example
 
@@ -42,12 +41,9 @@ class Section:
     rows: list[Row] = field(default_factory=list)
 
     @property
-    def is_rejected(self) -> bool:
-        return bool(REJECTED.search(self.title))
-
-    @property
-    def is_noted(self) -> bool:
-        return bool(NOTED.search(self.title))
+    def has_reasons(self) -> bool:
+        """Whether its rows are reasons why something was rejected, or noted."""
+        return bool(REASONS.search(self.title))
 
 
 @dataclass(frozen=True)

@@ -129,10 +129,8 @@ class Guard:
             if parts is None or not self.is_ours(parts.netloc):
                 return "the page takes nothing from other sites"
         site = headers.get("sec-fetch-site", "none")
-        is_navigation = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == (
-            "navigate",
-            "document",
-        )
+        fetched = headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")
+        is_navigation = fetched == ("navigate", "document")
         if site not in ("none", "same-origin") and not (enters and is_navigation):
             return "the page takes nothing from other sites"
         return ""
@@ -278,9 +276,9 @@ class Guard:
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach a page that listens on `host`."""
-    if host.lower() == "localhost":
-        return True
-    return _is_address(host) and ipaddress.ip_address(host).is_loopback
+    return host.lower() == "localhost" or (
+        _is_address(host) and ipaddress.ip_address(host).is_loopback
+    )
 
 
 def _is_address(name: str) -> bool:

@@ -7,7 +7,6 @@ import subprocess
 from dataclasses import dataclass
 
 from common.errors import UsageError
-from dry_run.cards import CARDS
 from webui.catalogue import Recipe
 from webui.commands import values_of
 
@@ -59,11 +58,6 @@ def verdict(recipe: Recipe, text: str) -> Verdict:
         raise UsageError(last[0].removeprefix("error: "))
     flags = values_of(recipe, words) if after in ("fits", "tight") else {}
     return Verdict(word, memory, lines, advice, flags, after)
-
-
-def cards() -> list[str]:
-    """The GPUs whose names --dry_run knows."""
-    return [card.name for card in CARDS]
 
 
 @functools.cache

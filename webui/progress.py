@@ -126,13 +126,11 @@ def _time_left(run: Run, minutes: int) -> str:
         quiet = time.time() - (run.folder / outputs.LOG).stat().st_mtime
         if quiet > QUIET_SECONDS:
             return f"nothing was printed for {quiet / 60:.0f} minutes"
-    if minutes < 1:
-        return "less than a minute left"
-    if minutes == 1:
-        return "about a minute left"
-    return (
-        f"about {minutes} minutes left" if minutes < 120 else f"about {minutes / 60:.0f} hours left"
-    )
+    if minutes < 2:
+        return "less than two minutes left"
+    if minutes < 120:
+        return f"about {minutes} minutes left"
+    return f"about {minutes / 60:.0f} hours left"
 
 
 def _last_numbers(run: Run) -> dict:
@@ -168,9 +166,8 @@ def _last_numbers(run: Run) -> dict:
 
 def _without(prefix: str, row: dict) -> dict:
     """The values whose names begin with `prefix`, under the rest of their names."""
-    return {
-        name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)
-    }
+    kept = {name: value for name, value in row.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): value for name, value in kept.items()}
 
 
 # --- how it has ended -----------------------------------------------------------------------------

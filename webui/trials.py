@@ -35,9 +35,8 @@ CPU, GPU = "CPU", "GPU"
 RELEASED = ("model_dir", "model_file")  # options that name a released model
 # Options with which a released model is read as at the start of a run.
 AS_IN_RUN = (*RELEASED, "language", "tokenizer_file")
-SPOKEN = (
-    "spoken"  # the folder of what was said, in a run's folder or, for released models, in --runs
-)
+# The folder of what was said, in a run's folder or, for released models, in --runs.
+SPOKEN = "spoken"
 HISTORY = "history.jsonl"
 VOICES = "voices"  # the folder there for uploaded reference clips
 KINDS = ("reference", "resynthesis", "synthesis")  # of clips of a held-out sentence
@@ -261,9 +260,8 @@ def _training_clips(places: Places, run: Run) -> Iterator[tuple[str, str, str]]:
         with suppress(Failure, OSError):
             manifest = places.file(manifest)
             for _, row in islice(parse(manifest, Rejections()), SEARCHED):
-                name, speaker, text = (
-                    _first(row, k) for k in (AUDIO_KEYS, SPEAKER_KEYS, TEXT_KEYS)
-                )
+                kinds = AUDIO_KEYS, SPEAKER_KEYS, TEXT_KEYS
+                name, speaker, text = (_first(row, keys) for keys in kinds)
                 if not name or _first(row, START_KEYS) or counts.get(speaker, 0) == PER_SPEAKER:
                     continue
                 with suppress(UsageError):  # moved, or outside
@@ -293,9 +291,8 @@ def held_out(places: Places, run: Run) -> list[dict]:
     for kind in KINDS if folder else ():
         with suppress(Failure, OSError, KeyError):
             for number, row in parse(places.file(folder / f"{kind}.csv"), Rejections()):
-                kept = rows.setdefault(
-                    number, {"text": row["text"], "speaker": row["speaker_name"]}
-                )
+                about = {"text": row["text"], "speaker": row["speaker_name"]}
+                kept = rows.setdefault(number, about)
                 kept[kind] = str(folder / row["audio_file"])
     return list(rows.values())
 

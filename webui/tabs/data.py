@@ -424,7 +424,7 @@ def _report(
     lines, tables, bars = [], [], []
     for section in sections:
         title = section.title.removesuffix(":")
-        if section.is_rejected or section.is_noted:
+        if section.has_reasons:
             tables.append(_reasons(places, section, examples))
         elif section.rows:
             unit = "min" if title.startswith("minutes") else ""

@@ -175,9 +175,8 @@ def _plots(shown: list[Run]) -> str:
     rates = [name for name in results if name.removeprefix("eval/") in ERROR_RATES]
     parts = [views.curves("Loss", _lines(metrics, ["train/loss", "eval/loss"]))]
     if rates:
-        parts.append(
-            views.curves("Error rates of the evaluation set, %", _lines(metrics, rates, 100))
-        )
+        title = "Error rates of the evaluation set, %"
+        parts.append(views.curves(title, _lines(metrics, rates, 100)))
     elif results:
         parts.append(views.curves("Evaluation set", _lines(metrics, results)))
     parts.append(views.curves("Learning rate", _lines(metrics, ["train/learning_rate"])))
