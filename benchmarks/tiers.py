@@ -135,7 +135,7 @@ def write_predictions(versions: dict[str, str], entries: dict) -> None:
     pairs = [("torch", versions), *sorted(entries.items())]
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in pairs]
     text = "{\n" + ",\n".join(lines) + "\n}\n"
-    tier_tables.predictions_file().write_text(text, encoding="utf-8")
+    tier_tables.PREDICTIONS.write_text(text, encoding="utf-8")
 
 
 def main() -> None:

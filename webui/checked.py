@@ -78,12 +78,6 @@ def _without_advice(label: str) -> tuple[str, str]:
     return label, ""
 
 
-def error(sections: list[Section]) -> str:
-    """The line with which the command failed, "" if it did not."""
-    lines = [each.title for each in sections if each.title.startswith("error: ")]
-    return lines[-1].removeprefix("error: ") if lines else ""
-
-
 def examples_of(
     sections: list[Section], places: Places, manifests: Iterable[Path]
 ) -> dict[str, Example]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from common.errors import UsageError
 from webui.catalogue import Recipe
 from webui.commands import values_of
+from webui.use import error_of
 
 SIZE = r"-?[\d.]+ [GM]iB"
 OF_MEMORY = re.compile(rf"  (\S.*?)\s+({SIZE})")
@@ -54,8 +55,7 @@ def verdict(recipe: Recipe, text: str) -> Verdict:
         elif found := OF_ADVICE.fullmatch(line):
             after = found[1]
     if not word:
-        last = [line for line in lines if line.strip()][-1:] or ["it printed nothing"]
-        raise UsageError(last[0].removeprefix("error: "))
+        raise UsageError(error_of(text))
     flags = values_of(recipe, words) if after in ("fits", "tight") else {}
     return Verdict(word, memory, lines, advice, flags, after)
 

@@ -117,8 +117,8 @@ class Job(Ranks):
                 value, first = others.get(name), every[0].get(name)
                 if value != first:
                     raise RunError(
-                        f"rank {rank} differs from rank 0 in {name} ({shown(value)},"
-                        f" {shown(first)}): start the same command with the same data on every"
+                        f"rank {rank} differs from rank 0 in {name} ({str(value)[:40]},"
+                        f" {str(first)[:40]}): start the same command with the same data on every"
                         " machine"
                     )
 
@@ -159,12 +159,6 @@ class Job(Ranks):
         with self.waiting():
             transfer = dist.irecv(tensor, source, group=self.host_group)
         self.finish([transfer])
-
-
-def shown(value) -> str:
-    """A value for a message."""
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def is_lost(error: RuntimeError) -> bool:

@@ -30,8 +30,6 @@ def whole(new: int, share: float) -> int:
 def count_global_batches(new: int, size: int, share: float, first: int, last: int) -> int:
     """The global batches of `size` in the epochs from `first` to before `last`, each of which has
     `new` new utterances."""
-    if not share:
-        return (last - first) * math.ceil(new / size)
     ends = [whole(epoch * new, share) for epoch in range(first, last + 1)]
     return sum(math.ceil((end - begin) / size) for begin, end in itertools.pairwise(ends))
 

@@ -13,15 +13,11 @@ from common.errors import first_line
 
 def gpu_processes() -> str:
     """The other processes on the GPUs, by nvidia-smi: "python3 (pid 75955) 14.2 GiB"."""
-    query = [
-        "nvidia-smi",
-        "--query-compute-apps=pid,process_name,used_memory",
-        "--format=csv,noheader,nounits",
-    ]
+    asked = "--query-compute-apps=pid,process_name,used_memory"
+    query = ["nvidia-smi", asked, "--format=csv,noheader,nounits"]
+    kept = {"capture_output": True, "text": True, "errors": "replace"}
     try:
-        table = subprocess.run(
-            query, capture_output=True, text=True, errors="replace", timeout=10
-        ).stdout
+        table = subprocess.run(query, timeout=10, **kept).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
     processes = []
