@@ -292,8 +292,7 @@ def transcribed(recipe: str, weights: list, files: list[Path], folder: Path) -> 
 
 
 def sentences_of(weights: list, texts: list[str], folder: Path) -> list[Path]:
-    """Files with a sentence each as Coqui's code takes it: as --show_text prints it, behind the
-    token of the language."""
+    """Files with a sentence each as Coqui's code takes it: --show_text's, behind the language."""
     shown = recipe_of(XTTS, "--show_text", *texts, *weights)
     files = [folder / f"{number:03d}.txt" for number in range(1, len(texts) + 1)]
     for path, line in zip(files, shown.splitlines()[-len(texts) :], strict=True):

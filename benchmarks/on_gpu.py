@@ -141,8 +141,7 @@ class Failed(Exception):
 
 
 def run(words: list, folder: Path, status: int = 0) -> str:
-    """The output of a Python program in `folder`, which must end with this status. Raises
-    `Failed`."""
+    """The output of a Python program in `folder`. Raises `Failed` unless it ends so."""
     environment = {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # as common/env.sh sets it
         "GPUS": "1",
@@ -318,8 +317,7 @@ def losses_of(output: Path) -> list[float]:
 
 
 def short_of_memory(name: str, where: str) -> float:
-    """How far the losses of a run that runs out of memory in the middle are from those of one that
-    does not."""
+    """How far the losses of a run that runs out of memory are from those of one that does not."""
     words = [*trial_flags(DEMOS[name], 2.0 if where == "cpu" else SHORT_SECONDS), *EXACT]
     whole = tried(name, words, where, updates=4)
     short = tried(name, words, where, updates=4, short_of_memory_at=2)
@@ -411,8 +409,7 @@ def rows_for(total: float) -> list[Row]:
 
 
 def row_cells(row: Row, where: str) -> list[str]:
-    """Updates of the longest utterances of a row: predicted, allocated and reserved GiB, the cap,
-    and remarks."""
+    """Updates of a row's longest utterances: predicted, allocated, reserved, the cap, remarks."""
     is_small = where == "cpu"
     cap = 0 if is_small else row.cap
     recipe, words = row.command(*(SMALL if is_small else ()))

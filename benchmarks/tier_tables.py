@@ -73,8 +73,7 @@ SCRIPTS = {
 
 
 class Outdated(Exception):
-    """A row without a prediction, or one that does not fit. The message says what to do, in one
-    line."""
+    """A row without a prediction, or that does not fit. The message says what to do."""
 
 
 # --- rows and predictions -------------------------------------------------------------------------
@@ -185,8 +184,8 @@ def note(script: str, rows: list[list[str]]) -> str:
     letters = {letter for text in cells_of_table for letter in text.split()[3:]}
     torch = ".".join(predictions()["torch"][script].split(".")[:2])
     sentences = [
-        "Each cell gives micro-batch x accumulation steps, then the GiB that a step allocates at its"
-        f" peak, *predicted* by `python~benchmarks/tiers.py` (torch {torch}) for {longest}, not"
+        "Each cell gives micro-batch x accumulation steps, then the GiB that a step allocates at"
+        f" its peak, *predicted* by `python~benchmarks/tiers.py` (torch {torch}) for {longest}, not"
         " measured on these GPUs.",
         "CUDA's context and libraries take 0.55 GiB more.",
         "A row fits if a tenth of the GPU's memory stays free.",
@@ -203,8 +202,7 @@ def note(script: str, rows: list[list[str]]) -> str:
 
 
 def write(scripts: Iterable[str], check: bool = False) -> list[str]:
-    """Writes the tables of these scripts, or only compares them, and returns what is wrong, a line
-    for each page."""
+    """Writes the tables of these scripts, or only compares them. Returns a line for each fault."""
     problems = []
     for script in scripts:
         name = SCRIPTS[script].page

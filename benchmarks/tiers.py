@@ -81,8 +81,7 @@ def plan(command: list[str], wants_advice: bool = False) -> tuple[dict, list[str
 
 
 def plan_row(script: str, tier: str, size: str, row: str) -> dict | None:
-    """The entry of a row, or None if it cannot be planned. Prints a line, and advice if it does not
-    fit."""
+    """The entry of a row, or None without a plan. Prints a line, and advice if it does not fit."""
     started = time.monotonic()
     entry = None
     advice = []

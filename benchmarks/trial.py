@@ -129,8 +129,7 @@ def copy_of_weights(training) -> dict[str, torch.Tensor]:
 
 
 def shorten_memory() -> None:
-    """Leaves CUDA's allocator what it has between updates and a share of what a step takes beside
-    that."""
+    """Leaves CUDA's allocator what it has between updates, and a share of a step's memory."""
     torch.cuda.empty_cache()
     step = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
     limit_memory(int(torch.cuda.memory_reserved() + PEAK_SHARE * step))

@@ -335,8 +335,7 @@ def resume(wanted: str | None, folder: Path, recipe: str) -> Saved | None:
 
 
 def continues(resume: str | None, folder: Path) -> bool:
-    """Whether `--resume` continues the run in `folder`; a checkpoint from elsewhere starts a new
-    run there."""
+    """Whether `--resume` continues the run in `folder`, and not one from elsewhere."""
     return bool(resume) and (resume == "auto" or Path(resume).resolve().parent == folder.resolve())
 
 
@@ -430,8 +429,7 @@ def read_weights(path: str | Path, recipe: str, flag: str = "--resume") -> Saved
 
 
 def read_initial(path: str | None, recipe: str, resumed: Saved | None) -> Saved | None:
-    """The weights of --init_from, with which a run begins that does not resume another one. Raises
-    `UsageError`."""
+    """The weights of --init_from, unless the run resumes another one. Raises `UsageError`."""
     if not path or resumed:
         return None
     return read_weights(path, recipe, "--init_from")

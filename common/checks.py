@@ -37,9 +37,8 @@ def check_batch(batch: dict, loss_weights: dict[str, float]) -> None:
 
 
 def sample_items(dataset) -> list[dict]:
-    """Items of two utterances, short ones to save time, and of different length unless all are
-    alike; fewer if there are no two that can be read. `dataset` is that of `GlobalBatches` or
-    `EvalBatches`."""
+    """Items of two short utterances of `GlobalBatches.dataset`, of different length unless all are
+    alike; fewer if there are no two that can be read."""
     seconds = dataset.data.seconds(0)
     order = np.argsort(seconds, kind="stable")
     places = np.linspace(0, len(order) // 2, TRIES).astype(int)
@@ -104,8 +103,7 @@ def check_collate(dataset, loss_weights: dict[str, float]) -> list[dict]:
 
 
 def check_counts(batch: dict, alone: list[dict], loss_weights: dict[str, float]) -> None:
-    """Raises `UsageError` if there is nothing to train on, or if the targets of a batch are not
-    those of its utterances `alone`."""
+    """Raises `UsageError` if a batch has no targets, or others than its utterances `alone`."""
     counts = batch["counts"]
     if loss_weights and not any(counts[name] for name in loss_weights):
         raise UsageError(

@@ -21,8 +21,7 @@ STALE = r"\.[a-z0-9_]{8}\.tmp"  # how the temporary names of `write_file` end
 
 
 def require_file(path: str | Path, name: str = "") -> Path:
-    """`path`, if it is a regular file, not a pipe to wait for. `name` is for the message. Raises
-    `UsageError`."""
+    """`path`, if it is a regular file, not a pipe to wait for. Raises `UsageError` with `name`."""
     path = Path(path)
     try:
         mode = path.stat().st_mode
@@ -144,8 +143,7 @@ def write_text(path: Path, text: str, durable: bool = False) -> None:
 
 def move_aside(paths: Iterable[Path], folders: Iterable[Path]) -> str:
     """Moves files, folders, and links as they are, into the first subfolder earlier-N of theirs
-    that none of `folders` and of the paths' own folders has yet. Returns its name. Raises
-    `OSError`."""
+    that no folder of theirs, and none of `folders`, has. Returns its name. Raises `OSError`."""
     paths = list(paths)
     folders = {*folders, *(path.parent for path in paths)}
     number = 1

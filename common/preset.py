@@ -219,8 +219,7 @@ def added_flags(adds: str, facts: set[str], size: str) -> list[str]:
 
 
 def read_user(script: Script, words: list[str]) -> User:
-    """The user's words by their meaning. Data words may stand beside tier and size, and --print
-    anywhere."""
+    """The user's words. Data words may stand beside tier and size, and --print anywhere."""
     is_printed = "--print" in words
     words = [word for word in words if word != "--print"]
     picked = []
@@ -274,8 +273,7 @@ def read_number(name: str, what: str) -> int:
 
 
 def read_machines(user: User) -> tuple[Machines, list[str]]:
-    """The processes by GPUS, NODES, NODE and HEAD, and words for the end of the command: one
-    process plans for all of them."""
+    """The processes by GPUS, NODES, NODE and HEAD, and the words with which one plans for all."""
     gpus = read_number("GPUS", "GPUs to train on")
     nodes = read_number("NODES", "machines")
     node = os.environ.get("NODE", "")

@@ -26,8 +26,7 @@ def shown(metric: str, value: float) -> str:
 
 
 def _print(text: str, stream) -> None:
-    """Prints a line, or drops it: Ctrl-C in `... | tee log` ends tee first, and then the run saves
-    itself."""
+    """Prints a line, or drops it: Ctrl-C in `... | tee log` ends tee before the run is saved."""
     with contextlib.suppress(OSError):
         print(text, file=stream, flush=True)
 

@@ -142,12 +142,10 @@ def pass_until_it_fits(
         if worst == STOP:
             raise saved_and_stopped(training, caught)
         if worst == CANNOT_FIT:
-            other = "an utterance of another rank does not fit into memory: see its message"
-            raise RunError(
-                too_long(outcome.failed, outcome.reason, setup.device)
-                if status == CANNOT_FIT
-                else other
-            )
+            reason = "an utterance of another rank does not fit into memory: see its message"
+            if status == CANNOT_FIT:
+                reason = too_long(outcome.failed, outcome.reason, setup.device)
+            raise RunError(reason)
         for other in ranks.gather(limits):  # all ranks keep the same limits
             lower_limits(limits, other)
         if status == AGAIN:
@@ -155,8 +153,7 @@ def pass_until_it_fits(
 
 
 def reduce_gradients(training: Training, sums: torch.Tensor) -> tuple[list[float], float]:
-    """Sums gradients and loss terms over the ranks. Returns terms and gradient norm: a global
-    batch's only transfer to the host."""
+    """Terms and gradient norm over all ranks: a global batch's only transfer to the host."""
     ranks = training.setup.ranks
     training.engine.sum_gradients()
     with ranks.waiting():

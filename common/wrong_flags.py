@@ -17,8 +17,7 @@ Flags = dict[str, argparse.Action]  # by every name that a flag has
 
 
 def hint(message: str, flags: Flags, hints: dict[str, str]) -> str:
-    """What is added to a message of argparse; empty if nothing is known. `hints`: sentences
-    for flags that do not exist."""
+    """What is added to a message of argparse, or "". `hints`: for flags that do not exist."""
     if message.startswith("unrecognized arguments:"):
         words = message.split(": ", 1)[1].split()
         if not words:

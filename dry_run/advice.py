@@ -51,8 +51,7 @@ class PlannedSettings:
 @dataclass(frozen=True)
 class Measures:
     """The functions that plan a step of the training, and an evaluation (None: it is not planned).
-    The first plan of a batch size, of checkpointing, of a level and of a frozen encoder takes
-    seconds."""
+    The first plan of settings takes seconds, and further ones nothing."""
 
     training: Callable[[PlannedSettings], Peak]
     evaluation: Callable[[PlannedSettings], Peak] | None = None
@@ -68,9 +67,8 @@ class Measures:
         return self.largest(settings).total
 
     def largest_batch(self, settings: PlannedSettings, sizes: list[int], most: int) -> int:
-        """The largest of these micro-batches with which a step takes at most `most` bytes, of those
-        that are not a whole update, which needs less: its gradients come later. 0 if there is
-        none."""
+        """The largest of these micro-batches with which a step takes at most `most` bytes, or 0;
+        not a whole update, which needs less: its gradients come later."""
         sizes = [each for each in sizes if settings.resized(each).accumulation > 1]
 
         def total(size: int) -> int:

@@ -44,8 +44,7 @@ class CannotPlan(RuntimeError):
 
 @dataclass
 class AllocatedBlock:
-    """A storage: its bytes, its part of the memory, and from when to when it lives (numbers of
-    allocations and frees)."""
+    """A storage: its bytes, its part, and its life, in numbers of allocations and frees."""
 
     size: int
     part: str
@@ -215,8 +214,7 @@ class FakeTensors(TorchDispatchMode):
             block.died = self.clock
 
     def count(self, results) -> None:
-        """Counts the storages of tensors with values, under keys that are no addresses of fake
-        ones."""
+        """Counts the storages of tensors with values, whose keys are no addresses of fake ones."""
         for tensor in tensors_in([results]):
             storage = tensor.untyped_storage()
             key = -storage.data_ptr()
@@ -234,8 +232,7 @@ class FakeTensors(TorchDispatchMode):
                 weakref.finalize(storage, self.freed, storage.data_ptr()).atexit = False
 
     def hold(self, nbytes: int, part: str) -> int:
-        """Counts memory that has no fake tensor, until `release` is called with the key that is
-        returned."""
+        """Counts memory without a fake tensor, until `release` gets the key that is returned."""
         key = -1 - self.clock
         self.allocated(key, nbytes, part)
         return key
@@ -350,8 +347,7 @@ class FakeTensors(TorchDispatchMode):
         return self.compute(function, operator, args, kwargs, tensors)
 
     def guess(self, dtype: torch.dtype) -> float | int | bool:
-        """A value that is not known. Conditions hold; every `ROUNDS`th does not, so that a loop
-        ends."""
+        """A value that is not known. Every `ROUNDS`th condition does not hold: a loop ends."""
         self.guesses += 1
         if dtype is torch.bool:
             self.conditions += 1
@@ -457,8 +453,7 @@ class FakeTensors(TorchDispatchMode):
     # --- the result ---
 
     def result(self, gradients: Iterable[Tensor], states: Iterable[AllocatedBlock] = ()) -> Peak:
-        """The peak so far. `gradients` of the parameters, which are still there; `states`:
-        blocks of the optimizer's."""
+        """The peak so far. `gradients` that are still there; `states`: the optimizer's blocks."""
         for block in states:
             block.part = "optimizer states"
         for gradient in gradients:

@@ -31,8 +31,7 @@ def verdict(peak: Peak, card: Card) -> tuple[str, int]:
 
 
 def describe(peak: Peak, card: Card, what: str, others: Sequence[Peak] = ()) -> str:
-    """The report on the plan of `what`, in lines of at most 100 columns. `others`: the peaks of
-    stages that need less."""
+    """The report on the plan of `what`. `others`: the peaks of stages that need less."""
     left = card.total - needed(peak, card)
     sizes = {name: peak.parts.get(name, 0) for name in PARTS}
     sizes |= {

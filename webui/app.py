@@ -116,8 +116,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def private_folder(runs: Path) -> Path:
-    """A new folder for gradio's files, which nobody else may read. Those of pages that were killed
-    are removed."""
+    """A new folder for gradio's files, of this user alone. Those of killed pages are removed."""
     for left in runs.glob(f"{FOLDER}*"):
         with contextlib.suppress(OSError):  # in use
             _lock(left)
@@ -238,8 +237,7 @@ def make_app(page, places, settings):
 
 
 def run_server(app, settings, listener: socket.socket) -> None:
-    """Prints the address when the page answers. Returns soon after SIGTERM, SIGINT or SIGHUP, also
-    while browsers are connected."""
+    """Prints the address when the page answers. Returns soon after a signal in any case."""
     import uvicorn
 
     def end() -> None:

@@ -24,8 +24,7 @@ LONGEST = 30.0  # seconds that are played of an example
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table: a reason with the number of rows, what helps, and examples; or a name with
-    its minutes."""
+    """A line of a table: a reason with its rows, what helps, and examples; or a name's minutes."""
 
     number: float
     label: str

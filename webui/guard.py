@@ -224,8 +224,7 @@ class Guard:
     # --- uploads ---
 
     async def upload(self, scope, receive, send) -> None:
-        """Passes an upload on until what is kept would be too much. The length is believed where it
-        is given, and counted in any case."""
+        """Passes an upload on until, by its stated or its real length, there is no more room."""
         if not self.uploads:
             self.kept = _bytes_below(self.settings.kept)
         stated = Headers(scope=scope).get("content-length", "")

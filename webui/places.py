@@ -131,8 +131,7 @@ class Places:
         return sorted({str(Path(name).parent) for name in self.clips()})
 
     def models(self) -> list[str]:
-        """Folders and files of released models and exports, to choose from. The weights of runs are
-        chosen by their run."""
+        """Folders and files of released models and exports, without the weights of runs."""
         found = {}
         for path in self._below([self.data, self.runs]):
             is_of_run = path.is_relative_to(self.runs) and path.parent.name == "checkpoints"
@@ -205,8 +204,7 @@ class Places:
                 return folder / write_folder(folder, fill, {})
 
     def not_used(self, upload: str | Path) -> str:
-        """The files that were left out of an upload, a table as `Rejections` prints it; "" for
-        other files."""
+        """What was left out of an upload, as `Rejections` prints it; "" for other files."""
         with suppress(Failure):
             folder = self._upload(upload)
             return (folder / NOT_USED).read_text(encoding="utf-8")

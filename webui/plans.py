@@ -31,8 +31,7 @@ class Verdict:
 
 
 def verdict(recipe: Recipe, text: str) -> Verdict:
-    """Reads what --dry_run has printed. Raises `UsageError` with its last line if this is not a
-    plan, but an error."""
+    """Reads what --dry_run has printed. Raises `UsageError` if this is an error, and no plan."""
     words = []
     memory = []
     lines = []

@@ -74,8 +74,7 @@ def is_draft(run: Run) -> bool:
 
 
 def _has_locked(run: Run) -> bool:
-    """Whether the recipe has held its lock since launch.py has begun. It gives the lock back before
-    it ends."""
+    """Whether the recipe has held its lock, which it gives back before it ends."""
     with contextlib.suppress(OSError):
         begun = (run.folder / launch.LOCK).stat().st_mtime_ns
         return (run.folder / launch.RECIPE_LOCK).stat().st_mtime_ns >= begun
@@ -198,8 +197,7 @@ def _ended(run: Run) -> State:
 
 
 def _status_in(text: str) -> int | None:
-    """The exit status by the last lines of a log, as `common.loop` and `common.errors` print them;
-    None if the run was killed."""
+    """The exit status by the last lines of a log; None if the run was killed."""
     lines = [line for line in text.split("\n") if line.strip()][-3:]
     if lines[-1].startswith("stopped by "):
         return STOPPED[0]

@@ -52,8 +52,7 @@ _speaking = threading.Lock()  # two pages would take the same number
 
 @dataclass(frozen=True)
 class Model:
-    """A model to try: its recipe, the words of a command that name it, what people call it, and the
-    folder for what it says."""
+    """A model to try: its recipe, the words that name it, its label, the folder of its speech."""
 
     recipe: str
     words: tuple[str, ...]
@@ -156,9 +155,8 @@ def times_of(recipe: Recipe, model: Model, before: Model | None) -> list[str]:
 
 
 def write_subtitles(rows: list[dict]) -> list[str]:
-    """Writes the subtitles of transcripts as "name".srt into gradio's folder, which the page may
-    show and removes. Without times of words or segments, the words share the time of their piece.
-    Returns the files."""
+    """Writes the subtitles of transcripts as "name".srt into gradio's folder. Without times of
+    words or segments, the words share the time of their piece. Returns the files."""
     made = []
     for row in rows:
         if "words" not in row:

@@ -46,8 +46,7 @@ def state_bytes(trained: set[torch.nn.Parameter], embeddings: set[torch.nn.Param
 
 
 def load_bitsandbytes(device: torch.device):
-    """Imports and returns bitsandbytes. Raises `RunError` if it is not installed or a trial step
-    fails on `device`."""
+    """bitsandbytes. Raises `RunError` if it is not installed or a step fails on `device`."""
     # On some CPUs bitsandbytes warns that it lacks a 4-bit kernel, which nothing here uses.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     library = require("bitsandbytes", "--optimizer adamw_8bit")

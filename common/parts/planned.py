@@ -57,8 +57,7 @@ def step(model: torch.nn.Module, task: Task, setup: Setup, batches: list[dict]) 
 def planned_evaluation(
     model: torch.nn.Module, task: Task, setup: Setup, eval_batches: EvalBatches
 ) -> dry_run.Evaluation:
-    """The evaluation that is planned, of all sets together. Of a long search only the last steps
-    are made."""
+    """The evaluation that is planned, of all sets, with the last steps of a long search alone."""
     datasets = [eval_batches.dataset]
     if task.further:
         datasets += [batches.dataset for batches in task.further.sets.values()]

@@ -99,8 +99,7 @@ def check_precision(args, setup: Setup) -> tuple[str, str]:
 
 
 def check_attention(setup: Setup) -> tuple[str, str]:
-    """Which back ends of scaled_dot_product_attention work here, forward and backward, without and
-    with a mask."""
+    """Which back ends of scaled_dot_product_attention work, both ways, without and with a mask."""
     q = torch.ones(2, 2, 16, 64, device=setup.device, dtype=setup.dtype, requires_grad=True)
     works = {}
     for mask in (None, torch.ones(2, 1, 1, 16, device=setup.device, dtype=torch.bool)):

@@ -28,8 +28,7 @@ def whole(new: int, share: float) -> int:
 
 
 def count_global_batches(new: int, size: int, share: float, first: int, last: int) -> int:
-    """The global batches of `size` in the epochs from `first` to before `last`, each of which has
-    `new` new utterances."""
+    """The global batches of `size` from epoch `first` to before `last`, each of `new` new ones."""
     ends = [whole(epoch * new, share) for epoch in range(first, last + 1)]
     return sum(math.ceil((end - begin) / size) for begin, end in itertools.pairwise(ends))
 
@@ -98,8 +97,7 @@ class JoinedSets:
 
 
 class ReplayedBatches(GlobalBatches):
-    """Global batches of which a share are utterances of the data set `old`, by --replay_share. An
-    epoch is one of `data`."""
+    """Global batches with a share of utterances of the set `old`. An epoch is one of `data`."""
 
     def __init__(self, args, data, old, collate: Callable[[list[dict]], dict], setup):
         self.old = old

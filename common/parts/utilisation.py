@@ -30,8 +30,7 @@ def gpu_processes() -> str:
 
 class GpuUtilisation:
     """The share of the time in which the GPU computes. NVML and CUDA number GPUs differently, so
-    the GPU is looked up by its UUID. `problem` says why there are no readings, which is not an
-    error."""
+    the GPU is looked up by its UUID. `problem`: why there are no readings."""
 
     def __init__(self, device: torch.device, seconds: float = 1.0):
         self.device = device

@@ -91,8 +91,7 @@ def build(context: Context, shared: Shared) -> None:
 def export(
     context: Context, run: Run, weights: str | None, form: str | None, consent: str | None = None
 ) -> Path:
-    """Writes weights of a run as a new folder export-N in the run's. Raises `UsageError`, and
-    `RunError` with the recipe's own error."""
+    """Makes a new folder export-N in the run's. Raises `UsageError` or the recipe's own error."""
     recipe = recipe_of(context, run.recipe)
     path = trials.weights_of(run, weights)
     numbers = [folder.name.rpartition("-")[2] for folder in _folders(run)]

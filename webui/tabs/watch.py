@@ -120,8 +120,7 @@ def _choices(found: list[Run], wanted: str, name: str | None, second: str) -> tu
 
 
 def _look(found: list[Run], name: str | None, second: str) -> tuple:
-    """The table of all runs; state, plots and log of the run `name`, with the plots of `second`;
-    the buttons that have an effect."""
+    """The table of all runs; state, plots (beside `second`'s) and log of a run; its buttons."""
     states = {run.name: progress.state(run) for run in found}
     rows = [_row(run, states[run.name]) for run in found]
     table = views.table(["run", "state", "began"], rows, "Runs")
