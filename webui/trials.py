@@ -178,8 +178,6 @@ def speak(models: Models, model: Model, wish: Wish, words: tuple[str, ...]) -> d
     text = " ".join(wish.text.split())
     if not text:
         raise UsageError("there is no text: type what is to be said")
-    if len(text) > LONGEST_TEXT:
-        raise UsageError(f"the text has {len(text)} characters: say at most {LONGEST_TEXT} at once")
     with _speaking, tempfile.TemporaryDirectory() as folder:
         # A text on the command line could be a flag, or the name of a file to read.
         script = Path(folder) / "text.txt"

@@ -36,7 +36,7 @@ class GpuUtilisation:
         self.device = device
         self.seconds = seconds
         self.due = time.monotonic() + seconds
-        self.problem = "" if device.type == "cuda" else "no NVIDIA GPU"
+        self.problem = ""
         self.readings = collections.deque(maxlen=30)
         self.is_told = False
 
