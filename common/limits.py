@@ -59,10 +59,7 @@ def too_long(failed: dict, reason: str, device: torch.device) -> str:
     name = failed["names"][0]
     seconds = failed["seconds"][0]
     problem = f"{name} ({seconds:.1f} s) does not fit into memory even alone ({reason})"
-    advice = (
-        "use --gradient_checkpointing or --mixed_precision, reject such utterances with"
-        f" --max_duration {0.9 * seconds:.1f}, or take a smaller model"
-    )
+    advice = f"use --gradient_checkpointing, --max_duration {0.9 * seconds:.1f} or a smaller model"
     return f"{problem}: {advice}{also_on_this_gpu(device)}"
 
 

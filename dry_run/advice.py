@@ -174,11 +174,9 @@ def answer(measures: Measures, given: PlannedSettings, chosen: PlannedSettings, 
     if peak.total > room(card):
         others = [replace(other, count=card.count) for other in CARDS]
         enough = [other for other in others if peak.total <= room(other)]
-        smallest = "none that is known"
-        if enough:
-            smallest = min(enough, key=lambda other: other.total).name
+        names = [other.name for other in sorted(enough, key=lambda other: other.total)]
         lines.append(
             "These flags are not enough: take a smaller model, or --max_duration. The smallest"
-            f" card: {smallest}"
+            f" card: {names[0] if names else 'none that is known'}"
         )
     return "\n".join(lines)

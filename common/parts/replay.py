@@ -122,10 +122,8 @@ class ReplayedBatches(GlobalBatches):
         return f"{super().fingerprint()} {self.old.fingerprint()} {self.share:g}"
 
     def described(self) -> str:
-        return (
-            f"; {100 * self.share:g} % of each update are old utterances out of"
-            f" {len(self.old)} (--replay_share)"
-        )
+        share = f"{100 * self.share:g} % of each update"
+        return f"; {share} are old utterances out of {len(self.old)} (--replay_share)"
 
 
 def make_batches(args, data, collate: Callable, setup, old=None) -> GlobalBatches:
