@@ -20,6 +20,8 @@ takes of its memory. Without words it measures all three:
 
 Every run is a separate process, which is killed if it takes too long."""
 
+import functools
+import itertools
 import json
 import math
 import os
@@ -431,9 +433,8 @@ def speed_cells(recipe: str, variant: str, total: float, where: str) -> list[str
     if where == "cpu":
         cell, words = "demo", [*trial_flags(demo), *flags]
     else:
-        rows = [
-            row for row in rows_for(total) if (row.script, row.size) == (demo.script, demo.size)
-        ]
+        place = demo.script, demo.size
+        rows = [row for row in rows_for(total) if (row.script, row.size) == place]
         if not rows:
             raise Failed("there is no row for this card")
         row = max(rows, key=lambda row: find_card(row.tier).total)
@@ -479,14 +480,10 @@ def tables(args, total: float) -> Iterator[tuple[str, list[str], list[tuple[str,
     if "speed" in args.parts:
         header = ["recipe", "row", "utterances a second", "waiting", "peak, GiB", "grows, MiB"]
         names = ["konkani_conformer"] if where == "cpu" else list(DEMOS)
-        lines = [
-            (
-                f"{name} {variant}".strip(),
-                lambda name=name, variant=variant: speed_cells(name, variant, total, where),
-            )
-            for name in names
-            for variant in VARIANTS
-        ]
+        lines = []
+        for name, variant in itertools.product(names, VARIANTS):
+            measure = functools.partial(speed_cells, name, variant, total, where)
+            lines.append((f"{name} {variant}".strip(), measure))
         yield "Speed", [*header, "remarks"], lines
 
 

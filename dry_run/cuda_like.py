@@ -43,9 +43,7 @@ def autocast_lists() -> dict[str, list[str]]:
     for name in LISTS:
         found = re.search(rf"#define AT_FORALL_{name}\(_\)((?:.*\\\n)*.*\n)", text)
         entries = re.findall(r"_\((\w+)(?:, (\w+))?\)", found[1]) if found else []
-        lists[name] = [
-            f"{operator}.{overload}" if overload else operator for operator, overload in entries
-        ]
+        lists[name] = [".".join(filter(None, entry)) for entry in entries]
     if not all(lists.values()):
         raise CannotPlan(
             f"torch {torch.__version__} does not say what CUDA's autocast does: {HEADER} is missing"
@@ -256,10 +254,9 @@ def cuda_like(capability: tuple[int, int]) -> Iterator[None]:
         library.impl("scaled_dot_product_attention", attention_for(capability), "AutogradCPU")
         library.impl("dropout", dropout, "AutogradCPU")
         library.impl("lstm.input", lstm, "AutogradCPU")
-        with contextlib.ExitStack() as patches:
-            for name, value in {"is_cuda": True, "pin_memory": lambda self, *_: self}.items():
-                patches.enter_context(mock.patch.object(torch.Tensor, name, value))
-            patches.enter_context(
-                mock.patch.object(torch, "clear_autocast_cache", cast_copies.clear)
-            )
+        with (
+            mock.patch.object(torch.Tensor, "is_cuda", True),
+            mock.patch.object(torch.Tensor, "pin_memory", lambda self, *_: self),
+            mock.patch.object(torch, "clear_autocast_cache", cast_copies.clear),
+        ):
             yield
