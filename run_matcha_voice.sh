@@ -44,8 +44,7 @@ a100  full  32 1
 a100  large 32 1
 cpu   *     4 8 R
 '
-# What is added if all words before the colon hold and none after `unless`: a flag that was given, a
-# size or DATA that was chosen, `new`: a model from scratch. SIZE is the size.
+# What is added, as common/preset.py describes it. `new`: a model from scratch. SIZE is the size.
 adds='
 new unless --model_file --init_from: --model_size SIZE
 '

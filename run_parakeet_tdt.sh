@@ -65,8 +65,7 @@ a100  0.6b 60 2 --eval_batch_size 10
 a100  nemotron 60 2 --eval_batch_size 10
 cpu   *    4 30 R
 '
-# What is added if all words before the colon hold and none after `unless`: a flag that was given, a
-# size or DATA that was chosen, `new`: a model from scratch. SIZE is the size.
+# What is added, as common/preset.py describes it. `new`: a model from scratch. SIZE is the size.
 adds='
 new unless --init_from: --from_scratch --model_size SIZE
 '

@@ -52,8 +52,7 @@ a100  300m 60 2
 a100  1b   24 5
 cpu   *    4 30 R
 '
-# What is added if all words before the colon hold and none after `unless`: a flag that was given, a
-# size or DATA that was chosen, `new`: a model from scratch. SIZE is the size.
+# What is added, as common/preset.py describes it. `new`: a model from scratch. SIZE is the size.
 adds='
 new unless --init_from: --from_scratch --model_size SIZE
 '

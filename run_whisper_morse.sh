@@ -96,8 +96,7 @@ cpu   small  4 24
 cpu   many   4 64
 cpu   *      2 48 R
 '
-# What is added if all words before the colon hold and none after `unless`: a flag that was given, a
-# size or DATA that was chosen, `new`: a model from scratch. SIZE is the size.
+# What is added, as common/preset.py describes it. `new`: a model from scratch. SIZE is the size.
 adds='
 new unless large many: --from_scratch --model_size SIZE
 new large: --from_scratch --model_size large-v3

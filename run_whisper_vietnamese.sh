@@ -93,8 +93,7 @@ cpu   base   8 3
 cpu   small  4 6
 cpu   *      2 12 R
 '
-# What is added if all words before the colon hold and none after `unless`: a flag that was given, a
-# size or DATA that was chosen, `new`: a model from scratch. SIZE is the size.
+# What is added, as common/preset.py describes it. `new`: a model from scratch. SIZE is the size.
 # The learning rate is the guide's, not the recipe's; with large_data all of the run is.
 adds='
 new unless large demo: --from_scratch --model_size SIZE --learning_rate 1e-4

@@ -114,10 +114,8 @@ def faster_whisper(folder: Path, files: list[Path]) -> list[str]:
     from faster_whisper import WhisperModel
 
     converted = folder.parent / "ct2"
-    command = (
-        "--model {} --output_dir {} --force --copy_files tokenizer.json preprocessor_config.json"
-    )
-    words = command.format(folder, converted).split()
+    words = f"--model {folder} --output_dir {converted} --force --copy_files".split()
+    words += ["tokenizer.json", "preprocessor_config.json"]
     call([sys.executable, "-m", "ctranslate2.converters.transformers", *words])
     model = WhisperModel(str(converted), device="cpu", compute_type="float32")
     texts = []
@@ -244,12 +242,9 @@ def call(command: list[str]) -> str:
     """The stdout of a process. Raises `RunError` with the last line of its stderr."""
     result = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     if result.returncode:
-        lines = [line for line in result.stderr.splitlines() if line.strip()]
-        raise RunError(
-            lines[-1].removeprefix("error: ")[:200]
-            if lines
-            else f"it ended with status {result.returncode}"
-        )
+        lines = [f"it ended with status {result.returncode}"]
+        lines += [line for line in result.stderr.splitlines() if line.strip()]
+        raise RunError(lines[-1].removeprefix("error: ")[:200])
     return result.stdout
 
 
@@ -292,8 +287,7 @@ def transcribed(recipe: str, weights: list, files: list[Path], folder: Path) -> 
 
 
 def sentences_of(weights: list, texts: list[str], folder: Path) -> list[Path]:
-    """Files with a sentence each as Coqui's code takes it: as --show_text prints it, behind the
-    token of the language."""
+    """Files with a sentence each as Coqui's code takes it: --show_text's, behind the language."""
     shown = recipe_of(XTTS, "--show_text", *texts, *weights)
     files = [folder / f"{number:03d}.txt" for number in range(1, len(texts) + 1)]
     for path, line in zip(files, shown.splitlines()[-len(texts) :], strict=True):
@@ -328,11 +322,8 @@ def read(row: Row, python: str, folder: Path, files: list[Path]) -> list[str]:
 
 def compared(texts: list[str], ours: list[str]) -> str:
     """The table's cell for a program's texts."""
-    pairs = [
-        (" ".join(each.split()), " ".join(our.split()))
-        for each, our in zip(texts, ours, strict=True)
-    ]
-    differing = [(each, our) for each, our in pairs if each != our]
+    pairs = [(each.split(), our.split()) for each, our in zip(texts, ours, strict=True)]
+    differing = [(" ".join(each), " ".join(our)) for each, our in pairs if each != our]
     if not any(ours):
         return "our own texts are empty: train longer (--updates)"
     if not differing:

@@ -20,6 +20,8 @@ takes of its memory. Without words it measures all three:
 
 Every run is a separate process, which is killed if it takes too long."""
 
+import functools
+import itertools
 import json
 import math
 import os
@@ -141,8 +143,7 @@ class Failed(Exception):
 
 
 def run(words: list, folder: Path, status: int = 0) -> str:
-    """The output of a Python program in `folder`, which must end with this status. Raises
-    `Failed`."""
+    """The output of a Python program in `folder`. Raises `Failed` unless it ends so."""
     environment = {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # as common/env.sh sets it
         "GPUS": "1",
@@ -318,8 +319,7 @@ def losses_of(output: Path) -> list[float]:
 
 
 def short_of_memory(name: str, where: str) -> float:
-    """How far the losses of a run that runs out of memory in the middle are from those of one that
-    does not."""
+    """How far the losses of a run that runs out of memory are from those of one that does not."""
     words = [*trial_flags(DEMOS[name], 2.0 if where == "cpu" else SHORT_SECONDS), *EXACT]
     whole = tried(name, words, where, updates=4)
     short = tried(name, words, where, updates=4, short_of_memory_at=2)
@@ -411,8 +411,7 @@ def rows_for(total: float) -> list[Row]:
 
 
 def row_cells(row: Row, where: str) -> list[str]:
-    """Updates of the longest utterances of a row: predicted, allocated and reserved GiB, the cap,
-    and remarks."""
+    """Updates of a row's longest utterances: predicted, allocated, reserved, the cap, remarks."""
     is_small = where == "cpu"
     cap = 0 if is_small else row.cap
     recipe, words = row.command(*(SMALL if is_small else ()))
@@ -434,9 +433,8 @@ def speed_cells(recipe: str, variant: str, total: float, where: str) -> list[str
     if where == "cpu":
         cell, words = "demo", [*trial_flags(demo), *flags]
     else:
-        rows = [
-            row for row in rows_for(total) if (row.script, row.size) == (demo.script, demo.size)
-        ]
+        place = demo.script, demo.size
+        rows = [row for row in rows_for(total) if (row.script, row.size) == place]
         if not rows:
             raise Failed("there is no row for this card")
         row = max(rows, key=lambda row: find_card(row.tier).total)
@@ -482,14 +480,10 @@ def tables(args, total: float) -> Iterator[tuple[str, list[str], list[tuple[str,
     if "speed" in args.parts:
         header = ["recipe", "row", "utterances a second", "waiting", "peak, GiB", "grows, MiB"]
         names = ["konkani_conformer"] if where == "cpu" else list(DEMOS)
-        lines = [
-            (
-                f"{name} {variant}".strip(),
-                lambda name=name, variant=variant: speed_cells(name, variant, total, where),
-            )
-            for name in names
-            for variant in VARIANTS
-        ]
+        lines = []
+        for name, variant in itertools.product(names, VARIANTS):
+            measure = functools.partial(speed_cells, name, variant, total, where)
+            lines.append((f"{name} {variant}".strip(), measure))
         yield "Speed", [*header, "remarks"], lines
 
 

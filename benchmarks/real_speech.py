@@ -64,9 +64,8 @@ def digits(folder: Path) -> dict[str, list[dict]]:
     sets: dict[str, list[dict]] = {"train": [], "test": []}
     for path in sorted((folder / "recordings").glob("*.wav")):
         digit, speaker, _ = path.stem.split("_")
-        sets["test" if speaker == "theo" else "train"].append(
-            row(path, DIGITS[int(digit)], speaker)
-        )
+        name = "test" if speaker == "theo" else "train"
+        sets[name].append(row(path, DIGITS[int(digit)], speaker))
     return sets
 
 

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from common import preset
 
+PREDICTIONS = ROOT / "benchmarks/tiers.json"
 BEGIN = "<!-- tiers: begin -->"
 END = "<!-- tiers: end -->"
 CARDS = {"16gb": "RTX 4080", "a100": "80 GB"}
@@ -40,7 +41,6 @@ class Script:
     page: str  # the recipe's, where its table is written
     longest: str  # the utterances that its rows are planned for
     flags: str = ""  # with these a plan without weights and data is that of a released model
-    sizes_share_rows: bool = False  # the table has one column of rows, and one of GiB for each size
 
 
 WHISPER = "--from_scratch --pad_to_30s --ctc_weight 0"
@@ -48,7 +48,6 @@ SCRIPTS = {
     "run_training_memory_optimized.sh": Script(
         "recipes/konkani_conformer.md",
         "utterances of 33.3 s (30 s at 0.9 times the speed)",
-        sizes_share_rows=True,
     ),
     "run_whisper_vietnamese.sh": Script(
         "recipes/whisper_vietnamese.md", "clips that are padded to 30 s", WHISPER
@@ -74,8 +73,7 @@ SCRIPTS = {
 
 
 class Outdated(Exception):
-    """A row without a prediction, or one that does not fit. The message says what to do, in one
-    line."""
+    """A row without a prediction, or that does not fit. The message says what to do."""
 
 
 # --- rows and predictions -------------------------------------------------------------------------
@@ -87,17 +85,10 @@ def read_rows(script: str) -> list[list[str]]:
     return preset.read_rows(result.stdout)
 
 
-def predictions_file() -> Path:
-    return ROOT / "benchmarks/tiers.json"
-
-
 def predictions() -> dict:
     """The content of tiers.json: {"torch": {script: version}, "script tier size": {"row": cell,
     "gib": at the peak, "verdict": text}}; an L behind the size: with --lora."""
-    path = predictions_file()
-    if not path.exists():
-        return {}
-    return json.loads(path.read_text(encoding="utf-8"))
+    return json.loads(PREDICTIONS.read_text(encoding="utf-8"))
 
 
 def sizes_of(rows: list[list[str]]) -> list[str]:
@@ -159,58 +150,23 @@ def memory(script: str, rows: list[list[str]]) -> dict[tuple[str, str], float]:
 
 
 def table_of(script: str) -> str:
-    """The table of a script in Markdown, with a note under it. Raises `Outdated`."""
+    """The table of a script in Markdown: each tier's rows and their GiB, with a column for each
+    size, and a note under it. Raises `Outdated`."""
     rows = read_rows(script)
-    digits = 2 if SCRIPTS[script].sizes_share_rows else 1
-    gib = {place: f"{each:.{digits}f}" for place, each in memory(script, rows).items()}
-    if SCRIPTS[script].sizes_share_rows:
-        table = table_of_sizes(rows, gib)
-        cells = "Every size has the same micro-batch x accumulation steps. The other cells are"
-    else:
-        table = table_of_rows(rows, gib)
-        cells = "Each cell gives micro-batch x accumulation steps, then"
-    return f"{table}\n\n{note(script, rows, cells)}"
-
-
-def table_of_rows(rows: list[list[str]], gib: dict[tuple[str, str], str]) -> str:
-    """Each tier's rows and their GiB, with a column for each size."""
+    gib = memory(script, rows)
     header = ["tier"]
     for size in sizes_of(rows):
         header.append("`many` (small)" if size == "many" else f"`{size}`")
     lines = []
     for tier in preset.names(rows, 0):
-        line = [label(tier)]
+        line = [f"`{tier}` ({CARDS[tier]})" if tier in CARDS else f"`{tier}`"]
         for size in sizes_of(rows):
             text = cell(row_of(rows, tier, size))
             if (tier, size) in gib:
-                text += f", {gib[tier, size]}"
+                text += f", {gib[tier, size]:.1f}"
             line.append(text)
         lines.append(line)
-    return markdown(header, lines)
-
-
-def table_of_sizes(rows: list[list[str]], gib: dict[tuple[str, str], str]) -> str:
-    """Each tier's row, which all sizes share, and the GiB of each size, whose shape is in the
-    table's rows of the form "* SIZE + --d_model D --encoder_layers E --decoder_layers D"."""
-    shapes = {}
-    for _, size, mark, *flags in rows:
-        if mark == "+" and size != "*":
-            shapes[size] = f"({flags[1]}, {flags[3]}+{flags[5]})"
-    header = ["tier", "micro-batch x accumulation"]
-    header += [f"`{size}` {shape}" for size, shape in shapes.items()]
-    lines = []
-    for tier in preset.names(rows, 0):
-        texts = {cell(row_of(rows, tier, size)) for size in shapes}
-        assert len(texts) == 1, f"tier {tier}: the sizes have different rows"
-        line = [label(tier), *texts]
-        for size in shapes:
-            line.append("fp32" if tier == "cpu" else gib[tier, size])
-        lines.append(line)
-    return markdown(header, lines)
-
-
-def label(tier: str) -> str:
-    return f"`{tier}` ({CARDS[tier]})" if tier in CARDS else f"`{tier}`"
+    return f"{markdown(header, lines)}\n\n{note(script, rows)}"
 
 
 def markdown(header: list[str], lines: list[list[str]]) -> str:
@@ -218,8 +174,8 @@ def markdown(header: list[str], lines: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in table)
 
 
-def note(script: str, rows: list[list[str]], cells: str) -> str:
-    """The text under a table: what `cells` are, and for which utterances."""
+def note(script: str, rows: list[list[str]]) -> str:
+    """The text under a table: what its cells are, and for which utterances."""
     longest = SCRIPTS[script].longest
     cells_of_table = [
         cell(row_of(rows, tier, size))
@@ -228,8 +184,9 @@ def note(script: str, rows: list[list[str]], cells: str) -> str:
     letters = {letter for text in cells_of_table for letter in text.split()[3:]}
     torch = ".".join(predictions()["torch"][script].split(".")[:2])
     sentences = [
-        f"{cells} the GiB that a step allocates at its peak, *predicted* by"
-        f" `python~benchmarks/tiers.py` (torch {torch}) for {longest}, not measured on these GPUs.",
+        "Each cell gives micro-batch x accumulation steps, then the GiB that a step allocates at"
+        f" its peak, *predicted* by `python~benchmarks/tiers.py` (torch {torch}) for {longest}, not"
+        " measured on these GPUs.",
         "CUDA's context and libraries take 0.55 GiB more.",
         "A row fits if a tenth of the GPU's memory stays free.",
     ]
@@ -245,15 +202,11 @@ def note(script: str, rows: list[list[str]], cells: str) -> str:
 
 
 def write(scripts: Iterable[str], check: bool = False) -> list[str]:
-    """Writes the tables of these scripts, or only compares them, and returns what is wrong, a line
-    for each page."""
+    """Writes the tables of these scripts, or only compares them. Returns a line for each fault."""
     problems = []
     for script in scripts:
         name = SCRIPTS[script].page
         page = ROOT / name
-        if not page.exists():
-            print(f"{name}: there is no such page, so its table is not written")
-            continue
         text = page.read_text(encoding="utf-8")
         if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
             problems.append(f"error: {name}: it needs one line {BEGIN} and below it one line {END}")

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -52,42 +51,30 @@ def last_line(lines: list[str]) -> str:
     return lines[-1] if lines else "no message"
 
 
-def plan(command: list[str], wants_advice: bool = False) -> tuple[dict, list[str]]:
+def plan(command: list[str]) -> tuple[dict, list[str]]:
     """The prediction of a recipe's command, {"gib": at the peak, "verdict": text}, and the lines of
     the advice if it does not fit, which take as long as several plans. Raises `NoPlan`."""
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
-    lines = []
+    kept = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    words = [sys.executable, *command]
     with tempfile.TemporaryDirectory() as folder:  # the current folder may have checkpoints
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=folder,
-            env=environment,
-        )
-        with process:
-            for line in process.stdout:
-                lines.append(line.rstrip())
-                if line.startswith("Verdict: ") and not wants_advice:
-                    process.kill()
-    output = "\n".join(lines)
-    peak = re.search(r"^Peak: ([\d.]+) ([MG]iB)", output, re.MULTILINE)
-    verdict = re.search(r"^Verdict: (fits|tight|does not fit)\b", output, re.MULTILINE)
-    if not peak or not verdict or process.returncode not in (0, 3, -signal.SIGKILL):
-        raise NoPlan(f"status {process.returncode}: {last_line(lines)}")
+        ran = subprocess.run(words, cwd=folder, env=environment, **kept)
+    lines = ran.stdout.splitlines()
+    peak = re.search(r"^Peak: ([\d.]+) ([MG]iB)", ran.stdout, re.MULTILINE)
+    verdict = re.search(r"^Verdict: (fits|tight|does not fit)\b", ran.stdout, re.MULTILINE)
+    if not peak or not verdict or ran.returncode not in (0, 3):
+        raise NoPlan(f"status {ran.returncode}: {last_line(lines)}")
     advice = [line for line in lines if line.startswith(("  --", "Peak with", "These flags"))]
     return {"gib": round(float(peak[1]) * GIB[peak[2]], 2), "verdict": verdict[1]}, advice
 
 
 def plan_row(script: str, tier: str, size: str, row: str) -> dict | None:
-    """The entry of a row, or None if it cannot be planned. Prints a line, and advice if it does not
-    fit."""
+    """The entry of a row, or None without a plan. Prints a line, and advice if it does not fit."""
     started = time.monotonic()
     entry = None
     advice = []
     try:
-        planned, advice = plan(command_of(script, tier, size, tier), wants_advice=True)
+        planned, advice = plan(command_of(script, tier, size, tier))
         entry = {"row": row, **planned}
         result = f"{entry['gib']:.2f} GiB, {entry['verdict']}"
     except NoPlan as error:
@@ -135,7 +122,7 @@ def write_predictions(versions: dict[str, str], entries: dict) -> None:
     pairs = [("torch", versions), *sorted(entries.items())]
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in pairs]
     text = "{\n" + ",\n".join(lines) + "\n}\n"
-    tier_tables.predictions_file().write_text(text, encoding="utf-8")
+    tier_tables.PREDICTIONS.write_text(text, encoding="utf-8")
 
 
 def main() -> None:

@@ -74,7 +74,7 @@ def make_updates(wanted: Wanted, args, model, task: loop.Task, source: GlobalBat
     training = setting_up.begin_training(args, run, task, engine, source, None)
     start_weights = copy_of_weights(training) if wanted.weights else None
     measured = {"losses": [], "seconds": [], "waited": [], "allocated": []}
-    training.report.progress = lambda step, loss, *others: measured["losses"].append(loss)
+    training.report.progress = lambda step, values: measured["losses"].append(values["loss"])
     batches = longest_batches(source) if wanted.longest else batches_of_files(source)
     started = time.monotonic()
     for number in range(1, wanted.updates + SKIPS + 1):
@@ -129,8 +129,7 @@ def copy_of_weights(training) -> dict[str, torch.Tensor]:
 
 
 def shorten_memory() -> None:
-    """Leaves CUDA's allocator what it has between updates and a share of what a step takes beside
-    that."""
+    """Leaves CUDA's allocator what it has between updates, and a share of a step's memory."""
     torch.cuda.empty_cache()
     step = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
     limit_memory(int(torch.cuda.memory_reserved() + PEAK_SHARE * step))

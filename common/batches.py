@@ -258,8 +258,7 @@ class GlobalBatches:
             start = 0
 
     def iterate(self, epoch: int = 0, start: int = 0) -> Iterator[GlobalBatch]:
-        """Global batches from a position in the data. Raises `DataError` for a bad file and
-        `RunError` if a worker dies."""
+        """Global batches from a position in the data. Raises as `_loaded` does."""
         specs = self.specs(epoch, start)
         pin = self.setup.device.type == "cuda"
         yield from _loaded(_loader(self.dataset, specs, self.setup.workers, pin))
@@ -287,8 +286,7 @@ class GlobalBatches:
 
 
 def _loaded(loader: torch.utils.data.DataLoader) -> Iterator[GlobalBatch]:
-    """The loader's global batches. Raises `DataError` for a global batch with an error, and
-    `RunError` if a worker has died."""
+    """The loader's global batches. Raises `DataError`, and `RunError` if a worker has died."""
     try:
         items = iter(loader)
         if loader.num_workers and threading.current_thread() is threading.main_thread():
@@ -347,8 +345,7 @@ def pad(tensors: list[torch.Tensor], value: float = 0) -> tuple[torch.Tensor, to
 
 
 def split_batch(batch: dict, size: int) -> list[dict]:
-    """Cuts a batch into pieces of at most `size` utterances and nearly equal size, each trimmed to
-    its longest one."""
+    """Nearly equal pieces of a batch, of at most `size` utterances, each trimmed to its longest."""
     total = len(batch["names"])
     pieces = []
     for rows in np.array_split(np.arange(total), math.ceil(total / size)):

@@ -10,7 +10,7 @@ import re
 import sys
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -251,18 +251,12 @@ def read(path: Path, recipe: str, flag: str = "--resume") -> Saved:
     """A checkpoint. Its tensors are views of the file, so copy what is kept. No code in the file is
     executed. Raises `Damaged` for a truncated or corrupted file, and `UsageError` for one that is
     not a checkpoint of `recipe`."""
-    exists = os.path.exists(path)  # (pathlib's own raises for a name that is too long)
-    if path.suffix == ".safetensors" and exists:
+    files.require_file(path, flag)
+    if path.suffix == ".safetensors":
         raise UsageError(
             f"{path} holds weights only, not the state of a run: start a new run from it with"
             " --init_from"
         )
-    if not exists or path.is_dir():
-        checkpoints = list_checkpoints(path if exists else path.parent)
-        hint = "there is no checkpoint in that folder"
-        if checkpoints:
-            hint = f"there is {checkpoints[0]}"
-        raise UsageError(f"{flag} {path}: {'it is a folder' if exists else 'no such file'}; {hint}")
     content = load(path)
     _check_format(path, content.get("format") if isinstance(content, dict) else None)
     if reason := records.mismatch(content, CONTENT, "it"):
@@ -314,28 +308,17 @@ def newest(wanted: str | None, folder: Path, recipe: str) -> Saved | None:
     if not wanted:
         return None
     others = list_checkpoints(folder)
-    if wanted != "auto":
-        return _named(Path(wanted), folder, others, recipe)
-    for path in others:
-        try:
-            return read(path, recipe)
-        except Damaged as damage:
-            print(f"warning: {damage}; using the one before it", file=sys.stderr)
-    return None
-
-
-def _named(path: Path, folder: Path, others: list[Path], recipe: str) -> Saved:
-    """The checkpoint at `path`. Raises `UsageError` if `folder`, to which the run would write, is
-    its own and has newer ones: `others`, newest first."""
-    try:
-        saved = read(path, recipe)
-    except Damaged as damage:
+    if wanted == "auto":
+        for path in others:
+            try:
+                return read(path, recipe)
+            except Damaged as damage:
+                print(f"warning: {damage}; using the one before it", file=sys.stderr)
+        return None
+    saved = read(Path(wanted), recipe)
+    if continues(wanted, folder) and others and step_of(others[0]) > saved.progress.step:
         raise UsageError(
-            f"{damage}; --resume auto takes the newest sound checkpoint of {folder}"
-        ) from None
-    if continues(str(path), folder) and others and step_of(others[0]) > saved.progress.step:
-        raise UsageError(
-            f"--resume {path}: {others[0]} is newer, and the run would replace it; give another"
+            f"--resume {wanted}: {others[0]} is newer, and the run would replace it; give another"
             " --output_dir, or --resume auto to continue from the newest"
         )
     return saved
@@ -352,8 +335,7 @@ def resume(wanted: str | None, folder: Path, recipe: str) -> Saved | None:
 
 
 def continues(resume: str | None, folder: Path) -> bool:
-    """Whether `--resume` continues the run in `folder`; a checkpoint from elsewhere starts a new
-    run there."""
+    """Whether `--resume` continues the run in `folder`, and not one from elsewhere."""
     return bool(resume) and (resume == "auto" or Path(resume).resolve().parent == folder.resolve())
 
 
@@ -376,11 +358,8 @@ def make_room(
 
 def best_step(folder: Path) -> int:
     """The update of the best weights in the folder; -1 without them or a sound best.json."""
-    summary = {}
-    with contextlib.suppress(UsageError):
-        summary = files.read_json(folder / "best.json")
-    is_sound = records.mismatch(summary, {"step": int}, "it") is None
-    return summary["step"] if is_sound and (folder / "best.safetensors").is_file() else -1
+    weights = folder / "best.safetensors"
+    return noted(weights).get("step", -1) if weights.is_file() else -1
 
 
 def _existing(folder: Path, names: Iterable[str]) -> list[Path]:
@@ -410,19 +389,23 @@ def save_weights(
     files.save(path.with_suffix(".json"), lambda temporary: temporary.write_text(text))
 
 
-def recipe_of(path: str | Path, flag: str = "--resume") -> str:
-    """The recipe of a `.safetensors` that a run saved, by its header. Raises `UsageError`."""
-    path = Path(path)
+@contextlib.contextmanager
+def _opened(path: Path, flag: str) -> Iterator[tuple]:
+    """A `.safetensors` that a run saved, and its header. Raises `UsageError`."""
     files.require_file(path, flag)
-    if path.suffix != ".safetensors":
-        raise UsageError(f"{flag} {path}: name best.safetensors of the run")
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
+            _check_format(path, header.get("format"))
+            yield file, header
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{flag} {path} cannot be read: {first_line(error)}") from None
-    _check_format(path, header.get("format"))
-    return header.get("recipe", "unknown")
+
+
+def recipe_of(path: str | Path, flag: str = "--resume") -> str:
+    """The recipe of a `.safetensors` that a run saved, by its header. Raises `UsageError`."""
+    with _opened(Path(path), flag) as (_, header):
+        return header.get("recipe", "unknown")
 
 
 def read_weights(path: str | Path, recipe: str, flag: str = "--resume") -> Saved:
@@ -430,16 +413,10 @@ def read_weights(path: str | Path, recipe: str, flag: str = "--resume") -> Saved
     path = Path(path)
     if path.suffix != ".safetensors":
         return read(path, recipe, flag)
-    files.require_file(path, flag)
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            names = file.keys()
-            tensors = {name: file.get_tensor(name) for name in names}
-    except (OSError, SafetensorError) as error:
-        raise UsageError(f"{path} cannot be read: {first_line(error)}") from None
-    _check_format(path, header.get("format"))
-    check_recipe(path, header.get("recipe", "unknown"), recipe)
+    with _opened(path, flag) as (file, header):
+        check_recipe(path, header.get("recipe", "unknown"), recipe)
+        names = file.keys()
+        tensors = {name: file.get_tensor(name) for name in names}
     infos = {}
     for name in INFOS:
         try:
@@ -452,8 +429,7 @@ def read_weights(path: str | Path, recipe: str, flag: str = "--resume") -> Saved
 
 
 def read_initial(path: str | None, recipe: str, resumed: Saved | None) -> Saved | None:
-    """The weights of --init_from, with which a run begins that does not resume another one. Raises
-    `UsageError`."""
+    """The weights of --init_from, unless the run resumes another one. Raises `UsageError`."""
     if not path or resumed:
         return None
     return read_weights(path, recipe, "--init_from")
@@ -529,11 +505,3 @@ def noted(weights: Path) -> dict:
     if content.get("metric") is not None:
         schema = {**NOTES, "step": int, str(content["metric"]): (int, float)}
     return {} if records.mismatch(content, schema, "it") else content
-
-
-def use_best(folder: Path, model: torch.nn.Module, recipe: str) -> Path:
-    """Loads the weights of the best evaluation, for evaluation. Returns their file."""
-    path = folder / "best.safetensors"
-    load_weights(model, read_weights(path, recipe).model)
-    model.eval()
-    return path

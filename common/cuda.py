@@ -20,10 +20,7 @@ def cuda_problem(index: int = 0) -> str | None:
     """Why the installed torch cannot use CUDA device `index`: one line with what would help. None
     if it can; the device is then the current one."""
     if torch.version.cuda is None and torch.version.hip is None:
-        return (
-            f"the installed torch {torch.__version__} is a CPU-only build; the CUDA one:"
-            f" {PIP_TORCH}"
-        )
+        return f"torch {torch.__version__} is a CPU-only build; the CUDA one: {PIP_TORCH}"
     try:
         with warnings.catch_warnings():
             # Ten lines about the architecture; kernel_problem says it in one.
@@ -64,10 +61,7 @@ def cuda_problem(index: int = 0) -> str | None:
         torch.cuda.set_device(index)
         torch.ones(1, device="cuda").item()
     except RuntimeError as error:
-        return (
-            f"cuda:{index} cannot compute now ({first_line(error)}): nvidia-smi shows which"
-            " processes use it"
-        )
+        return f"cuda:{index} cannot compute now ({first_line(error)}): see nvidia-smi"
     return None
 
 
@@ -82,10 +76,8 @@ def kernel_problem(name: str, capability: tuple[int, int], architectures: list[s
         v <= capability and (kind == "compute" or v[0] == capability[0]) for kind, v in versions
     ):
         return None
-    lack = (
-        f"torch {torch.__version__} has no kernels for {name} (compute capability"
-        f" {capability[0]}.{capability[1]})"
-    )
+    lack = f"torch {torch.__version__} has no kernels for {name}"
+    lack += f" (compute capability {capability[0]}.{capability[1]})"
     if capability < (5, 0):
         return f"{lack}, nor has any version that requirements.txt allows"
     if capability < min(version for _, version in versions):

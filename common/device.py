@@ -193,15 +193,10 @@ def rng_state(device: torch.device) -> dict:
     """The state of every random generator, in types that `torch.load(weights_only=True)` reads."""
     version, internal, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
+    numbers = torch.from_numpy(keys.astype(np.int64))
     state = {
         "python": [version, list(internal), gauss],
-        "numpy": [
-            kind,
-            torch.from_numpy(keys.astype(np.int64)),
-            int(position),
-            int(has_gauss),
-            float(cached),
-        ],
+        "numpy": [kind, numbers, int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
     }
     if device.type == "cuda":

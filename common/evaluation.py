@@ -38,9 +38,8 @@ def evaluate(
 
 
 def try_evaluation(engine: Engine, batch: dict) -> None:
-    """Evaluates a batch of two short utterances. What `task.evaluate` returns cannot be known
-    otherwise, and a metric that is not among it would be noticed hours later, at the first
-    evaluation."""
+    """Evaluates a batch of two short utterances: a metric that is not among what `task.evaluate`
+    returns would otherwise be noticed hours later."""
     with engine.evaluated() as model:
         evaluate(engine.setup, model, engine.task, [batch])
 

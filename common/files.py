@@ -21,8 +21,7 @@ STALE = r"\.[a-z0-9_]{8}\.tmp"  # how the temporary names of `write_file` end
 
 
 def require_file(path: str | Path, name: str = "") -> Path:
-    """`path`, if it is a regular file, not a pipe to wait for. `name` is for the message. Raises
-    `UsageError`."""
+    """`path`, if it is a regular file, not a pipe to wait for. Raises `UsageError` with `name`."""
     path = Path(path)
     try:
         mode = path.stat().st_mode
@@ -89,15 +88,12 @@ def require_output(
         for other in inputs:
             if other and os.path.exists(other) and path.samefile(other):
                 raise UsageError(f"{place}: this command reads it ({other}); name another file")
+        is_own = is_earlier is not None and is_earlier(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(
             f"{place}: {reason}; name a file in a folder that can be written"
         ) from None
-    try:
-        is_own = is_earlier is not None and is_earlier(path)
-    except OSError:
-        is_own = False
     if not is_own:
         raise UsageError(
             f"{place}: it exists, and this command did not write it or somebody has changed it;"
@@ -147,8 +143,7 @@ def write_text(path: Path, text: str, durable: bool = False) -> None:
 
 def move_aside(paths: Iterable[Path], folders: Iterable[Path]) -> str:
     """Moves files, folders, and links as they are, into the first subfolder earlier-N of theirs
-    that none of `folders` and of the paths' own folders has yet. Returns its name. Raises
-    `OSError`."""
+    that no folder of theirs, and none of `folders`, has. Returns its name. Raises `OSError`."""
     paths = list(paths)
     folders = {*folders, *(path.parent for path in paths)}
     number = 1

@@ -20,8 +20,7 @@ def length_bucket(batch: dict) -> int:
 
 
 def cut_to_fit(micro_batches: list[dict], limits: dict[int, int]) -> list[dict]:
-    """Cuts micro-batches down to the sizes that are known to fit: `limits`, by length bucket. A
-    limit holds for longer utterances, too."""
+    """Cuts micro-batches down to `limits`, which hold for longer utterances, too."""
     pieces = []
     for batch in micro_batches:
         bucket = length_bucket(batch)
@@ -32,8 +31,7 @@ def cut_to_fit(micro_batches: list[dict], limits: dict[int, int]) -> list[dict]:
 
 
 def learn_limit(failed: dict, limits: dict[int, int], failures: Counter) -> bool:
-    """Halves the limit for a failed micro-batch's length. False if a single utterance has failed
-    `TRIES_OF_ONE` times."""
+    """Halves the limit for this length. False if one utterance failed `TRIES_OF_ONE` times."""
     size = len(failed["names"])
     if size > 1:
         limits[length_bucket(failed)] = size // 2
@@ -61,10 +59,7 @@ def too_long(failed: dict, reason: str, device: torch.device) -> str:
     name = failed["names"][0]
     seconds = failed["seconds"][0]
     problem = f"{name} ({seconds:.1f} s) does not fit into memory even alone ({reason})"
-    advice = (
-        "use --gradient_checkpointing or --mixed_precision, reject such utterances with"
-        f" --max_duration {0.9 * seconds:.1f}, or take a smaller model"
-    )
+    advice = f"use --gradient_checkpointing, --max_duration {0.9 * seconds:.1f} or a smaller model"
     return f"{problem}: {advice}{also_on_this_gpu(device)}"
 
 

@@ -112,7 +112,10 @@ def train_global_batches(training: Training) -> Progress:
     source = batches_from_here(training)
     while True:
         if progress.step == 0 and training.length.has_ended(progress):
-            raise no_update(progress)
+            raise RunError(
+                f"no update was made: {progress.bad_batches} global batches had a non-finite loss,"
+                f" {progress.skipped_files} files were skipped; the messages above name the files"
+            )
         if evaluation_is_due(training):
             try:
                 evaluate_now(training)
@@ -185,15 +188,6 @@ def augments_more(training: Training) -> bool:
     return True
 
 
-def no_update(progress: Progress) -> RunError:
-    """The error of a run that ends without an update."""
-    reasons = (
-        f"{progress.bad_batches} global batches had a non-finite loss,"
-        f" {progress.skipped_files} files were skipped"
-    )
-    return RunError(f"no update was made: {reasons}; the messages above name the files")
-
-
 def evaluation_is_due(training: Training) -> bool:
     """Whether the weights are evaluated now."""
     progress = training.progress
@@ -232,7 +226,9 @@ def finish(
     if next(model.parameters()).device.type != run.setup.device.type:  # it was on other GPUs
         model.to(run.setup.device)
     with torch.no_grad():
-        best = checkpoint.use_best(args.checkpoint_dir, model, task.name)
+        best = args.checkpoint_dir / "best.safetensors"
+        checkpoint.load_weights(model, checkpoint.read_weights(best, task.name).model)
+        model.eval()
         with run.setup.autocast():
             report_results("weights of the best evaluation")
     print(f"weights: {best}; curves and all results: {args.log_dir}")

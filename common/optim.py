@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from common.errors import UsageError
-
 BETAS = (0.9, 0.98)  # Vaswani et al. 2017, section 5.3
 EPSILON = 1e-9  # Vaswani et al. 2017, section 5.3
 NAMES = {  # of the states in checkpoints, which are torch's, and in bitsandbytes
@@ -35,12 +33,8 @@ def parameter_groups(
 ) -> list[dict]:
     """Two groups: matrices and filters have weight decay; norms, biases and scalars (at most one
     dimension) have none, nor have embeddings without `settings.decay_embeddings`. Frozen parameters
-    are in no group. Raises `UsageError` if all are."""
+    are in no group."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    if not trained:
-        raise UsageError(
-            f"every parameter of {type(model).__name__} is frozen: there is nothing to train"
-        )
     spared = {p for p in trained if p.dim() <= 1}
     if not settings.decay_embeddings:
         spared |= embedding_weights(model)
@@ -133,16 +127,11 @@ def optimizer_state(
     return saved
 
 
-def all_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """A tensor of which this process has all rows, and the number of the first one."""
-    return tensor, 0
-
-
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
     saved: dict,
-    rows: Callable[[torch.Tensor], tuple[torch.Tensor, int]] = all_rows,
+    rows: Callable[[torch.Tensor], tuple[torch.Tensor, int]] = lambda tensor: (tensor, 0),
 ) -> None:
     """Copies saved states into an optimizer. `rows(tensor)`: the part that this process has of a
     tensor, and the number of its first row. Learning rate and weight decay stay as the command line

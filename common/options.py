@@ -198,8 +198,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(kind: type, low: float, high: float = math.inf, *, open_low: bool = False):
-    """An argparse type: an int or finite float within [low, high], or (low, high] with
-    `open_low`."""
+    """An argparse type: a finite number within [low, high], or (low, high] with `open_low`."""
 
     def parse(text: str):
         try:
@@ -231,8 +230,7 @@ def workers(text: str):
 
 
 def path(text: str) -> str:
-    """An argparse type. An empty path is an unset shell variable: `--resume ""` must not start a
-    new run."""
+    """An argparse type. With an unset shell variable, `--resume ""` must not start a new run."""
     if not text.strip():
         raise argparse.ArgumentTypeError("the path is empty")
     return text
@@ -502,8 +500,7 @@ def all_excludes(args: argparse.Namespace) -> list[tuple[str, str, str]]:
 
 
 def refuse_conflicts(args: argparse.Namespace, excludes, needs) -> None:
-    """Raises `UsageError` for flags that exclude each other and for flags that need another one, of
-    those that the recipe has."""
+    """Raises `UsageError` for flags that exclude each other, or that need one of the recipe's."""
     given = {name: getattr(args, name) for name in args.given}
     for flag, other, reason in excludes:
         if is_on(given, flag) and is_on(given, other):
@@ -518,8 +515,7 @@ def refuse_conflicts(args: argparse.Namespace, excludes, needs) -> None:
 
 
 def is_on(values: dict, flag: str) -> bool:
-    """Whether a flag has the value that follows it in `flag` or, if none follows, any but None,
-    False and 0."""
+    """Whether a flag has the value that follows it in `flag` or, if none does, is given and on."""
     name, _, value = flag.partition(" ")
     current = values.get(name)
     return str(current) == value if value else current not in (None, False)

@@ -138,15 +138,13 @@ class Machines:
 
 
 def say(text: str) -> None:
-    """Prints a line on stderr, with control characters as escapes: a terminal would obey them."""
-    shown = re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
-    print(shown, file=sys.stderr)
+    print(text, file=sys.stderr)
 
 
-def fail(message: str, status: int = 2) -> NoReturn:
-    """Ends the program, by default as a usage error."""
+def fail(message: str) -> NoReturn:
+    """Ends the program as a usage error."""
     say(f"error: {message}")
-    sys.exit(status)
+    sys.exit(2)
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -192,8 +190,6 @@ def letter_flags(letters: list[str], user: User, size: str) -> list[str]:
     flags = []
     levels = []
     for letter in letters:
-        if letter not in LETTERS:
-            fail(f"the row of tier {user.tier} and size {size} has an unknown letter, {letter}", 1)
         if letter in "HGW":
             levels = LETTERS[letter]  # after the other flags
         elif letter != "8" or not user.gave("--use_cpu_offload", "--sharded", "--lora"):
@@ -223,8 +219,7 @@ def added_flags(adds: str, facts: set[str], size: str) -> list[str]:
 
 
 def read_user(script: Script, words: list[str]) -> User:
-    """The user's words by their meaning. Data words may stand beside tier and size, and --print
-    anywhere."""
+    """The user's words. Data words may stand beside tier and size, and --print anywhere."""
     is_printed = "--print" in words
     words = [word for word in words if word != "--print"]
     picked = []
@@ -237,14 +232,6 @@ def read_user(script: Script, words: list[str]) -> User:
             fail(f"the word '{word}' is too much: first come TIER and SIZE, then flags")
         else:
             picked.append(word)
-    tiers = {"auto", *names(read_rows(script.rows), 0), *MEMORY}
-    flag = ""
-    for before, word in itertools.pairwise(words):
-        flag = before if before.startswith("-") else flag
-        if word in tiers and before != flag and flag.partition("=")[0] != "--dry_run":
-            fail(
-                f"the word '{word}' is behind {flag} {before}: TIER and SIZE come before the flags"
-            )
     words += ["--print"] * is_printed
     picked = picked or ["auto"]
     return User(picked[0].lower(), "".join(picked[1:]).lower(), data, words)
@@ -277,19 +264,10 @@ def pick_tier(tiers: list[str], user: User) -> str:
     return [*fitting, *listed[-1:], "cpu"][0]
 
 
-def read_number(name: str, what: str) -> int:
-    """The positive number in a variable of the environment, 1 if it is not set."""
-    text = os.environ.get(name) or "1"
-    if not re.fullmatch("[1-9][0-9]*", text):
-        fail(f"{name}={text}: it must be the number of {what}, such as 2")
-    return int(text)
-
-
 def read_machines(user: User) -> tuple[Machines, list[str]]:
-    """The processes by GPUS, NODES, NODE and HEAD, and words for the end of the command: one
-    process plans for all of them."""
-    gpus = read_number("GPUS", "GPUs to train on")
-    nodes = read_number("NODES", "machines")
+    """The processes by GPUS, NODES, NODE and HEAD, and the words with which one plans for all."""
+    gpus = int(os.environ.get("GPUS") or 1)
+    nodes = int(os.environ.get("NODES") or 1)
     node = os.environ.get("NODE", "")
     head = os.environ.get("HEAD", "")
     ranks = nodes * gpus

@@ -6,7 +6,7 @@ import os
 
 from torch import Tensor
 
-from common.errors import RunError, UsageError
+from common.errors import RunError
 
 
 class CannotSave(RunError):
@@ -20,11 +20,8 @@ class LostRank(CannotSave):
 
 
 def torchrun(name: str, default: int) -> int:
-    """A number that torchrun sets in the environment. Raises `UsageError`."""
-    text = os.environ.get(name) or str(default)
-    if not text.isdecimal():
-        raise UsageError(f"{name} is {text!r}: use torchrun, or unset it")
-    return int(text)
+    """A number that torchrun sets in the environment."""
+    return int(os.environ.get(name) or default)
 
 
 class Ranks:

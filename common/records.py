@@ -70,8 +70,7 @@ def _require_plain(value, place: str) -> None:
 
 
 def _convert(value, hint, place: str, source: str | Path):
-    """`value` as the type `hint` says: lists, which JSON has in place of tuples, become tuples, and
-    dictionaries become records."""
+    """`value` as `hint` says: JSON's lists become tuples, and dictionaries become records."""
     if typing.get_origin(hint) is typing.Annotated:
         hint, *schemas = typing.get_args(hint)
         advice = "".join(f": {text}" for text in schemas if isinstance(text, str))

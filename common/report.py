@@ -26,8 +26,7 @@ def shown(metric: str, value: float) -> str:
 
 
 def _print(text: str, stream) -> None:
-    """Prints a line, or drops it: Ctrl-C in `... | tee log` ends tee first, and then the run saves
-    itself."""
+    """Prints a line, or drops it: Ctrl-C in `... | tee log` ends tee before the run is saved."""
     with contextlib.suppress(OSError):
         print(text, file=stream, flush=True)
 
@@ -105,43 +104,29 @@ class Report:
             self.metrics.write(json.dumps({"step": step, **values}, ensure_ascii=False) + "\n")
             self.metrics.flush()
 
-    def progress(
-        self,
-        step: int,
-        loss: float,
-        learning_rate: float,
-        speed: float,
-        memory: int,
-        waiting: float,
-        utilisation: float | None = None,
-    ) -> None:
-        """Updates the bar, or prints a line every few seconds. `speed` is in utterances per second,
-        `memory` in bytes; `waiting` and `utilisation` are shares of the time in which the run
-        waited for data and the GPU computed."""
+    def progress(self, step: int, values: dict[str, float | None]) -> None:
+        """Updates the bar, or prints a line every few seconds. `values`: as `update.note_update`
+        names them."""
         if not self.enabled:
             return
         now = time.monotonic()
         self.ends.append(now)
-        gpu = [] if utilisation is None else [f"GPU {utilisation:.0%}"]
-        gib = memory / 2**30
+        loss = f"loss {values['loss']:.3f}"
+        rate = f"lr {values['learning_rate']:.1e}"
+        speed = f"{values['utterances_per_second']:.1f}"
+        gib = f"{values['memory_bytes'] / 2**30:.1f}"
+        wait = f"{values['data_wait_share']:.0%}"
+        busy = values["gpu_utilisation"]
+        gpu = [] if busy is None else [f"GPU {busy:.0%}"]
         if self.bar is not None:
-            text = f"loss {loss:.3f} lr {learning_rate:.1e} {speed:.1f}/s {gib:.1f}G"
-            text += f" wait {waiting:.0%}"
-            self.bar.set_description_str(" ".join([text, *gpu]), refresh=False)
+            text = " ".join([loss, rate, f"{speed}/s", f"{gib}G", f"wait {wait}", *gpu])
+            self.bar.set_description_str(text, refresh=False)
             self.bar.update(step - self.bar.n)
         elif now - self.last_line >= PLAIN_SECONDS or step == self.total:
             self.last_line = now
             left = (now - self.ends[0]) / (len(self.ends) - 1) * (self.total - step)
-            parts = [
-                f"step {step}/{self.total}",
-                f"loss {loss:.3f}",
-                f"lr {learning_rate:.1e}",
-                f"{speed:.1f} utterances/s",
-                f"{gib:.1f} GiB",
-                f"waiting {waiting:.0%}",
-                *gpu,
-                f"{left / 60:.0f} min left",
-            ]
+            parts = [f"step {step}/{self.total}", loss, rate, f"{speed} utterances/s", f"{gib} GiB"]
+            parts += [f"waiting {wait}", *gpu, f"{left / 60:.0f} min left"]
             _print("  ".join(parts), sys.stderr)
 
     def close(self) -> None:

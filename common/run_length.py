@@ -79,13 +79,10 @@ def describe(length: RunLength, global_batches: GlobalBatches) -> str:
     data = f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.1f} min"
     epochs = length.total / global_batches.per_epoch
     text = f"length: {length.total} updates of {global_batches.global_batch_size}, {epochs:.1f}"
-    text += f" epochs of {data} (--max_steps, --num_epochs)"
-    text += global_batches.described()
+    text += f" epochs of {data} (--max_steps, --num_epochs){global_batches.described()}"
     every = f"every {length.eval_every} updates" if length.eval_every else "after each epoch"
     text += f"; evaluated {every} (--eval_every)"
     if length.patience:
-        text += (
-            f"; ends after {length.patience} evaluations without a better result or a lower loss"
-        )
-        text += " (--early_stopping_patience)"
+        text += f"; ends after {length.patience} evaluations without a better result or a lower"
+        text += " loss (--early_stopping_patience)"
     return text

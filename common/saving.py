@@ -85,8 +85,7 @@ def save_alone(training: Training) -> None:
 
 
 def write_checkpoint(training: Training, states: list, model: dict, optimizer: dict) -> None:
-    """Writes a checkpoint. `states`: the random state of every rank; `model` and `optimizer`: what
-    is saved of them."""
+    """Writes a checkpoint, with the random `states` of every rank."""
     args = training.args
     progress = training.progress
     flags = {}

@@ -142,12 +142,10 @@ def pass_until_it_fits(
         if worst == STOP:
             raise saved_and_stopped(training, caught)
         if worst == CANNOT_FIT:
-            other = "an utterance of another rank does not fit into memory: see its message"
-            raise RunError(
-                too_long(outcome.failed, outcome.reason, setup.device)
-                if status == CANNOT_FIT
-                else other
-            )
+            reason = "an utterance of another rank does not fit into memory: see its message"
+            if status == CANNOT_FIT:
+                reason = too_long(outcome.failed, outcome.reason, setup.device)
+            raise RunError(reason)
         for other in ranks.gather(limits):  # all ranks keep the same limits
             lower_limits(limits, other)
         if status == AGAIN:
@@ -155,8 +153,7 @@ def pass_until_it_fits(
 
 
 def reduce_gradients(training: Training, sums: torch.Tensor) -> tuple[list[float], float]:
-    """Sums gradients and loss terms over the ranks. Returns terms and gradient norm: a global
-    batch's only transfer to the host."""
+    """Terms and gradient norm over all ranks: a global batch's only transfer to the host."""
     ranks = training.setup.ranks
     training.engine.sum_gradients()
     with ranks.waiting():
@@ -202,26 +199,20 @@ def note_update(training: Training, averages: dict[str, float], norm: float) -> 
     report = training.report
     step = training.progress.step
     elapsed = max(1e-9, time.monotonic() - training.since)
-    loss = sum(training.task.loss_weights[term] * value for term, value in averages.items())
-    rate = training.engine.optimizer.param_groups[0]["lr"]
-    used = memory.memory_used(training.setup.device)
-    speed = training.utterances / elapsed
-    waiting = training.waited / elapsed
-    utilisation = training.utilisation.mean() if training.utilisation else None
-    report.progress(step, loss, rate, speed, used, waiting, utilisation)
+    values = {
+        "loss": sum(training.task.loss_weights[term] * value for term, value in averages.items()),
+        **{f"loss_{term}": value for term, value in averages.items()},
+        "learning_rate": training.engine.optimizer.param_groups[0]["lr"],
+        "gradient_norm": norm,
+        "utterances_per_second": training.utterances / elapsed,
+        "memory_bytes": memory.memory_used(training.setup.device),
+        "data_wait_share": training.waited / elapsed,  # of the time
+        "gpu_utilisation": training.utilisation.mean() if training.utilisation else None,
+    }
+    report.progress(step, values)
     if training.utilisation and (problem := training.utilisation.new_problem()):
         report.say(f"no GPU utilisation in the reports ({problem})")
     if step % training.args.log_every == 0:
-        values = {
-            "loss": loss,
-            **{f"loss_{term}": value for term, value in averages.items()},
-            "learning_rate": rate,
-            "gradient_norm": norm,
-            "utterances_per_second": speed,
-            "memory_bytes": used,
-            "data_wait_share": waiting,
-            "gpu_utilisation": utilisation,
-        }
         values = {f"train/{name}": value for name, value in values.items() if value is not None}
         report.write(step, epoch=training.progress.epoch, **values)
         training.since = time.monotonic()

@@ -2,10 +2,9 @@
 an update, stays the same."""
 
 import bisect
-import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from dry_run.cards import CARDS, Card
 from dry_run.peak import Peak
@@ -52,8 +51,7 @@ class PlannedSettings:
 @dataclass(frozen=True)
 class Measures:
     """The functions that plan a step of the training, and an evaluation (None: it is not planned).
-    The first plan of a batch size, of checkpointing, of a level and of a frozen encoder takes
-    seconds."""
+    The first plan of settings takes seconds, and further ones nothing."""
 
     training: Callable[[PlannedSettings], Peak]
     evaluation: Callable[[PlannedSettings], Peak] | None = None
@@ -65,6 +63,29 @@ class Measures:
     def largest(self, settings: PlannedSettings) -> Peak:
         return max(self.stages(settings), key=lambda peak: peak.total)
 
+    def total(self, settings: PlannedSettings) -> int:
+        return self.largest(settings).total
+
+    def largest_batch(self, settings: PlannedSettings, sizes: list[int], most: int) -> int:
+        """The largest of these micro-batches with which a step takes at most `most` bytes, or 0;
+        not a whole update, which needs less: its gradients come later."""
+        sizes = [each for each in sizes if settings.resized(each).accumulation > 1]
+
+        def total(size: int) -> int:
+            return self.training(settings.resized(size)).total
+
+        if not sizes or total(sizes[0]) > most:
+            return 0
+        return sizes[bisect.bisect(sizes, most, key=total) - 1]
+
+    def with_evaluation(self, settings: PlannedSettings, most: int) -> PlannedSettings:
+        """The settings with smaller batches of evaluations, half as large as often as it takes, as
+        long as these are over `most` bytes and need more than the training."""
+        most = max(most, self.training(settings).total)
+        while settings.eval_batch_size > 1 and self.total(settings) > most:
+            settings = replace(settings, eval_batch_size=settings.eval_batch_size // 2)
+        return settings
+
 
 def advise(measures: Measures, given: PlannedSettings, can: set[str], card: Card) -> str:
     """The flags that make a run fit on a card in the least time, each with the memory that it
@@ -72,7 +93,8 @@ def advise(measures: Measures, given: PlannedSettings, can: set[str], card: Card
     "optimizer", "weights" (16-bit copies of them, which a run in fp32 does not have), "sharded"
     (several GPUs), if nothing of these is enough, and "frozen", the last resort, because a frozen
     encoder changes what is learned."""
-    plans = Plans(measures, given)
+    update = given.batch_size * given.accumulation
+    sizes = [size for size in range(1, given.batch_size + 1) if update % size == 0]
     optimizers = [given.optimizer]
     if "optimizer" in can:
         optimizers = list(SLOWER)[list(SLOWER).index(given.optimizer) :]
@@ -85,37 +107,23 @@ def advise(measures: Measures, given: PlannedSettings, can: set[str], card: Card
         kinds.insert(0, SHARDED)
     options = [
         replace(given.resized(size), checkpointing=is_on, frozen=is_frozen, **kind)
-        for size in batch_sizes(given)
+        for size in sizes
         for is_on in checkpointing
         for kind in kinds
         for is_frozen in frozen
     ]
-    for option in sorted(options, key=lambda option: cost(option, given)):
-        if option.accumulation > 1 and option.batch_size > plans.largest(option, room(card)):
+    # The resort comes last, then shards, then what takes longer.
+    for option in sorted(options, key=lambda each: (each.frozen, each.sharded, time_of(each))):
+        largest = measures.largest_batch(option, sizes, room(card))
+        if option.accumulation > 1 and option.batch_size > largest:
             continue
-        option = plans.with_evaluation(option, room(card))
-        if plans.total(option) <= room(card):
-            return answer(plans, option, card)
+        option = measures.with_evaluation(option, room(card))
+        if measures.total(option) <= room(card):
+            return answer(measures, given, option, card)
     ends = [options[-1], replace(options[-1], **(SHARDED if "sharded" in can else {}))]
     ends = dict.fromkeys(each.resized(size) for each in ends for size in (1, each.batch_size))
-    least = [plans.with_evaluation(each, room(card)) for each in ends]
-    return answer(plans, min(least, key=plans.total), card)
-
-
-@functools.cache
-def batch_sizes(given: PlannedSettings) -> list[int]:
-    """The micro-batches that divide an update, up to the given one."""
-    return [
-        size
-        for size in range(1, given.batch_size + 1)
-        if given.batch_size * given.accumulation % size == 0
-    ]
-
-
-def cost(option: PlannedSettings, given: PlannedSettings) -> tuple[bool, bool, float]:
-    """A key for sorting: whether the encoder is frozen, whether the GPUs have shards, then the
-    factor of time beside the given settings."""
-    return option.frozen, option.sharded, time_of(option) / time_of(given)
+    least = [measures.with_evaluation(each, room(card)) for each in ends]
+    return answer(measures, given, min(least, key=measures.total), card)
 
 
 def time_of(settings: PlannedSettings) -> float:
@@ -125,16 +133,17 @@ def time_of(settings: PlannedSettings) -> float:
     return time * HALF_BATCH ** -math.log2(settings.batch_size)
 
 
-def answer(plans: "Plans", chosen: PlannedSettings, card: Card) -> str:
+def answer(measures: Measures, given: PlannedSettings, chosen: PlannedSettings, card: Card) -> str:
     """Each flag from the given settings to the chosen ones with what it saves, and the verdict."""
     optimizer = f"--optimizer {chosen.optimizer}"
     if chosen.optimizer not in ("adamw", "adamw_8bit"):
-        optimizer = "--optimizer adamw " if plans.given.optimizer == "adamw_8bit" else ""
+        optimizer = "--optimizer adamw " if given.optimizer == "adamw_8bit" else ""
         optimizer += f"--use_cpu_offload {chosen.level}".rstrip()
     shards = "--sharded"
-    if plans.given.optimizer != "adamw":
-        is_8bit = plans.given.optimizer == "adamw_8bit"
-        shards = f"{'--optimizer adamw' if is_8bit else '--no_use_cpu_offload'} {shards}"
+    if given.optimizer == "adamw_8bit":
+        shards = f"--optimizer adamw {shards}"
+    elif given.optimizer != "adamw":
+        shards = f"--no_use_cpu_offload {shards}"
     micro_batch = f"--batch_size {chosen.batch_size}"
     micro_batch += f" --gradient_accumulation_steps {chosen.accumulation}"
     eval_batch_size = {"eval_batch_size": chosen.eval_batch_size}
@@ -143,16 +152,18 @@ def answer(plans: "Plans", chosen: PlannedSettings, card: Card) -> str:
         optimizer: {"optimizer": chosen.optimizer},
         "--freeze_encoder": {"frozen": chosen.frozen},
         "--gradient_checkpointing": {"checkpointing": chosen.checkpointing},
-        micro_batch: {**vars(chosen), "eval_batch_size": plans.given.eval_batch_size},
+        micro_batch: {**vars(chosen), "eval_batch_size": given.eval_batch_size},
         f"--eval_batch_size {chosen.eval_batch_size}": eval_batch_size,
     }
-    peak = plans.peak(chosen)
-    changed_from = plans.given
+    peak = measures.largest(chosen)
+    changed_from = given
     lines = []
     for flag, change in flags.items():
         after = replace(changed_from, **change)
         if after != changed_from:
-            lines.append(f"  {flag}: {size(plans.total(changed_from) - plans.total(after))} less")
+            lines.append(
+                f"  {flag}: {size(measures.total(changed_from) - measures.total(after))} less"
+            )
         changed_from = after
     result = (
         f"{size(needed(peak, card))} of {size(card.total)} ({card.name}): {verdict(peak, card)[0]}"
@@ -163,64 +174,9 @@ def answer(plans: "Plans", chosen: PlannedSettings, card: Card) -> str:
     if peak.total > room(card):
         others = [replace(other, count=card.count) for other in CARDS]
         enough = [other for other in others if peak.total <= room(other)]
-        smallest = "none that is known"
-        if enough:
-            smallest = min(enough, key=lambda other: other.total).name
+        names = [other.name for other in sorted(enough, key=lambda other: other.total)]
         lines.append(
             "These flags are not enough: take a smaller model, or --max_duration. The smallest"
-            f" card: {smallest}"
+            f" card: {names[0] if names else 'none that is known'}"
         )
     return "\n".join(lines)
-
-
-@dataclass
-class Plans:
-    """The plans that were made, and what follows from them for other settings."""
-
-    measures: Measures
-    given: PlannedSettings
-    trainings: dict[PlannedSettings, Peak] = field(default_factory=dict)
-    evaluations: dict[tuple, Peak] = field(default_factory=dict)
-
-    def training(self, settings: PlannedSettings) -> Peak:
-        """The peak of the training, which does not depend on the batches of evaluations."""
-        settings = replace(settings, eval_batch_size=self.given.eval_batch_size)
-        if settings not in self.trainings:
-            self.trainings[settings] = self.measures.training(settings)
-        return self.trainings[settings]
-
-    def peak(self, settings: PlannedSettings) -> Peak:
-        """The larger peak, of training and evaluation with these settings."""
-        training = self.training(settings)
-        if self.measures.evaluation is None:
-            return training
-        key = settings.eval_batch_size, settings.optimizer, settings.frozen, settings.sharded
-        if key not in self.evaluations:
-            self.evaluations[key] = self.measures.evaluation(settings)
-        return max(training, self.evaluations[key], key=lambda peak: peak.total)
-
-    def total(self, settings: PlannedSettings) -> int:
-        return self.peak(settings).total
-
-    def largest(self, settings: PlannedSettings, most: int) -> int:
-        """The largest micro-batch with which a step with these settings takes at most `most` bytes,
-        of those that are not a whole update, which needs less: its gradients come later. 0 if there
-        is none."""
-        sizes = batch_sizes(self.given)
-        sizes = [each for each in sizes if settings.resized(each).accumulation > 1]
-
-        def total(size: int) -> int:
-            return self.training(settings.resized(size)).total
-
-        if not sizes or total(sizes[0]) > most:
-            return 0
-        count = bisect.bisect(sizes, most, key=total)
-        return sizes[count - 1]
-
-    def with_evaluation(self, settings: PlannedSettings, most: int) -> PlannedSettings:
-        """The settings with smaller batches of evaluations, half as large as often as it takes, as
-        long as these are over `most` bytes and need more than the training."""
-        most = max(most, self.training(settings).total)
-        while settings.eval_batch_size > 1 and self.total(settings) > most:
-            settings = replace(settings, eval_batch_size=settings.eval_batch_size // 2)
-        return settings

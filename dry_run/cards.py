@@ -8,7 +8,6 @@ import torch
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MOST = 300  # GiB of a GPU: a larger number is the name of a model
-MOST_CARDS = 10_000
 # The CUDA context, which torch's allocator does not count: 0.4 to 0.6 GiB by GPU and driver.
 CONTEXT = GIB // 2
 # Torch's default workspaces of cuBLAS, the second on compute capability 9.x and 10.x.
@@ -67,25 +66,15 @@ def choose_card(text: str | None, device: str, error: type[Exception]) -> Card |
     none, the one that `device` names (auto, cpu, cuda, cuda:N); None if `text` is None and no GPU
     is there. Raises an `error` of this type."""
     _, _, index = device.partition(":")
+    several = re.fullmatch(r"\s*([1-9]\d{0,4})\s*x(.*)", text or "", re.ASCII | re.IGNORECASE)
+    count, name = several.groups() if several else (1, text)
     try:
-        count, name = split_count(text or "")
         card = find_card(name) if name else card_here(int(index) if index.isdecimal() else 0)
     except ValueError as reason:
         raise error(f"--dry_run: {reason}") from None
     if card is None and text is not None:
         raise error("--dry_run: there is no GPU here, so name one, e.g. --dry_run 8GB")
-    return card and replace(card, count=count)
-
-
-def split_count(text: str) -> tuple[int, str]:
-    """The number of cards that a text begins with (1 if it does not) and the name that follows:
-    "2x16gb", "8 x 8 GB", "2x". Raises `ValueError`, one line, for a wrong number."""
-    found = re.fullmatch(r"\s*([+-]?[\d.]+)\s*x(.*)", text, re.ASCII | re.IGNORECASE)
-    if found is None:
-        return 1, text
-    if not re.fullmatch(r"\d{1,5}", found[1]) or not 1 <= int(found[1]) <= MOST_CARDS:
-        raise ValueError(f"the number of GPUs, which stands before x, must be 1 to {MOST_CARDS}")
-    return int(found[1]), found[2].strip()
+    return card and replace(card, count=int(count))
 
 
 def find_card(text: str) -> Card:

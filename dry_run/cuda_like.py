@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from dry_run.fake_tensors import CannotPlan
+from dry_run.fake_tensors import CannotPlan, tensors_in
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 # Of operators, in the header.
@@ -43,9 +43,7 @@ def autocast_lists() -> dict[str, list[str]]:
     for name in LISTS:
         found = re.search(rf"#define AT_FORALL_{name}\(_\)((?:.*\\\n)*.*\n)", text)
         entries = re.findall(r"_\((\w+)(?:, (\w+))?\)", found[1]) if found else []
-        lists[name] = [
-            f"{operator}.{overload}" if overload else operator for operator, overload in entries
-        ]
+        lists[name] = [".".join(filter(None, entry)) for entry in entries]
     if not all(lists.values()):
         raise CannotPlan(
             f"torch {torch.__version__} does not say what CUDA's autocast does: {HEADER} is missing"
@@ -59,19 +57,15 @@ def cast(value, dtype: torch.dtype):
     """A floating tensor, or every one of a list, in autocast's `dtype`."""
     if isinstance(value, (list, tuple)):
         return type(value)(cast(each, dtype) for each in value)
-    if (
-        not isinstance(value, torch.Tensor)
-        or not value.is_floating_point()
-        or value.dtype in (dtype, torch.float64)
-    ):
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
-    is_weight = (
-        value.is_leaf
-        and value.requires_grad
-        and value.dtype is torch.float32
-        and not value._is_view()
-    )
-    if not (is_weight and dtype is not torch.float32 and torch.is_autocast_cache_enabled()):
+    if value.dtype in (dtype, torch.float64):
+        return value
+    is_weight = value.is_leaf and value.requires_grad and not value._is_view()
+    is_full = value.dtype is torch.float32
+    if not (
+        is_weight and is_full and dtype is not torch.float32 and torch.is_autocast_cache_enabled()
+    ):
         return value.to(dtype)
     if id(value) not in cast_copies:
         cast_copies[id(value)] = value.to(dtype)
@@ -80,15 +74,8 @@ def cast(value, dtype: torch.dtype):
 
 def widest(values) -> torch.dtype:
     """fp32 if any floating tensor in `values` is, otherwise autocast's type."""
-    flat = [
-        leaf
-        for value in values
-        for leaf in (value if isinstance(value, (list, tuple)) else [value])
-    ]
-    floating = {
-        leaf.dtype for leaf in flat if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-    }
-    return torch.float32 if torch.float32 in floating else torch.get_autocast_dtype("cpu")
+    kinds = {tensor.dtype for tensor in tensors_in(values)}
+    return torch.float32 if torch.float32 in kinds else torch.get_autocast_dtype("cpu")
 
 
 def under_autocast(operator, kind: str) -> Callable:
@@ -100,18 +87,14 @@ def under_autocast(operator, kind: str) -> Callable:
             if kind == "FP32_SET_OPT_DTYPE":
                 names = [argument.name for argument in operator._schema.arguments]
                 given = {**dict(zip(names, args, strict=False)), **kwargs}
-                x = args[0]
-                if (
-                    given.get("dtype") is None
-                    and x.is_floating_point()
-                    and x.dtype is not torch.float64
-                ):
+                is_raised = args[0].is_floating_point() and args[0].dtype is not torch.float64
+                if is_raised and given.get("dtype") is None:
                     given["dtype"] = torch.float32
                 return operator(**given)
-            dtype = (
-                torch.get_autocast_dtype("cpu") if kind == "LOWER_PRECISION_FP" else torch.float32
-            )
-            if kind == "PROMOTE":
+            dtype = torch.float32
+            if kind == "LOWER_PRECISION_FP":
+                dtype = torch.get_autocast_dtype("cpu")
+            elif kind == "PROMOTE":
                 dtype = widest((*args, *kwargs.values()))
             args = [cast(value, dtype) for value in args]
             return operator(*args, **{name: cast(value, dtype) for name, value in kwargs.items()})
@@ -239,18 +222,8 @@ class Lstm(torch.autograd.Function):
         weights = others[: ctx.count]
         flat = x.new_empty(sum(weight.numel() for weight in weights))
         pieces = flat.split([weight.numel() for weight in weights])
-        of_weights = [
-            piece.view(weight.shape) for piece, weight in zip(pieces, weights, strict=True)
-        ]
-        return (
-            torch.empty_like(x),
-            torch.empty_like(h),
-            torch.empty_like(c),
-            None,
-            None,
-            None,
-            *of_weights,
-        )
+        of_weights = [piece.view(w.shape) for piece, w in zip(pieces, weights, strict=True)]
+        return *map(torch.empty_like, (x, h, c)), None, None, None, *of_weights
 
 
 def lstm(x, states, weights, has_biases, layers, dropout, train, bidirectional, batch_first):
@@ -281,10 +254,9 @@ def cuda_like(capability: tuple[int, int]) -> Iterator[None]:
         library.impl("scaled_dot_product_attention", attention_for(capability), "AutogradCPU")
         library.impl("dropout", dropout, "AutogradCPU")
         library.impl("lstm.input", lstm, "AutogradCPU")
-        with contextlib.ExitStack() as patches:
-            for name, value in {"is_cuda": True, "pin_memory": lambda self, *_: self}.items():
-                patches.enter_context(mock.patch.object(torch.Tensor, name, value))
-            patches.enter_context(
-                mock.patch.object(torch, "clear_autocast_cache", cast_copies.clear)
-            )
+        with (
+            mock.patch.object(torch.Tensor, "is_cuda", True),
+            mock.patch.object(torch.Tensor, "pin_memory", lambda self, *_: self),
+            mock.patch.object(torch, "clear_autocast_cache", cast_copies.clear),
+        ):
             yield

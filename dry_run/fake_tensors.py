@@ -44,8 +44,7 @@ class CannotPlan(RuntimeError):
 
 @dataclass
 class AllocatedBlock:
-    """A storage: its bytes, its part of the memory, and from when to when it lives (numbers of
-    allocations and frees)."""
+    """A storage: its bytes, its part, and its life, in numbers of allocations and frees."""
 
     size: int
     part: str
@@ -132,11 +131,9 @@ def replaced(value, replace: Callable[[Tensor], Tensor]):
     """A value with other tensors, also in lists and tuples."""
     if isinstance(value, Tensor):
         return replace(value)
-    return (
-        type(value)(replaced(each, replace) for each in value)
-        if isinstance(value, (list, tuple))
-        else value
-    )
+    if isinstance(value, (list, tuple)):
+        return type(value)(replaced(each, replace) for each in value)
+    return value
 
 
 class FakeTensors(TorchDispatchMode):
@@ -151,9 +148,8 @@ class FakeTensors(TorchDispatchMode):
         self.blocks: list[AllocatedBlock] = []
         self.live: dict[int, AllocatedBlock] = {}  # by address
         self.kept: list = []  # tensors of the device "meta", which are weights
-        self.unread: dict[
-            int, AllocatedBlock
-        ] = {}  # weights that count once they are read, by address
+        # Weights that count once they are read, by address.
+        self.unread: dict[int, AllocatedBlock] = {}
         self.clock = 0  # allocations and frees
         self.now = 0  # bytes
         self.peak = 0
@@ -186,14 +182,12 @@ class FakeTensors(TorchDispatchMode):
         if 0 in size:
             return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
         nbytes = (1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))) * dtype.itemsize
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         try:
-            memory = mmap.mmap(
-                -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ
-            )
+            memory = mmap.mmap(-1, nbytes, flags=flags, prot=mmap.PROT_READ)
         except (OSError, OverflowError):
-            raise CannotPlan(
-                f"no {nbytes / 2**30:.1f} GiB of addresses are left (see ulimit -v)"
-            ) from None
+            problem = f"no {nbytes / 2**30:.1f} GiB of addresses are left (see ulimit -v)"
+            raise CannotPlan(problem) from None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it cannot be written
             flat = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
@@ -207,10 +201,8 @@ class FakeTensors(TorchDispatchMode):
         self.clock += 1
         self.now += size
         phase = self.locate()[1]
-        block = AllocatedBlock(
-            size, part or ("activations" if phase == "forward" else "temporary"), phase, self.clock
-        )
-        self.live[address] = block
+        part = part or ("activations" if phase == "forward" else "temporary")
+        block = self.live[address] = AllocatedBlock(size, part, phase, self.clock)
         self.blocks.append(block)
         self.look(0)
 
@@ -222,8 +214,7 @@ class FakeTensors(TorchDispatchMode):
             block.died = self.clock
 
     def count(self, results) -> None:
-        """Counts the storages of tensors with values, under keys that are no addresses of fake
-        ones."""
+        """Counts the storages of tensors with values, whose keys are no addresses of fake ones."""
         for tensor in tensors_in([results]):
             storage = tensor.untyped_storage()
             key = -storage.data_ptr()
@@ -241,8 +232,7 @@ class FakeTensors(TorchDispatchMode):
                 weakref.finalize(storage, self.freed, storage.data_ptr()).atexit = False
 
     def hold(self, nbytes: int, part: str) -> int:
-        """Counts memory that has no fake tensor, until `release` is called with the key that is
-        returned."""
+        """Counts memory without a fake tensor, until `release` gets the key that is returned."""
         key = -1 - self.clock
         self.allocated(key, nbytes, part)
         return key
@@ -357,8 +347,7 @@ class FakeTensors(TorchDispatchMode):
         return self.compute(function, operator, args, kwargs, tensors)
 
     def guess(self, dtype: torch.dtype) -> float | int | bool:
-        """A value that is not known. Conditions hold; every `ROUNDS`th does not, so that a loop
-        ends."""
+        """A value that is not known. Every `ROUNDS`th condition does not hold: a loop ends."""
         self.guesses += 1
         if dtype is torch.bool:
             self.conditions += 1
@@ -420,19 +409,14 @@ class FakeTensors(TorchDispatchMode):
 
     def on_meta(self, function, operator: Operator, args: tuple, kwargs: dict):
         """The results of an operator as tensors of the device "meta"."""
-        key = (
-            function,
-            signature(args),
-            tuple((name, signature(value)) for name, value in kwargs.items()),
-        )
+        key = function, signature(args), signature(tuple(kwargs.items()))
         if key not in self.shapes:
             known: dict[int, Tensor] = {}
 
             def meta(tensor: Tensor) -> Tensor:
                 if id(tensor) not in known:
-                    shape = tensor.shape, tensor.stride()
                     known[id(tensor)] = torch.empty_strided(
-                        *shape, dtype=tensor.dtype, device="meta"
+                        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
                     )
                 return known[id(tensor)]
 
@@ -453,15 +437,10 @@ class FakeTensors(TorchDispatchMode):
             try:
                 results = self.on_meta(function, operator, args, kwargs)
             except NotImplementedError as error:
-                reason = (
-                    f"torch {torch.__version__} does not know the shapes of {operator.name}'s"
-                    " results"
-                )
-                raise CannotPlan(f"{reason}: {error}") from None
+                raise CannotPlan(f"torch knows no shapes of {operator.name}: {error}") from None
         if operator.name in CONVOLUTIONS:
-            results = in_format(
-                results, tensors[1:3] if operator.name.endswith("backward") else tensors[:2]
-            )
+            inputs = tensors[1:3] if operator.name.endswith("backward") else tensors[:2]
+            results = in_format(results, inputs)
         results = replaced(results, lambda r: self.make(r.shape, r.stride(), r.dtype))
         self.look(internal_bytes(operator.name, tensors, tensors_in([results])))
         if any(operator.kept):
@@ -474,8 +453,7 @@ class FakeTensors(TorchDispatchMode):
     # --- the result ---
 
     def result(self, gradients: Iterable[Tensor], states: Iterable[AllocatedBlock] = ()) -> Peak:
-        """The peak so far. `gradients` of the parameters, which are still there; `states`:
-        blocks of the optimizer's."""
+        """The peak so far. `gradients` that are still there; `states`: the optimizer's blocks."""
         for block in states:
             block.part = "optimizer states"
         for gradient in gradients:
@@ -485,13 +463,8 @@ class FakeTensors(TorchDispatchMode):
         for block in self.blocks:
             if block.born <= self.peak_time < block.died:
                 parts[block.part] += block.size
-        return Peak(
-            parts,
-            self.peak_internal,
-            *self.place,
-            self.guesses,
-            self.peak_operator.removeprefix("aten::"),
-        )
+        operator = self.peak_operator.removeprefix("aten::")
+        return Peak(parts, self.peak_internal, *self.place, self.guesses, operator)
 
 
 def channels_last(tensor: Tensor) -> bool:
@@ -554,8 +527,8 @@ def _ctc(
 
 
 def _ctc_backward(
-    fakes: FakeTensors, gradient: torch.Tensor, log_probs: torch.Tensor, *rest, **named
-) -> torch.Tensor:
+    fakes: FakeTensors, gradient: Tensor, log_probs: Tensor, *rest, **named
+) -> Tensor:
     return torch.empty_like(log_probs, device="meta")
 
 

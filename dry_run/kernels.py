@@ -11,17 +11,11 @@ def internal_bytes(name: str, inputs: list, outputs: list) -> int:
         return 4 * batch * heads * (-(-length // 128) * 128) * (-(-head // 32) * 32 + 1)
     if name == "_ctc_loss_backward":
         # log_beta, as large as log_alpha, the other input of three dimensions
-        sizes = [
-            t.numel() * t.element_size()
-            for t in inputs
-            if t.dim() == 3 and t.shape != outputs[0].shape
-        ]
+        sizes = [t.nbytes for t in inputs if t.dim() == 3 and t.shape != outputs[0].shape]
         return max(sizes, default=0)
     if name == "embedding_dense_backward":
         return 4 * inputs[1].numel() * 8  # the indices, sorted, with their origins
     if name in ("convolution", "convolution_backward"):
         # Three dimensions are laid out anew before the kernel runs, if they were permuted.
-        return sum(
-            t.numel() * t.element_size() for t in inputs if t.dim() == 3 and not t.is_contiguous()
-        )
+        return sum(t.nbytes for t in inputs if t.dim() == 3 and not t.is_contiguous())
     return 0

@@ -109,7 +109,7 @@ def fake_batch(batch: dict, fakes: FakeTensors, held: list[int]) -> dict:
             if value.is_floating_point() and value.numel() > SMALL:
                 moved[key] = fakes.like(value, "batch")
             else:
-                held.append(fakes.hold(value.numel() * value.element_size(), "batch"))
+                held.append(fakes.hold(value.nbytes, "batch"))
     return moved
 
 

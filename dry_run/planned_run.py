@@ -281,15 +281,9 @@ class PlannedRun:
         peak = self.planned(args, card).largest(self.settings(args))
         return peak.total + workspace(card), verdict(peak, card)[0]
 
-    def answer(self, args, card: Card, dtype: str, error: type[Exception]) -> int:
+    def answer(self, args, card: Card, dtype: str) -> int:
         """Prints the plan of a run with these flags and, if it does not fit on the card, the flags
-        with which it does. Returns the exit status. Raises an `error` of this type."""
-        try:
-            return self._answer(args, card, dtype)
-        except CannotPlan as reason:
-            raise error(f"this run cannot be planned: {reason}") from None
-
-    def _answer(self, args, card: Card, dtype: str) -> int:
+        with which it does. Returns the exit status. Raises `CannotPlan`."""
         measures = self.planned(args, card)
         settings = self.settings(args)
         training = measures.training(settings)

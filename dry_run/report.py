@@ -31,16 +31,13 @@ def verdict(peak: Peak, card: Card) -> tuple[str, int]:
 
 
 def describe(peak: Peak, card: Card, what: str, others: Sequence[Peak] = ()) -> str:
-    """The report on the plan of `what`, in lines of at most 100 columns. `others`: the peaks of
-    stages that need less."""
+    """The report on the plan of `what`. `others`: the peaks of stages that need less."""
     left = card.total - needed(peak, card)
     sizes = {name: peak.parts.get(name, 0) for name in PARTS}
     sizes |= {
         "within operations": peak.kernels,
         "cuBLAS, cuDNN" + ", NCCL" * (card.count > 1): workspace(card),
         "CUDA context": CONTEXT,
-    }
-    sizes |= {
         "total": needed(peak, card),
         card.name: card.total,
         "left" if left >= 0 else "missing": abs(left),
@@ -55,10 +52,10 @@ def describe(peak: Peak, card: Card, what: str, others: Sequence[Peak] = ()) -> 
     if peak.stage != "training":  # whose utterances are in the first line
         at += f", with {peak.utterances} utterances at a time"
     lines.append(f"Peak: {size(peak.total)} allocated in {peak.stage}, {peak.phase}, {place}{at}")
-    for other in others:
-        lines.append(
-            f"In {other.stage}, with {other.utterances} utterances at a time: {size(other.total)}"
-        )
+    lines += [
+        f"In {each.stage}, with {each.utterances} utterances at a time: {size(each.total)}"
+        for each in others
+    ]
     if peak.host:
         lines.append(on_host(peak, card))
     lines.append(
@@ -75,11 +72,11 @@ def describe(peak: Peak, card: Card, what: str, others: Sequence[Peak] = ()) -> 
 
 def on_host(peak: Peak, card: Card) -> str:
     """The line on host memory."""
-    text = f"In host memory, beside the process itself: {size(peak.host)}"
+    where = "In host memory, beside the process itself"
     if card.count > 1:
-        text = f"In the host memory of a machine with {card.count} GPUs, beside the processes"
-        text += f" themselves: {size(peak.host)}"
-    return text
+        where = f"In the host memory of a machine with {card.count} GPUs, beside the processes"
+        where += " themselves"
+    return f"{where}: {size(peak.host)}"
 
 
 def size(count: int) -> str:

@@ -72,11 +72,8 @@ window.fetch = async (...words) => {
 
 def add_arguments(parser: options.Parser) -> None:
     parser.add_argument("--port", type=options.number(int, 0, 65535), default=7860, help="7860")
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on (default: 127.0.0.1, this machine only)",
-    )
+    text = "address to listen on (default: 127.0.0.1, this machine only)"
+    parser.add_argument("--host", default="127.0.0.1", help=text)
     parser.add_argument("--data", metavar="DIR", default=DATA, help="what may be read (data)")
     parser.add_argument("--runs", metavar="DIR", default="runs", help="where runs are kept (runs)")
 
@@ -119,8 +116,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def private_folder(runs: Path) -> Path:
-    """A new folder for gradio's files, which nobody else may read. Those of pages that were killed
-    are removed."""
+    """A new folder for gradio's files, of this user alone. Those of killed pages are removed."""
     for left in runs.glob(f"{FOLDER}*"):
         with contextlib.suppress(OSError):  # in use
             _lock(left)
@@ -241,8 +237,7 @@ def make_app(page, places, settings):
 
 
 def run_server(app, settings, listener: socket.socket) -> None:
-    """Prints the address when the page answers. Returns soon after SIGTERM, SIGINT or SIGHUP, also
-    while browsers are connected."""
+    """Prints the address when the page answers. Returns soon after a signal in any case."""
     import uvicorn
 
     def end() -> None:

@@ -17,16 +17,14 @@ from webui.places import Places
 
 ROW = re.compile(r"  +([\d.]+)  (.+)")  # what `Rejections.table` prints, and similar tables
 EXAMPLE = " " * 11  # begins the lines below a row
-REJECTED = re.compile(r"\d+ rejected:$")
-NOTED = re.compile(r"\d+ noted \(all are used\):$")
+REASONS = re.compile(r"\d+ (rejected|noted \(all are used\)):$")  # titles of their tables
 PLACE = re.compile(r" at (\d+\.\d\d) s")  # after a path, as `Corpus.where` writes it
 LONGEST = 30.0  # seconds that are played of an example
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table: a reason with the number of rows, what helps, and examples; or a name with
-    its minutes."""
+    """A line of a table: a reason with its rows, what helps, and examples; or a name's minutes."""
 
     number: float
     label: str
@@ -42,12 +40,9 @@ class Section:
     rows: list[Row] = field(default_factory=list)
 
     @property
-    def is_rejected(self) -> bool:
-        return bool(REJECTED.search(self.title))
-
-    @property
-    def is_noted(self) -> bool:
-        return bool(NOTED.search(self.title))
+    def has_reasons(self) -> bool:
+        """Whether its rows are reasons why something was rejected, or noted."""
+        return bool(REASONS.search(self.title))
 
 
 @dataclass(frozen=True)
@@ -80,12 +75,6 @@ def _without_advice(label: str) -> tuple[str, str]:
         if label.endswith(f" ({advice})"):
             return label.removesuffix(f" ({advice})"), advice
     return label, ""
-
-
-def error(sections: list[Section]) -> str:
-    """The line with which the command failed, "" if it did not."""
-    lines = [each.title for each in sections if each.title.startswith("error: ")]
-    return lines[-1].removeprefix("error: ") if lines else ""
 
 
 def examples_of(

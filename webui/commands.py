@@ -51,8 +51,7 @@ def command(
 
 
 def preset(places: Places, recipe: Recipe, settings: dict) -> tuple[dict[str, str], list[str]]:
-    """The values of options that the preset script adds to `settings`, and what it says. Raises
-    `UsageError` as `command` does."""
+    """The values that the preset script adds, and what it says. Raises as `command` does."""
     words, notes = _preset(recipe, settings, _flags(places, recipe, settings, places.runs / "new"))
     return values_of(recipe, words), notes
 

@@ -25,7 +25,6 @@ class Context:
         return runs.find(self.places.runs, name)
 
     def release_gpu(self, words: list[str]) -> None:
-        """Ends the processes that hold models if a run with this command needs a GPU. Waits for a
-        request that they answer."""
+        """Ends the processes that hold models if this command needs a GPU, after their answers."""
         if runs.device_of(words) != "cpu":
             self.models.close()

@@ -121,12 +121,8 @@ def _page(places: Places, table: Table) -> str:
     if left_out:
         about += f"</p><p><b>Not in this list: {views.text(left_out)}</b>"
     key = f"{table.corrected} {os.stat(folder).st_ino}"  # a later table of this name is another one
-    data = {
-        "rows": shown,
-        "key": key,
-        "address": "texts",
-        "table": {"table": name, "tier": table.tier},
-    }
+    sent = {"table": name, "tier": table.tier}
+    data = {"rows": shown, "key": key, "address": "texts", "table": sent}
     return page.editor(data, name, about, "Save")
 
 

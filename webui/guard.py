@@ -129,10 +129,8 @@ class Guard:
             if parts is None or not self.is_ours(parts.netloc):
                 return "the page takes nothing from other sites"
         site = headers.get("sec-fetch-site", "none")
-        is_navigation = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == (
-            "navigate",
-            "document",
-        )
+        fetched = headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")
+        is_navigation = fetched == ("navigate", "document")
         if site not in ("none", "same-origin") and not (enters and is_navigation):
             return "the page takes nothing from other sites"
         return ""
@@ -226,8 +224,7 @@ class Guard:
     # --- uploads ---
 
     async def upload(self, scope, receive, send) -> None:
-        """Passes an upload on until what is kept would be too much. The length is believed where it
-        is given, and counted in any case."""
+        """Passes an upload on until, by its stated or its real length, there is no more room."""
         if not self.uploads:
             self.kept = _bytes_below(self.settings.kept)
         stated = Headers(scope=scope).get("content-length", "")
@@ -278,9 +275,9 @@ class Guard:
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach a page that listens on `host`."""
-    if host.lower() == "localhost":
-        return True
-    return _is_address(host) and ipaddress.ip_address(host).is_loopback
+    return host.lower() == "localhost" or (
+        _is_address(host) and ipaddress.ip_address(host).is_loopback
+    )
 
 
 def _is_address(name: str) -> bool:

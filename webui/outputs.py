@@ -59,8 +59,7 @@ def _tail(path: Path, size: int) -> str:
 
 
 def _last_bytes(path: Path, size: int) -> bytes:
-    """The last bytes of a file, from the beginning of a line if there is one among them; b"" if it
-    cannot be read."""
+    """The last bytes of a file, if possible from the start of a line; b"" if it is unreadable."""
     try:
         with open(path, "rb") as file:
             length = os.fstat(file.fileno()).st_size

@@ -1,5 +1,6 @@
 """The two folders that the page may use: the data, and the runs with what was uploaded."""
 
+import functools
 import glob
 import json
 import os
@@ -104,12 +105,10 @@ class Places:
         tables = [path for path in tables if _is_manifest(path)]
         several = {pattern for pattern, count in patterns.items() if count > 1}
         uploads = self.runs / UPLOADS
-        single = [
-            path
-            for path in annotated
-            if path.parent / f"*{path.suffix}" not in several or path.parent.parent != uploads
-        ]
-        return self._names([*tables, *several, *single])
+        for path in annotated:
+            if path.parent / f"*{path.suffix}" not in several or path.parent.parent != uploads:
+                tables.append(path)
+        return self._names([*tables, *several])
 
     def table(self, path: str | Path) -> Path:
         """`file`, or a pattern of files of annotations that are all inside."""
@@ -132,8 +131,7 @@ class Places:
         return sorted({str(Path(name).parent) for name in self.clips()})
 
     def models(self) -> list[str]:
-        """Folders and files of released models and exports, to choose from. The weights of runs are
-        chosen by their run."""
+        """Folders and files of released models and exports, without the weights of runs."""
         found = {}
         for path in self._below([self.data, self.runs]):
             is_of_run = path.is_relative_to(self.runs) and path.parent.name == "checkpoints"
@@ -202,13 +200,11 @@ class Places:
             numbers = [int(each.name) for each in _entries(place) if each.name.isdecimal()]
             folder = place / str(max(numbers, default=0) + 1)
             with writing(place, "--runs"):
-                return folder / write_folder(
-                    folder, lambda aside: uploads.fill(aside, files, names), {}
-                )
+                fill = functools.partial(uploads.fill, files=files, names=names)
+                return folder / write_folder(folder, fill, {})
 
     def not_used(self, upload: str | Path) -> str:
-        """The files that were left out of an upload, a table as `Rejections` prints it; "" for
-        other files."""
+        """What was left out of an upload, as `Rejections` prints it; "" for other files."""
         with suppress(Failure):
             folder = self._upload(upload)
             return (folder / NOT_USED).read_text(encoding="utf-8")

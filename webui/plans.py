@@ -7,9 +7,9 @@ import subprocess
 from dataclasses import dataclass
 
 from common.errors import UsageError
-from dry_run.cards import CARDS
 from webui.catalogue import Recipe
 from webui.commands import values_of
+from webui.use import error_of
 
 SIZE = r"-?[\d.]+ [GM]iB"
 OF_MEMORY = re.compile(rf"  (\S.*?)\s+({SIZE})")
@@ -31,8 +31,7 @@ class Verdict:
 
 
 def verdict(recipe: Recipe, text: str) -> Verdict:
-    """Reads what --dry_run has printed. Raises `UsageError` with its last line if this is not a
-    plan, but an error."""
+    """Reads what --dry_run has printed. Raises `UsageError` if this is an error, and no plan."""
     words = []
     memory = []
     lines = []
@@ -55,15 +54,9 @@ def verdict(recipe: Recipe, text: str) -> Verdict:
         elif found := OF_ADVICE.fullmatch(line):
             after = found[1]
     if not word:
-        last = [line for line in lines if line.strip()][-1:] or ["it printed nothing"]
-        raise UsageError(last[0].removeprefix("error: "))
+        raise UsageError(error_of(text))
     flags = values_of(recipe, words) if after in ("fits", "tight") else {}
     return Verdict(word, memory, lines, advice, flags, after)
-
-
-def cards() -> list[str]:
-    """The GPUs whose names --dry_run knows."""
-    return [card.name for card in CARDS]
 
 
 @functools.cache

@@ -74,8 +74,7 @@ def is_draft(run: Run) -> bool:
 
 
 def _has_locked(run: Run) -> bool:
-    """Whether the recipe has held its lock since launch.py has begun. It gives the lock back before
-    it ends."""
+    """Whether the recipe has held its lock, which it gives back before it ends."""
     with contextlib.suppress(OSError):
         begun = (run.folder / launch.LOCK).stat().st_mtime_ns
         return (run.folder / launch.RECIPE_LOCK).stat().st_mtime_ns >= begun
@@ -126,13 +125,11 @@ def _time_left(run: Run, minutes: int) -> str:
         quiet = time.time() - (run.folder / outputs.LOG).stat().st_mtime
         if quiet > QUIET_SECONDS:
             return f"nothing was printed for {quiet / 60:.0f} minutes"
-    if minutes < 1:
-        return "less than a minute left"
-    if minutes == 1:
-        return "about a minute left"
-    return (
-        f"about {minutes} minutes left" if minutes < 120 else f"about {minutes / 60:.0f} hours left"
-    )
+    if minutes < 2:
+        return "less than two minutes left"
+    if minutes < 120:
+        return f"about {minutes} minutes left"
+    return f"about {minutes / 60:.0f} hours left"
 
 
 def _last_numbers(run: Run) -> dict:
@@ -168,9 +165,8 @@ def _last_numbers(run: Run) -> dict:
 
 def _without(prefix: str, row: dict) -> dict:
     """The values whose names begin with `prefix`, under the rest of their names."""
-    return {
-        name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)
-    }
+    kept = {name: value for name, value in row.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): value for name, value in kept.items()}
 
 
 # --- how it has ended -----------------------------------------------------------------------------
@@ -201,8 +197,7 @@ def _ended(run: Run) -> State:
 
 
 def _status_in(text: str) -> int | None:
-    """The exit status by the last lines of a log, as `common.loop` and `common.errors` print them;
-    None if the run was killed."""
+    """The exit status by the last lines of a log; None if the run was killed."""
     lines = [line for line in text.split("\n") if line.strip()][-3:]
     if lines[-1].startswith("stopped by "):
         return STOPPED[0]

@@ -87,9 +87,8 @@ def _read(runs: Path, name: str) -> Run | None:
     try:
         changed = folder.stat().st_mtime
         if not os.path.lexists(folder / launch.RUN):
-            is_run = (folder / outputs.CHECKPOINTS).is_dir() or (
-                folder / "logs" / outputs.METRICS
-            ).is_file()
+            has_metrics = (folder / "logs" / outputs.METRICS).is_file()
+            is_run = has_metrics or (folder / outputs.CHECKPOINTS).is_dir()
             return Run(name, folder, _recipe_of(folder), {}, [], changed) if is_run else None
     except OSError:  # it was removed in this moment
         return None
@@ -145,13 +144,8 @@ def create(runs: Path, name: str, settings: dict, words: list[str]) -> Run:
 
 def _write(run: Run, queued: float = 0.0) -> None:
     """Writes run.json. `queued`: when the run has begun to wait for its device."""
-    content = {
-        "settings": run.settings,
-        "words": run.words,
-        "created": run.created,
-        "device": run.device,
-        "queued": queued,
-    }
+    names = ("settings", "words", "created", "device")
+    content = {**{name: getattr(run, name) for name in names}, "queued": queued}
     text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
     with writing(run.folder, "--runs"):
         files.write_text(run.folder / launch.RUN, text)

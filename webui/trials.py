@@ -35,9 +35,8 @@ CPU, GPU = "CPU", "GPU"
 RELEASED = ("model_dir", "model_file")  # options that name a released model
 # Options with which a released model is read as at the start of a run.
 AS_IN_RUN = (*RELEASED, "language", "tokenizer_file")
-SPOKEN = (
-    "spoken"  # the folder of what was said, in a run's folder or, for released models, in --runs
-)
+# The folder of what was said, in a run's folder or, for released models, in --runs.
+SPOKEN = "spoken"
 HISTORY = "history.jsonl"
 VOICES = "voices"  # the folder there for uploaded reference clips
 KINDS = ("reference", "resynthesis", "synthesis")  # of clips of a held-out sentence
@@ -53,8 +52,7 @@ _speaking = threading.Lock()  # two pages would take the same number
 
 @dataclass(frozen=True)
 class Model:
-    """A model to try: its recipe, the words of a command that name it, what people call it, and the
-    folder for what it says."""
+    """A model to try: its recipe, the words that name it, its label, the folder of its speech."""
 
     recipe: str
     words: tuple[str, ...]
@@ -157,9 +155,8 @@ def times_of(recipe: Recipe, model: Model, before: Model | None) -> list[str]:
 
 
 def write_subtitles(rows: list[dict]) -> list[str]:
-    """Writes the subtitles of transcripts as "name".srt into gradio's folder, which the page may
-    show and removes. Without times of words or segments, the words share the time of their piece.
-    Returns the files."""
+    """Writes the subtitles of transcripts as "name".srt into gradio's folder. Without times of
+    words or segments, the words share the time of their piece. Returns the files."""
     made = []
     for row in rows:
         if "words" not in row:
@@ -181,8 +178,6 @@ def speak(models: Models, model: Model, wish: Wish, words: tuple[str, ...]) -> d
     text = " ".join(wish.text.split())
     if not text:
         raise UsageError("there is no text: type what is to be said")
-    if len(text) > LONGEST_TEXT:
-        raise UsageError(f"the text has {len(text)} characters: say at most {LONGEST_TEXT} at once")
     with _speaking, tempfile.TemporaryDirectory() as folder:
         # A text on the command line could be a flag, or the name of a file to read.
         script = Path(folder) / "text.txt"
@@ -261,9 +256,8 @@ def _training_clips(places: Places, run: Run) -> Iterator[tuple[str, str, str]]:
         with suppress(Failure, OSError):
             manifest = places.file(manifest)
             for _, row in islice(parse(manifest, Rejections()), SEARCHED):
-                name, speaker, text = (
-                    _first(row, k) for k in (AUDIO_KEYS, SPEAKER_KEYS, TEXT_KEYS)
-                )
+                kinds = AUDIO_KEYS, SPEAKER_KEYS, TEXT_KEYS
+                name, speaker, text = (_first(row, keys) for keys in kinds)
                 if not name or _first(row, START_KEYS) or counts.get(speaker, 0) == PER_SPEAKER:
                     continue
                 with suppress(UsageError):  # moved, or outside
@@ -293,9 +287,8 @@ def held_out(places: Places, run: Run) -> list[dict]:
     for kind in KINDS if folder else ():
         with suppress(Failure, OSError, KeyError):
             for number, row in parse(places.file(folder / f"{kind}.csv"), Rejections()):
-                kept = rows.setdefault(
-                    number, {"text": row["text"], "speaker": row["speaker_name"]}
-                )
+                about = {"text": row["text"], "speaker": row["speaker_name"]}
+                kept = rows.setdefault(number, about)
                 kept[kind] = str(folder / row["audio_file"])
     return list(rows.values())
 

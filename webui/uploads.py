@@ -35,14 +35,6 @@ class Sorted:
     copies: dict[str, str] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)  # of the copies, as their owner knows them
 
-    def copy_of(self, name: str) -> str:
-        """The copy of the file that a table calls `name`. Raises `ValueError` if there is none."""
-        if name not in self.copies:
-            raise ValueError("file was not uploaded")
-        if not self.copies[name]:
-            raise ValueError(NOT_AUDIO)
-        return self.copies[name]
-
     def annotated(self, name: str, media: list[str]) -> str:
         """The audio that the file of annotations `name` is for, by the names of its `media` or by
         its own. Raises `ValueError` if there is none."""
@@ -135,10 +127,10 @@ def _write_manifest(found: Sorted, path: Path, rejected: Rejections) -> int:
                     continue
                 audio = name_of(row[key])
                 unused.pop(audio, None)
-                try:
-                    copy = found.copy_of(audio)
-                except ValueError as error:
-                    rejected.add(str(error), f"{table}:{line}: {audio}")
+                copy = found.copies.get(audio)
+                if not copy:
+                    reason = "file was not uploaded" if copy is None else NOT_AUDIO
+                    rejected.add(reason, f"{table}:{line}: {audio}")
                     continue
                 others = {field: value for field, value in row.items() if field not in AUDIO_KEYS}
                 file.write(json.dumps({key: copy, **others}) + "\n")

@@ -41,8 +41,7 @@ WAIT_SECONDS = 10.0  # for a process that has been told to end
 
 @dataclass
 class Worker:
-    """A process with a model. `key` tells which one; `log` is what it printed between requests, and
-    the traceback of its end."""
+    """A process with the model `key`. `log`: what it printed between requests, and at its end."""
 
     key: tuple
     process: subprocess.Popen

@@ -59,7 +59,7 @@ def table(header: list[str], rows: list[list[str]], caption: str = "") -> str:
     return f'<div class="wide"><table>{title}{head}{body}</table></div>'
 
 
-def bars(caption: str, rows: list[tuple[str, float]], unit: str = "") -> str:
+def bars(caption: str, rows: list[tuple[str, float]], unit: str) -> str:
     """A table of numbers, each with a bar as long as its share of the largest."""
     most = max((number for _, number in rows), default=0) or 1
     cells = []
@@ -99,8 +99,8 @@ STYLES = ("", "6 3", "2 3", "8 3 2 3")  # dashes, so that lines are told apart w
 Points = list[tuple[float, float]]
 
 
-def curves(title: str, lines: dict[str, Points], x_label: str = "updates") -> str:
-    """A plot of several lines as SVG."""
+def curves(title: str, lines: dict[str, Points]) -> str:
+    """A plot of several lines by updates as SVG."""
     lines = {name: _thinned(points) for name, points in lines.items()}
     if not lines:
         return f"<p>{text(title)}: nothing is measured yet.</p>"
@@ -115,7 +115,7 @@ def curves(title: str, lines: dict[str, Points], x_label: str = "updates") -> st
         down = TOP + (HEIGHT - TOP - BOTTOM) * (high - y) / (high - low)
         return across, down
 
-    parts = [_grid(place, x_ticks, y_ticks, x_end, x_label)]
+    parts = [_grid(place, x_ticks, y_ticks, x_end)]
     legend = []
     for number, (name, points) in enumerate(lines.items()):
         dashes = STYLES[number % len(STYLES)]
@@ -127,18 +127,14 @@ def curves(title: str, lines: dict[str, Points], x_label: str = "updates") -> st
             for x, y in (place(*point) for point in points)
             if len(points) <= 40
         ]
-        sample = (
-            f'<svg viewBox="0 0 24 6" class="sample"><polyline {style} points="0,3 24,3"/></svg>'
-        )
+        sample = f'<polyline {style} points="0,3 24,3"/>'
+        sample = f'<svg viewBox="0 0 24 6" class="sample">{sample}</svg>'
         legend.append(f"<li>{sample} {text(name)}: {points[-1][1]:.4g}</li>")
-    label = "; ".join(f"{name} ends at {points[-1][1]:.4g}" for name, points in lines.items())
-    plot = (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{text(title)}: {text(label)}">'
-    )
+    ends = "; ".join(f"{name} ends at {points[-1][1]:.4g}" for name, points in lines.items())
+    label = f'role="img" aria-label="{text(title)}: {text(ends)}"'
     heading = f'<text x="{LEFT}" y="14" class="title">{text(title)}</text>'
-    return (
-        f'<div class="plot">{plot}{heading}{"".join(parts)}</svg><ul>{"".join(legend)}</ul></div>'
-    )
+    plot = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" {label}>{heading}{"".join(parts)}</svg>'
+    return f'<div class="plot">{plot}<ul>{"".join(legend)}</ul></div>'
 
 
 def _thinned(points: Points) -> Points:
@@ -157,7 +153,7 @@ def _ticks(low: float, high: float) -> list[float]:
     return [number * step for number in range(first, last + 1)]
 
 
-def _grid(place, x_ticks: list[float], y_ticks: list[float], x_end: float, x_label: str) -> str:
+def _grid(place, x_ticks: list[float], y_ticks: list[float], x_end: float) -> str:
     """The lines and numbers behind the curves."""
     parts = []
     for y in y_ticks:
@@ -169,5 +165,5 @@ def _grid(place, x_ticks: list[float], y_ticks: list[float], x_end: float, x_lab
         across, down = place(x, y_ticks[0])
         parts.append(f'<text x="{across:.1f}" y="{down + 15:.1f}" class="middle">{x:.6g}</text>')
     across, down = place(x_end, y_ticks[0])
-    parts.append(f'<text x="{across:.1f}" y="{down + 30:.1f}" class="end">{text(x_label)}</text>')
+    parts.append(f'<text x="{across:.1f}" y="{down + 30:.1f}" class="end">updates</text>')
     return "".join(parts)

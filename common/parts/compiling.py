@@ -14,22 +14,17 @@ GRAPHS = 8
 
 def compile_problem(device: torch.device) -> str | None:
     """Why torch.compile does not work on a device, and what would help. None if it does."""
-    factor = (
-        1 + time.time_ns() % 10**9 / 1e9
-    )  # no cache holds this kernel, so the compiler must work here and now
+    # No cache holds a kernel with this factor, so the compiler must work here and now.
+    factor = 1 + time.time_ns() % 10**9 / 1e9
     try:
         x = torch.ones(64, device=device, requires_grad=True)
         torch.compile(lambda x: (x * factor).sin().sum())(x).backward()
     except Exception as error:  # of many types: torch's, Triton's, the compiler's
         tools = "a C++ compiler: sudo apt install g++"
         if device.type == "cuda":
-            tools = (
-                "triton (part of torch's Linux wheels), a C compiler, Python's headers: apt install"
-                " gcc python3-dev"
-            )
-        return (
-            f"torch.compile does not work on {device} ({first_line(error)[:200]}); it needs {tools}"
-        )
+            tools = "triton, a C compiler, Python's headers: apt install gcc python3-dev"
+        reason = first_line(error)[:200]
+        return f"torch.compile does not work on {device} ({reason}); it needs {tools}"
     return None
 
 
@@ -48,13 +43,10 @@ def compile_layers(model: torch.nn.Module, kinds: tuple[type, ...]) -> None:
     from torch._dynamo import config  # takes seconds, which only a run that compiles should spend
 
     config.recompile_limit = max(config.recompile_limit, GRAPHS)
-    config.accumulated_recompile_limit = max(
-        config.accumulated_recompile_limit, GRAPHS * len(kinds)
-    )
-    compiled = {
-        kind: torch.compile(kind.forward, dynamic=True)
-        for kind in {type(layer) for layer in layers}
-    }
+    most = max(config.accumulated_recompile_limit, GRAPHS * len(kinds))
+    config.accumulated_recompile_limit = most
+    types = {type(layer) for layer in layers}
+    compiled = {kind: torch.compile(kind.forward, dynamic=True) for kind in types}
     for layer in layers:
         layer.forward = functools.partial(_run, model, compiled[type(layer)], layer)
 

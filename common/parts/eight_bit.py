@@ -30,10 +30,8 @@ def make_optimizer(
     for number, group in enumerate(optimizer.param_groups):
         for index, p in enumerate(group["params"]):
             if p in embeddings:
-                averages = {
-                    key: torch.zeros_like(p, dtype=torch.float32) for key in ("state1", "state2")
-                }
-                optimizer.state[p] = {"step": 0, **averages}
+                zeros = [torch.zeros_like(p, dtype=torch.float32) for _ in range(2)]
+                optimizer.state[p] = {"step": 0, "state1": zeros[0], "state2": zeros[1]}
             else:
                 optimizer.init_state(group, p, number, index)
     return optimizer
@@ -48,8 +46,7 @@ def state_bytes(trained: set[torch.nn.Parameter], embeddings: set[torch.nn.Param
 
 
 def load_bitsandbytes(device: torch.device):
-    """Imports and returns bitsandbytes. Raises `RunError` if it is not installed or a trial step
-    fails on `device`."""
+    """bitsandbytes. Raises `RunError` if it is not installed or a step fails on `device`."""
     # On some CPUs bitsandbytes warns that it lacks a 4-bit kernel, which nothing here uses.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     library = require("bitsandbytes", "--optimizer adamw_8bit")
@@ -58,9 +55,8 @@ def load_bitsandbytes(device: torch.device):
     try:
         library.optim.AdamW8bit([trial]).step()
     except RuntimeError as error:
-        failure = (
+        raise RunError(
             f"--optimizer adamw_8bit: bitsandbytes {library.__version__} does not work on {device}"
-        )
-        advice = "try `pip install -U bitsandbytes`, or use --use_cpu_offload"
-        raise RunError(f"{failure} ({first_line(error)}): {advice}") from None
+            f" ({first_line(error)}): `pip install -U bitsandbytes`, or use --use_cpu_offload"
+        ) from None
     return library

@@ -93,8 +93,7 @@ class Adapted(Engine):
         return self.args.learning_rate or rate(self.model, self.task.learning_rate)
 
     def groups(self) -> list[dict]:
-        """The parameter groups. Weights that are trained whole beside adapters have the rate of
-        full fine-tuning."""
+        """Weights that are trained whole beside adapters have the rate of full fine-tuning."""
         adapters = weights_of(self.model)
         parts = []
         for group in super().groups():
@@ -215,8 +214,7 @@ def shape_of(layer: nn.Module) -> tuple[int, int]:
 
 def lower(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Stores the frozen weights and biases of linear layers, convolutions and embeddings of a
-    model with adapters as `dtype`, to which autocast would cast them. Without autocast, or
-    adapters, does nothing."""
+    model with adapters as autocast's `dtype`. Without either, does nothing."""
     adapters = adapters_of(model)
     if not (adapters and dtype):
         return

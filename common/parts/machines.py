@@ -136,8 +136,7 @@ def distribute(newest: Path, own: Path, folder: Path, source: int, ranks: Ranks)
 
 
 def send(ranks: Ranks, sent: Path, path: Path, source: int, receivers: list[int]) -> None:
-    """Sends the file `sent` of the rank `source` to other ranks, each of which saves it as `path`.
-    All ranks call it."""
+    """Sends the file `sent` of the rank `source` to `receivers`, as `path`. All ranks call it."""
     size = ranks.gather(sent.stat().st_size if ranks.rank == source else 0)[source]
     if ranks.rank == source and receivers:
         with open(sent, "rb") as file:

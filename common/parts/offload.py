@@ -212,8 +212,7 @@ def require_host_memory(model: torch.nn.Module, level: str, ranks: Ranks) -> Non
 
 
 def free_host_memory() -> int | None:
-    """Bytes that programs can still take, with the swap space; None where the system does not say.
-    A container's limit is not known."""
+    """Bytes that programs can still take, with the swap space; None where nobody says."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -223,8 +222,7 @@ def free_host_memory() -> int | None:
 
 
 def divide(parameters: list[torch.nn.Parameter], count: int) -> dict[torch.nn.Parameter, int]:
-    """The rank, of `count`, that owns each parameter. From the largest to the smallest, each goes
-    to the rank that has least."""
+    """The rank that owns each parameter: the largest first, to the rank that has least."""
     owners = dict.fromkeys(parameters, 0)
     sizes = [0] * count
     for p in sorted(parameters, key=torch.numel, reverse=True):
@@ -369,8 +367,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def share(self) -> None:
-        """Sets every parameter on every rank to the values that its owner has, after a step. All
-        ranks call it together."""
+        """Sets every parameter to the values that its owner has. All ranks call it together."""
         values = [self.full(p) for p in self.owners]
         self.ranks.share_tensors(values, list(self.owners.values()))
         for p in self.owners:

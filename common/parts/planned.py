@@ -45,13 +45,6 @@ def begin(args, name: str) -> Run:
     return Run(setup, resumed, initial, is_planned=True, card=card)
 
 
-def verify(args, model: torch.nn.Module, needs=None) -> int:
-    """`preflight.verify`, which only --verify_gpu needs."""
-    from common.parts import preflight
-
-    return preflight.verify(args, model, needs)
-
-
 def step(model: torch.nn.Module, task: Task, setup: Setup, batches: list[dict]) -> None:
     """The step that is planned: forward and backward of micro-batches."""
     outcome = run_global_batch(
@@ -64,8 +57,7 @@ def step(model: torch.nn.Module, task: Task, setup: Setup, batches: list[dict]) 
 def planned_evaluation(
     model: torch.nn.Module, task: Task, setup: Setup, eval_batches: EvalBatches
 ) -> dry_run.Evaluation:
-    """The evaluation that is planned, of all sets together. Of a long search only the last steps
-    are made."""
+    """The evaluation that is planned, of all sets, with the last steps of a long search alone."""
     datasets = [eval_batches.dataset]
     if task.further:
         datasets += [batches.dataset for batches in task.further.sets.values()]
@@ -103,8 +95,10 @@ def plan(
     `evaluate` on tensors without values. Prints the answer and returns the exit status. Raises
     `DataError` and `RunError`."""
     card = run.card
+    if args.verify_gpu:
+        from common.parts import preflight
     if card is None:
-        return verify(args, model)
+        return preflight.verify(args, model)
     ranks = card.count
     setup = Setup(dtype=device.pick_dtype(args.mixed_precision, card.capability)[0])
     has_adapters = checkpoint.partial_of(model) is not None
@@ -137,5 +131,8 @@ def plan(
         adapt=adapt if task.plans.adapters and not has_adapters else None,
     )
     if args.verify_gpu:
-        return verify(args, model, lambda: planned.needs(args, card))
-    return planned.answer(args, card, str(setup.dtype or torch.float32), RunError)
+        return preflight.verify(args, model, lambda: planned.needs(args, card))
+    try:
+        return planned.answer(args, card, str(setup.dtype or torch.float32))
+    except dry_run.CannotPlan as reason:
+        raise RunError(f"this run cannot be planned: {reason}") from None

@@ -17,10 +17,10 @@ from common.memory import size
 from common.parts import compiling, utilisation
 
 PASS, FAIL, SKIP = "pass", "FAIL", "skip"
-BACKENDS = {  # torch's names
-    "flash": "FLASH_ATTENTION",
-    "memory-efficient": "EFFICIENT_ATTENTION",
-    "math": "MATH",
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
 }
 
 
@@ -76,10 +76,8 @@ def check_gpu(setup: Setup) -> tuple[str, str]:
 def check_memory(setup: Setup, needed: int, verdict: str) -> tuple[str, str]:
     """Whether the plan fits into the memory that is free now."""
     free, total = torch.cuda.mem_get_info(setup.device)
-    text = (
-        f"{size(free)} of {size(total)} free; the run is predicted to take {size(needed)}:"
-        f" {verdict}"
-    )
+    text = f"{size(free)} of {size(total)} free; the run is predicted to take {size(needed)}"
+    text += f": {verdict}"
     if others := utilisation.gpu_processes():
         text += f"; also on this GPU: {others}"
     if verdict == "does not fit" or free < needed:
@@ -101,15 +99,14 @@ def check_precision(args, setup: Setup) -> tuple[str, str]:
 
 
 def check_attention(setup: Setup) -> tuple[str, str]:
-    """Which back ends of scaled_dot_product_attention work here, forward and backward, without and
-    with a mask."""
+    """Which back ends of scaled_dot_product_attention work, both ways, without and with a mask."""
     q = torch.ones(2, 2, 16, 64, device=setup.device, dtype=setup.dtype, requires_grad=True)
     works = {}
     for mask in (None, torch.ones(2, 1, 1, 16, device=setup.device, dtype=torch.bool)):
         for name, kernel in BACKENDS.items():
             with (
                 warnings.catch_warnings(),
-                sdpa_kernel(getattr(SDPBackend, kernel)),
+                sdpa_kernel(kernel),
                 contextlib.suppress(RuntimeError),
             ):
                 # Torch explains at length why it did not use the other back ends.

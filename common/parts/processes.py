@@ -47,7 +47,6 @@ class Job(Ranks):
         self.depth = 0  # above 0 while it waits
 
     def note_update(self, seconds: float) -> None:
-        """Notes how long an update has taken, from which the time limit follows."""
         self.longest = max(self.longest, seconds)
         self.limit = MARGIN + self.longest
 
@@ -84,7 +83,6 @@ class Job(Ranks):
                 transfer.wait(timedelta(seconds=self.limit))
 
     def reduce(self, values, op: str = "sum") -> list:
-        """The "sum" or "max" over the ranks of each of the numbers, in int64 or float64."""
         dtype = torch.float64 if any(isinstance(value, float) for value in values) else torch.int64
         tensor = torch.tensor(values, dtype=dtype)
         kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
@@ -94,7 +92,6 @@ class Job(Ranks):
         return tensor.tolist()
 
     def gather(self, value) -> list:
-        """The `value` of every rank, on every rank. It must be picklable."""
         content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = [0] * self.size
         sizes[self.rank] = len(content)
@@ -109,16 +106,15 @@ class Job(Ranks):
         return [pickle.loads(content[:size].numpy().tobytes()) for content, size in contents]
 
     def agree(self, values: dict[str, object]) -> None:
-        """Raises `RunError`, on every rank, unless all ranks have the same values. The keys are the
-        names of these values, for the message."""
+        """Raises `RunError`, on every rank, unless all ranks have the same values by name."""
         every = self.gather(values)
         for rank, others in enumerate(every):
             for name in [*every[0], *others]:
                 value, first = others.get(name), every[0].get(name)
                 if value != first:
                     raise RunError(
-                        f"rank {rank} differs from rank 0 in {name} ({shown(value)},"
-                        f" {shown(first)}): start the same command with the same data on every"
+                        f"rank {rank} differs from rank 0 in {name} ({str(value)[:40]},"
+                        f" {str(first)[:40]}): start the same command with the same data on every"
                         " machine"
                     )
 
@@ -161,12 +157,6 @@ class Job(Ranks):
         self.finish([transfer])
 
 
-def shown(value) -> str:
-    """A value for a message."""
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
-
-
 def is_lost(error: RuntimeError) -> bool:
     """Whether an error of torch means that another rank has ended or does not answer."""
     if isinstance(error, dist.DistError):
@@ -176,8 +166,7 @@ def is_lost(error: RuntimeError) -> bool:
 
 
 def join(device: torch.device) -> Job:
-    """Joins the job that torchrun describes in the environment. Raises `UsageError`, and `LostRank`
-    if the other ranks do not come."""
+    """Joins torchrun's job. Raises `UsageError`, and `LostRank` if other ranks do not come."""
     size = torchrun("WORLD_SIZE", 1)
     ranks = Job(torchrun("RANK", 0), size)
     watch_signals(ranks)

@@ -28,10 +28,7 @@ def whole(new: int, share: float) -> int:
 
 
 def count_global_batches(new: int, size: int, share: float, first: int, last: int) -> int:
-    """The global batches of `size` in the epochs from `first` to before `last`, each of which has
-    `new` new utterances."""
-    if not share:
-        return (last - first) * math.ceil(new / size)
+    """The global batches of `size` from epoch `first` to before `last`, each of `new` new ones."""
     ends = [whole(epoch * new, share) for epoch in range(first, last + 1)]
     return sum(math.ceil((end - begin) / size) for begin, end in itertools.pairwise(ends))
 
@@ -100,8 +97,7 @@ class JoinedSets:
 
 
 class ReplayedBatches(GlobalBatches):
-    """Global batches of which a share are utterances of the data set `old`, by --replay_share. An
-    epoch is one of `data`."""
+    """Global batches with a share of utterances of the set `old`. An epoch is one of `data`."""
 
     def __init__(self, args, data, old, collate: Callable[[list[dict]], dict], setup):
         self.old = old
@@ -126,10 +122,8 @@ class ReplayedBatches(GlobalBatches):
         return f"{super().fingerprint()} {self.old.fingerprint()} {self.share:g}"
 
     def described(self) -> str:
-        return (
-            f"; {100 * self.share:g} % of each update are old utterances out of"
-            f" {len(self.old)} (--replay_share)"
-        )
+        share = f"{100 * self.share:g} % of each update"
+        return f"; {share} are old utterances out of {len(self.old)} (--replay_share)"
 
 
 def make_batches(args, data, collate: Callable, setup, old=None) -> GlobalBatches:

@@ -13,15 +13,11 @@ from common.errors import first_line
 
 def gpu_processes() -> str:
     """The other processes on the GPUs, by nvidia-smi: "python3 (pid 75955) 14.2 GiB"."""
-    query = [
-        "nvidia-smi",
-        "--query-compute-apps=pid,process_name,used_memory",
-        "--format=csv,noheader,nounits",
-    ]
+    asked = "--query-compute-apps=pid,process_name,used_memory"
+    query = ["nvidia-smi", asked, "--format=csv,noheader,nounits"]
+    kept = {"capture_output": True, "text": True, "errors": "replace"}
     try:
-        table = subprocess.run(
-            query, capture_output=True, text=True, errors="replace", timeout=10
-        ).stdout
+        table = subprocess.run(query, timeout=10, **kept).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
     processes = []
@@ -34,14 +30,13 @@ def gpu_processes() -> str:
 
 class GpuUtilisation:
     """The share of the time in which the GPU computes. NVML and CUDA number GPUs differently, so
-    the GPU is looked up by its UUID. `problem` says why there are no readings, which is not an
-    error."""
+    the GPU is looked up by its UUID. `problem`: why there are no readings."""
 
     def __init__(self, device: torch.device, seconds: float = 1.0):
         self.device = device
         self.seconds = seconds
         self.due = time.monotonic() + seconds
-        self.problem = "" if device.type == "cuda" else "no NVIDIA GPU"
+        self.problem = ""
         self.readings = collections.deque(maxlen=30)
         self.is_told = False
 

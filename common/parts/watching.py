@@ -10,8 +10,6 @@ from common.report import ERROR_RATES, shown
 
 EVALUATION = "evaluation set"  # its name in tables
 SMALLEST_RISE = 0.01  # of a metric, that can end a run: one point of an error rate
-
-
 KIND = "watched"  # its name in `Progress.parts`, metrics.jsonl and best.json
 
 

@@ -122,7 +122,7 @@ PROBLEMS = {
     ),
     "busy": (
         dict(busy="CUDA error: out of memory\nCUDA kernel errors might"),
-        "cuda:0 cannot compute now (CUDA error: out of memory): nvidia-smi shows",
+        "cuda:0 cannot compute now (CUDA error: out of memory): see nvidia-smi",
     ),
 }
 

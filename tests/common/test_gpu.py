@@ -152,7 +152,6 @@ def test_utilisation_without_the_library_or_on_a_cpu(monkeypatch):
     busy = utilisation.GpuUtilisation(CUDA, seconds=0)
     busy.sample()
     assert "nvidia-ml-py" in busy.problem and busy.mean() is None
-    assert utilisation.GpuUtilisation(torch.device("cpu")).problem == "no NVIDIA GPU"
 
 
 def test_utilisation_in_the_reports_of_a_run(tmp_path, nvml, monkeypatch, capsys):

@@ -138,7 +138,6 @@ def test_a_recipes_own_defaults_replace_the_shared_ones_in_the_help_too():
         ("--batchsize 1", "--batch_size"),
         ("--num_workers 2", "--dataloader_num_workers"),
         ("--enable_mixed_precision=False", "--no_mixed_precision"),
-        ("--mixed_precision=False", "--no_mixed_precision"),
         ("--no-mixed-precision", "--no_mixed_precision"),
         # Abbreviations, which argparse accepts by default.
         ("--batch 1", "--batch_size"),

@@ -7,6 +7,14 @@ import matplotlib.pyplot  # noqa: F401  drawing would import it, which takes a s
 from common import report
 
 DRAW = report.Report.draw  # before conftest.py replaces it
+VALUES = {
+    "loss": 2.0,
+    "learning_rate": 1e-3,
+    "utterances_per_second": 5.0,
+    "memory_bytes": 2**30,
+    "data_wait_share": 0.02,
+    "gpu_utilisation": None,
+}
 
 
 def lines(folder) -> list[dict]:
@@ -19,9 +27,9 @@ def lines(folder) -> list[dict]:
 def test_without_a_terminal_there_are_plain_lines_seconds_apart_and_a_last_one(tmp_path, capsys):
     made = report.Report(tmp_path, 4, 10)
     for step in range(5, 11):
-        made.progress(step, 2.0, 1e-3, 5.0, 2**30, 0.02)
+        made.progress(step, VALUES)
     made.last_line -= report.PLAIN_SECONDS
-    made.progress(7, 2.0, 1e-3, 5.0, 2**30, 0.02)
+    made.progress(7, VALUES)
     made.close()
     out, err = capsys.readouterr()
     assert out == "" and [line.split("  ")[:2] for line in err.splitlines()] == [

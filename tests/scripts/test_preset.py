@@ -123,8 +123,6 @@ def test_a_table_alone_is_a_script():
     assert error_of(script, "big", "huge").endswith("big: take small or tiny, or add --lora 32")
     assert cut_of(flags_of(script, "big", "huge", "--sharded")) == (1, 8)
     assert cut_of(flags_of(script, "big", "huge", "--lora", "32")) == (1, 9)
-    message = error_of(replace(script, rows=TABLE.replace("R H", "R X")), "big", status=1)
-    assert message.endswith("size small has an unknown letter, X")
     rows = TABLE.replace("*     *     2 4", "tiny  small 2 4")
     assert "huge has no row in tier tiny" in error_of(replace(script, rows=rows), "tiny", "huge")
 
@@ -177,12 +175,6 @@ def test_wrong_words_are_usage_errors(script):
     sizes = ", ".join(SIZES[script])
     assert error_of(script, "8gb", "huge") == f"error: no size 'huge': it is one of {sizes}"
     assert "the word 'c' is too much" in error_of(script, "a", "b", "c")
-    assert "no tier '\\x1b[31m': it is" in error_of(script, "\x1b[31m")
-    for words in ("--max_steps 3", "--train_manifest m.json", "--transcribe=a.wav b.wav"):
-        said = error_of(script, *words.split(), "8gb")
-        assert said.endswith(
-            f"the word '8gb' is behind {words}: TIER and SIZE come before the flags"
-        )
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -528,10 +520,6 @@ def test_machines_share_an_update_and_meet_at_the_first(gpus, ranks):
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        *(
-            ({"GPUS": gpus}, f"GPUS={gpus}: it must be the number")
-            for gpus in ("0", "two", "08", "2 ")
-        ),
         ({"NODES": "2"}, "NODES=2 NODE=: NODE must be this machine's number, 0 to 1"),
         ({"NODES": "2", "NODE": "2"}, "NODES=2 NODE=2: NODE must be this machine's number"),
         ({"NODES": "2", "NODE": "1"}, "HEAD=: it must be the address of machine 0 and a free port"),

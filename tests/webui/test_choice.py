@@ -5,7 +5,7 @@ import pytest
 from webui.catalogue import Option, Recipe
 from webui.context import Context
 from webui.places import Places
-from webui.tabs.choice import RELEASED, Chosen, changed, model_of, one_of
+from webui.tabs.choice import RELEASED, Choice, changed, model_of, one_of
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_a_released_model_is_chosen_by_its_folder(tmp_path):
     (tmp_path / "data/base").mkdir(parents=True)
     recipe = Recipe("any", tmp_path / "any.py", options=(option("model_dir"), option("language")))
     context = Context(Places(tmp_path / "data", tmp_path / "runs"), {"any": recipe}, None)
-    chosen = Chosen(RELEASED, None, None, "any", "base", "vi", "CPU", False)
+    chosen = Choice(RELEASED, None, None, "any", "base", "vi", "CPU", False)
     assert model_of(context, chosen)[2].words == (
         f"--model_dir={tmp_path}/data/base",
         "--language=vi",

@@ -64,7 +64,3 @@ def test_flags_of_the_advice_are_values_of_a_form(flags, values):
     text = f"Verdict: does not fit (it ...)\n  {flags}: 1.20 GiB less\n"
     text += "Peak with these flags: 7.00 GiB of 8.00 GiB (8gb): tight"
     assert plans.verdict(RECIPES["whisper_morse"], text).flags == values
-
-
-def test_cards_are_those_of_the_plans():
-    assert {"4gb", "t4", "a100", "RTX 3060"} <= set(plans.cards())

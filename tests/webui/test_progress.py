@@ -80,7 +80,9 @@ def test_progress_is_read_as_the_report_writes_it(tmp_path, capfd):
     values = {"loss": 1.5, "learning_rate": 1e-3, "utterances_per_second": 3.0}
     values |= {"memory_bytes": 2**29, "data_wait_share": 0.1, "gpu_utilisation": 0.5}
     report.write(110, **{f"train/{name}": value for name, value in values.items()})
-    report.progress(120, 1.25, 2e-3, 4.0, 2**30, 0.2, 0.75)
+    later = {"loss": 1.25, "learning_rate": 2e-3, "utterances_per_second": 4.0}
+    later |= {"memory_bytes": 2**30, "data_wait_share": 0.2, "gpu_utilisation": 0.75}
+    report.progress(120, later)
     report.close()
     out, err = capfd.readouterr()
     (run.folder / "run.log").write_text(f"=== 2026-01-01 10:00:00 === x\n{out}{err}")

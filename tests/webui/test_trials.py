@@ -163,9 +163,8 @@ def test_what_was_said_is_kept_with_the_weights(here, run, model):
     assert [row["text"] for row in said] == ["ሰላም ለዓለም", "/etc/passwd", texts[0]]
     assert said[0]["model"] == "mine, best.safetensors" and said[0]["seed"] == 2
     assert Path(said[0]["path"]).read_bytes() == b"speech"
-    for text, message in (("  \n", "no text"), ("a" * 5001, "5001 characters")):
-        with pytest.raises(UsageError, match=message):
-            trials.speak(models, model, Wish(text, voice, 0.5, 1), model.words)
+    with pytest.raises(UsageError, match="no text"):
+        trials.speak(models, model, Wish("  \n", voice, 0.5, 1), model.words)
 
 
 def test_voices_are_uploads_training_clips_and_the_data(here, run, model, wav, tmp_path):

@@ -17,7 +17,7 @@ HOSTILE = '<img src=x onerror="alert(1)">\n\n</pre>\udce9'
         views.table([HOSTILE], [], HOSTILE),
         views.bars(HOSTILE, [(HOSTILE, 1)], HOSTILE),
         views.difference(HOSTILE, HOSTILE.upper()),
-        views.curves(HOSTILE, {HOSTILE: [(1, 1)]}, HOSTILE),
+        views.curves(HOSTILE, {HOSTILE: [(1, 1)]}),
     ],
 )
 def test_a_text_stays_text(made):

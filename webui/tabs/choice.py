@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import gradio as gr
 
@@ -20,33 +21,19 @@ BEST = "best.safetensors"
 
 @dataclass(frozen=True)
 class Choice:
-    """The controls that say which model is tried, and where."""
+    """The controls that say which model is tried, and where; or the values of these controls."""
 
-    kind: gr.Radio
-    run: gr.Dropdown
-    weights: gr.Dropdown
-    recipe: gr.Dropdown
-    path: gr.Dropdown
-    language: gr.Textbox
-    device: gr.Radio
-    allowed: gr.Checkbox
+    kind: Any  # OF_RUN or RELEASED
+    run: Any
+    weights: Any
+    recipe: Any
+    path: Any
+    language: Any
+    device: Any  # CPU or GPU
+    allowed: Any  # whether the GPU is used also while it trains
 
     def all(self) -> list:
         return list(vars(self).values())
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The values of these controls."""
-
-    kind: str
-    run: str | None
-    weights: str | None
-    recipe: str | None
-    path: str | None
-    language: str
-    device: str
-    allowed: bool
 
 
 def choose(context: Context, command: str = "") -> Choice:
@@ -155,7 +142,7 @@ def recipe_of(context: Context, name: str | None) -> Recipe:
     return recipe
 
 
-def model_of(context: Context, chosen: Chosen) -> tuple[Recipe, Run | None, Model]:
+def model_of(context: Context, chosen: Choice) -> tuple[Recipe, Run | None, Model]:
     if chosen.kind == OF_RUN:
         run = context.run(chosen.run)
         return (recipe_of(context, run.recipe), run, trials.model_of_run(run, chosen.weights))

@@ -21,6 +21,7 @@ from webui.tabs import drafts, which
 from webui.tabs.events import on
 from webui.tabs.shared import HTML, Shared, with_own_names
 from webui.uploads import is_table
+from webui.use import error_of
 
 CHECK_SECONDS = 3600.0  # of a check at most: it listens to all recordings, the first time
 WAIT = "<p>Checking: every recording is listened to once.</p>"
@@ -397,9 +398,7 @@ def _check(places: Places, recipe: Recipe, settings: dict) -> tuple[str, str]:
     words = [word for key in MANIFESTS if key in values for word in shlex.split(values[key])]
     manifests = [places.table(word) for word in words]
     sections = [each for each in checked.read(text) if str(folder) not in each.title]
-    problem = checked.error(sections)
-    if status and not problem:
-        problem = f"the check failed: {(sections or [checked.Section('no message')])[-1].title}"
+    problem = error_of(text) if status else ""
     examples = checked.examples_of(sections, places, manifests)
     for manifest in manifests:
         for number, section in enumerate(sections):
@@ -424,7 +423,7 @@ def _report(
     lines, tables, bars = [], [], []
     for section in sections:
         title = section.title.removesuffix(":")
-        if section.is_rejected or section.is_noted:
+        if section.has_reasons:
             tables.append(_reasons(places, section, examples))
         elif section.rows:
             unit = "min" if title.startswith("minutes") else ""

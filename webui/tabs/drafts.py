@@ -11,7 +11,7 @@ from webui.catalogue import Recipe
 from webui.context import Context
 from webui.places import DRAFT
 from webui.runs import Run
-from webui.tabs.choice import Chosen, choose, connect, model_of
+from webui.tabs.choice import Choice, choose, connect, model_of
 from webui.tabs.events import on
 from webui.tabs.shared import HTML, Shared
 from webui.trials import Model
@@ -38,7 +38,7 @@ def build_draft(context: Context, shared: Shared, dropped: list[gr.File], save) 
     def write(name: str | None, some: list, others: list, *values) -> tuple:
         if not (name or some or others):
             raise UsageError("there are no recordings: drop audio files above, or choose a folder")
-        recipe, _, model = model_of(context, Chosen(*values))
+        recipe, _, model = model_of(context, Choice(*values))
         if "transcribe" not in recipe.commands:
             raise UsageError(f"{recipe.name} does not transcribe: choose a recogniser's weights")
         run = _start(context, recipe, model, name or places.name(save(some + others)))

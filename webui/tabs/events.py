@@ -13,8 +13,7 @@ SECONDS = 30  # that a message is shown
 
 
 def on(trigger: Callable, action: Callable, inputs=None, outputs=None, **settings):
-    """Calls `action` when `trigger`, such as `button.click`, happens; `settings` are gradio's. A
-    `Failure` becomes a message."""
+    """Calls `action` at `trigger`, such as `button.click`. A `Failure` becomes a message."""
 
     @functools.wraps(action)
     def run(*values):

@@ -53,25 +53,18 @@ def build(context: Context, shared: Shared) -> None:
             nothing = "<p>There is no run with weights yet: the Train tab starts one.</p>"
             return (nothing, "", "", *[gr.skip()] * 5)
         run = context.run(name)
+        weights = weights_of(context, name, before)
         try:
             recipe = recipe_of(context, run.recipe)
         except UsageError as error:  # its weights can be kept all the same
             hidden = [gr.Dropdown(visible=False), gr.Button(visible=False)]
             hidden += [gr.Accordion(visible=False), gr.Textbox(visible=False)]
-            weights = weights_of(context, name, before)
             return (_kept(run, str(error)), "", "", weights, *hidden)
-        exports = "export" in recipe.names
         section = section_of(recipe)
-        return (
-            _about(run, recipe),
-            _exports(run),
-            section,
-            weights_of(context, name, before),
-            _forms(recipe),
-            gr.Button(visible=exports),
-            gr.Accordion(visible=bool(section)),
-            _consent(recipe),
-        )
+        button = gr.Button(visible="export" in recipe.names)
+        how = gr.Accordion(visible=bool(section))
+        texts = _about(run, recipe), _exports(run), section
+        return (*texts, weights, _forms(recipe), button, how, _consent(recipe))
 
     def make(name: str | None, file: str | None, wanted: str | None, said: str | None) -> str:
         run = context.run(name)
@@ -91,8 +84,7 @@ def build(context: Context, shared: Shared) -> None:
 def export(
     context: Context, run: Run, weights: str | None, form: str | None, consent: str | None = None
 ) -> Path:
-    """Writes weights of a run as a new folder export-N in the run's. Raises `UsageError`, and
-    `RunError` with the recipe's own error."""
+    """Makes a new folder export-N in the run's. Raises `UsageError` or the recipe's own error."""
     recipe = recipe_of(context, run.recipe)
     path = trials.weights_of(run, weights)
     numbers = [folder.name.rpartition("-")[2] for folder in _folders(run)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import gradio as gr
 
 from common.errors import Failure, UsageError
+from dry_run.cards import CARDS
 from webui import commands, outputs, plans, runs, views
 from webui.catalogue import LABELS, Option, Recipe
 from webui.commands import AUTO
@@ -128,7 +129,7 @@ def _parts() -> Parts:
             **LIVE,
         )
         card = gr.Dropdown(
-            [*cards, *((name, name) for name in plans.cards())],
+            [*cards, *((each.name, each.name) for each in CARDS)],
             value="" if here else "8gb",
             label="GPU to predict for",
             info="a name, or gigabytes such as 10GB; choose a tier, too, if it is none itself",
@@ -290,10 +291,8 @@ def _found(context: Context, option: Option) -> list[str] | None:
     if option.name in STARTS:
         return places.models()
     if option.name in WEIGHTS:
-        found = [
-            path for run in runs.list_runs(places.runs) for path in outputs.weights(run.folder)
-        ]
-        return [places.name(path) for path in found]
+        of_runs = [outputs.weights(run.folder) for run in runs.list_runs(places.runs)]
+        return [places.name(path) for paths in of_runs for path in paths]
     return None
 
 

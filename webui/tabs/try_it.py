@@ -8,7 +8,7 @@ from common.errors import Failure, UsageError
 from speech.writing.text import for_scoring
 from webui import runs, trials, views
 from webui.context import Context
-from webui.tabs.choice import OF_RUN, Choice, Chosen, changed, choose, connect, model_of
+from webui.tabs.choice import OF_RUN, Choice, changed, choose, connect, model_of
 from webui.tabs.events import on
 from webui.tabs.shared import HTML, Shared, with_own_names
 from webui.trials import GPU, Model, Utterance
@@ -36,7 +36,7 @@ def build(context: Context, shared: Shared) -> None:
     clip, *_, typed = said
 
     def look(voice: str | None, text: str, *values) -> list:
-        return _look(context, voice, text, Chosen(*values))
+        return _look(context, voice, text, Choice(*values))
 
     triggers = connect(context, shared.tab.select, shared.chosen, choice)
     for trigger in triggers:
@@ -69,7 +69,7 @@ def _hearing(context: Context, choice: Choice) -> list:
 
     def transcribe(path: str | None, pairs: list, released: bool, wants: bool, *values) -> list:
         recordings = pairs or [(path, Path(path or "").name)]
-        return _transcribe(context, recordings, released, wants, Chosen(*values))
+        return _transcribe(context, recordings, released, wants, Choice(*values))
 
     def forget() -> list:
         return [gr.Textbox("", visible=True), *[gr.Textbox(visible=False)] * 2, ""]
@@ -85,7 +85,7 @@ def _hearing(context: Context, choice: Choice) -> list:
 
 
 def _transcribe(
-    context: Context, recordings: list[tuple], released: bool, wants: bool, chosen: Chosen
+    context: Context, recordings: list[tuple], released: bool, wants: bool, chosen: Choice
 ) -> list:
     """The transcript of one of the recordings (file, its user's name), and of the released model;
     the subtitles, if the user wants them; the times of a recording, or a table of several, in which
@@ -143,7 +143,7 @@ def _speaking(context: Context, choice: Choice) -> list:
     held_out = gr.Markdown(**HTML)
 
     def speak(said: str, dropped: str | None, named: str | None, heat: float, number: int, *values):
-        chosen = Chosen(*values)
+        chosen = Choice(*values)
         recipe, _, model = model_of(context, chosen)
         words = _words(context, model, chosen)
         if not recipe.clones:
@@ -163,11 +163,11 @@ def _speaking(context: Context, choice: Choice) -> list:
     return [clip, history, held_out, text]
 
 
-def _words(context: Context, model: Model, chosen: Chosen) -> tuple[str, ...]:
+def _words(context: Context, model: Model, chosen: Choice) -> tuple[str, ...]:
     return trials.on_device(model, context.places, chosen.device, chosen.allowed)
 
 
-def _look(context: Context, voice: str | None, text: str, chosen: Chosen) -> list:
+def _look(context: Context, voice: str | None, text: str, chosen: Choice) -> list:
     """The controls for the chosen model: a message; the two panels; whether there is a released
     model beside it, worst and best utterances; voices, history and held-out sentences; a sentence
     to speak in an empty field, because a voice has the letters of its language alone."""
@@ -183,9 +183,8 @@ def _look(context: Context, voice: str | None, text: str, chosen: Chosen) -> lis
     message = "" if hears or speaks else f"{recipe.name} has nothing to try here."
     training = runs.on_gpu(context.places.runs) if chosen.device == GPU else []
     if training:
-        message = (
-            f"{training[0].name} is training on the GPU. This model would be loaded beside it."
-        )
+        name = training[0].name
+        message = f"{name} is training on the GPU. This model would be loaded beside it."
     before = trials.released_before(context.places, recipe, run) if run else None
     ranked = trials.evaluated(run) if run and hears else []
     worst = _utterances(context, ranked[:SHOWN], WORST, MARKS) or NO_EVALUATION
@@ -223,10 +222,9 @@ def _times(row: dict) -> str:
     parts = row.get("words") or row.get("segments") or row.get("pieces", [])
     if len(parts) < 2:
         return ""
-    rows = [
-        [f"{part['start']:.2f}", f"{part['end']:.2f}", views.text(part["text"])]
-        for part in parts[:MOST_WORDS]
-    ]
+    rows = []
+    for part in parts[:MOST_WORDS]:
+        rows.append([f"{part['start']:.2f}", f"{part['end']:.2f}", views.text(part["text"])])
     caption = "Words" if row.get("words") else "Pieces that the recording was cut into"
     if len(parts) > MOST_WORDS:
         caption += f": the first {MOST_WORDS} of {len(parts)}"
@@ -241,20 +239,14 @@ def _utterances(context: Context, found: list[Utterance], title: str, marks: str
         counts = f"{w.total} of {w.length}"
         if w.total:
             counts += f": {w.substitutions} replaced, {w.deletions} missing, {w.insertions} added"
-        rows.append(
-            [
-                _player(context, each.path, each.offset, each.seconds),
-                views.difference(*texts),
-                views.text(counts),
-                f"{100 * each.characters.rate:.0f} %",
-            ]
-        )
-    header = ["play", "difference", "wrong words", "wrong characters"]
+        player = _player(context, each.path, each.offset, each.seconds)
+        rate = f"{100 * each.characters.rate:.0f} %"
+        rows.append([player, views.difference(*texts), views.text(counts), rate])
     if not rows:
         return ""
-    return (
-        f'<div class="stacked">{views.table(header, rows, title)}<p>{views.text(marks)}</p></div>'
-    )
+    header = ["play", "difference", "wrong words", "wrong characters"]
+    table = views.table(header, rows, title)
+    return f'<div class="stacked">{table}<p>{views.text(marks)}</p></div>'
 
 
 def _spoken(path: str) -> str:

@@ -120,8 +120,7 @@ def _choices(found: list[Run], wanted: str, name: str | None, second: str) -> tu
 
 
 def _look(found: list[Run], name: str | None, second: str) -> tuple:
-    """The table of all runs; state, plots and log of the run `name`, with the plots of `second`;
-    the buttons that have an effect."""
+    """The table of all runs; state, plots (beside `second`'s) and log of a run; its buttons."""
     states = {run.name: progress.state(run) for run in found}
     rows = [_row(run, states[run.name]) for run in found]
     table = views.table(["run", "state", "began"], rows, "Runs")
@@ -175,9 +174,8 @@ def _plots(shown: list[Run]) -> str:
     rates = [name for name in results if name.removeprefix("eval/") in ERROR_RATES]
     parts = [views.curves("Loss", _lines(metrics, ["train/loss", "eval/loss"]))]
     if rates:
-        parts.append(
-            views.curves("Error rates of the evaluation set, %", _lines(metrics, rates, 100))
-        )
+        title = "Error rates of the evaluation set, %"
+        parts.append(views.curves(title, _lines(metrics, rates, 100)))
     elif results:
         parts.append(views.curves("Evaluation set", _lines(metrics, results)))
     parts.append(views.curves("Learning rate", _lines(metrics, ["train/learning_rate"])))

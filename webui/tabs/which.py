@@ -20,9 +20,8 @@ from webui.tabs.shared import HTML
 
 TEXT, VOICE, SOLD = "text of what is said", "a voice", "a voice that may be sold"
 NONE, SMALL, LARGE = "none", "4 to 7 GB", "8 GB or more"
-PARAKEETS = (
-    "bg hr cs da nl en et fi fr de el hu it lv lt mt pl pt ro ru sk sl es sv uk".split()
-)  # languages of parakeet-tdt-0.6b-v3
+# Languages of parakeet-tdt-0.6b-v3.
+PARAKEETS = "bg hr cs da nl en et fi fr de el hu it lv lt mt pl pt ro ru sk sl es sv uk".split()
 LEAST = 10.0  # minutes to begin with, by README
 OF_OWN_VOICE = 60.0  # minutes of one speaker for a voice from nothing
 FROM_NOTHING = 20 * 60.0  # minutes from which a model from nothing is worth a try
@@ -133,9 +132,8 @@ def _of_voice(code: str, minutes: float, purpose: str, said: list[str]) -> Advic
     if purpose == SOLD or minutes >= OF_OWN_VOICE:
         if 0 < minutes < OF_OWN_VOICE:
             said.append("A voice from nothing needs an hour or more of one speaker, who agrees.")
-        return Advice(
-            "matcha_voice", None, code, [*said, "It is trained from nothing: it is yours."]
-        )
+        said = [*said, "It is trained from nothing: it is yours."]
+        return Advice("matcha_voice", None, code, said)
     return Advice("xtts_amharic", XTTS, code, said)
 
 
