@@ -25,54 +25,21 @@ LANGUAGES = (
     " haw ln ha ba jw su yue"
 ).split()
 # For a language without a token: near relatives first, else the language whose words it borrows or
-# whose spelling it follows. Only what a linguist would name; the others are named by script.
+# whose spelling it follows. Only what a linguist would name; the others are named by script. A row:
+# languages, and what each of them may borrow.
+_RELATED = """
+    kok gom: mr hi kn; bho mai awa mag raj hne: hi ne; doi: pa hi; or ory: bn hi; syl: bn as;
+    tcy: kn; skr: pa ur; ti tig gez: am; qu quy quz ay gn nah yua ast an: es; ig tw ak ee: yo;
+    xh zu ss nr st tn nso ts ve ny: sn sw; rw rn lg ki bem kg lua: sw sn ln; om aa sid: so;
+    ku kmr ckb: fa; ky kaa: kk; ug: uz; cv crh sah: tt tr; ga gd gv: cy br; kw: br cy; fy: nl de;
+    gsw: de; nds: de nl; rm fur sc scn vec lij co: it; dsb: pl cs; hsb: cs pl; csb: pl; rue: uk;
+    se: fi; krl olo vep: fi et; ilo ceb hil: tl; min ace ban mad: id ms jw; sm to ty: mi haw;
+    dv: si; dz: bo; ady ab: ru; os: fa ru; wo ff bm: fr
+"""
 RELATED = {
-    **dict.fromkeys(("kok", "gom"), ("mr", "hi", "kn")),
-    **dict.fromkeys(("bho", "mai", "awa", "mag", "raj", "hne"), ("hi", "ne")),
-    "doi": ("pa", "hi"),
-    "or": ("bn", "hi"),
-    "ory": ("bn", "hi"),
-    "syl": ("bn", "as"),
-    "tcy": ("kn",),
-    "skr": ("pa", "ur"),
-    **dict.fromkeys(("ti", "tig", "gez"), ("am",)),
-    **dict.fromkeys(("qu", "quy", "quz", "ay", "gn", "nah", "yua"), ("es",)),
-    "ig": ("yo",),
-    **dict.fromkeys(("xh", "zu", "ss", "nr", "st", "tn", "nso", "ts", "ve", "ny"), ("sn", "sw")),
-    **dict.fromkeys(("rw", "rn", "lg", "ki", "bem", "kg", "lua"), ("sw", "sn", "ln")),
-    **dict.fromkeys(("om", "aa", "sid"), ("so",)),
-    "ku": ("fa",),
-    "kmr": ("fa",),
-    "ckb": ("fa",),
-    **dict.fromkeys(("ky", "kaa"), ("kk",)),
-    "ug": ("uz",),
-    **dict.fromkeys(("cv", "crh", "sah"), ("tt", "tr")),
-    **dict.fromkeys(("ga", "gd", "gv"), ("cy", "br")),
-    "kw": ("br", "cy"),
-    "fy": ("nl", "de"),
-    "gsw": ("de",),
-    "nds": ("de", "nl"),
-    **dict.fromkeys(("rm", "fur", "sc", "scn", "vec", "lij"), ("it",)),
-    **dict.fromkeys(("ast", "an"), ("es",)),
-    "co": ("it",),
-    "dsb": ("pl", "cs"),
-    "hsb": ("cs", "pl"),
-    "csb": ("pl",),
-    "rue": ("uk",),
-    "se": ("fi",),
-    **dict.fromkeys(("krl", "olo", "vep"), ("fi", "et")),
-    "ilo": ("tl",),
-    "ceb": ("tl",),
-    "hil": ("tl",),
-    **dict.fromkeys(("min", "ace", "ban", "mad"), ("id", "ms", "jw")),
-    **dict.fromkeys(("sm", "to", "ty"), ("mi", "haw")),
-    "dv": ("si",),
-    "dz": ("bo",),
-    "ady": ("ru",),
-    "os": ("fa", "ru"),
-    "ab": ("ru",),
-    **dict.fromkeys(("wo", "ff", "bm"), ("fr",)),
-    **dict.fromkeys(("tw", "ak", "ee"), ("yo",)),
+    code: tuple(near.split())
+    for codes, _, near in (row.partition(":") for row in _RELATED.split(";"))
+    for code in codes.split()
 }
 OWN_CODES = {"jv": "jw"}  # Whisper's, by ISO's
 # The name of a language's token, which may have been added to a released vocabulary.
