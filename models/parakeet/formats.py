@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import tempfile
 from pathlib import Path
 
 import torch
@@ -16,20 +17,23 @@ from models.parakeet import archive, nemotron, onnx, tokenizer
 from models.parakeet.model import Parakeet
 from models.parakeet.settings import (
     CONFIG,
+    CTC,
+    FAMILIES,
     FEATURES,
     FEATURIZER,
     HEAD,
     HEAD_AFTER_DROPOUT,
+    NEMOTRON,
+    NEMOTRON_EN,
     NO_TERMS,
     REDUCTIONS,
+    RNNT,
+    TDT,
     Family,
     check_config,
     family_of,
-    family_of_archive,
-    family_of_folder,
     is_transducer,
     kind_of,
-    model_types,
 )
 from speech.signal.audio import SAMPLE_RATE
 from speech.signal.nemo_features import MelFeatures
@@ -192,8 +196,9 @@ def _place(path: str | Path) -> Path:
 
 
 def _read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
-    content = model_files.read_description(folder, *model_types())
-    family = family_of_folder(content["model_type"])
+    families = {family.model_type: family for family in FAMILIES}
+    content = model_files.read_description(folder, *families)
+    family = families[content["model_type"]]
     generation = None
     if (folder / "generation_config.json").is_file():
         generation = model_files.read_json(folder / "generation_config.json")
@@ -261,12 +266,8 @@ def _of_kind(config: dict, family: Family, ctc: bool) -> dict:
 def _read_tokenizer(folder: Path) -> dict:
     """The tokenizer's state."""
     state = {}
-    file = folder / "tokenizer.model"
-    if file.is_file():
-        model_files.refuse_pointer(file)
-        if file.stat().st_size > archive.TEXT_BYTES:
-            raise UsageError(f"{file} is too large for a SentencePiece model")
-        state["sentencepiece"] = file.read_bytes().hex()
+    if (folder / "tokenizer.model").is_file():
+        state["sentencepiece"] = read_sentencepiece(folder / "tokenizer.model")
     texts = {}
     for name in ("tokenizer.json", *tokenizer.FILES):
         if (folder / name).is_file():
@@ -280,13 +281,21 @@ def _read_tokenizer(folder: Path) -> dict:
     return state
 
 
+def read_sentencepiece(file: Path) -> str:
+    """A SentencePiece model in hexadecimal, as a state has it. Raises `UsageError`."""
+    model_files.refuse_pointer(file)
+    if file.stat().st_size > archive.TEXT_BYTES:
+        raise UsageError(f"{file} is too large for a SentencePiece model")
+    return file.read_bytes().hex()
+
+
 def _read_nemo(path: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
     if path.suffix == ".safetensors":
         raise UsageError(f"{path}: give the folder that holds it and config.json, not the file")
-    with archive.temporary_folder(path) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         members = archive.unpack(path, Path(folder))
         content = archive.load_yaml(members[archive.YAML], path)
-        family = family_of_archive(content)
+        family = _family_of(content)
         config, languages = _nemo_config(content, family, path)
         loss = _nemo_loss(content, config, family, path)
         state = _sentencepiece(content, members, path)
@@ -296,12 +305,26 @@ def _read_nemo(path: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
         except UsageError as error:  # name the archive instead of the temporary file
             raise UsageError(str(error).replace(f"{folder}{os.sep}", f"{path}: ")) from None
     weights = nemo_to_hf(weights, family)
-    config["vocabulary"] = _nemo_vocabulary(content, weights.get(family.rows), family, path)
-    _check_labels(content, tokenizer.pieces(state), family, path)
+    rows = weights.get(family.rows)
+    if rows is None or not rows.dim():
+        part = family.rows.removesuffix(".weight")
+        raise UsageError(f"{path} lacks {part}: it is not a complete {family.name} model")
+    config["vocabulary"] = len(rows) - 1
     check_config(config, path)
     source = {"yaml": members[archive.YAML].decode()}
     extras = {"tokenizer": state, "source": source, "loss": loss, "languages": languages}
     return weights, config, extras
+
+
+def _family_of(content: dict) -> Family:
+    """The family of an archive with these settings, which are still to be checked."""
+    if content.get("joint") is None and _value(content, "decoder.prednet") is MISSING:
+        return CTC
+    if _value(content, "encoder.causal_downsampling") is True:
+        has_prompt = _value(content, "model_defaults.initialize_prompt_feature", False)
+        return NEMOTRON if has_prompt else NEMOTRON_EN
+    has_durations = _value(content, "joint.num_extra_outputs", 0)
+    return TDT if has_durations or _value(content, "loss.loss_name") == "tdt" else RNNT
 
 
 def _nemo_config(content: dict, family: Family, path: Path) -> tuple[dict, dict[str, int]]:
@@ -343,35 +366,6 @@ def _nemo_loss(content: dict, config: dict, family: Family, path: Path) -> dict:
         _require(content, {key: (*REDUCTIONS, MISSING)}, path)
         loss[name] = _value(content, key, "mean_batch")
     return loss
-
-
-def _nemo_vocabulary(content: dict, rows: torch.Tensor | None, family: Family, path: Path) -> int:
-    """The number of pieces, by the tensor that has a row for each. Raises `UsageError` if weights
-    and settings differ in it."""
-    if rows is None or rows.dim() < 2:
-        part = family.rows.removesuffix(".weight")
-        raise UsageError(f"{path} lacks {part}: it is not a complete {family.name} model")
-    size = len(rows) - 1
-    for key in family.labels:
-        labels = _value(content, key)
-        if isinstance(labels, list) and len(labels) != size:
-            raise UsageError(
-                f"{path}: {key} has {len(labels)} entries, but its weights are for {size}"
-            )
-    _require(content, dict.fromkeys(family.sizes, (size, -1, None, MISSING)), path)
-    return size
-
-
-def _check_labels(content: dict, pieces: list[str], family: Family, path: Path) -> None:
-    """Raises `UsageError` if settings and weights are for other pieces than the tokenizer's."""
-    for key in family.labels:
-        labels = _value(content, key)
-        if isinstance(labels, list) and len(labels) == len(pieces) and labels != pieces:
-            row = next(i for i, label in enumerate(labels) if label != pieces[i])
-            raise UsageError(
-                f"{path}: piece {row} of its SentencePiece model is {pieces[row][:20]!r}, and its"
-                f" {key} say {str(labels[row])[:20]!r}: they are of different models"
-            )
 
 
 def _sentencepiece(content: dict, members: dict[str, bytes], path: Path) -> dict[str, str]:

@@ -14,8 +14,8 @@ import torch
 
 from common import files
 from common.errors import UsageError
-from models import model_files, new_rows
-from models.parakeet import archive, formats, settings
+from models import new_rows
+from models.parakeet import formats, settings
 from models.parakeet.tokenizer import (
     BLANK,
     PAD,
@@ -108,10 +108,7 @@ def read_tokenizer(path: str) -> dict:
         state = {"json": files.read_text(path, "--tokenizer")}
     else:
         file = files.require_file(path, "--tokenizer")
-        model_files.refuse_pointer(file)
-        if file.stat().st_size > archive.TEXT_BYTES:
-            raise UsageError(f"{flag}: it is too large for a SentencePiece model")
-        state = {"sentencepiece": file.read_bytes().hex()}
+        state = {"sentencepiece": formats.read_sentencepiece(file)}
     try:
         names = pieces(state)
     except UsageError as error:
