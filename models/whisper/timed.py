@@ -131,7 +131,7 @@ def _segments(
             continue
         this_search = with_context(tokenizer, search, context, model.config)
         decoded = decoding.decode(model, tokenizer, *_encode(model, window), this_search)[0]
-        if decoding.is_silent(decoded):
+        if decoded.is_silent:
             begin += len(window)
             continue
         parts, moved = split(decoded.tokens, times, len(window))
