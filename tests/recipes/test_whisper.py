@@ -427,7 +427,7 @@ def test_few_neighbours_leave_segments_joined(with_times, recorded, tmp_path, mo
         asked_for.append(times)
         return vietnamese.read_data(asked, times=times)
 
-    corpora, share = vietnamese.read_for(asked, info, False, read)
+    corpora, share = packs.read_for(asked, info, False, read)
     assert (share, asked_for, len(corpora["train"])) == (0.0, [True, False], 2)
     # Words are joined to phrases of a second.
     assert min(read(True)["train"].seconds) >= 0.9
