@@ -30,16 +30,6 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
-class UniqueKeys(LOADER):
-    """Refuses a key that is given twice, of which yaml would take the last."""
-
-    def construct_mapping(self, node, deep: bool = False) -> dict:
-        mapping = super().construct_mapping(node, deep=deep)
-        if len(mapping) < len(node.value):
-            raise yaml.YAMLError(f"a key is there twice among {', '.join(map(str, mapping))[:60]}")
-        return mapping
-
-
 # --- reading --------------------------------------------------------------------------------------
 
 
@@ -134,7 +124,7 @@ def load_yaml(raw: bytes, path: str | Path) -> dict:
     try:
         text = raw.decode()
         _check_events(text)
-        content = yaml.load(text, Loader=UniqueKeys)
+        content = yaml.load(text, Loader=LOADER)
     except (yaml.YAMLError, ValueError, RecursionError, TypeError, OverflowError) as error:
         raise UsageError(f"{path}: its {YAML} is refused: {first_line(error)[:100]}") from None
     if not isinstance(content, dict):
