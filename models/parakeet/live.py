@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from common.device import Setup
-from common.errors import DataError, Failure, RunError, Stopped, UsageError
+from common.errors import DataError, Failure, Stopped, UsageError, writing
 from common.layers import finite_layers
 from models.parakeet import decoding
 from models.parakeet.model import Parakeet
@@ -298,24 +298,17 @@ class Written:
         self.name = name
         self.form = subtitles.FORMATS.get(self.path.suffix.lower())
         self.count = 0
-        with self._named():
+        with writing(self.path, "--output"):
             if not transcripts.is_stream(self.path):
                 transcripts.keep_earlier(self.path)
             errors = "backslashreplace"
             self.file = open(self.path, "w", encoding="utf-8", errors=errors)  # noqa: SIM115
             self.file.write(self.form.head if self.form else "")
 
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise RunError(f"--output {self.path}: {error.strerror}") from None
-
     def write(self, row: dict) -> None:
         if self.file is None:
             return
-        with self._named():
+        with writing(self.path, "--output"):
             if self.form is None:
                 self.file.write(json.dumps({"file": self.name, **row}, ensure_ascii=False) + "\n")
             else:
@@ -326,7 +319,7 @@ class Written:
 
     def close(self) -> None:
         if self.file:
-            with self._named():
+            with writing(self.path, "--output"):
                 self.file.close()
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import UsageError
-from models import onnx_files
+from models import model_files, onnx_files
 from models.onnx_files import Graph
 from models.parakeet.model import Parakeet, relative_positions
 from models.parakeet.settings import is_transducer, kind_of
@@ -149,9 +149,7 @@ def prepare(tensors: dict[str, Tensor], config: dict, pieces: list[str]) -> Call
             f"onnx-asr cannot load the export: the model has {config['num_mel_bins']} mel bins, and"
             f" onnx-asr features of {' and '.join(map(str, MEL_BINS))} only"
         )
-    with torch.device("meta"):
-        model = Parakeet(config)
-    model.load_state_dict(tensors, assign=True)
+    model = model_files.with_weights(lambda: Parakeet(config), tensors)
     model.eval().requires_grad_(False)
     if not is_transducer(config):
         return functools.partial(
