@@ -127,9 +127,14 @@ SIZES = {  # of the released multilingual models
 }
 
 
-def expected_shapes(config: dict[str, int], ctc_tokens: int = 0) -> dict[str, tuple[int, ...]]:
+def expected_shapes(config: dict[str, int]) -> dict[str, tuple[int, ...]]:
     """The shapes of a model's tensors, by Hugging Face's names without `model.`."""
-    return checkpoint.shapes_of(lambda: Whisper(config, ctc_tokens=ctc_tokens))
+    return checkpoint.shapes_of(lambda: Whisper(config))
+
+
+def check(weights: dict[str, torch.Tensor], config: dict[str, int], path: str | Path) -> None:
+    """Raises `UsageError` if tensors are missing, unexpected or of another shape."""
+    model_files.check_shapes(weights, expected_shapes(config), path, "Whisper")
 
 
 # --- between the two forms ------------------------------------------------------------------------
@@ -216,27 +221,14 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, int
         check_config(config, path)
         weights = openai_to_hf(model_files.floats(content["model_state_dict"], path))
     output = weights.pop("proj_out.weight", None)
-    if output is not None and not is_same(output, weights.get("decoder.embed_tokens.weight")):
+    check(weights, config, path)
+    embedding = weights["decoder.embed_tokens.weight"]
+    if output is not None and not (output.is_meta or torch.equal(output, embedding)):
         raise UsageError(
             f"{path}: its output layer is not its embedding; Whisper has one matrix for both"
         )
-    check(weights, config, path)
     folder = path if path.is_dir() else path.parent
     return weights, config, {"generation": generation, "tokenizer": folder}
-
-
-def is_same(output: torch.Tensor, embedding: torch.Tensor | None) -> bool:
-    """Whether two tensors are equal, if they have values."""
-    if embedding is None:
-        return False
-    return output.is_meta or torch.equal(output, embedding)
-
-
-def check(
-    weights: dict[str, torch.Tensor], config: dict[str, int], path: str | Path, ctc_tokens: int = 0
-) -> None:
-    """Raises `UsageError` if tensors are missing, unexpected or of another shape."""
-    model_files.check_shapes(weights, expected_shapes(config, ctc_tokens), path, "Whisper")
 
 
 def read_config(folder: Path) -> dict[str, int]:

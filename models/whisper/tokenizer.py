@@ -236,15 +236,13 @@ class WhisperTokenizer:
         borrower = spoken or name
         related = RELATED.get(languages.code_of(borrower), ())
         near = [code for code in related if code in self.languages]
-        advice = (
-            "a relative, or of a language that is written alike: docs/your_language.md lists all"
-        )
-        if near:
-            advice = f"a related language ({' '.join(near)})"
+        advice = f"a related language ({' '.join(near)})"
+        if not near:
+            near = ["ln"]
+            advice = "a relative, or of one that is written alike: docs/your_language.md lists all"
         raise UsageError(
             f"language {name}: Whisper has no token for it; {borrower} can borrow that of {advice};"
-            f" --language {borrower}={(near or ['ln'])[0]} lends it that of"
-            f" {languages.described((near or ['ln'])[0])}"
+            f" --language {borrower}={near[0]} lends it that of {languages.described(near[0])}"
         )
 
     @property
@@ -382,8 +380,6 @@ def _require_sound(vocab: dict, merges: list, specials: dict, symbols: Iterable)
         raise ValueError(f"its ids are not whole numbers below {most}")
     if len(set(ids)) < len(ids):
         raise ValueError("several tokens have the same id")
-    if any(len(pair) != 2 or not all(isinstance(part, str) for part in pair) for pair in merges):
-        raise ValueError("its merges are not pairs")
     if not vocab.keys() >= {*symbols} or not "".join(specials).isprintable():
         raise ValueError("its added tokens are not sound")
     "".join(vocab).encode()  # half of a surrogate pair could not be written
