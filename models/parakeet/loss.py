@@ -54,7 +54,7 @@ def transducer_losses(
 
     The joint network's output is relu(encoded (B, T, J) + predicted (B, U + 1, J)) times `weight`
     (K, J) plus `bias` (K,), where K = V + 1 + len(durations): tokens, blank, durations. Under
-    autocast products are in 16 bits, sums of exponentials in fp32, and the lattice is in float64."""
+    autocast products are in 16 bits, sums of exponentials in fp32, the lattice is in float64."""
     return _Transducer.apply(encoded, predicted, weight, bias, lattice, torch.is_grad_enabled())
 
 

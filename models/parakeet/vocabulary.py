@@ -47,7 +47,6 @@ NEW_VOCABULARY = (
     " --train_tokenizer char or, with many hours of speech, bpe"
 )
 MOST = settings.CONFIG["vocabulary"][-1]  # pieces
-LONGEST = 64  # characters of a piece that is added
 
 # --- tokenizers -----------------------------------------------------------------------------------
 
@@ -63,9 +62,7 @@ def read_pieces(value: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(filter(None, names)))
     for piece in names:
         reason = ""
-        if len(piece) > LONGEST:
-            reason = f"it has more than {LONGEST} characters"
-        elif SPACE in piece or len(piece.split()) > 1:
+        if SPACE in piece or len(piece.split()) > 1:
             reason = "it has a space in it, which no piece may have"
         elif text.normalise(piece) != piece:
             reason = "texts are read in NFC and without control characters, so they never have it"
