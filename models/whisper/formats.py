@@ -4,7 +4,7 @@ and exports."""
 import json
 import math
 import os
-import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -42,35 +42,31 @@ CONFIG = {
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), range(1, 129)),
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), range(1, (1 << 16) + 1)),
 }
-IN_LAYERS = {  # tensors inside a layer: Hugging Face's name to OpenAI's
-    "self_attn.q_proj": "attn.query",
-    "self_attn.k_proj": "attn.key",
-    "self_attn.v_proj": "attn.value",
-    "self_attn.out_proj": "attn.out",
-    "self_attn_layer_norm": "attn_ln",
-    "encoder_attn.q_proj": "cross_attn.query",
-    "encoder_attn.k_proj": "cross_attn.key",
-    "encoder_attn.v_proj": "cross_attn.value",
-    "encoder_attn.out_proj": "cross_attn.out",
-    "encoder_attn_layer_norm": "cross_attn_ln",
-    "fc1": "mlp.0",
-    "fc2": "mlp.2",
-    "final_layer_norm": "mlp_ln",
-}
-OUTSIDE = {  # the other tensors
+NAMES = {  # parts of the tensors' names: Hugging Face's to OpenAI's
+    "encoder.layers.": "encoder.blocks.",
+    "decoder.layers.": "decoder.blocks.",
+    ".self_attn.q_proj.": ".attn.query.",
+    ".self_attn.k_proj.": ".attn.key.",
+    ".self_attn.v_proj.": ".attn.value.",
+    ".self_attn.out_proj.": ".attn.out.",
+    ".self_attn_layer_norm.": ".attn_ln.",
+    ".encoder_attn.q_proj.": ".cross_attn.query.",
+    ".encoder_attn.k_proj.": ".cross_attn.key.",
+    ".encoder_attn.v_proj.": ".cross_attn.value.",
+    ".encoder_attn.out_proj.": ".cross_attn.out.",
+    ".encoder_attn_layer_norm.": ".cross_attn_ln.",
+    ".fc1.": ".mlp.0.",
+    ".fc2.": ".mlp.2.",
+    ".final_layer_norm.": ".mlp_ln.",
     "encoder.embed_positions.weight": "encoder.positional_embedding",
     "decoder.embed_positions.weight": "decoder.positional_embedding",
-    "decoder.embed_tokens.weight": "decoder.token_embedding.weight",
-    "encoder.layer_norm.weight": "encoder.ln_post.weight",
-    "encoder.layer_norm.bias": "encoder.ln_post.bias",
-    "decoder.layer_norm.weight": "decoder.ln.weight",
-    "decoder.layer_norm.bias": "decoder.ln.bias",
+    "decoder.embed_tokens.": "decoder.token_embedding.",
+    "encoder.layer_norm.": "encoder.ln_post.",
+    "decoder.layer_norm.": "decoder.ln.",
 }
 # Settings of a released generation config that another tokenizer or version of transformers
 # replaces.
 NOT_KEPT = ("_from_model_config", "transformers_version", "forced_decoder_ids", "language", "task")
-IN_LAYERS_BACK = {openai: hf for hf, openai in IN_LAYERS.items()}
-OUTSIDE_BACK = {openai: hf for hf, openai in OUTSIDE.items()}
 
 
 def make_config(
@@ -140,31 +136,25 @@ def check(weights: dict[str, torch.Tensor], config: dict[str, int], path: str | 
 # --- between the two forms ------------------------------------------------------------------------
 
 
-def _rename(
-    name: str, outside: dict[str, str], layers: tuple[str, str], in_layers: dict[str, str]
-) -> str:
-    if name in outside:
-        return outside[name]
-    match = re.fullmatch(rf"(encoder|decoder)\.{layers[0]}\.(\d+)\.(.+)\.(weight|bias)", name)
-    if not match or match[3] not in in_layers:
-        return name
-    return f"{match[1]}.{layers[1]}.{match[2]}.{in_layers[match[3]]}.{match[4]}"
+def _renamed(
+    state: dict[str, torch.Tensor], parts: Iterable[tuple[str, str]]
+) -> dict[str, torch.Tensor]:
+    renamed = {}
+    for name, tensor in state.items():
+        for old, new in parts:
+            name = name.replace(old, new)
+        renamed[name] = tensor
+    return renamed
 
 
 def hf_to_openai(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Renames tensors to OpenAI's names. Names without a counterpart are kept."""
-    return {
-        _rename(name, OUTSIDE, ("layers", "blocks"), IN_LAYERS): tensor
-        for name, tensor in state.items()
-    }
+    return _renamed(state, NAMES.items())
 
 
 def openai_to_hf(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Renames tensors to Hugging Face's names without `model.`."""
-    return {
-        _rename(name, OUTSIDE_BACK, ("blocks", "layers"), IN_LAYERS_BACK): tensor
-        for name, tensor in state.items()
-    }
+    return _renamed(state, [(theirs, ours) for ours, theirs in NAMES.items()])
 
 
 def config_to_dims(config: dict[str, int]) -> dict[str, int]:
