@@ -10,6 +10,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 
 from common import files
@@ -26,6 +27,7 @@ from models.parakeet.tokenizer import (
     pieces,
     read_as,
 )
+from speech.data.columns import Corpus
 from speech.writing import text, unknown
 
 # The tensors with a row for each token.
@@ -46,6 +48,7 @@ NEW_VOCABULARY = (
     f"make a model with a new vocabulary from the training texts, with {COMMAND} MODEL TEXTS"
     " --train_tokenizer char or, with many hours of speech, bpe"
 )
+SOME_TEXTS = 1000
 MOST = settings.CONFIG["vocabulary"][-1]  # pieces
 
 # --- tokenizers -----------------------------------------------------------------------------------
@@ -181,6 +184,12 @@ def row_names(info) -> list[str]:
     first of them, up to the blank."""
     durations = [f"<duration {frames}>" for frames in info.config["durations"]]
     return [*pieces(info.tokenizer), BLANK, *durations]
+
+
+def some_texts(corpus: Corpus, seed: int) -> list[str]:
+    """A random part of the texts, because millions would take minutes."""
+    chosen = np.random.default_rng(seed).permutation(len(corpus))[:SOME_TEXTS]
+    return [corpus.texts[int(row)] for row in chosen]
 
 
 def shares(tokenizer: ParakeetTokenizer, texts: Iterable[str], chosen: list[int]) -> torch.Tensor:
