@@ -5,6 +5,7 @@ import json
 import math
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -405,7 +406,7 @@ def export(
     weights: dict[str, torch.Tensor],
     config: dict,
     extras: dict,
-    card: str | dict[str, str] = "",
+    card: dict[str, str] | None = None,
     note: dict | None = None,
 ) -> list[str]:
     """Writes a folder that `transformers` can load (`form` "hf"), that holds NVIDIA's model.nemo
@@ -414,34 +415,27 @@ def export(
     and `RunError`; see `model_files.write_export`.
 
     `weights`: by Hugging Face's names. `extras`: as `read_model` returns them; `source` may be
-    empty. `card`: see there. `note`: see `read_note`."""
-    checked = model_files.EXPORT
-    check_config(config, checked)
-    family = family_of(config)
-    model_files.check_shapes(weights, expected_shapes(config), checked, family.name)
-    pieces = tokenizer.pieces(extras["tokenizer"])
-    if len(pieces) != config["vocabulary"]:
-        raise UsageError(
-            f"the tokenizer has {len(pieces)} pieces and the model {config['vocabulary']}"
-        )
+    empty. `card`: the texts of further files, by their names. `note`: see `read_note`."""
     tensors = model_files.on_host(weights)
+    pieces = tokenizer.pieces(extras["tokenizer"])
     if form == "onnx":
         onnx.check(config)
-        fill = onnx.prepare(tensors, config, pieces)
+        fill, texts = onnx.prepare(tensors, config, pieces)
     else:
         prepare = _nemo_export if form == "nemo" else _hf_export
-        fill = prepare(tensors, config, pieces, extras)
-
-    def fill_and_note(aside: Path) -> None:
-        fill(aside)
-        if note:
-            (aside / NOTE).write_text(json.dumps(note) + "\n", encoding="utf-8")
-
-    return model_files.write_export(folder, fill_and_note, card)
+        fill, texts = prepare(tensors, config, pieces, extras)
+    if note:
+        texts[NOTE] = json.dumps(note) + "\n"
+    return model_files.write_export(folder, fill, texts | (card or {}))
 
 
-def _hf_export(tensors: dict[str, torch.Tensor], config: dict, pieces: list[str], extras: dict):
-    """The function that writes Hugging Face's files in a folder."""
+# The function that writes what is no text in a folder, and the texts of the other files.
+Files = tuple[Callable[[Path], object], dict[str, str]]
+
+
+def _hf_export(
+    tensors: dict[str, torch.Tensor], config: dict, pieces: list[str], extras: dict
+) -> Files:
     contents = hf_settings(config, pieces, extras)
     texts = {name: json.dumps(content, indent=1) + "\n" for name, content in contents.items()}
     texts.update(tokenizer.hf_files(extras["tokenizer"]))
@@ -453,13 +447,11 @@ def _hf_export(tensors: dict[str, torch.Tensor], config: dict, pieces: list[str]
     tensors = {_rename(name, names): tensor for name, tensor in tensors.items()}
 
     def fill(folder: Path) -> None:
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
         if model := extras["tokenizer"].get("sentencepiece"):
             (folder / "tokenizer.model").write_bytes(bytes.fromhex(model))
         model_files.save_tensors(tensors, folder)
 
-    return fill
+    return fill, texts
 
 
 def hf_settings(config: dict, pieces: list[str], extras: dict) -> dict[str, dict]:
@@ -545,8 +537,9 @@ def _hf_description(config: dict, values: dict, pad: int, source: dict) -> dict:
     return _merge(_merge({"encoder_config": defaults}, kept), _nest(known))
 
 
-def _nemo_export(tensors: dict[str, torch.Tensor], config: dict, pieces: list[str], extras: dict):
-    """The function that writes model.nemo in a folder."""
+def _nemo_export(
+    tensors: dict[str, torch.Tensor], config: dict, pieces: list[str], extras: dict
+) -> Files:
     settings = nemo_settings(config, pieces, extras)
     texts = {
         "model_path": ("tokenizer.model", tokenizer.sentencepiece_model(extras["tokenizer"])),
@@ -574,7 +567,7 @@ def _nemo_export(tensors: dict[str, torch.Tensor], config: dict, pieces: list[st
         torch.save(weights, file)
 
     contents = {archive.YAML: description, **members, archive.CKPT: save}
-    return lambda folder: archive.write(folder / "model.nemo", contents)
+    return lambda folder: archive.write(folder / "model.nemo", contents), {}
 
 
 def nemo_settings(config: dict, pieces: list[str], extras: dict) -> dict:

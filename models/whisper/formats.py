@@ -1,6 +1,7 @@
 """Whisper's weights on disk: reads Hugging Face folders and OpenAI's `.pt`, converts between them,
 and exports."""
 
+import functools
 import json
 import math
 import os
@@ -253,7 +254,7 @@ def export(
     config: dict[str, int],
     tokenizer,
     base: dict | None = None,
-    card: str | dict[str, str] = "",
+    card: dict[str, str] | None = None,
 ) -> list[str]:
     """Writes a folder that `transformers` can load, in fp32, with OpenAI's form of the weights in
     16 bits (`model.pt`), and returns the file names. `model.pt` is left out if OpenAI's model
@@ -261,24 +262,22 @@ def export(
 
     `weights`: by Hugging Face's names without `model.`; `ctc_head.*` is left out. `tokenizer`: a
     `WhisperTokenizer`, whose prompt becomes the default of `generate`. `base`: the generation
-    config of the model that was fine-tuned. `card`: see there. Raises
-    `UsageError` and `RunError`; see `model_files.write_export`."""
+    config of the model that was fine-tuned. `card`: the texts of further files, by their names.
+    Raises `UsageError` and `RunError`; see `model_files.write_export`."""
     weights = {name: tensor for name, tensor in weights.items() if not name.startswith("ctc_head.")}
-    check(weights, config, model_files.EXPORT)
-    if tokenizer.size > config["vocab_size"]:
-        raise UsageError(
-            f"the tokenizer has {tokenizer.size} tokens and the model {config['vocab_size']}"
-        )
-    features = feature_settings(config)
-    generation = generation_settings(config, tokenizer, base)
     tensors = model_files.on_host(weights)
-
-    def fill(temporary: Path) -> None:
-        _write_settings(temporary, config, features, generation)
-        tokenizer.save(temporary)
-        _write_weights(temporary, tensors, config)
-
-    return model_files.write_export(folder, fill, card)
+    generation = generation_settings(config, tokenizer, base)
+    contents = {
+        "config.json": _description(config, generation),
+        "generation_config.json": generation,
+        "preprocessor_config.json": feature_settings(config),
+    }
+    texts = {
+        name: json.dumps(content, ensure_ascii=False, indent=1) + "\n"
+        for name, content in contents.items()
+    }
+    fill = functools.partial(_write_weights, tensors, config)
+    return model_files.write_export(folder, fill, texts | tokenizer.file_texts() | (card or {}))
 
 
 def feature_settings(config: dict[str, int]) -> dict:
@@ -347,9 +346,10 @@ def generation_settings(config: dict[str, int], tokenizer, base: dict | None) ->
     return settings
 
 
-def _write_settings(folder: Path, config: dict, features: dict, generation: dict) -> None:
+def _description(config: dict, generation: dict) -> dict:
+    """`config.json`."""
     ids = ("decoder_start_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
-    description = {
+    return {
         "architectures": ["WhisperForConditionalGeneration"],
         "model_type": "whisper",
         "exported_by": model_files.EXPORTED,
@@ -371,17 +371,9 @@ def _write_settings(folder: Path, config: dict, features: dict, generation: dict
         "forced_decoder_ids": None,
         "begin_suppress_tokens": generation["begin_suppress_tokens"],
     }
-    contents = {
-        "config.json": description,
-        "generation_config.json": generation,
-        "preprocessor_config.json": features,
-    }
-    for name, content in contents.items():
-        text = json.dumps(content, ensure_ascii=False, indent=1)
-        (folder / name).write_text(text + "\n", encoding="utf-8")
 
 
-def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], config: dict) -> None:
+def _write_weights(tensors: dict[str, torch.Tensor], config: dict, folder: Path) -> None:
     model_files.save_tensors({f"model.{name}": tensor for name, tensor in tensors.items()}, folder)
     try:
         dims = config_to_dims(config)

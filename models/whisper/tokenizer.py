@@ -287,10 +287,10 @@ class WhisperTokenizer:
             "spelling": self.spelling,
         }
 
-    def save(self, folder: Path) -> None:
-        """Writes the files that `transformers` reads (WhisperTokenizer, AutoTokenizer,
-        WhisperProcessor) into `folder`, with the same ids and the same decoding. Its class rebuilds
-        the tokenizer from vocabulary, merges and added tokens, so nothing else may carry
+    def file_texts(self) -> dict[str, str]:
+        """The texts, by the names of their files, that `transformers` reads (WhisperTokenizer,
+        AutoTokenizer, WhisperProcessor), with the same ids and the same decoding. Its class
+        rebuilds the tokenizer from vocabulary, merges and added tokens, so nothing else may carry
         information."""
         ordered = sorted(self.specials.items(), key=lambda pair: pair[1])
         names = [name for name, _ in ordered if name not in _TIMESTAMPS]
@@ -316,12 +316,12 @@ class WhisperTokenizer:
         }
         if self.spelling:
             contents["normalizer.json"] = self.spelling
+        lines = ["#version: 0.2", *(" ".join(pair) for pair in self.merges)]
+        texts = {"merges.txt": "\n".join(lines) + "\n"}
         for name, content in contents.items():
             indent = None if name == "vocab.json" else 1
-            text = json.dumps(content, ensure_ascii=False, indent=indent)
-            (folder / name).write_text(text + "\n", encoding="utf-8")
-        lines = ["#version: 0.2", *(" ".join(pair) for pair in self.merges)]
-        (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            texts[name] = json.dumps(content, ensure_ascii=False, indent=indent) + "\n"
+        return texts
 
     def _fast_tokenizer(self, vocab: dict[str, int], added: list[tuple[str, int, bool]]) -> dict:
         """The content of `tokenizer.json`."""

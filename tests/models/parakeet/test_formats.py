@@ -208,7 +208,6 @@ def test_settings_of_a_source_folder_are_kept(tmp_path):
         ("hf", {"joint_width": 10}, "joint_width is 10"),
         ("hf", {"num_mel_bins": 20}, "num_mel_bins is 20"),
         ("nemo", {"ffn": 50}, "ffn is 50"),
-        ("nemo", {"vocabulary": 31}, "32 pieces and the model 31"),
     ],
 )
 def test_shapes_that_a_form_cannot_hold(form, changes, expected, tmp_path):
