@@ -212,10 +212,7 @@ def _read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
     expected = {**FEATURES, "feature_size": config["num_mel_bins"]}
     fixed = {key: (value, MISSING) for key, value in expected.items()}
     for name, settings in processors.items():
-        features = settings.get("feature_extractor", settings)
-        if not isinstance(features, dict):
-            raise UsageError(f"{folder / name}: feature_extractor is {str(features)[:40]!r}")
-        _require(features, fixed, folder / name)
+        _require(settings.get("feature_extractor", settings), fixed, folder / name)
     source = {"config": content, "generation": generation, "processor": processors}
     loss = dict(family.loss)
     if not is_transducer(config):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common.device import upcast
 from models.whisper.model import KVCache, Whisper
-from models.whisper.tokenizer import TIMESTAMPS, WhisperTokenizer
+from models.whisper.tokenizer import WhisperTokenizer
 from speech.data import splits
 from speech.signal.audio import SAMPLE_RATE
 
@@ -107,8 +107,7 @@ def make_search(
     the config's tokens, ids beyond the tokenizer, and timestamps: they are not trained here, and
     the prompt asks for none."""
     suppress = {*(generation.get("suppress_tokens") or ()), *range(tokenizer.size, vocab_size)}
-    if tokenizer.timestamp_begin is not None:
-        suppress |= {*range(tokenizer.timestamp_begin, tokenizer.timestamp_begin + len(TIMESTAMPS))}
+    suppress |= {*tokenizer.times}
     suppress_first = generation.get("begin_suppress_tokens") or ()
     return Search(
         tokenizer.prompt,

@@ -129,7 +129,7 @@ class WhisperTokenizer:
     `vocab`: text tokens (in BYTES characters) to ids. `merges`: pairs of tokens, by priority.
     `specials`: special tokens and timestamps to ids. `symbols`: tokens of `vocab` that are matched
     before the text is split, such as `<SK>`. `spelling`: the content of a `normalizer.json`, which
-    is only kept. Raises `UsageError` for a language or task that the vocabulary lacks, and
+    is only kept. Raises `UsageError` for a language that the vocabulary lacks, and
     `ValueError`, `KeyError` or `TypeError` for a vocabulary that is damaged.
 
     Attributes: the ids `eos`, `start`, `no_timestamps`, `no_speech`, `previous` (of
@@ -178,8 +178,6 @@ class WhisperTokenizer:
         # The BPE does not know the special tokens, so a transcript cannot contain one.
         added = _library().AddedToken
         self.bpe.add_tokens([added(symbol, normalized=False) for symbol in self.symbols])
-        if task not in TASKS:
-            raise UsageError(f"task {task}: Whisper knows {' and '.join(TASKS)}")
         self.task = task
         self.spoken, self.language = self._checked(language)
         self.prompt = [self.start]
@@ -268,6 +266,12 @@ class WhisperTokenizer:
         incomplete UTF-8."""
         raw = b"".join(self.raw.get(int(token), b"") for token in tokens)
         return raw.decode("utf-8", "replace")
+
+    @property
+    def times(self) -> range:
+        """The ids of the time tokens, 20 ms apart; none if the vocabulary has none."""
+        first = self.timestamp_begin
+        return range(0) if first is None else range(first, first + len(TIMESTAMPS))
 
     def time(self, seconds: float) -> int:
         """The time token of a place in a window of up to 30 s; for a vocabulary that has them."""
