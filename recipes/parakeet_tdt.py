@@ -76,7 +76,6 @@ FREQUENCY_MASK_BANDS = 27  # width of a mask
 TIME_MASKS = 10
 TIME_MASK_WIDTH = 0.05  # share of the utterance
 FIT_UTTERANCES = 64  # that a model from scratch is fitted to
-STYLE_TEXTS = 1000  # training texts that are looked at for style
 DEMO_SIZES = {"train": 3000, "val": 100, "test": 200}  # utterances
 DEMO_STEPS = 800
 RELEASED = RunInfo(held_out=[], longest=MAX_SECONDS, demo=False)  # how a released model was trained
@@ -165,12 +164,6 @@ def drop_untrainable(
     return feasible.without_infeasible(
         corpora, frames_of, asked.strict_data, encode, trained=trained
     )
-
-
-def sample_texts(corpus: Corpus, seed: int) -> list[str]:
-    """A random part of the texts, because millions would take minutes."""
-    chosen = np.random.default_rng(seed).permutation(len(corpus))[:STYLE_TEXTS]
-    return [corpus.texts[int(row)] for row in chosen]
 
 
 class Utterances:
@@ -530,7 +523,7 @@ def make_task(
     texts = []
     # Only a released vocabulary can have another style.
     if not info.own_vocabulary and not run.resumed:
-        texts = sample_texts(train_set, asked.seed)
+        texts = vocabulary.some_texts(train_set, asked.seed)
     rate = learning_rate(info, float(train_set.seconds.sum()) / 3600)
     millions = optim.count_parameters(model)[0] / 1e6
     print(

@@ -185,46 +185,26 @@ class Utterances:
         seconds = self.corpus.seconds(epoch)
         if self.training and self.asked.speed_perturbation:
             seconds = np.minimum(seconds / self.speeds(epoch), self.longest)
-        return self.lengths(seconds, epoch)
-
-    def lengths(self, seconds: np.ndarray, epoch: int) -> np.ndarray:
-        """(N,) lengths of what takes `seconds` (N,): with silence at the ends, and the longest
-        input's if it is padded."""
         if self.augmentation:
             longer = self.augmentation.lengths(seconds, epoch)
             seconds = np.where(self.augmented(epoch), longer, seconds)
         return self.padding.lengths(seconds, epoch) if self.training else seconds
 
     def item(self, index: int, epoch: int) -> dict:
-        """One clip; see `example`. Of synthetic ones also what each encoder frame says (F,)."""
+        """One clip: waveform (T,), decoder input and labels (U,), CTC's targets (S,), masks of
+        SpecAugment; of a synthetic one also what each encoder frame says (F,)."""
         waveform, transcript, name, spans = self.corpus.load(index, epoch)
+        limit = round(self.longest * SAMPLE_RATE)
         if self.training and self.asked.speed_perturbation:
             changed = change_speed(waveform, float(self.speeds(epoch)[index]))
-            if len(changed) <= round(self.longest * SAMPLE_RATE):
+            if len(changed) <= limit:
                 waveform = changed
-        prompt = self.tokenizer.prompt
-        tokens = self.tokenizer.encode(transcript)
-        item = self.example(index, epoch, waveform, prompt, tokens, transcript, name)
-        if self.aligned:
-            item["alignment"] = self.alignment(item["ctc_tokens"].tolist(), spans, item["heard"])
-        return item
-
-    def example(
-        self,
-        index: int,
-        epoch: int,
-        waveform: Tensor,
-        prompt: list[int],
-        tokens: list[int],
-        transcript: str,
-        name: str,
-    ) -> dict:
-        """An example that the model learns from: waveform (T,), decoder input and labels (U,),
-        CTC's targets (S,), masks of SpecAugment."""
-        waveform = waveform[: round(self.longest * SAMPLE_RATE)]
+        waveform = waveform[:limit]
         augmented = bool(self.augmented(epoch)[index])
         if self.augmentation and augmented:
             waveform = self.augmentation.apply(waveform, index, epoch)
+        prompt = self.tokenizer.prompt
+        tokens = self.tokenizer.encode(transcript)
         room = self.most_tokens - len(prompt)
         if self.training and len(tokens) > room:
             raise DataError(
@@ -251,6 +231,8 @@ class Utterances:
             masks = random_masks(random, FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH)
             item["frequency_masks"] = augmented * masks
             item["time_masks"] = augmented * random_masks(random, TIME_MASKS, TIME_MASK_WIDTH)
+        if self.aligned:
+            item["alignment"] = self.alignment(tokens, spans, len(waveform))
         return item
 
     def alignment(self, tokens: list[int], spans: np.ndarray, samples: int) -> Tensor:
@@ -339,8 +321,7 @@ def evaluate(
     def decode_batch(batch: dict) -> tuple[list[str], dict]:
         encoded, mask = model.encode(batch)
         limits = rate.limits(batch["audio_lengths_host"])
-        spoken = batch.get("languages")
-        texts = decoding.greedy_texts(model, tokenizer, encoded, mask, search, limits, spoken)
+        texts = decoding.greedy_texts(model, tokenizer, encoded, mask, search, limits)
         return texts, losses(model, batch, encoded, mask)
 
     rows, sums = decode_set(model, decode_batch, eval_batches, terms)
@@ -352,7 +333,7 @@ def final_texts(
 ) -> list[str]:
     """The texts of a batch by --decoding, with the fallback to higher temperatures."""
     encoded, mask = model.encode(batch)
-    return decoding.texts(model, tokenizer, encoded, mask, search, batch.get("languages"))
+    return decoding.texts(model, tokenizer, encoded, mask, search)
 
 
 def report_results(

@@ -181,15 +181,6 @@ def read_data(
     return splits.load_splits(data, text.normalise, make_demo, stand_in)
 
 
-def read_for(
-    asked: Asked, info: ModelInfo, resumes: bool, read: Callable[[bool], dict[str, Corpus]]
-) -> tuple[dict[str, Corpus], float]:
-    """The corpora that a training of this model has, and its --timestamp_share. `read`: `read_data`
-    by `times`."""
-    given = asked.timestamp_share
-    return packs.read_for(given, info, resumes, read, joins=asked.use_chunking)
-
-
 def check_data(asked: Asked) -> None:
     """--check_data: the data as a training with these flags reads them."""
     read = functools.cache(functools.partial(read_data, asked, None))
@@ -199,7 +190,7 @@ def check_data(asked: Asked) -> None:
             info, _ = read_released(asked, asked.origin.path)
         tokenizer, _ = make_search(asked, info)
         say_language(tokenizer)
-        corpora, _ = read_for(asked, info, False, read)
+        corpora, _ = packs.read_for(asked, info, False, read)
         check_languages(corpora, tokenizer)
     elif asked.language:
         print(f"language of the texts: {described(asked.language)}")
@@ -630,7 +621,7 @@ def main(args) -> None:
         return train_bpe(replay.texts(corpora), args.vocab_size, asked.language, spoken)
 
     info, model = start.Family(asked).first_model(run, new_tokenizer)
-    corpora, share = read_for(asked, info, earlier_run is not None, read)
+    corpora, share = packs.read_for(asked, info, earlier_run is not None, read)
     info = dataclasses.replace(info, times=share > 0)
     sets = make_sets(asked, info, corpora)
     measure = functools.partial(measure_times, sets["val"], info)

@@ -66,3 +66,9 @@ def texts_in_sherpa(recognizer, clips: list[np.ndarray]) -> tuple[list[str], lis
         recognizer.decode_stream(stream)
     recognizer.decode_streams(together)
     return tuple([each.result.text.strip() for each in made] for made in (single, together))
+
+
+def write_texts(texts: dict[str, str], folder) -> None:
+    """Writes texts by the names of their files."""
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")

@@ -4,12 +4,9 @@ checkpoint and a SentencePiece model.
 An archive can come from anywhere. Reading it runs no code, writes nothing but the checkpoint into a
 folder that the caller names, and takes no more memory or time than the file's size allows."""
 
-import gzip
 import re
 import shutil
 import tarfile
-import tempfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -24,37 +21,16 @@ CKPT = "model_weights.ckpt"
 TOKENIZER = re.compile(r"(?:.+_)?tokenizer\.model")
 TEXT_BYTES = 1 << 22  # of the yaml and of a SentencePiece model; 8,192 pieces take less than 1 MiB
 MEMBERS = 200  # of an archive; NeMo writes six
-INFLATED = 8  # the most bytes that a byte of a gzip archive may unpack to: weights hardly shrink
 DEPTH = 50  # of the yaml; libyaml's loader crashes at some thousands
 ENTRIES = 1 << 18  # of the yaml; a hybrid with 8,192 pieces has some 25,000
 DIGITS = 1000  # of a number in the yaml; Python does not print more than 4,300
 # What reading a damaged archive raises.
-DAMAGED = (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, RecursionError, ValueError)
+DAMAGED = (tarfile.TarError, EOFError, RecursionError, ValueError)
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
-class UniqueKeys(LOADER):
-    """Refuses a key that is given twice, of which yaml would take the last."""
-
-    def construct_mapping(self, node, deep: bool = False) -> dict:
-        mapping = super().construct_mapping(node, deep=deep)
-        if len(mapping) < len(node.value):
-            raise yaml.YAMLError(f"a key is there twice among {', '.join(map(str, mapping))[:60]}")
-        return mapping
-
-
 # --- reading --------------------------------------------------------------------------------------
-
-
-def temporary_folder(path: Path) -> tempfile.TemporaryDirectory:
-    """Where `unpack` can put the checkpoint of the archive `path`. Raises `UsageError`."""
-    try:
-        return tempfile.TemporaryDirectory()
-    except OSError as error:
-        raise UsageError(
-            f"{path} cannot be unpacked: {error.strerror}; name a folder in TMPDIR"
-        ) from None
 
 
 def unpack(path: Path, folder: Path | None = None) -> dict[str, bytes]:
@@ -63,14 +39,7 @@ def unpack(path: Path, folder: Path | None = None) -> dict[str, bytes]:
     model_files.refuse_pointer(path)
     try:
         with open(path, "rb") as file:
-            is_gzip = file.read(2) == b"\x1f\x8b"  # as before NeMo 1.7
-            file.seek(0)
-            limit = path.stat().st_size
-            opened = file
-            if is_gzip:
-                limit *= INFLATED
-                opened = gzip.GzipFile(fileobj=file)
-            stream = _Stream(opened, limit + (1 << 20))
+            stream = _Stream(file, path.stat().st_size + (1 << 20))
             with tarfile.open(fileobj=stream, mode="r:") as archive:
                 members = _read_members(archive, path, folder)
     except DAMAGED as error:
@@ -155,7 +124,7 @@ def load_yaml(raw: bytes, path: str | Path) -> dict:
     try:
         text = raw.decode()
         _check_events(text)
-        content = yaml.load(text, Loader=UniqueKeys)
+        content = yaml.load(text, Loader=LOADER)
     except (yaml.YAMLError, ValueError, RecursionError, TypeError, OverflowError) as error:
         raise UsageError(f"{path}: its {YAML} is refused: {first_line(error)[:100]}") from None
     if not isinstance(content, dict):

@@ -5,7 +5,6 @@ import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from common import options
@@ -26,7 +25,6 @@ from speech.writing import text
 SEED = 1
 MAX_SECONDS = 20.0  # of an utterance, as in training
 UTTERANCES = 32  # that the rows of new pieces are fitted to
-SHARE_TEXTS = 1000  # in which new pieces are counted
 NEW_PIECES = 1024  # of --train_tokenizer bpe
 
 
@@ -178,8 +176,7 @@ def fitted(
     tokenizer = start.tokenizer_of(info)
     model = start.make_model(info, weights)
     model.prompt = start.usual_prompt(info)
-    sample = np.random.default_rng(SEED).permutation(len(corpus))[:SHARE_TEXTS]
-    texts = [corpus.texts[int(row)] for row in sample]
+    texts = vocabulary.some_texts(corpus, SEED)
     shares = vocabulary.shares(tokenizer, texts, info.new_pieces)
     batch = training_batch(corpus, tokenizer)
     fit_new_rows(model, batch, info.new_pieces, shares, old, pieces)

@@ -4,6 +4,8 @@ import hashlib
 import json
 import math
 import os
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,20 +18,23 @@ from models.parakeet import archive, nemotron, onnx, tokenizer
 from models.parakeet.model import Parakeet
 from models.parakeet.settings import (
     CONFIG,
+    CTC,
+    FAMILIES,
     FEATURES,
     FEATURIZER,
     HEAD,
     HEAD_AFTER_DROPOUT,
+    NEMOTRON,
+    NEMOTRON_EN,
     NO_TERMS,
     REDUCTIONS,
+    RNNT,
+    TDT,
     Family,
     check_config,
     family_of,
-    family_of_archive,
-    family_of_folder,
     is_transducer,
     kind_of,
-    model_types,
 )
 from speech.signal.audio import SAMPLE_RATE
 from speech.signal.nemo_features import MelFeatures
@@ -192,8 +197,9 @@ def _place(path: str | Path) -> Path:
 
 
 def _read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
-    content = model_files.read_description(folder, *model_types())
-    family = family_of_folder(content["model_type"])
+    families = {family.model_type: family for family in FAMILIES}
+    content = model_files.read_description(folder, *families)
+    family = families[content["model_type"]]
     generation = None
     if (folder / "generation_config.json").is_file():
         generation = model_files.read_json(folder / "generation_config.json")
@@ -206,10 +212,7 @@ def _read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
     expected = {**FEATURES, "feature_size": config["num_mel_bins"]}
     fixed = {key: (value, MISSING) for key, value in expected.items()}
     for name, settings in processors.items():
-        features = settings.get("feature_extractor", settings)
-        if not isinstance(features, dict):
-            raise UsageError(f"{folder / name}: feature_extractor is {str(features)[:40]!r}")
-        _require(features, fixed, folder / name)
+        _require(settings.get("feature_extractor", settings), fixed, folder / name)
     source = {"config": content, "generation": generation, "processor": processors}
     loss = dict(family.loss)
     if not is_transducer(config):
@@ -261,12 +264,8 @@ def _of_kind(config: dict, family: Family, ctc: bool) -> dict:
 def _read_tokenizer(folder: Path) -> dict:
     """The tokenizer's state."""
     state = {}
-    file = folder / "tokenizer.model"
-    if file.is_file():
-        model_files.refuse_pointer(file)
-        if file.stat().st_size > archive.TEXT_BYTES:
-            raise UsageError(f"{file} is too large for a SentencePiece model")
-        state["sentencepiece"] = file.read_bytes().hex()
+    if (folder / "tokenizer.model").is_file():
+        state["sentencepiece"] = read_sentencepiece(folder / "tokenizer.model")
     texts = {}
     for name in ("tokenizer.json", *tokenizer.FILES):
         if (folder / name).is_file():
@@ -280,13 +279,21 @@ def _read_tokenizer(folder: Path) -> dict:
     return state
 
 
+def read_sentencepiece(file: Path) -> str:
+    """A SentencePiece model in hexadecimal, as a state has it. Raises `UsageError`."""
+    model_files.refuse_pointer(file)
+    if file.stat().st_size > archive.TEXT_BYTES:
+        raise UsageError(f"{file} is too large for a SentencePiece model")
+    return file.read_bytes().hex()
+
+
 def _read_nemo(path: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
     if path.suffix == ".safetensors":
         raise UsageError(f"{path}: give the folder that holds it and config.json, not the file")
-    with archive.temporary_folder(path) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         members = archive.unpack(path, Path(folder))
         content = archive.load_yaml(members[archive.YAML], path)
-        family = family_of_archive(content)
+        family = _family_of(content)
         config, languages = _nemo_config(content, family, path)
         loss = _nemo_loss(content, config, family, path)
         state = _sentencepiece(content, members, path)
@@ -296,12 +303,26 @@ def _read_nemo(path: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
         except UsageError as error:  # name the archive instead of the temporary file
             raise UsageError(str(error).replace(f"{folder}{os.sep}", f"{path}: ")) from None
     weights = nemo_to_hf(weights, family)
-    config["vocabulary"] = _nemo_vocabulary(content, weights.get(family.rows), family, path)
-    _check_labels(content, tokenizer.pieces(state), family, path)
+    rows = weights.get(family.rows)
+    if rows is None or not rows.dim():
+        part = family.rows.removesuffix(".weight")
+        raise UsageError(f"{path} lacks {part}: it is not a complete {family.name} model")
+    config["vocabulary"] = len(rows) - 1
     check_config(config, path)
     source = {"yaml": members[archive.YAML].decode()}
     extras = {"tokenizer": state, "source": source, "loss": loss, "languages": languages}
     return weights, config, extras
+
+
+def _family_of(content: dict) -> Family:
+    """The family of an archive with these settings, which are still to be checked."""
+    if content.get("joint") is None and _value(content, "decoder.prednet") is MISSING:
+        return CTC
+    if _value(content, "encoder.causal_downsampling") is True:
+        has_prompt = _value(content, "model_defaults.initialize_prompt_feature", False)
+        return NEMOTRON if has_prompt else NEMOTRON_EN
+    has_durations = _value(content, "joint.num_extra_outputs", 0)
+    return TDT if has_durations or _value(content, "loss.loss_name") == "tdt" else RNNT
 
 
 def _nemo_config(content: dict, family: Family, path: Path) -> tuple[dict, dict[str, int]]:
@@ -345,35 +366,6 @@ def _nemo_loss(content: dict, config: dict, family: Family, path: Path) -> dict:
     return loss
 
 
-def _nemo_vocabulary(content: dict, rows: torch.Tensor | None, family: Family, path: Path) -> int:
-    """The number of pieces, by the tensor that has a row for each. Raises `UsageError` if weights
-    and settings differ in it."""
-    if rows is None or rows.dim() < 2:
-        part = family.rows.removesuffix(".weight")
-        raise UsageError(f"{path} lacks {part}: it is not a complete {family.name} model")
-    size = len(rows) - 1
-    for key in family.labels:
-        labels = _value(content, key)
-        if isinstance(labels, list) and len(labels) != size:
-            raise UsageError(
-                f"{path}: {key} has {len(labels)} entries, but its weights are for {size}"
-            )
-    _require(content, dict.fromkeys(family.sizes, (size, -1, None, MISSING)), path)
-    return size
-
-
-def _check_labels(content: dict, pieces: list[str], family: Family, path: Path) -> None:
-    """Raises `UsageError` if settings and weights are for other pieces than the tokenizer's."""
-    for key in family.labels:
-        labels = _value(content, key)
-        if isinstance(labels, list) and len(labels) == len(pieces) and labels != pieces:
-            row = next(i for i, label in enumerate(labels) if label != pieces[i])
-            raise UsageError(
-                f"{path}: piece {row} of its SentencePiece model is {pieces[row][:20]!r}, and its"
-                f" {key} say {str(labels[row])[:20]!r}: they are of different models"
-            )
-
-
 def _sentencepiece(content: dict, members: dict[str, bytes], path: Path) -> dict[str, str]:
     """The tokenizer's state. Old archives do not refer to its file."""
     reference = str(_value(content, "tokenizer.model_path", ""))[:200].removeprefix("nemo:")
@@ -411,7 +403,7 @@ def export(
     weights: dict[str, torch.Tensor],
     config: dict,
     extras: dict,
-    card: str | dict[str, str] = "",
+    card: dict[str, str] | None = None,
     note: dict | None = None,
 ) -> list[str]:
     """Writes a folder that `transformers` can load (`form` "hf"), that holds NVIDIA's model.nemo
@@ -420,34 +412,27 @@ def export(
     and `RunError`; see `model_files.write_export`.
 
     `weights`: by Hugging Face's names. `extras`: as `read_model` returns them; `source` may be
-    empty. `card`: see there. `note`: see `read_note`."""
-    checked = model_files.EXPORT
-    check_config(config, checked)
-    family = family_of(config)
-    model_files.check_shapes(weights, expected_shapes(config), checked, family.name)
-    pieces = tokenizer.pieces(extras["tokenizer"])
-    if len(pieces) != config["vocabulary"]:
-        raise UsageError(
-            f"the tokenizer has {len(pieces)} pieces and the model {config['vocabulary']}"
-        )
+    empty. `card`: the texts of further files, by their names. `note`: see `read_note`."""
     tensors = model_files.on_host(weights)
+    pieces = tokenizer.pieces(extras["tokenizer"])
     if form == "onnx":
         onnx.check(config)
-        fill = onnx.prepare(tensors, config, pieces)
+        fill, texts = onnx.prepare(tensors, config, pieces)
     else:
         prepare = _nemo_export if form == "nemo" else _hf_export
-        fill = prepare(tensors, config, pieces, extras)
-
-    def fill_and_note(aside: Path) -> None:
-        fill(aside)
-        if note:
-            (aside / NOTE).write_text(json.dumps(note) + "\n", encoding="utf-8")
-
-    return model_files.write_export(folder, fill_and_note, card)
+        fill, texts = prepare(tensors, config, pieces, extras)
+    if note:
+        texts[NOTE] = json.dumps(note) + "\n"
+    return model_files.write_export(folder, fill, texts | (card or {}))
 
 
-def _hf_export(tensors: dict[str, torch.Tensor], config: dict, pieces: list[str], extras: dict):
-    """The function that writes Hugging Face's files in a folder."""
+# The function that writes what is no text in a folder, and the texts of the other files.
+Files = tuple[Callable[[Path], object], dict[str, str]]
+
+
+def _hf_export(
+    tensors: dict[str, torch.Tensor], config: dict, pieces: list[str], extras: dict
+) -> Files:
     contents = hf_settings(config, pieces, extras)
     texts = {name: json.dumps(content, indent=1) + "\n" for name, content in contents.items()}
     texts.update(tokenizer.hf_files(extras["tokenizer"]))
@@ -459,13 +444,11 @@ def _hf_export(tensors: dict[str, torch.Tensor], config: dict, pieces: list[str]
     tensors = {_rename(name, names): tensor for name, tensor in tensors.items()}
 
     def fill(folder: Path) -> None:
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
         if model := extras["tokenizer"].get("sentencepiece"):
             (folder / "tokenizer.model").write_bytes(bytes.fromhex(model))
         model_files.save_tensors(tensors, folder)
 
-    return fill
+    return fill, texts
 
 
 def hf_settings(config: dict, pieces: list[str], extras: dict) -> dict[str, dict]:
@@ -551,8 +534,9 @@ def _hf_description(config: dict, values: dict, pad: int, source: dict) -> dict:
     return _merge(_merge({"encoder_config": defaults}, kept), _nest(known))
 
 
-def _nemo_export(tensors: dict[str, torch.Tensor], config: dict, pieces: list[str], extras: dict):
-    """The function that writes model.nemo in a folder."""
+def _nemo_export(
+    tensors: dict[str, torch.Tensor], config: dict, pieces: list[str], extras: dict
+) -> Files:
     settings = nemo_settings(config, pieces, extras)
     texts = {
         "model_path": ("tokenizer.model", tokenizer.sentencepiece_model(extras["tokenizer"])),
@@ -580,7 +564,7 @@ def _nemo_export(tensors: dict[str, torch.Tensor], config: dict, pieces: list[st
         torch.save(weights, file)
 
     contents = {archive.YAML: description, **members, archive.CKPT: save}
-    return lambda folder: archive.write(folder / "model.nemo", contents)
+    return lambda folder: archive.write(folder / "model.nemo", contents), {}
 
 
 def nemo_settings(config: dict, pieces: list[str], extras: dict) -> dict:
@@ -658,25 +642,11 @@ def _nemo_changes(config: dict, pieces: list[str], extras: dict) -> dict:
 
 def _complete_settings(family: Family) -> dict:
     """The settings that NeMo's model needs besides its shape."""
-    needed = (
-        "preprocessor.",
-        "encoder.subsampling",
-        "encoder.self_attention_model",
-        "encoder.att_context_size",
-        "encoder.untie_biases",
-        "encoder.conv_norm_type",
-        "encoder.conv_context_size",
-        "encoder.att_context_style",
-        "encoder.causal_downsampling",
-        "encoder._target_",
-        "decoder.",
-        "joint.",
-        "loss.",
-        "model_defaults.",
-    )
+    # The sizes in samples say the same as those in seconds; a hybrid's head is added where it is.
+    left_out = ("aux_ctc.", "tokenizer.", "encoder.reduction", "encoder.conv_context_style")
     settings = {}
     for key, accepted in family.nemo_fixed.items():
-        if key.startswith(needed) and "n_window" not in key:  # which is the same in samples
+        if not key.startswith(left_out) and "n_window" not in key:
             settings[key] = accepted[0]
     settings.update(family.nemo_usual)
     return _nest(settings)

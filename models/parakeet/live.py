@@ -1,12 +1,11 @@
 """--stream: a recording or standard input is recognised while it comes, and what is printed is
 final."""
 
-import contextlib
+import functools
 import json
 import os
 import re
 import select
-import signal
 import struct
 import sys
 import time
@@ -17,12 +16,13 @@ import numpy as np
 import torch
 
 from common.device import Setup
-from common.errors import DataError, Failure, RunError, Stopped, UsageError
+from common.errors import DataError, Failure, Stopped, UsageError, writing
 from common.layers import finite_layers
 from models.parakeet import decoding
 from models.parakeet.model import Parakeet
 from models.parakeet.streaming import Stream
 from models.parakeet.tokenizer import ParakeetTokenizer
+from speech.data.demo import signals_afterwards
 from speech.decoding import recogniser, timed, transcripts
 from speech.decoding.timed import Token
 from speech.signal import audio
@@ -245,44 +245,6 @@ def _without_header(data: bytes, read: Callable[[], bytes]) -> bytes:
         place += size + size % 2
 
 
-class Signals:
-    """Signals that end a command take effect while it waits for audio, a second one at once."""
-
-    def __init__(self):
-        self.waits = False
-        self.arrived: int | None = None
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        self.before = {
-            number: handler for number in numbers if callable(handler := signal.getsignal(number))
-        }
-
-    def __enter__(self) -> "Signals":
-        for number in self.before:
-            signal.signal(number, self._arrive)
-        return self
-
-    def __exit__(self, *_) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def _arrive(self, number: int, frame) -> None:
-        if self.waits or self.arrived:
-            self.before[number](number, frame)
-        self.arrived = number
-
-    def wait(self, descriptor: int | None) -> None:
-        """Waits until this file, if it is one, can be read. Raises what a signal raises."""
-        self.waits = True
-        try:
-            if self.arrived:
-                self.before[self.arrived](self.arrived, None)
-            if descriptor is not None:
-                with contextlib.suppress(OSError):  # reading it says what is wrong
-                    select.select([descriptor], [], [])
-        finally:
-            self.waits = False
-
-
 # --- output ---------------------------------------------------------------------------------------
 
 
@@ -298,24 +260,17 @@ class Written:
         self.name = name
         self.form = subtitles.FORMATS.get(self.path.suffix.lower())
         self.count = 0
-        with self._named():
+        with writing(self.path, "--output"):
             if not transcripts.is_stream(self.path):
                 transcripts.keep_earlier(self.path)
             errors = "backslashreplace"
             self.file = open(self.path, "w", encoding="utf-8", errors=errors)  # noqa: SIM115
             self.file.write(self.form.head if self.form else "")
 
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise RunError(f"--output {self.path}: {error.strerror}") from None
-
     def write(self, row: dict) -> None:
         if self.file is None:
             return
-        with self._named():
+        with writing(self.path, "--output"):
             if self.form is None:
                 self.file.write(json.dumps({"file": self.name, **row}, ensure_ascii=False) + "\n")
             else:
@@ -326,13 +281,8 @@ class Written:
 
     def close(self) -> None:
         if self.file:
-            with self._named():
+            with writing(self.path, "--output"):
                 self.file.close()
-
-
-def show(text: str) -> None:
-    """Prints text at once."""
-    print(text, end="", flush=True)
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -373,26 +323,28 @@ def transcribe(
     pieces = standard_input() if is_live else audio.read_in_pieces(name, SAMPLE_RATE)
     written = Written(how.output, name)
     frame_seconds = decoding.frame_samples(model.config) / SAMPLE_RATE
+    show = functools.partial(print, end="", flush=True)
     lines = Lines(tokenizer, frame_seconds, show, written.write)
     pace = Pace()
     end: Failure | KeyboardInterrupt | None = None
-    with setup.autocast(), finite_layers(), Signals() as signals:
+    with setup.autocast(), finite_layers():
         stream = Stream(model, lookahead)
         if is_live:
             print("listening; Ctrl-C ends", file=sys.stderr)
-        while True:
-            try:
-                signals.wait(0 if is_live else None)
-                piece = next(pieces, None)
-            except (KeyboardInterrupt, Stopped, DataError) as error:
-                end = error
-                break
-            if piece is None:
-                break
-            begin = time.monotonic()
-            lines.add(stream.push(piece), stream.encoder.frames)
-            if is_live:
-                pace.add(time.monotonic() - begin, len(piece) / SAMPLE_RATE)
+        try:
+            while True:
+                if is_live:
+                    select.select([0], [], [])  # a signal ends this wait, and no step
+                with signals_afterwards():
+                    piece = next(pieces, None)
+                    if piece is None:
+                        break
+                    begin = time.monotonic()
+                    lines.add(stream.push(piece), stream.encoder.frames)
+                    if is_live:
+                        pace.add(time.monotonic() - begin, len(piece) / SAMPLE_RATE)
+        except (KeyboardInterrupt, Stopped, DataError) as error:
+            end = error
         lines.add(stream.finish(), stream.encoder.frames)
         lines.finish(stream.encoder.frames)
     written.close()

@@ -54,23 +54,7 @@ def transducer_losses(
 
     The joint network's output is relu(encoded (B, T, J) + predicted (B, U + 1, J)) times `weight`
     (K, J) plus `bias` (K,), where K = V + 1 + len(durations): tokens, blank, durations. Under
-    autocast products are in 16 bits, sums of exponentials in fp32, and the lattice is in float64.
-    Raises `ValueError`."""
-    durations = lattice.durations
-    if durations and (
-        len(set(durations)) < len(durations) or max(durations) < 1 or min(durations) < 0
-    ):
-        raise ValueError(
-            f"durations {durations}: they must be distinct, not negative, and one of them positive"
-        )
-    has_plain = lattice.plain is not None and bool(lattice.plain.any())
-    if has_plain and durations and not set(RNNT_DURATIONS) <= set(durations):
-        raise ValueError(f"the RNN-T loss needs the durations 0 and 1, and there are {durations}")
-    if int(lattice.frames.min()) < 1 or int(lattice.frames.max()) > encoded.shape[1]:
-        raise ValueError("frames: every utterance needs at least 1, and at most `encoded` has")
-    most = int(lattice.labels.max())
-    if most >= predicted.shape[1] or most > lattice.targets.shape[1]:
-        raise ValueError("labels: there are more of them than in `predicted` or `targets`")
+    autocast products are in 16 bits, sums of exponentials in fp32, the lattice is in float64."""
     return _Transducer.apply(encoded, predicted, weight, bias, lattice, torch.is_grad_enabled())
 
 

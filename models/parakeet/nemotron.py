@@ -46,14 +46,15 @@ def _contexts(contexts, path: Path) -> dict:
     """`streaming` of NeMo's form: [left, look-ahead] or a list of them."""
     if isinstance(contexts, list) and contexts and not isinstance(contexts[0], list):
         contexts = [contexts]
-    pairs = contexts if isinstance(contexts, list) else []
-    lefts = {str(pair[0]) for pair in pairs if isinstance(pair, list) and len(pair) == 2}
-    if len(lefts) != 1 or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
+    try:
+        lefts, lookaheads = zip(*contexts, strict=True)
+        (left,) = set(lefts)
+    except (TypeError, ValueError):
         raise UsageError(
             f"{path}: encoder.att_context_size is {str(contexts)[:80]!r}; this recipe's network"
             " takes pairs with one number of frames before a chunk"
-        )
-    return {"left": pairs[0][0], "lookaheads": [pair[1] for pair in pairs]}
+        ) from None
+    return {"left": left, "lookaheads": list(lookaheads)}
 
 
 def _languages(values: dict, path: Path) -> dict[str, int]:

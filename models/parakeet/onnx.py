@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import UsageError
-from models import onnx_files
+from models import model_files, onnx_files
 from models.onnx_files import Graph
 from models.parakeet.model import Parakeet, relative_positions
 from models.parakeet.settings import is_transducer, kind_of
@@ -142,40 +142,39 @@ def check(config: dict) -> None:
     onnx_files.require_packages("--export_format onnx")
 
 
-def prepare(tensors: dict[str, Tensor], config: dict, pieces: list[str]) -> Callable[[Path], None]:
-    """The function that writes the files in a folder. `tensors`: fp32 weights on the host."""
+def prepare(
+    tensors: dict[str, Tensor], config: dict, pieces: list[str]
+) -> tuple[Callable[[Path], None], dict[str, str]]:
+    """The function that writes files in a folder, and the texts of other files by their names.
+    `tensors`: fp32 weights on the host."""
     if config["num_mel_bins"] not in MEL_BINS:
         print(
             f"onnx-asr cannot load the export: the model has {config['num_mel_bins']} mel bins, and"
             f" onnx-asr features of {' and '.join(map(str, MEL_BINS))} only"
         )
-    with torch.device("meta"):
-        model = Parakeet(config)
-    model.load_state_dict(tensors, assign=True)
+    model = model_files.with_weights(lambda: Parakeet(config), tensors)
     model.eval().requires_grad_(False)
     if not is_transducer(config):
-        return functools.partial(
+        fill_ctc = functools.partial(
             onnx_files.fill_ctc,
             model=CtcModel(model),
             pieces=pieces,
             num_mel_bins=config["num_mel_bins"],
             subsampling=config["subsampling"],
         )
+        return fill_ctc, {}
     programs = {}
     for name, graph in graphs(model).items():
         about = metadata(config) if name == "encoder-model.onnx" else None
         programs[name] = onnx_files.export(graph, about)
-    texts = text_files(config, pieces)
 
     def fill(folder: Path) -> None:
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
         for name, program in programs.items():
             onnx_files.save(program, folder / name)
         for name, second in SECOND_NAMES.items():
             give_second_name(folder / name, folder / second)
 
-    return fill
+    return fill, text_files(config, pieces)
 
 
 def graphs(model: Parakeet) -> dict[str, Graph]:

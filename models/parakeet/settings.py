@@ -337,19 +337,12 @@ class Family:
     nemo_loss: dict[str, str]  # NeMo's keys of its numbers, of which each is 0 if it is missing
     nemo_reduction: str  # NeMo's key of its reduction
     nemo_usual: dict  # what NeMo's model needs besides
+    hf_classes: dict[str, str]  # Hugging Face's names of the parts beside the model
     streaming: bool = False  # whether the configuration has it
     prompts: bool = False  # whether the configuration has them
     # keys of values in processor_config.json
     hf_processor: dict[str, tuple] = field(default_factory=dict)
     hf_names: dict[str, str] = field(default_factory=dict)  # Hugging Face's to those here
-    # Hugging Face's names of the parts beside the model
-    hf_classes: dict[str, str] = field(
-        default_factory=lambda: {
-            "encoder": "parakeet_encoder",
-            "features": "ParakeetFeatureExtractor",
-            "processor": "ParakeetProcessor",
-        }
-    )
 
     def has(self, config: dict) -> bool:
         """Whether a model with this configuration is one of the family."""
@@ -392,6 +385,11 @@ TDT = Family(
         **NEMO_TRANSDUCER_USUAL,
         "decoding.model_type": "tdt",
         "loss.tdt_kwargs.clamp": -1.0,
+    },
+    hf_classes={
+        "encoder": "parakeet_encoder",
+        "features": "ParakeetFeatureExtractor",
+        "processor": "ParakeetProcessor",
     },
 )
 RNNT = replace(
@@ -519,30 +517,3 @@ FAMILIES = (TDT, RNNT, CTC, NEMOTRON_EN, NEMOTRON)
 def family_of(config: dict) -> Family:
     """The family of models with such a configuration."""
     return next(family for family in FAMILIES if family.has(config))
-
-
-def family_of_folder(model_type: str) -> Family:
-    """The family of a Hugging Face folder. `model_type`: one of `model_types`."""
-    return next(family for family in FAMILIES if family.model_type == model_type)
-
-
-def family_of_archive(content: dict) -> Family:
-    """The family of a `.nemo` archive with these settings, which a reader still has to check."""
-    joint = content.get("joint")
-    decoder = content.get("decoder")
-    loss = content.get("loss")
-    encoder = content.get("encoder")
-    if joint is None and isinstance(decoder, dict) and "prednet" not in decoder:
-        return CTC
-    if isinstance(encoder, dict) and encoder.get("causal_downsampling") is True:
-        defaults = content.get("model_defaults")
-        has_prompt = isinstance(defaults, dict) and defaults.get("initialize_prompt_feature")
-        return NEMOTRON if has_prompt else NEMOTRON_EN
-    has_durations = isinstance(joint, dict) and joint.get("num_extra_outputs")
-    if has_durations or (isinstance(loss, dict) and loss.get("loss_name") == "tdt"):
-        return TDT
-    return RNNT
-
-
-def model_types() -> list[str]:
-    return [family.model_type for family in FAMILIES]

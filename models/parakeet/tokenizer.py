@@ -39,77 +39,22 @@ UNIGRAM, BPE, WORD, CHAR = range(1, 5)  # types of SentencePiece's models
 TAG = re.compile(rf"{SPACE}?<([a-z]{{2,3}}-[A-Z]{{2}})>")  # a piece that names a language
 SURFACE = " \u2047 "  # what SentencePiece decodes the unknown token to, unless the model differs
 LONGEST_PIECE = 512  # characters of a piece that merges make
-MOST_STEPS = 32  # of a normalizer or decoder
-# Patterns of normalizers. A tokenizer.json with other ones is refused, because a pattern can take
-# exponential time.
+# Steps of normalizers, pre-tokenizers and decoders, and the patterns of normalizers. A
+# tokenizer.json with other ones is refused, because a pattern can take exponential time.
+STEPS = ("Precompiled", "Strip", "Replace", "Metaspace", "ByteFallback", "Fuse")
+MOST_STEPS = 32  # of each
 RUN_OF_SPACES = " {2,}"
 OUTER_SPACES = rf"\A +|[ {SPACE}]+\z"
-
-# --- schemas of common.records.mismatch -----------------------------------------------------------
+# What reading a damaged tokenizer.json raises.
+DAMAGED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 def _are_files(files) -> bool:
     return set(files) <= set(FILES) and all(isinstance(text, str) for text in files.values())
 
 
-def _is_name(text) -> bool:
-    return isinstance(text, str) and text != ""
+STATE = {"sentencepiece?": str, "json?": str, "files?": _are_files}  # a schema of `mismatch`
 
-
-def _is_off(value) -> bool:
-    return value in ("", False)
-
-
-def _is_short(text) -> bool:
-    return isinstance(text, str) and len(text) <= 64
-
-
-def _is_vocabulary(vocab) -> bool:
-    return all(type(number) is int and number >= 0 for number in vocab.values())
-
-
-def _is_merge(pair) -> bool:
-    parts = pair.split(" ") if isinstance(pair, str) else pair
-    return len(parts) == 2 and "".join(parts) != ""
-
-
-def _is_scored(pair) -> bool:
-    piece, score = pair
-    return isinstance(piece, str) and type(score) in (int, float) and math.isfinite(score)
-
-
-STATE = {"sentencepiece?": str, "json?": str, "files?": _are_files}
-_COUNT = range(1 << 53)
-_ABSENT = (type(None), _is_off)
-_FLAG = (type(None), bool)
-_ADDED = {
-    "id": _COUNT, "content": _is_name, "special?": bool, "normalized?": bool,
-    "lstrip?": _ABSENT, "rstrip?": _ABSENT, "single_word?": _ABSENT,
-}  # fmt: skip
-_BPE = {
-    "type": {"BPE"}, "unk_token": str, "vocab": _is_vocabulary, "merges": [_is_merge],
-    "byte_fallback?": _FLAG, "fuse_unk?": _FLAG, "dropout?": _ABSENT, "ignore_merges?": _ABSENT,
-    "continuing_subword_prefix?": _ABSENT, "end_of_word_suffix?": _ABSENT,
-}  # fmt: skip
-_UNIGRAM = {"type": {"Unigram"}, "unk_id": _COUNT, "byte_fallback?": _FLAG, "vocab": [_is_scored]}
-_JSON = {"model": (_BPE, _UNIGRAM), "added_tokens?": (type(None), [_ADDED])}
-_METASPACE = {
-    "type": {"Metaspace"}, "replacement": {SPACE}, "prepend_scheme?": {"always", "first", "never"},
-    "add_prefix_space?": bool, "split?": bool,
-}  # fmt: skip
-_NORMALIZERS = (
-    {"type": {"Precompiled"}, "precompiled_charsmap": str},
-    {"type": {"Strip"}, "strip_left": bool, "strip_right": bool},
-    {"type": {"Replace"}, "pattern": {"String": {" "}}, "content": {SPACE}},
-    {"type": {"Replace"}, "pattern": {"Regex": {RUN_OF_SPACES}}, "content": {SPACE, " "}},
-    {"type": {"Replace"}, "pattern": {"Regex": {OUTER_SPACES}}, "content": {""}},
-)
-_DECODERS = (
-    {"type": {"ByteFallback", "Fuse"}},
-    {"type": {"Strip"}, "content": {" "}, "start": _COUNT, "stop": _COUNT},
-    {"type": {"Replace"}, "pattern": {"String": _is_name}, "content": _is_short},
-    _METASPACE,
-)
 
 # --- the tokenizer --------------------------------------------------------------------------------
 
@@ -157,15 +102,15 @@ class _TokenizerJson:
 
     `content`: only its checked parts and its V pieces, without `<blank>`, what follows it, and a
     `<pad>` that was added after the last piece. `ids`: all tokens' ids. `added`: the added tokens
-    among the pieces. `normalizer`, `splitter`, `decoder`: their steps. `charsmap`: the
-    normalisation table, or b"". `special`: ids that decoding leaves out."""
+    among the pieces. `normalizer`, `splitter`, `decoder`: their steps. `special`: ids that
+    decoding leaves out."""
 
     def __init__(self, text: str):
         tokenizers = require("tokenizers", "the tokenizer")
         try:
             self._read(json.loads(text))
             "".join(self.pieces).encode()  # half of a surrogate pair is a ValueError
-        except (ValueError, RecursionError):
+        except DAMAGED:
             raise _refused("its tokenizer.json is damaged") from None
         # What the decoder of transformers' converter lacks. A second replacement has no effect.
         unknown = self.pieces[self.unknown]
@@ -184,8 +129,6 @@ class _TokenizerJson:
         self.special = {token["id"] for token in self.added if token["special"]} - {self.unknown}
 
     def _read(self, content) -> None:
-        if reason := mismatch(content, _JSON, "tokenizer.json"):
-            raise _refused(reason)
         model = content["model"]
         self.is_bpe = model["type"] == "BPE"
         defaults = {"special": False, "normalized": False}
@@ -193,21 +136,13 @@ class _TokenizerJson:
         self._read_pieces(model, added)
         size = len(self.pieces)
         self.added = [token for token in added if token["id"] < size]
-        prefix = {
-            "type": {"Replace"},
-            "pattern": {"Regex": {_prefix_pattern(self.added)}},
-            "content": {SPACE},
-        }
-        self.normalizer = _steps(content.get("normalizer"), "normalizers", (*_NORMALIZERS, prefix))
-        self.splitter = _steps(content.get("pre_tokenizer"), "pretokenizers", (_METASPACE,))
-        self.decoder = _steps(content.get("decoder"), "decoders", _DECODERS)
-        tables = [step for step in self.normalizer if step["type"] == "Precompiled"]
-        if len(tables) > 1:
-            raise _refused("its tokenizer.json has several normalisation tables")
-        self.charsmap = b""
-        if tables:
-            table = base64.b64decode(tables[0]["precompiled_charsmap"], validate=True)
-            self.charsmap = _checked_table(table)
+        patterns = (RUN_OF_SPACES, OUTER_SPACES, _prefix_pattern(self.added))
+        self.normalizer = _steps(content.get("normalizer"), "normalizers", patterns)
+        self.splitter = _steps(content.get("pre_tokenizer"), "pretokenizers")
+        self.decoder = _steps(content.get("decoder"), "decoders")
+        for step in self.normalizer:
+            if step["type"] == "Precompiled":
+                _check_table(base64.b64decode(step["precompiled_charsmap"], validate=True))
         if self.is_bpe:
             vocab = {piece: i for piece, i in model["vocab"].items() if i < size}
         else:
@@ -415,10 +350,10 @@ def _merges(model_pieces) -> list[tuple[str, str]]:
 # --- tokenizer.json -------------------------------------------------------------------------------
 
 
-def _checked_table(table: bytes) -> bytes:
-    """`table`, if all references in this normalisation table are sound, else a ValueError;
-    `tokenizers` follows them unchecked. The table is the size of a trie, the trie (darts-clone:
-    32-bit units), and the texts, each ending in a zero, that its leaves point at."""
+def _check_table(table: bytes) -> None:
+    """Raises `ValueError` if references in this normalisation table are not sound: `tokenizers`
+    follows them unchecked. The table is the size of a trie, the trie (darts-clone: 32-bit units),
+    and the texts, each ending in a zero, that its leaves point at."""
     size = int.from_bytes(table[:4], "little")
     trie = table[4 : 4 + size]
     texts = table[4 + size :]
@@ -432,7 +367,6 @@ def _checked_table(table: bytes) -> bytes:
     are_inside = children.max(initial=0) < len(units) and np.isin(leaves, starts).all()
     if not size or size % 1024 or texts[-1:] != b"\0" or not are_inside:
         raise ValueError("the normalisation table is damaged")
-    return table
 
 
 def _prefix_pattern(added: list[dict]) -> str:
@@ -468,22 +402,25 @@ def _with_symbols(source: _TokenizerJson, added: list[str]) -> dict:
     return _content(model, everything, normalizer, splitter, source.decoder)
 
 
-def _steps(component, plural: str, allowed: tuple) -> list[dict]:
-    """The steps of a normalizer, pre-tokenizer or decoder, all of which have to be `allowed`."""
+def _steps(component, plural: str, patterns: tuple[str, ...] = ()) -> list[dict]:
+    """The steps of a normalizer, pre-tokenizer or decoder. Raises `UsageError` for one that
+    Parakeet's do not have, and for other `patterns`."""
     waiting = [component]
     steps = []
-    while waiting and len(steps) <= MOST_STEPS:
+    while waiting:
         step = waiting.pop()
-        is_sequence = isinstance(step, dict) and step.get("type") == "Sequence"
-        if is_sequence and isinstance(step.get(plural), list):
+        if step is None:
+            continue
+        if step["type"] == "Sequence":
             waiting += reversed(step[plural])
-        elif step is not None:
-            steps.append(step)
-    wrong = [step for step in steps if mismatch(step, allowed, "")] + steps[MOST_STEPS:]
-    if wrong:
-        raise _refused(
-            f"its tokenizer.json has a step that Parakeet's do not have: {str(wrong[0])[:80]!r}"
-        )
+            continue
+        pattern = step.get("pattern", {}).get("Regex")
+        steps.append(step)
+        is_known = step["type"] in STEPS and pattern in (None, *patterns)
+        if not is_known or len(steps) > MOST_STEPS:
+            raise _refused(
+                f"its tokenizer.json has a step that Parakeet's do not have: {str(step)[:80]!r}"
+            )
     return steps
 
 

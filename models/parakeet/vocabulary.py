@@ -10,12 +10,13 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 
 from common import files
 from common.errors import UsageError
-from models import model_files, new_rows
-from models.parakeet import archive, formats, settings
+from models import new_rows
+from models.parakeet import formats, settings
 from models.parakeet.tokenizer import (
     BLANK,
     PAD,
@@ -26,6 +27,7 @@ from models.parakeet.tokenizer import (
     pieces,
     read_as,
 )
+from speech.data.columns import Corpus
 from speech.writing import text, unknown
 
 # The tensors with a row for each token.
@@ -46,8 +48,8 @@ NEW_VOCABULARY = (
     f"make a model with a new vocabulary from the training texts, with {COMMAND} MODEL TEXTS"
     " --train_tokenizer char or, with many hours of speech, bpe"
 )
+SOME_TEXTS = 1000
 MOST = settings.CONFIG["vocabulary"][-1]  # pieces
-LONGEST = 64  # characters of a piece that is added
 
 # --- tokenizers -----------------------------------------------------------------------------------
 
@@ -63,9 +65,7 @@ def read_pieces(value: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(filter(None, names)))
     for piece in names:
         reason = ""
-        if len(piece) > LONGEST:
-            reason = f"it has more than {LONGEST} characters"
-        elif SPACE in piece or len(piece.split()) > 1:
+        if SPACE in piece or len(piece.split()) > 1:
             reason = "it has a space in it, which no piece may have"
         elif text.normalise(piece) != piece:
             reason = "texts are read in NFC and without control characters, so they never have it"
@@ -108,10 +108,7 @@ def read_tokenizer(path: str) -> dict:
         state = {"json": files.read_text(path, "--tokenizer")}
     else:
         file = files.require_file(path, "--tokenizer")
-        model_files.refuse_pointer(file)
-        if file.stat().st_size > archive.TEXT_BYTES:
-            raise UsageError(f"{flag}: it is too large for a SentencePiece model")
-        state = {"sentencepiece": file.read_bytes().hex()}
+        state = {"sentencepiece": formats.read_sentencepiece(file)}
     try:
         names = pieces(state)
     except UsageError as error:
@@ -187,6 +184,12 @@ def row_names(info) -> list[str]:
     first of them, up to the blank."""
     durations = [f"<duration {frames}>" for frames in info.config["durations"]]
     return [*pieces(info.tokenizer), BLANK, *durations]
+
+
+def some_texts(corpus: Corpus, seed: int) -> list[str]:
+    """A random part of the texts, because millions would take minutes."""
+    chosen = np.random.default_rng(seed).permutation(len(corpus))[:SOME_TEXTS]
+    return [corpus.texts[int(row)] for row in chosen]
 
 
 def shares(tokenizer: ParakeetTokenizer, texts: Iterable[str], chosen: list[int]) -> torch.Tensor:

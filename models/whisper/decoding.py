@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common.device import upcast
 from models.whisper.model import KVCache, Whisper
-from models.whisper.tokenizer import TIMESTAMPS, WhisperTokenizer
+from models.whisper.tokenizer import WhisperTokenizer
 from speech.data import splits
 from speech.signal.audio import SAMPLE_RATE
 
@@ -62,30 +62,37 @@ class Search:
 
 @dataclass
 class Hypothesis:
-    """The result of a search."""
+    """The result of a search. `decode` adds the text, which has no loops and is empty for silence,
+    and the temperature."""
 
     tokens: list[int]  # without prompt and eos
     log_probability: float  # of all tokens, and of eos if it has ended
     ended: bool
     no_speech_probability: float | None = None  # None: no such token
+    text: str = ""
+    temperature: float = 0.0
 
     @property
     def mean_log_probability(self) -> float:
         """Log-probability per token, eos included."""
         return self.log_probability / max(1, len(self.tokens) + self.ended)
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether nobody speaks: silence is probable, and the text is not."""
+        probability = self.no_speech_probability
+        is_quiet = probability is not None and probability > NO_SPEECH_THRESHOLD
+        return is_quiet and self.mean_log_probability < LOG_PROBABILITY_THRESHOLD
 
-@dataclass
-class Decoded:
-    """The result of `decode` for one utterance. `text` has no loops and is empty for silence; the
-    other fields describe the hypothesis before that."""
+    @property
+    def repeats(self) -> bool:
+        return compression_ratio(self.text) > COMPRESSION_RATIO_THRESHOLD
 
-    text: str
-    tokens: list[int]
-    mean_log_probability: float
-    compression_ratio: float
-    temperature: float
-    no_speech_probability: float | None
+    @property
+    def has_failed(self) -> bool:
+        """Whether `decode` tries the next temperature."""
+        is_unlikely = self.mean_log_probability < LOG_PROBABILITY_THRESHOLD
+        return (self.repeats or is_unlikely) and not self.is_silent
 
 
 def make_search(
@@ -100,8 +107,7 @@ def make_search(
     the config's tokens, ids beyond the tokenizer, and timestamps: they are not trained here, and
     the prompt asks for none."""
     suppress = {*(generation.get("suppress_tokens") or ()), *range(tokenizer.size, vocab_size)}
-    if tokenizer.timestamp_begin is not None:
-        suppress |= {*range(tokenizer.timestamp_begin, tokenizer.timestamp_begin + len(TIMESTAMPS))}
+    suppress |= {*tokenizer.times}
     suppress_first = generation.get("begin_suppress_tokens") or ()
     return Search(
         tokenizer.prompt,
@@ -459,7 +465,7 @@ def decode(
     encoded: Tensor,
     mask: Tensor | None,
     search: Search,
-) -> list[Decoded]:
+) -> list[Hypothesis]:
     """Decodes each utterance by `search.method`; utterances that fail are sampled at the next
     temperature, and so on.
 
@@ -467,7 +473,7 @@ def decode(
     above). A silent utterance does not fail; its text is empty. If every temperature fails, the
     result with the highest log-probability is taken, and results that do not repeat themselves have
     priority. The model must be in evaluation mode."""
-    attempts: list[list[Decoded]] = [[] for _ in range(len(encoded))]
+    attempts: list[list[Hypothesis]] = [[] for _ in range(len(encoded))]
     failed = list(range(len(encoded)))
     for number, temperature in enumerate(TEMPERATURES):
         rows = torch.tensor(failed, device=encoded.device)
@@ -480,45 +486,20 @@ def decode(
         else:
             hypotheses = greedy(*inputs)
         for row, hypothesis in zip(failed, hypotheses, strict=True):
-            attempts[row].append(_decoded(tokenizer, hypothesis, temperature))
-        failed = [row for row in failed if _has_failed(attempts[row][-1])]
+            hypothesis.text = tokenizer.decode(hypothesis.tokens).strip()
+            hypothesis.temperature = temperature
+            attempts[row].append(hypothesis)
+        failed = [row for row in failed if attempts[row][-1].has_failed]
         if not failed:
             break
     chosen = [max(results, key=_preference) for results in attempts]
-    for decoded in chosen:
-        decoded.text = "" if is_silent(decoded) else cut_loops(decoded.text)
+    for hypothesis in chosen:
+        hypothesis.text = "" if hypothesis.is_silent else cut_loops(hypothesis.text)
     return chosen
 
 
-def _decoded(tokenizer: WhisperTokenizer, hypothesis: Hypothesis, temperature: float) -> Decoded:
-    text = tokenizer.decode(hypothesis.tokens).strip()
-    return Decoded(
-        text,
-        hypothesis.tokens,
-        hypothesis.mean_log_probability,
-        compression_ratio(text),
-        temperature,
-        hypothesis.no_speech_probability,
-    )
-
-
-def is_silent(decoded: Decoded) -> bool:
-    """Whether nobody speaks: silence is probable, and the text is not."""
-    probability = decoded.no_speech_probability
-    is_quiet = probability is not None and probability > NO_SPEECH_THRESHOLD
-    return is_quiet and decoded.mean_log_probability < LOG_PROBABILITY_THRESHOLD
-
-
-def _has_failed(decoded: Decoded) -> bool:
-    repeats = decoded.compression_ratio > COMPRESSION_RATIO_THRESHOLD
-    return (repeats or decoded.mean_log_probability < LOG_PROBABILITY_THRESHOLD) and not is_silent(
-        decoded
-    )
-
-
-def _preference(decoded: Decoded) -> tuple[bool, bool, float]:
-    repeats = decoded.compression_ratio > COMPRESSION_RATIO_THRESHOLD
-    return not _has_failed(decoded), not repeats, decoded.mean_log_probability
+def _preference(hypothesis: Hypothesis) -> tuple[bool, bool, float]:
+    return not hypothesis.has_failed, not hypothesis.repeats, hypothesis.mean_log_probability
 
 
 def compression_ratio(text: str) -> float:

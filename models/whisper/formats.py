@@ -1,10 +1,11 @@
 """Whisper's weights on disk: reads Hugging Face folders and OpenAI's `.pt`, converts between them,
 and exports."""
 
+import functools
 import json
 import math
 import os
-import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -42,35 +43,31 @@ CONFIG = {
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), range(1, 129)),
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), range(1, (1 << 16) + 1)),
 }
-IN_LAYERS = {  # tensors inside a layer: Hugging Face's name to OpenAI's
-    "self_attn.q_proj": "attn.query",
-    "self_attn.k_proj": "attn.key",
-    "self_attn.v_proj": "attn.value",
-    "self_attn.out_proj": "attn.out",
-    "self_attn_layer_norm": "attn_ln",
-    "encoder_attn.q_proj": "cross_attn.query",
-    "encoder_attn.k_proj": "cross_attn.key",
-    "encoder_attn.v_proj": "cross_attn.value",
-    "encoder_attn.out_proj": "cross_attn.out",
-    "encoder_attn_layer_norm": "cross_attn_ln",
-    "fc1": "mlp.0",
-    "fc2": "mlp.2",
-    "final_layer_norm": "mlp_ln",
-}
-OUTSIDE = {  # the other tensors
+NAMES = {  # parts of the tensors' names: Hugging Face's to OpenAI's
+    "encoder.layers.": "encoder.blocks.",
+    "decoder.layers.": "decoder.blocks.",
+    ".self_attn.q_proj.": ".attn.query.",
+    ".self_attn.k_proj.": ".attn.key.",
+    ".self_attn.v_proj.": ".attn.value.",
+    ".self_attn.out_proj.": ".attn.out.",
+    ".self_attn_layer_norm.": ".attn_ln.",
+    ".encoder_attn.q_proj.": ".cross_attn.query.",
+    ".encoder_attn.k_proj.": ".cross_attn.key.",
+    ".encoder_attn.v_proj.": ".cross_attn.value.",
+    ".encoder_attn.out_proj.": ".cross_attn.out.",
+    ".encoder_attn_layer_norm.": ".cross_attn_ln.",
+    ".fc1.": ".mlp.0.",
+    ".fc2.": ".mlp.2.",
+    ".final_layer_norm.": ".mlp_ln.",
     "encoder.embed_positions.weight": "encoder.positional_embedding",
     "decoder.embed_positions.weight": "decoder.positional_embedding",
-    "decoder.embed_tokens.weight": "decoder.token_embedding.weight",
-    "encoder.layer_norm.weight": "encoder.ln_post.weight",
-    "encoder.layer_norm.bias": "encoder.ln_post.bias",
-    "decoder.layer_norm.weight": "decoder.ln.weight",
-    "decoder.layer_norm.bias": "decoder.ln.bias",
+    "decoder.embed_tokens.": "decoder.token_embedding.",
+    "encoder.layer_norm.": "encoder.ln_post.",
+    "decoder.layer_norm.": "decoder.ln.",
 }
 # Settings of a released generation config that another tokenizer or version of transformers
 # replaces.
 NOT_KEPT = ("_from_model_config", "transformers_version", "forced_decoder_ids", "language", "task")
-IN_LAYERS_BACK = {openai: hf for hf, openai in IN_LAYERS.items()}
-OUTSIDE_BACK = {openai: hf for hf, openai in OUTSIDE.items()}
 
 
 def make_config(
@@ -127,39 +124,38 @@ SIZES = {  # of the released multilingual models
 }
 
 
-def expected_shapes(config: dict[str, int], ctc_tokens: int = 0) -> dict[str, tuple[int, ...]]:
+def expected_shapes(config: dict[str, int]) -> dict[str, tuple[int, ...]]:
     """The shapes of a model's tensors, by Hugging Face's names without `model.`."""
-    return checkpoint.shapes_of(lambda: Whisper(config, ctc_tokens=ctc_tokens))
+    return checkpoint.shapes_of(lambda: Whisper(config))
+
+
+def check(weights: dict[str, torch.Tensor], config: dict[str, int], path: str | Path) -> None:
+    """Raises `UsageError` if tensors are missing, unexpected or of another shape."""
+    model_files.check_shapes(weights, expected_shapes(config), path, "Whisper")
 
 
 # --- between the two forms ------------------------------------------------------------------------
 
 
-def _rename(
-    name: str, outside: dict[str, str], layers: tuple[str, str], in_layers: dict[str, str]
-) -> str:
-    if name in outside:
-        return outside[name]
-    match = re.fullmatch(rf"(encoder|decoder)\.{layers[0]}\.(\d+)\.(.+)\.(weight|bias)", name)
-    if not match or match[3] not in in_layers:
-        return name
-    return f"{match[1]}.{layers[1]}.{match[2]}.{in_layers[match[3]]}.{match[4]}"
+def _renamed(
+    state: dict[str, torch.Tensor], parts: Iterable[tuple[str, str]]
+) -> dict[str, torch.Tensor]:
+    renamed = {}
+    for name, tensor in state.items():
+        for old, new in parts:
+            name = name.replace(old, new)
+        renamed[name] = tensor
+    return renamed
 
 
 def hf_to_openai(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Renames tensors to OpenAI's names. Names without a counterpart are kept."""
-    return {
-        _rename(name, OUTSIDE, ("layers", "blocks"), IN_LAYERS): tensor
-        for name, tensor in state.items()
-    }
+    return _renamed(state, NAMES.items())
 
 
 def openai_to_hf(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Renames tensors to Hugging Face's names without `model.`."""
-    return {
-        _rename(name, OUTSIDE_BACK, ("blocks", "layers"), IN_LAYERS_BACK): tensor
-        for name, tensor in state.items()
-    }
+    return _renamed(state, [(theirs, ours) for ours, theirs in NAMES.items()])
 
 
 def config_to_dims(config: dict[str, int]) -> dict[str, int]:
@@ -216,27 +212,14 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, int
         check_config(config, path)
         weights = openai_to_hf(model_files.floats(content["model_state_dict"], path))
     output = weights.pop("proj_out.weight", None)
-    if output is not None and not is_same(output, weights.get("decoder.embed_tokens.weight")):
+    check(weights, config, path)
+    embedding = weights["decoder.embed_tokens.weight"]
+    if output is not None and not (output.is_meta or torch.equal(output, embedding)):
         raise UsageError(
             f"{path}: its output layer is not its embedding; Whisper has one matrix for both"
         )
-    check(weights, config, path)
     folder = path if path.is_dir() else path.parent
     return weights, config, {"generation": generation, "tokenizer": folder}
-
-
-def is_same(output: torch.Tensor, embedding: torch.Tensor | None) -> bool:
-    """Whether two tensors are equal, if they have values."""
-    if embedding is None:
-        return False
-    return output.is_meta or torch.equal(output, embedding)
-
-
-def check(
-    weights: dict[str, torch.Tensor], config: dict[str, int], path: str | Path, ctc_tokens: int = 0
-) -> None:
-    """Raises `UsageError` if tensors are missing, unexpected or of another shape."""
-    model_files.check_shapes(weights, expected_shapes(config, ctc_tokens), path, "Whisper")
 
 
 def read_config(folder: Path) -> dict[str, int]:
@@ -271,7 +254,7 @@ def export(
     config: dict[str, int],
     tokenizer,
     base: dict | None = None,
-    card: str | dict[str, str] = "",
+    card: dict[str, str] | None = None,
 ) -> list[str]:
     """Writes a folder that `transformers` can load, in fp32, with OpenAI's form of the weights in
     16 bits (`model.pt`), and returns the file names. `model.pt` is left out if OpenAI's model
@@ -279,24 +262,22 @@ def export(
 
     `weights`: by Hugging Face's names without `model.`; `ctc_head.*` is left out. `tokenizer`: a
     `WhisperTokenizer`, whose prompt becomes the default of `generate`. `base`: the generation
-    config of the model that was fine-tuned. `card`: see there. Raises
-    `UsageError` and `RunError`; see `model_files.write_export`."""
+    config of the model that was fine-tuned. `card`: the texts of further files, by their names.
+    Raises `UsageError` and `RunError`; see `model_files.write_export`."""
     weights = {name: tensor for name, tensor in weights.items() if not name.startswith("ctc_head.")}
-    check(weights, config, model_files.EXPORT)
-    if tokenizer.size > config["vocab_size"]:
-        raise UsageError(
-            f"the tokenizer has {tokenizer.size} tokens and the model {config['vocab_size']}"
-        )
-    features = feature_settings(config)
-    generation = generation_settings(config, tokenizer, base)
     tensors = model_files.on_host(weights)
-
-    def fill(temporary: Path) -> None:
-        _write_settings(temporary, config, features, generation)
-        tokenizer.save(temporary)
-        _write_weights(temporary, tensors, config)
-
-    return model_files.write_export(folder, fill, card)
+    generation = generation_settings(config, tokenizer, base)
+    contents = {
+        "config.json": _description(config, generation),
+        "generation_config.json": generation,
+        "preprocessor_config.json": feature_settings(config),
+    }
+    texts = {
+        name: json.dumps(content, ensure_ascii=False, indent=1) + "\n"
+        for name, content in contents.items()
+    }
+    fill = functools.partial(_write_weights, tensors, config)
+    return model_files.write_export(folder, fill, texts | tokenizer.file_texts() | (card or {}))
 
 
 def feature_settings(config: dict[str, int]) -> dict:
@@ -365,9 +346,10 @@ def generation_settings(config: dict[str, int], tokenizer, base: dict | None) ->
     return settings
 
 
-def _write_settings(folder: Path, config: dict, features: dict, generation: dict) -> None:
+def _description(config: dict, generation: dict) -> dict:
+    """`config.json`."""
     ids = ("decoder_start_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
-    description = {
+    return {
         "architectures": ["WhisperForConditionalGeneration"],
         "model_type": "whisper",
         "exported_by": model_files.EXPORTED,
@@ -389,17 +371,9 @@ def _write_settings(folder: Path, config: dict, features: dict, generation: dict
         "forced_decoder_ids": None,
         "begin_suppress_tokens": generation["begin_suppress_tokens"],
     }
-    contents = {
-        "config.json": description,
-        "generation_config.json": generation,
-        "preprocessor_config.json": features,
-    }
-    for name, content in contents.items():
-        text = json.dumps(content, ensure_ascii=False, indent=1)
-        (folder / name).write_text(text + "\n", encoding="utf-8")
 
 
-def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], config: dict) -> None:
+def _write_weights(tensors: dict[str, torch.Tensor], config: dict, folder: Path) -> None:
     model_files.save_tensors({f"model.{name}": tensor for name, tensor in tensors.items()}, folder)
     try:
         dims = config_to_dims(config)

@@ -156,21 +156,18 @@ def usual_share(corpus: Corpus) -> float:
 
 
 def read_for(
-    given: float | None,
-    info: ModelInfo,
-    resumes: bool,
-    read: Callable[[bool], dict[str, Corpus]],
-    joins: bool,
+    asked, info: ModelInfo, resumes: bool, read: Callable[[bool], dict[str, Corpus]]
 ) -> tuple[dict[str, Corpus], float]:
     """The corpora that a training of this model has, and the share of its packs that have times.
-    `given`: --timestamp_share. `read(times)` reads the corpora; without `times` it `joins` short
-    segments of a recording, if at all. Raises `UsageError`."""
+    `asked` has the flags --timestamp_share and --use_chunking. `read(times)` reads the corpora;
+    without `times` it joins short segments of a recording, if at all. Raises `UsageError`."""
     tokenizer = make_tokenizer(info.tokenizer)
-    share = asked_share(given, tokenizer, info.pretrained, info.times if resumes else None)
+    resumed = info.times if resumes else None
+    share = asked_share(asked.timestamp_share, tokenizer, info.pretrained, resumed)
     corpora = read(share != 0)
     if share is None:
         share = usual_share(corpora["train"])
-        if joins and not share:
+        if asked.use_chunking and not share:
             corpora = read(False)
     return corpora, share
 

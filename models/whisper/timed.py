@@ -12,7 +12,7 @@ from common.errors import UsageError
 from models.whisper import decoding
 from models.whisper.decoding import Search
 from models.whisper.model import FRAME, Whisper
-from models.whisper.tokenizer import TIMESTAMPS, WhisperTokenizer
+from models.whisper.tokenizer import WhisperTokenizer
 from speech.data.columns import Corpus
 from speech.decoding.long import SILENT
 from speech.signal.audio import SAMPLE_RATE, read_utterance
@@ -20,12 +20,6 @@ from speech.signal.audio import SAMPLE_RATE, read_utterance
 FIRST_TIME = 50  # time tokens, 1 s: no window's first segment begins later
 # A window that was sampled at a higher temperature is not the context of the next one.
 CONTEXT_TEMPERATURE = 0.5
-
-
-def time_tokens(tokenizer: WhisperTokenizer) -> range:
-    """The ids of the time tokens, 20 ms apart."""
-    first = tokenizer.timestamp_begin
-    return range(first, first + len(TIMESTAMPS))
 
 
 def make_search(tokenizer: WhisperTokenizer, search: Search, flag: str) -> Search:
@@ -37,7 +31,7 @@ def make_search(tokenizer: WhisperTokenizer, search: Search, flag: str) -> Searc
             f"{flag}: the model has no time tokens; only released models, and those that are"
             " fine-tuned from them, have them"
         )
-    times = time_tokens(tokenizer)
+    times = tokenizer.times
     spoken = {tokenizer.eos, *times}
     return replace(
         search,
@@ -121,7 +115,7 @@ def _segments(
     model: Whisper, tokenizer: WhisperTokenizer, search: Search, waveform: torch.Tensor
 ) -> Iterator[dict]:
     """The segments with text of a recording (T,), window after window."""
-    times = time_tokens(tokenizer)
+    times = tokenizer.times
     begin = 0  # of a window, samples
     context: list[int] = []  # what the segments before consist of
     while begin < len(waveform):
@@ -131,7 +125,7 @@ def _segments(
             continue
         this_search = with_context(tokenizer, search, context, model.config)
         decoded = decoding.decode(model, tokenizer, *_encode(model, window), this_search)[0]
-        if decoding.is_silent(decoded):
+        if decoded.is_silent:
             begin += len(window)
             continue
         parts, moved = split(decoded.tokens, times, len(window))

@@ -25,54 +25,21 @@ LANGUAGES = (
     " haw ln ha ba jw su yue"
 ).split()
 # For a language without a token: near relatives first, else the language whose words it borrows or
-# whose spelling it follows. Only what a linguist would name; the others are named by script.
+# whose spelling it follows. Only what a linguist would name; the others are named by script. A row:
+# languages, and what each of them may borrow.
+_RELATED = """
+    kok gom: mr hi kn; bho mai awa mag raj hne: hi ne; doi: pa hi; or ory: bn hi; syl: bn as;
+    tcy: kn; skr: pa ur; ti tig gez: am; qu quy quz ay gn nah yua ast an: es; ig tw ak ee: yo;
+    xh zu ss nr st tn nso ts ve ny: sn sw; rw rn lg ki bem kg lua: sw sn ln; om aa sid: so;
+    ku kmr ckb: fa; ky kaa: kk; ug: uz; cv crh sah: tt tr; ga gd gv: cy br; kw: br cy; fy: nl de;
+    gsw: de; nds: de nl; rm fur sc scn vec lij co: it; dsb: pl cs; hsb: cs pl; csb: pl; rue: uk;
+    se: fi; krl olo vep: fi et; ilo ceb hil: tl; min ace ban mad: id ms jw; sm to ty: mi haw;
+    dv: si; dz: bo; ady ab: ru; os: fa ru; wo ff bm: fr
+"""
 RELATED = {
-    **dict.fromkeys(("kok", "gom"), ("mr", "hi", "kn")),
-    **dict.fromkeys(("bho", "mai", "awa", "mag", "raj", "hne"), ("hi", "ne")),
-    "doi": ("pa", "hi"),
-    "or": ("bn", "hi"),
-    "ory": ("bn", "hi"),
-    "syl": ("bn", "as"),
-    "tcy": ("kn",),
-    "skr": ("pa", "ur"),
-    **dict.fromkeys(("ti", "tig", "gez"), ("am",)),
-    **dict.fromkeys(("qu", "quy", "quz", "ay", "gn", "nah", "yua"), ("es",)),
-    "ig": ("yo",),
-    **dict.fromkeys(("xh", "zu", "ss", "nr", "st", "tn", "nso", "ts", "ve", "ny"), ("sn", "sw")),
-    **dict.fromkeys(("rw", "rn", "lg", "ki", "bem", "kg", "lua"), ("sw", "sn", "ln")),
-    **dict.fromkeys(("om", "aa", "sid"), ("so",)),
-    "ku": ("fa",),
-    "kmr": ("fa",),
-    "ckb": ("fa",),
-    **dict.fromkeys(("ky", "kaa"), ("kk",)),
-    "ug": ("uz",),
-    **dict.fromkeys(("cv", "crh", "sah"), ("tt", "tr")),
-    **dict.fromkeys(("ga", "gd", "gv"), ("cy", "br")),
-    "kw": ("br", "cy"),
-    "fy": ("nl", "de"),
-    "gsw": ("de",),
-    "nds": ("de", "nl"),
-    **dict.fromkeys(("rm", "fur", "sc", "scn", "vec", "lij"), ("it",)),
-    **dict.fromkeys(("ast", "an"), ("es",)),
-    "co": ("it",),
-    "dsb": ("pl", "cs"),
-    "hsb": ("cs", "pl"),
-    "csb": ("pl",),
-    "rue": ("uk",),
-    "se": ("fi",),
-    **dict.fromkeys(("krl", "olo", "vep"), ("fi", "et")),
-    "ilo": ("tl",),
-    "ceb": ("tl",),
-    "hil": ("tl",),
-    **dict.fromkeys(("min", "ace", "ban", "mad"), ("id", "ms", "jw")),
-    **dict.fromkeys(("sm", "to", "ty"), ("mi", "haw")),
-    "dv": ("si",),
-    "dz": ("bo",),
-    "ady": ("ru",),
-    "os": ("fa", "ru"),
-    "ab": ("ru",),
-    **dict.fromkeys(("wo", "ff", "bm"), ("fr",)),
-    **dict.fromkeys(("tw", "ak", "ee"), ("yo",)),
+    code: tuple(near.split())
+    for codes, _, near in (row.partition(":") for row in _RELATED.split(";"))
+    for code in codes.split()
 }
 OWN_CODES = {"jv": "jw"}  # Whisper's, by ISO's
 # The name of a language's token, which may have been added to a released vocabulary.
@@ -162,7 +129,7 @@ class WhisperTokenizer:
     `vocab`: text tokens (in BYTES characters) to ids. `merges`: pairs of tokens, by priority.
     `specials`: special tokens and timestamps to ids. `symbols`: tokens of `vocab` that are matched
     before the text is split, such as `<SK>`. `spelling`: the content of a `normalizer.json`, which
-    is only kept. Raises `UsageError` for a language or task that the vocabulary lacks, and
+    is only kept. Raises `UsageError` for a language that the vocabulary lacks, and
     `ValueError`, `KeyError` or `TypeError` for a vocabulary that is damaged.
 
     Attributes: the ids `eos`, `start`, `no_timestamps`, `no_speech`, `previous` (of
@@ -211,8 +178,6 @@ class WhisperTokenizer:
         # The BPE does not know the special tokens, so a transcript cannot contain one.
         added = _library().AddedToken
         self.bpe.add_tokens([added(symbol, normalized=False) for symbol in self.symbols])
-        if task not in TASKS:
-            raise UsageError(f"task {task}: Whisper knows {' and '.join(TASKS)}")
         self.task = task
         self.spoken, self.language = self._checked(language)
         self.prompt = [self.start]
@@ -269,15 +234,13 @@ class WhisperTokenizer:
         borrower = spoken or name
         related = RELATED.get(languages.code_of(borrower), ())
         near = [code for code in related if code in self.languages]
-        advice = (
-            "a relative, or of a language that is written alike: docs/your_language.md lists all"
-        )
-        if near:
-            advice = f"a related language ({' '.join(near)})"
+        advice = f"a related language ({' '.join(near)})"
+        if not near:
+            near = ["ln"]
+            advice = "a relative, or of one that is written alike: docs/your_language.md lists all"
         raise UsageError(
             f"language {name}: Whisper has no token for it; {borrower} can borrow that of {advice};"
-            f" --language {borrower}={(near or ['ln'])[0]} lends it that of"
-            f" {languages.described((near or ['ln'])[0])}"
+            f" --language {borrower}={near[0]} lends it that of {languages.described(near[0])}"
         )
 
     @property
@@ -304,6 +267,12 @@ class WhisperTokenizer:
         raw = b"".join(self.raw.get(int(token), b"") for token in tokens)
         return raw.decode("utf-8", "replace")
 
+    @property
+    def times(self) -> range:
+        """The ids of the time tokens, 20 ms apart; none if the vocabulary has none."""
+        first = self.timestamp_begin
+        return range(0) if first is None else range(first, first + len(TIMESTAMPS))
+
     def time(self, seconds: float) -> int:
         """The time token of a place in a window of up to 30 s; for a vocabulary that has them."""
         return self.timestamp_begin + min(round(seconds / TIME_STEP), len(TIMESTAMPS) - 1)
@@ -322,10 +291,10 @@ class WhisperTokenizer:
             "spelling": self.spelling,
         }
 
-    def save(self, folder: Path) -> None:
-        """Writes the files that `transformers` reads (WhisperTokenizer, AutoTokenizer,
-        WhisperProcessor) into `folder`, with the same ids and the same decoding. Its class rebuilds
-        the tokenizer from vocabulary, merges and added tokens, so nothing else may carry
+    def file_texts(self) -> dict[str, str]:
+        """The texts, by the names of their files, that `transformers` reads (WhisperTokenizer,
+        AutoTokenizer, WhisperProcessor), with the same ids and the same decoding. Its class
+        rebuilds the tokenizer from vocabulary, merges and added tokens, so nothing else may carry
         information."""
         ordered = sorted(self.specials.items(), key=lambda pair: pair[1])
         names = [name for name, _ in ordered if name not in _TIMESTAMPS]
@@ -351,12 +320,12 @@ class WhisperTokenizer:
         }
         if self.spelling:
             contents["normalizer.json"] = self.spelling
+        lines = ["#version: 0.2", *(" ".join(pair) for pair in self.merges)]
+        texts = {"merges.txt": "\n".join(lines) + "\n"}
         for name, content in contents.items():
             indent = None if name == "vocab.json" else 1
-            text = json.dumps(content, ensure_ascii=False, indent=indent)
-            (folder / name).write_text(text + "\n", encoding="utf-8")
-        lines = ["#version: 0.2", *(" ".join(pair) for pair in self.merges)]
-        (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            texts[name] = json.dumps(content, ensure_ascii=False, indent=indent) + "\n"
+        return texts
 
     def _fast_tokenizer(self, vocab: dict[str, int], added: list[tuple[str, int, bool]]) -> dict:
         """The content of `tokenizer.json`."""
@@ -415,8 +384,6 @@ def _require_sound(vocab: dict, merges: list, specials: dict, symbols: Iterable)
         raise ValueError(f"its ids are not whole numbers below {most}")
     if len(set(ids)) < len(ids):
         raise ValueError("several tokens have the same id")
-    if any(len(pair) != 2 or not all(isinstance(part, str) for part in pair) for pair in merges):
-        raise ValueError("its merges are not pairs")
     if not vocab.keys() >= {*symbols} or not "".join(specials).isprintable():
         raise ValueError("its added tokens are not sound")
     "".join(vocab).encode()  # half of a surrogate pair could not be written

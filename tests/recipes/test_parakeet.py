@@ -415,7 +415,7 @@ def test_an_export_to_onnx_has_the_programs_files_and_a_card(best, tmp_path, mon
 
     def prepare(tensors, config, pieces):
         assert config["vocabulary"] == len(pieces) and "encoder_projector.weight" in tensors
-        return lambda folder: (folder / "encoder.onnx").write_bytes(b"graph")
+        return lambda folder: (folder / "encoder.onnx").write_bytes(b"graph"), {}
 
     monkeypatch.setattr(onnx, "prepare", prepare)
     export = ["--export", tmp_path / "onnx", "--export_format", "onnx"]

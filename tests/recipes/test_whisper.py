@@ -32,6 +32,7 @@ from speech.data.columns import Codes
 from speech.morse.synthesis import Choice
 from speech.signal.audio import SAMPLE_RATE, read_audio
 from tests.models.whisper.test_formats import peer, weights_of
+from tests.peers import write_texts
 from tests.recipes import runs
 from tests.recipes.runs import SHORT, TINY, error_lines, newest, planned, ran, refused
 from tests.speech.morse.sets import write_set
@@ -59,9 +60,9 @@ def released(spoken, tmp_path_factory):
     config = formats.make_config(16, (1, 1), 2, vocabulary=tokenizer.size)
     model = peer(config, tokenizer, suppress_tokens=None, begin_suppress_tokens=None)
     model.save_pretrained(folder / "hf")
-    tokenizer.save(folder / "hf")
+    write_texts(tokenizer.file_texts(), folder / "hf")
     (folder / "openai").mkdir()
-    tokenizer.save(folder / "openai")
+    write_texts(tokenizer.file_texts(), folder / "openai")
     weights = formats.hf_to_openai(weights_of(model))
     content = {"dims": formats.config_to_dims(config), "model_state_dict": weights}
     torch.save(content, folder / "openai" / "base.pt")
@@ -202,7 +203,7 @@ def with_times(spoken, tmp_path_factory):
             config = formats.make_config(16, (1, 1), 2, vocabulary=tokenizer.size)
             model = peer(config, tokenizer, suppress_tokens=None, begin_suppress_tokens=None)
         model.save_pretrained(folder / name)
-        tokenizer.save(folder / name)
+        write_texts(tokenizer.file_texts(), folder / name)
     return folder
 
 
@@ -427,7 +428,7 @@ def test_few_neighbours_leave_segments_joined(with_times, recorded, tmp_path, mo
         asked_for.append(times)
         return vietnamese.read_data(asked, times=times)
 
-    corpora, share = vietnamese.read_for(asked, info, False, read)
+    corpora, share = packs.read_for(asked, info, False, read)
     assert (share, asked_for, len(corpora["train"])) == (0.0, [True, False], 2)
     # Words are joined to phrases of a second.
     assert min(read(True)["train"].seconds) >= 0.9
@@ -649,7 +650,7 @@ CONTRADICTIONS = [  # what was saved, flags, and a part of the message
 
 @pytest.mark.parametrize(("saved", "line", "message"), CONTRADICTIONS)
 def test_flags_that_contradict_the_checkpoint(saved, line, message, released, tmp_path):
-    train_bpe(["anh em"], 265, "vi").save(tmp_path)
+    write_texts(train_bpe(["anh em"], 265, "vi").file_texts(), tmp_path)
     tuned = vietnamese.resolve(runs.parse(vietnamese, "--model_dir", released / "hf"))
     info, _ = start.read_released(tuned, released / "hf")
     info = dataclasses.replace(info, pretrained=saved == "tuned")

@@ -1,6 +1,5 @@
 """Parakeet's files against transformers: read, export, load; and files that are refused."""
 
-import gzip
 import io
 import json
 import os
@@ -73,8 +72,8 @@ def unpacked(path: Path) -> dict[str, bytes]:
         }
 
 
-def packed(path: Path, members: dict[str, bytes], mode: str = "w", headers=()) -> Path:
-    with tarfile.open(path, mode) as archive:
+def packed(path: Path, members: dict[str, bytes], headers=()) -> Path:
+    with tarfile.open(path, "w") as archive:
         for header in headers:
             archive.addfile(header)
         for name, raw in members.items():
@@ -209,7 +208,6 @@ def test_settings_of_a_source_folder_are_kept(tmp_path):
         ("hf", {"joint_width": 10}, "joint_width is 10"),
         ("hf", {"num_mel_bins": 20}, "num_mel_bins is 20"),
         ("nemo", {"ffn": 50}, "ffn is 50"),
-        ("nemo", {"vocabulary": 31}, "32 pieces and the model 31"),
     ],
 )
 def test_shapes_that_a_form_cannot_hold(form, changes, expected, tmp_path):
@@ -299,15 +297,14 @@ def test_an_archive_has_the_sections_that_other_programs_read(found, tmp_path):
         assert defaults["tdt_durations"] == [0, 1, 2, 4] and defaults["num_tdt_durations"] == 4
 
 
-@pytest.mark.parametrize("mode", ["w", "w:gz"])
-def test_old_archives(mode, tmp_path):
-    """Without `./`, md5 prefixes and references, compressed before NeMo 1.7, the yaml last."""
+def test_old_archives(tmp_path):
+    """Without `./`, md5 prefixes and references, the yaml last."""
     members = unpacked(nemo(tmp_path / "a"))
     members = with_yaml(members, lambda content: content["tokenizer"].pop("model_path"))
     old = {"sub/x": b"1"}
     for name, raw in reversed(members.items()):
         old[name.rpartition("_" if "tok" in name else "/")[2]] = raw
-    path = packed(tmp_path / "old.nemo", old, mode)
+    path = packed(tmp_path / "old.nemo", old)
     weights, config, _ = formats.read_model(path)
     assert same_tensors(weights, random_weights(CONFIG)) and config == CONFIG
 
@@ -351,11 +348,8 @@ SETTINGS = [
     ("encoder.n_heads", 3),
     ("encoder.ff_expansion_factor", 1.5),
     ("encoder.subsampling_factor", 16),
-    ("decoder.vocab_size", 31),
     ("joint.jointnet.activation", "tanh"),
     ("joint.num_extra_outputs", 0),
-    ("joint.vocabulary", ["a"]),
-    ("labels", ["a"]),
     ("loss.loss_name", "default"),
     ("loss.tdt_kwargs.durations", [0, 0, 1]),
     ("loss.tdt_kwargs.sigma", "x"),
@@ -393,10 +387,6 @@ def replaced(name: str, raw: bytes):
     return lambda members, path: packed(path, {**members, name: raw})
 
 
-def appended(name: str, raw: bytes):
-    return lambda members, path: packed(path, {**members, name: members[name] + raw})
-
-
 def written(change):
     """The archive's bytes, changed."""
 
@@ -428,11 +418,6 @@ def oversized(size: int, kind: bytes = tarfile.REGTYPE):
     return lambda members, path: path.write_bytes(header.tobuf(tarfile.GNU_FORMAT))
 
 
-def bomb(members, path):
-    """50 MiB of zeros in 50 KiB."""
-    packed(path, {**members, CKPT: bytes(50 << 20)}, "w:gz")
-
-
 def rename(old: str, new: str):
     return changed_weights(
         lambda weights: {name.replace(old, new): tensor for name, tensor in weights.items()}
@@ -461,7 +446,6 @@ HOSTILE = {  # damaged tensors: tests/models/whisper/test_formats.py
     "a pickle": (replaced(CKPT, pickle.dumps(Trap(), protocol=2)), f"{CKPT[2:]} is refused"),
     "a pickle in torch's form": (replaced(CKPT, saved(Trap())), f"x.nemo: {CKPT[2:]} is refused"),
     "a large yaml": (replaced(YAML, bytes(5 << 20)), "5 MiB"),
-    "a bomb of weights": (bomb, ALLOWS),
     "a huge member": (oversized(1 << 50), "cut short"),
     "a huge name": (oversized(1 << 50, tarfile.GNUTYPE_LONGNAME), ALLOWS),
     "a tag": (
@@ -472,13 +456,11 @@ HOSTILE = {  # damaged tensors: tests/models/whisper/test_formats.py
     # Some builds of libyaml refuse depth before our own check sees it.
     "deep yaml": (replaced(YAML, b"[" * 100_000), "yaml is refused"),
     "many entries": (replaced(YAML, b"a: [" + b"[]," * 500_000 + b"]"), "too many entries"),
-    "a key twice": (appended(YAML, b"sample_rate: 8000\n"), "a key is there twice"),
     "a long number": (replaced(YAML, b"a: " + b"9" * 10_000), "refused"),
     "no yaml": (only(CKPT), "lacks model_config.yaml"),
     "no weights": (only(YAML), "lacks model_weights.ckpt"),
     "no tokenizer": (only(YAML, CKPT), "lacks the SentencePiece model"),
     "cut short": (written(lambda raw: raw[: len(raw) // 2]), "cut short"),
-    "changed compressed": (written(lambda raw: gzip.compress(raw)[:3000] + bytes(3000)), "damaged"),
     "not a tar": (written(lambda raw: b"RIFF" * 500), "not a .nemo archive"),
     "a pointer": (written(lambda raw: LFS), "git lfs pull"),
     "a tensor is missing": (rename("joint.enc.bias", "joint.enc.x"), "lacks 'encoder_projector.b"),
@@ -548,14 +530,3 @@ def test_spoiled_folders_are_refused_in_one_line(case, sound, tmp_path):
     with pytest.raises(UsageError, match=expected) as caught:
         formats.read_model(tmp_path / "model")
     assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
-
-
-@pytest.mark.parametrize("key", ["labels", "joint.vocabulary"])
-def test_pieces_that_are_not_the_labels_are_refused(key, sound, tmp_path):
-    def swap(content):
-        labels = content["labels"]
-        set_value(key, [labels[0], labels[2], labels[1], *labels[3:]])(content)
-
-    members = with_yaml(unpacked(sound / "nemo" / "model.nemo"), swap)
-    with pytest.raises(UsageError, match=f"piece 1 of its SentencePiece model .* its {key} say"):
-        formats.read_model(packed(tmp_path / "x.nemo", members))

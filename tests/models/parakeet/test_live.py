@@ -1,13 +1,10 @@
-"""Words of a stream: the text is that of the whole recording, and grows only. Standard input, what
-is written, and signals."""
+"""Words of a stream: the text is that of the whole recording, and grows only. Standard input, and
+what is written."""
 
 import io
 import itertools
 import json
-import os
-import signal
 import struct
-import threading
 
 import numpy as np
 import pytest
@@ -18,7 +15,7 @@ from hypothesis import strategies as st
 
 from common.errors import DataError, UsageError
 from models.parakeet import live
-from models.parakeet.live import Lines, Signals, Written
+from models.parakeet.live import Lines, Written
 from speech.decoding import timed
 from speech.decoding.timed import Token
 from speech.signal import audio
@@ -235,7 +232,7 @@ def test_look_aheads_in_milliseconds():
         live.lookahead_of({"subsampling": 8}, 80)
 
 
-# --- output and signals ---------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
 def test_lines_are_written_as_they_come_and_earlier_ones_kept(tmp_path, capsys):
@@ -262,34 +259,6 @@ def test_lines_are_written_as_they_come_and_earlier_ones_kept(tmp_path, capsys):
         else:
             assert text == subtitles.FORMATS[path.suffix].whole(whole)
     assert capsys.readouterr().err.count("the transcripts that were there") == 3
-
-
-def test_a_signal_waits_for_the_end_of_a_step():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    reading, writing = os.pipe()
-    try:
-        with Signals() as signals:
-            os.write(writing, b"x")
-            signals.wait(reading)
-            signals.wait(None)
-            os.kill(os.getpid(), signal.SIGINT)  # in a step
-            with pytest.raises(KeyboardInterrupt):
-                signals.wait(reading)
-        assert os.read(reading, 9) == b"x"
-        with Signals() as signals:
-            later = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
-            later.start()
-            with pytest.raises(KeyboardInterrupt):
-                signals.wait(reading)
-            later.join()
-        with Signals(), pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)  # the user insists
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
-        os.close(reading)
-        os.close(writing)
 
 
 def test_a_slow_machine_is_named_once(capsys):

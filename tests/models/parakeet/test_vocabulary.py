@@ -88,7 +88,6 @@ def test_pieces_of_a_flag_and_of_a_file(tmp_path, monkeypatch):
         ("gone.txt", "no such file"),
         ("a\u2581b", "a space in it"),
         ("e\u0301", "NFC"),
-        ("x" * 65, "more than 64 characters"),
         ("<blank>", "special token"),
         ("binary", "it is not UTF-8"),
         ("pipe", "not a regular file"),

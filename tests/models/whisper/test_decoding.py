@@ -464,7 +464,7 @@ def test_limits_follow_the_densest_training_utterance():
 def test_the_search_of_a_model():
     """It suppresses the config's tokens, ids beyond the tokenizer, and timestamps."""
     tokenizer = SimpleNamespace(
-        prompt=PROMPT, eos=EOS, no_speech=NO_SPEECH, size=50, timestamp_begin=None
+        prompt=PROMPT, eos=EOS, no_speech=NO_SPEECH, size=50, times=range(0)
     )
     assert decoding.make_search(tokenizer, {}, 50) == Search(PROMPT, EOS, [], (), NO_SPEECH)
     generation = {"suppress_tokens": [7, 3], "begin_suppress_tokens": [220, EOS]}
@@ -472,7 +472,7 @@ def test_the_search_of_a_model():
     assert search == Search(
         PROMPT, EOS, [3, 7, 50, 51], [220, EOS], NO_SPEECH, method="beam", beam_size=3, seed=9
     )
-    tokenizer.timestamp_begin, tokenizer.size = 40, 1541
+    tokenizer.times, tokenizer.size = range(40, 1541), 1541
     generation = {"suppress_tokens": None, "begin_suppress_tokens": None}
     assert decoding.make_search(tokenizer, generation, 1541) == Search(
         PROMPT, EOS, [*range(40, 1541)], (), NO_SPEECH

@@ -281,7 +281,7 @@ def test_a_window_that_was_sampled_is_no_context(tokenizer, monkeypatch):
         number = len(prompts)
         tokens = [TIMES.start, number, TIMES.start + 500, TIMES.start + 500]
         temperature = 0.6 if number == 3 else 0.4
-        return [decoding.Decoded("", tokens, 0.0, 1.0, temperature, 0.0)]
+        return [decoding.Hypothesis(tokens, 0.0, True, temperature=temperature)]
 
     monkeypatch.setattr(decoding, "decode", decode)
     monkeypatch.setattr(timed, "_encode", lambda model, window: (None, None))
@@ -307,7 +307,7 @@ def test_a_window_that_was_sampled_is_no_context(tokenizer, monkeypatch):
 def test_a_segment_after_the_end_of_the_recording_is_left_out(tokenizer, monkeypatch):
     said = [0, 100, 200, 250, 101, 300]  # texts between times: steps of 20 ms, in 5 s
     tokens = [each if each in (100, 101) else TIMES.start + each for each in said]
-    decoded = decoding.Decoded("", tokens, 0.0, 1.0, 0.0, 0.0)
+    decoded = decoding.Hypothesis(tokens, 0.0, True)
     monkeypatch.setattr(decoding, "decode", lambda *inputs: [decoded])
     monkeypatch.setattr(timed, "_encode", lambda model, window: (None, None))
     found = timed.transcribe(make_model(1), tokenizer, search_of(tokenizer), noise(5, 1))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from common.errors import UsageError
 from models.whisper import tokenizer as whisper_tokenizer
+from tests.peers import write_texts
 
 MORSE = [*"ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789É.,:?'-/()\"=+x@", "<SK>", "<AS>", "<HH>"]
 CORPUS = ["xin chào các bạn, tôi là sinh viên", "हांव घर वचता", "Dit is geen zin."] * 20
@@ -125,7 +126,7 @@ def three_forms(tmp_path) -> dict[str, whisper_tokenizer.WhisperTokenizer]:
 @pytest.mark.parametrize("form", ["bpe", "symbols", "full"])
 def test_transformers_reads_what_save_writes(form, tmp_path):
     tokenizer = three_forms(tmp_path)[form]
-    tokenizer.save(tmp_path)
+    write_texts(tokenizer.file_texts(), tmp_path)
     texts = [*random_texts(100), "CQ CQ DE É5ABC/P K <SK>", "don 't stop .", " ,a"]
     for cls in (
         transformers.WhisperTokenizer,
@@ -160,7 +161,7 @@ def test_transformers_reads_what_save_writes(form, tmp_path):
 def test_read_gives_back_what_save_wrote(form, drop, tmp_path):
     tokenizer = three_forms(tmp_path)[form]
     (tmp_path / "multilingual.tiktoken").unlink()
-    tokenizer.save(tmp_path)
+    write_texts(tokenizer.file_texts(), tmp_path)
     for name in drop:
         (tmp_path / name).unlink()
     again = whisper_tokenizer.read_tokenizer(
@@ -170,7 +171,7 @@ def test_read_gives_back_what_save_wrote(form, drop, tmp_path):
 
 
 def test_a_folder_that_transformers_saved(tmp_path):
-    three_forms(tmp_path)["full"].save(tmp_path)
+    write_texts(three_forms(tmp_path)["full"].file_texts(), tmp_path)
     transformers.WhisperTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
     tokenizer = whisper_tokenizer.read_tokenizer(tmp_path / "again", "vi")
     assert tokenizer.prompt == three_forms(tmp_path)["full"].prompt
@@ -179,7 +180,7 @@ def test_a_folder_that_transformers_saved(tmp_path):
 
 
 def test_added_words_of_a_foreign_tokenizer(tmp_path):
-    three_forms(tmp_path)["full"].save(tmp_path)
+    write_texts(three_forms(tmp_path)["full"].file_texts(), tmp_path)
     theirs = transformers.WhisperTokenizer.from_pretrained(tmp_path)
     theirs.add_tokens(["covid"])
     theirs.save_pretrained(tmp_path / "again")
@@ -188,7 +189,7 @@ def test_added_words_of_a_foreign_tokenizer(tmp_path):
     text = "xin covid chào"
     assert tokenizer.encode(text) == theirs(text, add_special_tokens=False).input_ids
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    tokenizer.save(tmp_path)
+    write_texts(tokenizer.file_texts(), tmp_path)
     theirs = transformers.WhisperTokenizer.from_pretrained(tmp_path)
     assert theirs(text, add_special_tokens=False).input_ids == tokenizer.encode(text)
 
@@ -213,7 +214,7 @@ def test_the_english_only_models(tmp_path, monkeypatch):
     file = tiktoken_file(tmp_path / "gpt2.tiktoken", BPE)
     tokenizer = whisper_tokenizer.read_tokenizer(file, None)
     assert tokenizer.prompt == [tokenizer.start, tokenizer.no_timestamps]
-    tokenizer.save(tmp_path)
+    write_texts(tokenizer.file_texts(), tmp_path)
     assert whisper_tokenizer.read_tokenizer(tmp_path, None).state() == tokenizer.state()
     assert (
         transformers.WhisperTokenizer.from_pretrained(tmp_path)("a").input_ids[:2]
@@ -304,7 +305,7 @@ def test_a_token_of_thousands_of_bytes_is_refused(tmp_path, no_hang):
 
 
 def test_a_tokenizer_of_another_model(tmp_path):
-    BPE.save(tmp_path)
+    write_texts(BPE.file_texts(), tmp_path)
     with pytest.raises(UsageError, match="belongs to another model"):
         whisper_tokenizer.read_tokenizer(tmp_path, "vi", vocab_size=300)
 
