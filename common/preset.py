@@ -264,10 +264,18 @@ def pick_tier(tiers: list[str], user: User) -> str:
     return [*fitting, *listed[-1:], "cpu"][0]
 
 
+def read_number(name: str, what: str) -> int:
+    """The positive number in a variable of the environment, 1 if it is not set."""
+    text = os.environ.get(name) or "1"
+    if not re.fullmatch("[1-9][0-9]*", text):
+        fail(f"{name}={text}: it must be the number of {what}, such as 2")
+    return int(text)
+
+
 def read_machines(user: User) -> tuple[Machines, list[str]]:
     """The processes by GPUS, NODES, NODE and HEAD, and the words with which one plans for all."""
-    gpus = int(os.environ.get("GPUS") or 1)
-    nodes = int(os.environ.get("NODES") or 1)
+    gpus = read_number("GPUS", "GPUs to train on")
+    nodes = read_number("NODES", "machines")
     node = os.environ.get("NODE", "")
     head = os.environ.get("HEAD", "")
     ranks = nodes * gpus

@@ -520,6 +520,8 @@ def test_machines_share_an_update_and_meet_at_the_first(gpus, ranks):
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
+        ({"GPUS": "0"}, "GPUS=0: it must be the number"),
+        ({"GPUS": "two"}, "GPUS=two: it must be the number"),
         ({"NODES": "2"}, "NODES=2 NODE=: NODE must be this machine's number, 0 to 1"),
         ({"NODES": "2", "NODE": "2"}, "NODES=2 NODE=2: NODE must be this machine's number"),
         ({"NODES": "2", "NODE": "1"}, "HEAD=: it must be the address of machine 0 and a free port"),
