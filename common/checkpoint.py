@@ -315,7 +315,13 @@ def newest(wanted: str | None, folder: Path, recipe: str) -> Saved | None:
             except Damaged as damage:
                 print(f"warning: {damage}; using the one before it", file=sys.stderr)
         return None
-    saved = read(Path(wanted), recipe)
+    advice = f"--resume auto takes the newest sound checkpoint of {folder}"
+    if os.path.isdir(wanted):
+        raise UsageError(f"--resume {wanted}: it is a folder; name a file in it, or {advice}")
+    try:
+        saved = read(Path(wanted), recipe)
+    except Damaged as damage:
+        raise UsageError(f"{damage}; {advice}") from None
     if continues(wanted, folder) and others and step_of(others[0]) > saved.progress.step:
         raise UsageError(
             f"--resume {wanted}: {others[0]} is newer, and the run would replace it; give another"
@@ -393,6 +399,8 @@ def save_weights(
 def _opened(path: Path, flag: str) -> Iterator[tuple]:
     """A `.safetensors` that a run saved, and its header. Raises `UsageError`."""
     files.require_file(path, flag)
+    if path.suffix != ".safetensors":
+        raise UsageError(f"{flag} {path}: name best.safetensors of the run")
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
