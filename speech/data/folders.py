@@ -145,6 +145,8 @@ def _made(folder: Path) -> tuple[dict | None, dict[str, tuple[int, str]]]:
     try:
         content = files.read_json(folder / MADE_FROM, "")
         written = {name: (size, digest) for name, (size, digest) in content["files"].items()}
+        # Earlier versions noted empty folders, too, with a size of -1.
+        written = {name: noted for name, noted in written.items() if noted[0] >= 0}
         return dict(content["made_from"]), written
     except (UsageError, KeyError, TypeError, ValueError, AttributeError):
         return None, {}

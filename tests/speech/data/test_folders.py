@@ -1,6 +1,7 @@
 """Folders are written aside and renamed: a failure leaves the old one, and what others put there is
 never replaced."""
 
+import json
 import errno
 import subprocess
 import sys
@@ -84,6 +85,10 @@ def test_a_folder_says_what_it_was_made_from(tmp_path):
     assert folders.read_made_from(folder) is None
     folders.write_folder(folder, fill("1"), made_from)
     (folder / "notes.txt").touch()  # a file more does no harm
+    assert folders.read_made_from(folder) == made_from
+    noted = json.loads((folder / folders.MADE_FROM).read_text(encoding="utf-8"))
+    noted["files"]["empty"] = [-1, ""]  # a folder, as earlier versions noted it
+    (folder / folders.MADE_FROM).write_text(json.dumps(noted), encoding="utf-8")
     assert folders.read_made_from(folder) == made_from
     (folder / "a").write_text("longer")
     assert folders.read_made_from(folder) is None
