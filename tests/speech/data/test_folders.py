@@ -1,8 +1,8 @@
 """Folders are written aside and renamed: a failure leaves the old one, and what others put there is
 never replaced."""
 
-import json
 import errno
+import json
 import subprocess
 import sys
 from pathlib import Path
