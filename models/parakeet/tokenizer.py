@@ -131,6 +131,8 @@ class _TokenizerJson:
     def _read(self, content) -> None:
         model = content["model"]
         self.is_bpe = model["type"] == "BPE"
+        if model.get("dropout"):
+            raise _refused("its tokenizer.json has dropout: a text would have other ids each time")
         defaults = {"special": False, "normalized": False}
         added = [{**defaults, **token} for token in content.get("added_tokens") or []]
         self._read_pieces(model, added)

@@ -232,6 +232,7 @@ HOSTILE = {
     "surrogate": lambda c: c["model"]["vocab"].update({"\ud800": c["model"]["vocab"].pop("h")}),
     "absent piece": lambda c: c["model"]["merges"].append(["xyz", "a"]),
     "merge": lambda c: c["model"]["merges"].append(7),
+    "dropout": lambda c: c["model"].update(dropout=0.5),
     "no unknown": lambda c: c["model"].update(unk_token="<none>"),
     "word piece": lambda c: c["model"].update(type="WordPiece"),
     "two ids": lambda c: c["added_tokens"].append({"id": 3, "content": "<unk>"}),
