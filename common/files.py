@@ -64,6 +64,11 @@ def read_json(path: str | Path, name: str = "") -> dict:
     return content
 
 
+def json_text(content) -> str:
+    """What a JSON file that people may read holds."""
+    return json.dumps(content, ensure_ascii=False, indent=1) + "\n"
+
+
 def require_output(
     path: str | Path,
     flag: str,

@@ -15,7 +15,6 @@ that a command line has trained is a run, too: it can be looked at and stopped."
 import contextlib
 import functools
 import itertools
-import json
 import os
 import re
 import shutil
@@ -146,9 +145,8 @@ def _write(run: Run, queued: float = 0.0) -> None:
     """Writes run.json. `queued`: when the run has begun to wait for its device."""
     names = ("settings", "words", "created", "device")
     content = {**{name: getattr(run, name) for name in names}, "queued": queued}
-    text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
     with writing(run.folder, "--runs"):
-        files.write_text(run.folder / launch.RUN, text)
+        files.write_text(run.folder / launch.RUN, files.json_text(content))
 
 
 # --- start and stop -------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ samples."""
 
 import copy
 import functools
-import json
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from common import files
 from common.errors import require
 from models import card, model_files
 from models.matcha import alignment, decoding
@@ -170,7 +170,7 @@ def write_graph(path: Path, graph: nn.Module, voice: Voice) -> None:
 def fill(folder: Path, voice: Voice) -> None:
     """Writes the files of an export in `folder`."""
     write_graph(folder / NAME, Graph(voice), voice)
-    settings = json.dumps(settings_of(voice), ensure_ascii=False, indent=1) + "\n"
+    settings = files.json_text(settings_of(voice))
     (folder / f"{NAME}.json").write_text(settings, encoding="utf-8")
     (folder / "tokens.txt").write_text(token_lines(voice), encoding="utf-8")
 

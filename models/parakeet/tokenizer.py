@@ -26,6 +26,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from common import files
 from common.errors import UsageError, first_line, require
 from common.records import mismatch
 from speech.writing.text import SentencePieceTokenizer, sentencepiece_messages
@@ -49,8 +50,8 @@ OUTER_SPACES = rf"\A +|[ {SPACE}]+\z"
 DAMAGED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
-def _are_files(files) -> bool:
-    return set(files) <= set(FILES) and all(isinstance(text, str) for text in files.values())
+def _are_files(texts) -> bool:
+    return set(texts) <= set(FILES) and all(isinstance(text, str) for text in texts.values())
 
 
 STATE = {"sentencepiece?": str, "json?": str, "files?": _are_files}  # a schema of `mismatch`
@@ -251,7 +252,7 @@ def add_pieces(state: dict, added: Iterable[str]) -> dict:
             )
     model, content = _open(state)
     if model is None:
-        return {"json": _text(_with_symbols(content, added))}
+        return {"json": files.json_text(_with_symbols(content, added))}
     proto = sentencepiece_messages().ModelProto.FromString(model.model)
     for piece in added:
         proto.pieces.add(piece=piece, type=USER_DEFINED, score=0.0)
@@ -275,20 +276,16 @@ def hf_files(state: dict) -> dict[str, str]:
         "unk_token": names[backend.unknown],
         "pad_token": PAD if PAD in names else BLANK,
     }
-    result = {"tokenizer.json": "", "tokenizer_config.json": _text(config)}
+    result = {"tokenizer.json": "", "tokenizer_config.json": files.json_text(config)}
     if content is None:
-        result["tokenizer.json"] = _text(_to_json(model))
+        result["tokenizer.json"] = files.json_text(_to_json(model))
     elif content.ids.get(BLANK) == len(names):
         result["tokenizer.json"] = state["json"]
         result.update(state.get("files", {}))
     else:
         added = [*content.added, _added(len(names), BLANK)]
-        result["tokenizer.json"] = _text({**content.content, "added_tokens": added})
+        result["tokenizer.json"] = files.json_text({**content.content, "added_tokens": added})
     return result
-
-
-def _text(content: dict) -> str:
-    return json.dumps(content, ensure_ascii=False, indent=1) + "\n"
 
 
 def _open(state: dict) -> tuple[SentencePieceTokenizer | None, _TokenizerJson | None]:

@@ -3,7 +3,6 @@ written, and omniASR's fairseq2 files."""
 
 import contextlib
 import functools
-import json
 import os
 import re
 import warnings
@@ -405,10 +404,7 @@ def export(
         "preprocessor_config.json": _waveform_settings(config),
         **_tokenizer_files(make_tokenizer(tokenizer, config["vocabulary"])),
     }
-    texts = {
-        name: json.dumps(content, ensure_ascii=False, indent=1) + "\n"
-        for name, content in contents.items()
-    }
+    texts = {name: files.json_text(content) for name, content in contents.items()}
     fill = functools.partial(model_files.save_tensors, tensors)
     return model_files.write_export(folder, fill, texts | card)
 

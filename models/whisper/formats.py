@@ -2,7 +2,6 @@
 and exports."""
 
 import functools
-import json
 import math
 import os
 from collections.abc import Iterable
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from common import checkpoint, records
+from common import checkpoint, files, records
 from common.errors import UsageError
 from models import model_files
 from models.whisper.model import FRAME, HOP, N_FFT, Whisper
@@ -272,10 +271,7 @@ def export(
         "generation_config.json": generation,
         "preprocessor_config.json": feature_settings(config),
     }
-    texts = {
-        name: json.dumps(content, ensure_ascii=False, indent=1) + "\n"
-        for name, content in contents.items()
-    }
+    texts = {name: files.json_text(content) for name, content in contents.items()}
     fill = functools.partial(_write_weights, tensors, config)
     return model_files.write_export(folder, fill, texts | tokenizer.file_texts() | (card or {}))
 

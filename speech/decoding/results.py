@@ -140,7 +140,7 @@ def write_results(how: DecodingOptions, results: dict) -> None:
     several "languages" (`metrics.rates_by`), and, if a model was "compared_to", its rates as
     "before"; of translations "chrf" and "chrf_before"; "watched" sets (`Watched.by_step`); a
     "warning". Raises `RunError`."""
-    write_report(how, "results.json", json.dumps(results, ensure_ascii=False, indent=1) + "\n")
+    write_report(how, "results.json", files.json_text(results))
 
 
 def read_results(log_dir: Path) -> dict:
@@ -162,7 +162,7 @@ def results_of(log_dir: Path, weights: Path | None, are_new: bool) -> dict | Non
     file = {"file": str(weights.resolve()), "bytes": state.st_size, "time": state.st_mtime}
     if are_new:
         results["weights"] = file
-        files.write_text(path, json.dumps(results, ensure_ascii=False, indent=1) + "\n")
+        files.write_text(path, files.json_text(results))
     return results if results.get("weights") == file else None
 
 
