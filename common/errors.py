@@ -5,6 +5,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 
 
@@ -130,6 +131,23 @@ def end_job(status: int | str, parent: int) -> None:
 
 def _stop(number: int, frame) -> None:
     raise Stopped(f"stopped by {signal.Signals(number).name}", 128 + number)
+
+
+@contextlib.contextmanager
+def signals_afterwards() -> Iterator[None]:
+    """Handles SIGINT, SIGTERM and SIGHUP after what is inside, which they do not interrupt."""
+    caught = []
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            before[number] = signal.signal(number, lambda number, frame: caught.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for number in caught:
+        signal.raise_signal(number)
 
 
 def _run(main: Callable, *args) -> int | str:

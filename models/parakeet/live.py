@@ -16,13 +16,19 @@ import numpy as np
 import torch
 
 from common.device import Setup
-from common.errors import DataError, Failure, Stopped, UsageError, writing
+from common.errors import (
+    DataError,
+    Failure,
+    Stopped,
+    UsageError,
+    signals_afterwards,
+    writing,
+)
 from common.layers import finite_layers
 from models.parakeet import decoding
 from models.parakeet.model import Parakeet
 from models.parakeet.streaming import Stream
 from models.parakeet.tokenizer import ParakeetTokenizer
-from speech.data.demo import signals_afterwards
 from speech.decoding import recogniser, timed, transcripts
 from speech.decoding.timed import Token
 from speech.signal import audio

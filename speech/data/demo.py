@@ -2,20 +2,16 @@
 (GPL-3, through the PyPI package espeakng-loader): it shows that training works, not what error
 rates on real speech will be."""
 
-import contextlib
 import ctypes
 import functools
 import json
 import os
-import signal
-import threading
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from common.errors import RunError, require
+from common.errors import RunError, require, signals_afterwards
 from speech.data.folders import read_made_from, write_folder
 from speech.signal import augment
 from speech.signal.audio import write_wav
@@ -74,24 +70,6 @@ class Manner:
 USUAL = Manner()
 
 
-@contextlib.contextmanager
-def signals_afterwards() -> Iterator[None]:
-    """Handles SIGINT, SIGTERM and SIGHUP after what is inside. ctypes drops the exception that a
-    handler raises while the library calls back, and the program would run on."""
-    caught = []
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            before[number] = signal.signal(number, lambda number, frame: caught.append(number))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    for number in caught:
-        signal.raise_signal(number)
-
-
 class Espeak:
     """espeak-ng's library through ctypes. The library has one global state, so use `espeak()`."""
 
@@ -135,6 +113,7 @@ class Espeak:
         self.library.espeak_SetParameter(self.PITCH, pitch, 0)
         self.pieces.clear()
         data = text.encode() + b"\0"
+        # ctypes drops what a handler raises while the library calls back: the program would run on.
         with signals_afterwards():
             failed = self.library.espeak_Synth(
                 data, len(data), 0, self.CHARACTERS, 0, self.UTF8, None, None

@@ -1,8 +1,10 @@
 """How a program ends: failures are one line and an exit status, bugs keep their traceback."""
 
+import ctypes
 import fcntl
 import os
 import pty
+import signal
 import struct
 import subprocess
 import sys
@@ -122,3 +124,17 @@ def test_names_do_not_command_the_terminal_and_piped_data_stay():
     done = program(body)
     assert done.stderr == "error: \\x1b[2Jx\n"
     assert done.stdout == "a\x1b]0;b\x07\u202ec\n\td\n"  # text mode reads \r as a new line
+
+
+def test_a_signal_while_a_library_calls_back_is_not_lost():
+    def stop(number: int, frame) -> None:
+        raise KeyError("stopped")
+
+    callback = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: os.kill(os.getpid(), signal.SIGTERM) or 0)
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with pytest.raises(KeyError, match="stopped"), errors.signals_afterwards():
+            callback()
+        assert signal.getsignal(signal.SIGTERM) is stop
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,10 +1,7 @@
 """The demo corpus: deterministic, with disjoint splits, and unknown voices raise."""
 
-import ctypes
 import json
-import os
 import re
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -179,17 +176,3 @@ def test_another_manner(recorder, tmp_path, capsys):
     assert len(recorder.calls) == 16 and capsys.readouterr().out == ""  # it is not made again
     demo.speech_corpus(*given)
     assert len(recorder.calls) == 32
-
-
-def test_a_signal_while_a_library_calls_back_is_not_lost():
-    def stop(number: int, frame) -> None:
-        raise KeyError("stopped")
-
-    callback = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: os.kill(os.getpid(), signal.SIGTERM) or 0)
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        with pytest.raises(KeyError, match="stopped"), demo.signals_afterwards():
-            callback()
-        assert signal.getsignal(signal.SIGTERM) is stop
-    finally:
-        signal.signal(signal.SIGTERM, before)
