@@ -41,7 +41,6 @@ HISTORY = "history.jsonl"
 VOICES = "voices"  # the folder there for uploaded reference clips
 KINDS = ("reference", "resynthesis", "synthesis")  # of clips of a held-out sentence
 UNITS = ("words", "characters")
-LONGEST_TEXT = 5_000  # characters that are spoken at once
 HISTORY_BYTES = 1 << 20  # that are read of a history
 SEARCHED = 2_000  # rows of a manifest that voices are looked for in
 PER_SPEAKER = 3  # clips of a speaker to choose from

@@ -45,6 +45,13 @@ def begin(args, name: str) -> Run:
     return Run(setup, resumed, initial, is_planned=True, card=card)
 
 
+def verify(args, model: torch.nn.Module, needs=None) -> int:
+    """`preflight.verify`, which only --verify_gpu needs."""
+    from common.parts import preflight
+
+    return preflight.verify(args, model, needs)
+
+
 def step(model: torch.nn.Module, task: Task, setup: Setup, batches: list[dict]) -> None:
     """The step that is planned: forward and backward of micro-batches."""
     outcome = run_global_batch(
@@ -95,10 +102,8 @@ def plan(
     `evaluate` on tensors without values. Prints the answer and returns the exit status. Raises
     `DataError` and `RunError`."""
     card = run.card
-    if args.verify_gpu:
-        from common.parts import preflight
     if card is None:
-        return preflight.verify(args, model)
+        return verify(args, model)
     ranks = card.count
     setup = Setup(dtype=device.pick_dtype(args.mixed_precision, card.capability)[0])
     has_adapters = checkpoint.partial_of(model) is not None
@@ -131,7 +136,7 @@ def plan(
         adapt=adapt if task.plans.adapters and not has_adapters else None,
     )
     if args.verify_gpu:
-        return preflight.verify(args, model, lambda: planned.needs(args, card))
+        return verify(args, model, lambda: planned.needs(args, card))
     try:
         return planned.answer(args, card, str(setup.dtype or torch.float32))
     except dry_run.CannotPlan as reason:

@@ -13,6 +13,7 @@ from webui.tabs.events import on
 from webui.tabs.shared import HTML, Shared, with_own_names
 from webui.trials import GPU, Model, Utterance
 
+LONGEST_TEXT = 5_000  # characters that are spoken at once
 NOTHING = "nothing was recognised"
 NO_EVALUATION = "<p>This run has no results of an evaluation set yet.</p>"
 SHOWN = 10  # utterances of a table
@@ -126,7 +127,7 @@ def _transcribe(
 
 def _speaking(context: Context, choice: Choice) -> list:
     """The controls of speech synthesis. Returns those of what a model can use and has said."""
-    text = gr.Textbox(label="Text", lines=3, max_length=trials.LONGEST_TEXT)
+    text = gr.Textbox(label="Text", lines=3, max_length=LONGEST_TEXT)
     with gr.Row():
         upload = gr.Audio(label="Reference clip of the voice", **SOUND)
         clip = gr.Dropdown(
