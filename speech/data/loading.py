@@ -35,7 +35,7 @@ MOST_CHARACTERS = 10_000  # of a text; FASTEST_SPEECH per second if --max_durati
 
 class Rows:
     """The rows of the manifests `paths`, with numbers of lines `before` each, while they are
-    checked. `keep` (N,) marks what is not rejected, `file_of` (N,) is each row's file in `files`."""
+    checked. `keep` (N,) marks what is not rejected, `file_of` (N,) is a row's file in `files`."""
 
     def __init__(self, paths: list[str], before: list[int], corpus: Corpus, rejected: Rejections):
         codes = Codes(corpus.paths)

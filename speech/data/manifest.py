@@ -474,10 +474,11 @@ class Gathered:
         self.channel = array("q")
         self.drafted = array("b")
         self.line = array("q")
+        self._appends = [getattr(self, name).append for name in Fields._fields]
 
     def append(self, fields: Fields, line: int) -> None:
-        for name, value in zip(Fields._fields, fields, strict=True):
-            getattr(self, name).append(value)
+        for append, value in zip(self._appends, fields, strict=True):
+            append(value)
         self.line.append(line)
 
 

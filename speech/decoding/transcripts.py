@@ -72,7 +72,8 @@ def output_of(output: str, form: str | None, paths: list[str] | None) -> Output:
             return Output(table=Path(output))
         if paths is None and suffix_of(output) not in subtitles.FORMATS:
             raise UsageError(
-                f"--output {output}: a stream is written as .jsonl, .srt or .vtt; leave --stream out"
+                f"--output {output}: a stream is written as .jsonl, .srt or .vtt; leave"
+                " --stream out"
             )
         if paths is None:
             return Output(files={Path(): Path(output)})

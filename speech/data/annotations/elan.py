@@ -55,7 +55,7 @@ class Segment(NamedTuple):
 
 @dataclass
 class Raw:
-    """A tier as it is written, and the times of `timed` in seconds, NaN where they are not clear."""
+    """A tier as it is written, and the seconds of `timed`, NaN where they are not clear."""
 
     tier: Tier
     timed: list[Timed] = field(default_factory=list)
