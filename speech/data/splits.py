@@ -335,7 +335,8 @@ def stand_in(
     if seconds > LONGEST_STAND_IN:
         raise UsageError(
             "a plan without data is for utterances of --max_duration, up to"
-            f" {LONGEST_STAND_IN:g} s: give --train_manifest, or the length of your longest utterance"
+            f" {LONGEST_STAND_IN:g} s: give --train_manifest, or the length of your longest"
+            " utterance"
         )
     print(f"no data are given: planned for the longest utterances that are taken, {seconds:.1f} s")
     words = [first + vowel + last for first in "bdfg" for vowel in "aeio" for last in "lmnr"]
