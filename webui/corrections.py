@@ -128,11 +128,9 @@ def _change(rows: list[dict], change: dict) -> dict:
     start = places[numbers[0]]
     old = rows[start : start + len(numbers)]
     texts = [{" ".join(text.split()) for text in known} for known in change["known"]]
-    sent = {" ".join(str(row.get("text", "")).split()) for row in change["rows"]}
     is_known = [row["number"] for row in old] == numbers and len(texts) == len(old)
     if is_known and any("text" in row for row in change["rows"]):
-        pairs = zip(map(text_in, old), texts, strict=True)
-        is_known = all(text in known or text in sent for text, known in pairs)
+        is_known = all(text_in(row) in known for row, known in zip(old, texts, strict=True))
     if not is_known:
         return {"rows": old, "refused": True}
     new = [_edited(old[0], row) for row in change["rows"]]

@@ -4,13 +4,15 @@
 //
 // `kept` has what was typed and is not saved yet: {number: {known, fields}}, also in this browser's
 // store, so that it outlives the tab, the browser and the server. `known`: the texts that may be
-// saved for that row now. Without an address nothing is ever sent, and the store is all there is.
+// saved for that row now: the one that was, and what was typed since, which another tab may find in
+// the store and save. Without an address nothing is ever sent, and the store is all there is.
 const data = JSON.parse(document.getElementById("data").textContent);
 const rows = data.rows;
 for (const row of rows) row.original = row.saved = row.text;
 const STORE = `texts ${data.key} `;
 const MARGIN = 1; // seconds that are heard and seen around a text
 const DELAY = 200; // milliseconds from a key until it is sent
+const KNOWN = 50; // texts of a row that are kept as known, at most
 const $ = (id) => document.getElementById(id);
 const kept = {};
 const refused = new Set(); // numbers of rows that somebody else has changed
@@ -59,6 +61,8 @@ function recall() {
 
 function change(row, fields) {
   const entry = kept[row.number] ??= { known: [row.saved], fields: {} };
+  if ("text" in fields) entry.known.push(fields.text);
+  entry.known.splice(1, entry.known.length - KNOWN);
   Object.assign(entry.fields, fields);
   Object.assign(row, fields);
   store(row.number);
@@ -80,13 +84,11 @@ async function post(changes) {
 async function sendOnce() {
   const numbers = Object.keys(kept).map(Number).filter((each) => !refused.has(each));
   if (!data.address || !numbers.length) return;
-  const sent = numbers.map((number) => JSON.stringify(kept[number].fields));
+  const sent = numbers.map((number) => ({ ...kept[number].fields }));
   const changes = numbers.map((number) => {
     const { known, fields } = kept[number];
-    const before = [...known];
-    if ("text" in fields && !known.includes(fields.text)) known.push(fields.text);
-    store(number);
-    return { numbers: [number], known: [before], rows: [fields] };
+    store(number); // another tab that has saved it has taken it out
+    return { numbers: [number], known: [known], rows: [fields] };
   });
   const answers = await post(changes);
   answers.forEach((answer, place) => {
@@ -97,8 +99,9 @@ async function sendOnce() {
       return;
     }
     row.saved = answer.rows[0].text;
-    if (sent[place] === JSON.stringify(kept[number].fields)) delete kept[number];
-    else kept[number].known = [row.saved];
+    const { known, fields } = kept[number];
+    if (JSON.stringify(sent[place]) === JSON.stringify(fields)) delete kept[number];
+    else kept[number].known = [row.saved, ...known.slice(known.lastIndexOf(sent[place].text) + 1)];
     store(number);
   });
 }

@@ -308,6 +308,25 @@ def test_nothing_that_is_typed_is_lost(tabs, here, wav, tmp_path):
 
 
 @pytest.mark.browser
+def test_a_second_tab_saves_what_the_first_one_types(tabs, here, wav, tmp_path):
+    """It finds the text in the browser's store; whoever types on in the first tab is not asked."""
+    address = f"editor?table={upload(here, wav, tmp_path)}"
+    with started(tmp_path) as server:
+        first = tabs(server.address)
+        first.goto(server.address.split("?")[0] + address)
+        first.evaluate("timer = 1")  # it has not sent yet what is typed
+        box = first.get_by_label("Text", exact=True).nth(0)
+        box.fill("half")
+        second = tabs(first.url)
+        wait_for_text(here, 0, "half")
+        second.get_by_text("all is saved").wait_for()
+        first.evaluate("timer = 0")
+        box.fill("half of this")
+        wait_for_text(here, 0, "half of this")
+        first.get_by_text("all is saved").wait_for()
+
+
+@pytest.mark.browser
 def test_an_hour_of_texts(tabs, here, wav, tmp_path):
     """The keys, the marks, the search; pieces are moved, split and joined."""
     address = f"editor?table={upload(here, wav, tmp_path)}"
