@@ -127,7 +127,7 @@ def add_arguments(parser) -> None:
     splits.add_arguments(parser)
     replay.add_arguments(parser)
     watching.add_arguments(parser)
-    recogniser.add_arguments(parser, ("greedy", "beam"), "greedy", BEAM_SIZE)
+    recogniser.add_arguments(parser, ("greedy", "beam"), "beam", BEAM_SIZE)
     own = options.add_record(parser, "Vietnamese", Flags)
     packs.add_arguments(parser, own)
     comparing.add_arguments(parser, own)
