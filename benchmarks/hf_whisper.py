@@ -78,7 +78,8 @@ def main() -> None:
             optimizer.step()
             spent += time.process_time() - started
             updates += 1
-            print(f"{spent / 60:.1f} minutes, {updates} updates, loss {loss.item():.3f}", flush=True)
+            line = f"{spent / 60:.1f} minutes, {updates} updates, loss {loss.item():.3f}"
+            print(line, flush=True)
             if spent >= limit:
                 break
     model.generation_config.language = args.language
