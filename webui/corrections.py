@@ -155,8 +155,8 @@ def _edited(row: dict, change: dict) -> dict:
 
 
 def text_in(row: dict) -> str:
-    """The text of a row of a corrected table, also if it is left out."""
-    return row.get("left_out", row["text"])
+    """The text of a row of a corrected table, also if it is left out, with single spaces."""
+    return " ".join(row.get("left_out", row["text"]).split())
 
 
 def _rows(path: Path, table: Table, rejected: Rejections):

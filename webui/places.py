@@ -113,9 +113,10 @@ class Places:
     def table(self, path: str | Path) -> Path:
         """`file`, or a pattern of files of annotations that are all inside."""
         real = self.inside(path)
-        for each in files_of(real):
+        files = files_of(real)
+        for each in files:
             self.file(each)
-        return real if glob.has_magic(str(real)) and not real.exists() else self.file(real)
+        return real if files and files != [real] else self.file(real)
 
     def _drafts(self) -> Iterator[Path]:
         """The transcripts in folders of runs, and what is corrected of them."""

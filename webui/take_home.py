@@ -3,18 +3,21 @@ each recording, under the name that the recording has for its owner."""
 
 import csv
 import io
+import itertools
 import os
+import re
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 from common.errors import Failure, UsageError
 from speech.data.annotations import adding, elan, writing
-from speech.data.annotations.document import OWN_TIER, UTTERANCES
+from speech.data.annotations.document import UTTERANCES
 from speech.data.annotations.rows import audio_of, files_of
 from speech.data.headers import probe
 from webui import corrections
 from webui.corrections import Table
-from webui.places import Places
+from webui.places import CORRECTED, Places
 
 FORMS = (".eaf", ".TextGrid", ".srt", ".csv")
 COLUMNS = ("file", "begin", "end", "speaker", "text", "edited")
@@ -27,7 +30,8 @@ def taken(places: Places, table: Table, form: str) -> tuple[str, bytes]:
     if form not in FORMS:
         raise UsageError(f"the forms are {', '.join(FORMS)}")
     rows, _ = corrections.texts_of(table, places)
-    if form == ".eaf" and (copies := _copies(places, table, rows)):
+    source = _source(table.path)
+    if form == ".eaf" and (copies := _copies(places, source, rows)):
         return _packed(copies, form)
     tapes: dict[Path, list[dict]] = {}
     for row in rows:
@@ -40,15 +44,16 @@ def taken(places: Places, table: Table, form: str) -> tuple[str, bytes]:
         for row in part:
             row["end"] = lengths[path] if row["end"] is None else row["end"]
     if form == ".csv":
-        table_name = Path(places.own_name(table.path).replace("*", "all")).stem
+        table_name = Path(places.own_name(source).replace("*", "all")).stem
         return f"{table_name}.csv", _csv({names[path]: part for path, part in timed.items()})
     files = {}
     for path, part in timed.items():
         own = Path(names[path])
-        audio = path if own.name == path.name else own  # an upload lies beside its file at home
+        is_upload = places.own_name(path) != path.name
+        audio = own if is_upload else path  # an upload lies beside its file at home
         target = audio.with_suffix(form)
         text = writing.content(target, part, audio, lengths[path])
-        files[own.with_suffix(form).name] = text.encode("utf-8", "replace")
+        files[str(own.with_suffix(form))] = text.encode("utf-8", "replace")
     return _packed(files, form)
 
 
@@ -63,41 +68,59 @@ def _packed(files: dict[str, bytes], form: str) -> tuple[str, bytes]:
     return f"texts{form}.zip", content.getvalue()
 
 
-def _copies(places: Places, table: Table, rows: list[dict]) -> dict[str, bytes]:
-    """Copies of the .eaf that a table consists of, by their owner's names, with the texts in tiers
-    beside all others. Nothing for other tables, nor for files that `writing` made: they have the
-    texts in tiers of such names, and are written anew."""
+def _source(path: Path) -> Path:
+    """The .eaf, or the pattern of such, that somebody corrected in this table; else the table."""
+    if made := re.fullmatch(rf"(.+\.eaf)(\..+)?\.{re.escape(CORRECTED)}", path.name, re.IGNORECASE):
+        single = path.with_name(made[1])
+        if single.is_file():
+            return single
+        if single.name == "all.eaf":
+            return path.with_name("*.eaf")
+    return path
+
+
+def _copies(places: Places, source: Path, rows: list[dict]) -> dict[str, bytes]:
+    """Copies of the .eaf that a table was made of, by their owner's names, with the texts in tiers
+    beside all others. Nothing for other tables, nor for files that have no tiers but those of
+    `writing`: they are written anew."""
     copies = {}
-    for path in files_of(table.path):
+    has_others = False
+    for path in files_of(source):
         own = places.own_name(path)  # another one in each file of a folder
         part = [_timed(row) for row in rows if row.get("from", own) == own]
         if path.suffix.lower() != ".eaf" or not part:
             continue
         document = elan.read(path)
-        if any(OWN_TIER.fullmatch(tier.name) for tier in document.tiers):
-            return {}
+        has_others |= any(tier.kind not in writing.TYPES for tier in document.tiers)
         _, origin = audio_of(path, document.media)
         for row in part:
             row["start"] -= origin
             row["end"] -= origin
         tracks = [track for track in writing.tracks_of(part) if track.kind == UTTERANCES]
         copies[own] = adding.with_tiers(path.read_bytes(), path, path, (), tracks)
-    return copies
+    return copies if has_others else {}
 
 
 def _names(places: Places, paths) -> dict[Path, str]:
-    """The recordings' own names; a number is added where several have one."""
+    """The recordings' own names, with their folders where several have one name; a number is added
+    where that is not enough."""
+    owned = {path: Path(places.own_name(path)) for path in paths}
+    counts = Counter(own.stem.casefold() for own in owned.values())
     names: dict[Path, str] = {}
-    stems = set()
-    for path in paths:
-        own = Path(places.own_name(path))
-        stem, number = own.stem, 1
-        while stem.casefold() in stems:
-            number += 1
-            stem = f"{own.stem}-{number}"
-        stems.add(stem.casefold())
-        names[path] = own.with_stem(stem).name if number > 1 else own.name
+    taken = set()
+    for path, own in owned.items():
+        if counts[own.stem.casefold()] > 1 and own.name == path.name:
+            own = Path(places.name(path))
+        numbered = (own.with_stem(f"{own.stem}-{number}") for number in itertools.count(2))
+        free = (each for each in itertools.chain([own], numbered) if _key(each) not in taken)
+        names[path] = str(found := next(free))
+        taken.add(_key(found))
     return names
+
+
+def _key(name: Path) -> str:
+    """A name without its suffix, as systems compare it that take no heed of capitals."""
+    return str(name.with_suffix("")).casefold()
 
 
 def _timed(row: dict) -> dict:

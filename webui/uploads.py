@@ -28,7 +28,7 @@ START = 1 << 16  # bytes of a file that tell its kind
 @dataclass(frozen=True)
 class Sorted:
     """Dropped files by name: tables, files of annotations, and for all others the names of their
-    copies: "0001.wav" or, for what is not audio, ""."""
+    copies: "upload-0001.wav" or, for what is not audio, ""."""
 
     tables: dict[str, Path] = field(default_factory=dict)
     annotations: dict[str, Path] = field(default_factory=dict)
@@ -97,7 +97,8 @@ def _sort(folder: Path, dropped: list[tuple[Path, str]], rejected: Rejections) -
     for number, (name, file) in enumerate(by_name.items(), 1):
         suffix = audio_suffix(file)
         if suffix:
-            found.copies[name] = f"{number:04}{suffix}"
+            # Recorders call files 0001.wav, and an .eaf names its recording.
+            found.copies[name] = f"upload-{number:04}{suffix}"
             found.names[found.copies[name]] = name
             shutil.copyfile(file, folder / found.copies[name])
         elif Path(name).suffix.lower() in TABLE_SUFFIXES:

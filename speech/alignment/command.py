@@ -297,7 +297,10 @@ def _write(request: Request, utterances: list[dict], left_out: list[dict]) -> No
         print(f"{told} {place}; {rest}")
         return
     try:
-        files.write_text(request.page, page.review(utterances, request.manifest.name))
+        text = page.review(utterances, request.manifest.name)
+        if request.page.is_file() and request.page.read_text(encoding="utf-8") != text:
+            transcripts.keep_earlier(request.page)  # a browser has what is typed there
+        files.write_text(request.page, text)
     except OSError as error:
         raise RunError(f"--output {request.page}: {error.strerror}") from None
     print(f"{told} {request.manifest}; {rest}; listen to them in {request.page}")

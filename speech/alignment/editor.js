@@ -49,13 +49,19 @@ function store(number) {
 }
 
 function recall() {
-  for (let at = 0; at < localStorage.length; at += 1) {
-    const name = localStorage.key(at);
+  for (const name of Object.keys(localStorage).filter((each) => each.startsWith(STORE))) {
     const number = Number(name.slice(STORE.length));
     const row = rows.find((each) => each.number === number);
-    if (!name.startsWith(STORE) || !row) continue;
-    kept[number] = JSON.parse(localStorage.getItem(name));
-    Object.assign(row, kept[number].fields);
+    const entry = JSON.parse(localStorage.getItem(name));
+    if (row) {
+      kept[number] = entry;
+      Object.assign(row, entry.fields);
+    } else if (entry.fields.text) { // of a text that was split or joined elsewhere
+      const said = make("div", `This was typed, and its text was split or joined elsewhere: `
+        + `${entry.fields.text} `, document.body, { className: "theirs" });
+      button("Forget it", said, () => { localStorage.removeItem(name); said.remove(); });
+      $("list").before(said);
+    }
   }
 }
 
@@ -389,7 +395,9 @@ async function put(old, parts) {
     document.body.append($("tools"));
     now = null;
     draw();
+    refused.clear(); // what they asked is asked again
     goTo(made[0]);
+    send();
   } catch (error) { warn(`Not split or joined: ${error.message}`); }
 }
 

@@ -86,8 +86,7 @@ def is_asked(paths: Iterable[str]) -> bool:
 
 def plan(paths: list[str], output: str | None, form: str | None, choice: Choice) -> Plan:
     """What --transcribe asks for; names unusable files. Raises `UsageError` and `DataError`."""
-    sources = [source for path in paths for source in rows.files_of(Path(path))]
-    targets = targets_of(sources, output, form)
+    targets = targets_of(sources_of(paths), output, form)
     copies = []
     failed = 0
     for source, target in targets.items():
@@ -103,20 +102,32 @@ def plan(paths: list[str], output: str | None, form: str | None, choice: Choice)
     return Plan(copies, failed)
 
 
-def targets_of(sources: list[Path], output: str | None, form: str | None) -> dict[Path, Path]:
+def sources_of(paths: list[str]) -> dict[Path, Path]:
+    """The files that are named, and their names below the folder that a pattern begins with."""
+    named = {}
+    for path in paths:
+        folder = Path(path).parent
+        while not folder.is_dir():
+            folder = folder.parent
+        sources = rows.files_of(Path(path))
+        named |= {source: source.relative_to(folder) for source in sources}
+    return named
+
+
+def targets_of(sources: dict[Path, Path], output: str | None, form: str | None) -> dict[Path, Path]:
     """The copy of each file, which does not exist. Raises `UsageError`."""
     shown = f"--output {output}: " if output else "--output: "
     if output is None or (form or "eaf") != "eaf":
         raise UsageError(f"{shown}of .eaf, copies are written; name a folder for them")
     if form or transcripts.is_folder(output) or not Path(output).suffix:
         folder = transcripts.folder_of(output, "eaf")
-        named = ((source, source.name) for source in sources)
-        targets = transcripts.in_folder(folder, "eaf", named)
-        transcripts.make_folder(folder)
+        targets = transcripts.in_folder(folder, "eaf", sources.items())
+        for target in targets.values():
+            transcripts.make_folder(target.parent)
     elif Path(output).suffix.lower() != SUFFIX or len(sources) > 1:
         raise UsageError(f"{shown}of {len(sources)} .eaf, copies are written; name a folder")
     else:
-        targets = {sources[0]: Path(output)}
+        targets = dict.fromkeys(sources, Path(output))
     for target in targets.values():
         require_output(target, "--output", sources)
     return targets

@@ -160,12 +160,14 @@ def show(rows: Iterable[dict], with_names: bool, with_times: bool) -> int:
 
 
 def keep_earlier(path: Path, new: Path | None = None) -> None:
-    """Renames transcripts at `path`, which may be corrected, unless `new` equals them."""
+    """Renames transcripts at `path`, which may be corrected, unless `new` equals them. A page still
+    ends with .html."""
     if not path.exists() or not path.stat().st_size:
         return
     if new is None or not filecmp.cmp(path, new, shallow=False):
         number = 1
-        while os.path.lexists(kept := path.with_name(f"{path.name}.earlier-{number}")):
+        end = path.suffix if path.suffix == ".html" else ""
+        while os.path.lexists(kept := path.with_name(f"{path.name}.earlier-{number}{end}")):
             number += 1
         path.rename(kept)
         print(f"{path}: the transcripts that were there are now in {kept}", file=sys.stderr)

@@ -42,9 +42,11 @@ class Format:
     cue: Callable[[int, dict], str]
     begins: bytes
 
-    def whole(self, row: dict) -> str:
-        """The file for the transcript `row`."""
-        numbered = enumerate(cues(row), start=1)
+    def whole(self, *rows: dict) -> str:
+        """The file for a transcript, or for several of one recording, whose speakers may speak at
+        once."""
+        made = itertools.chain.from_iterable(map(cues, rows))
+        numbered = enumerate(sorted(made, key=lambda part: part["start"]), start=1)
         return self.head + "".join(self.cue(number, part) for number, part in numbered)
 
 

@@ -79,6 +79,18 @@ def test_nothing_is_replaced_in_silence(here, draft):
         assert "refused" not in answer and texts(here, draft)[0] == "hello you"
 
 
+def test_a_text_with_other_spaces_than_single_ones_is_corrected(here, wav):
+    (here.runs / "one").mkdir()
+    wav(here.runs / "one/a.wav")
+    path = here.runs / "one/t.csv"
+    path.write_text('file,text\na.wav,"two  spaces "\na.wav,"two\nlines"\na.wav,fixed\u00a0one\n')
+    table = Table(path)
+    for number, old in enumerate(texts(here, table)):
+        (answer,) = corrections.replace(here, table, [edit(number, old, text="new")])
+        assert "refused" not in answer, old
+    assert texts(here, table) == ["new"] * 3
+
+
 def test_requests_at_once_lose_nothing(here, draft):
     def write(number: int) -> None:
         for word in range(5):

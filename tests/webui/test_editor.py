@@ -16,6 +16,7 @@ from starlette.testclient import TestClient
 
 from speech.alignment import page
 from speech.data.annotations import elan, lines, praat
+from speech.data.loading import Checks, load_corpus
 from tests.webui.test_app import started
 from tests.webui.test_browser import picture
 from webui import editor
@@ -75,10 +76,10 @@ def test_a_tier_is_asked_for(client, here, wav, tmp_path):
     eaf = tmp_path / "x.eaf"
     eaf.write_text(EAF.format(TIER.format("Anna") + TIER.format("Ben")))
     here.save_upload([wav(tmp_path / "a.wav"), str(eaf)], ["talk.wav", "talk.eaf"])
-    address = "/editor?table=uploads/1/0001.0.eaf"
+    address = "/editor?table=uploads/1/upload-0001.0.eaf"
     question = client.get(address).text
     assert "Which tier has the texts?" in question and "talk.eaf" in question
-    assert 'href="editor?table=uploads%2F1%2F0001.0.eaf&amp;tier=Ben"' in question
+    assert 'href="editor?table=uploads%2F1%2Fupload-0001.0.eaf&amp;tier=Ben"' in question
     data = data_of(client.get(f"{address}&tier=Ben").text)
     assert [row["text"] for row in data["rows"]] == ["Ben says"]
 
@@ -140,6 +141,55 @@ def test_an_eaf_comes_home_with_all_that_it_had(client, here, wav, tmp_path):
         *kept, new = elan.read(tmp_path / "home" / f"{name}.eaf").tiers
         assert kept == before and new.name == "utterances@tx"
         assert [each[:3] for each in new.annotations] == [pytest.approx(first)]
+
+
+def test_what_came_home_is_corrected_once_more(client, here, wav, tmp_path):
+    """The person's tiers stay; the texts of earlier rounds are in tiers with other names."""
+    (tmp_path / "1.eaf").write_text(EAF.format(TIER.format("tx") + TIER.format("gloss")))
+    for number, tier in enumerate(["tx", "", "tx"], 1):
+        files = [wav(tmp_path / "x.wav"), str(tmp_path / f"{number}.eaf")]
+        table = here.name(here.save_upload(files, ["talk.wav", "talk.eaf"]))
+        known = [["tx says", f"round {number - 1}"]]
+        change = {"numbers": [0], "known": known, "rows": [{"text": f"round {number}"}]}
+        about = {"table": table, "tier": tier}
+        client.post("/texts", json={**about, "changes": [change]})
+        if number == 1:
+            about = {"table": next(each for each in here.manifests() if "corrected" in each)}
+        answer = client.get("/home", params={**about, "form": ".eaf"})
+        assert answer.headers["content-disposition"].endswith("''talk.eaf")
+        (tmp_path / f"{number + 1}.eaf").write_bytes(answer.content)
+    tiers = {tier.name: tier.annotations for tier in elan.read(tmp_path / "4.eaf").tiers}
+    ours = ["earlier utterances@tx", "earlier utterances@tx-2", "utterances@tx"]
+    assert {*tiers} == {"tx", "gloss", *ours}
+    assert {tiers[name][0].text for name in ours} == {"round 1", "round 2", "round 3"}
+    assert tiers["utterances@tx"][0].text == "round 3"
+
+
+def test_tapes_with_one_name_go_home_with_their_folders(client, here, wav, json_lines):
+    (here.runs / "one").mkdir()
+    files = [wav(here.data / f"day {day}/a.wav", 2) for day in (1, 2)]
+    rows = [{"file": file, "text": file, "pieces": []} for file in files]
+    json_lines(here.runs / "one/draft.jsonl", rows)
+    answer = client.get("/home", params={"table": "one/draft.jsonl", "form": ".eaf"})
+    archive = zipfile.ZipFile(io.BytesIO(answer.content))
+    assert archive.namelist() == ["day 1/a.eaf", "day 2/a.eaf"]
+    assert f"file://{files[1]}" in archive.read("day 2/a.eaf").decode()
+
+
+def test_recordings_that_are_called_as_copies_were(here, wav, tmp_path):
+    """Each file of annotations has its own recording, and the origin of that one."""
+    media = '<MEDIA_DESCRIPTOR MEDIA_URL="file:///{}" TIME_ORIGIN="{}"/>'
+    files, names = [], []
+    for name in ("0001", "0002"):
+        head = media.format(f"{name}.mp4", 0) + media.format(f"{name}.wav", 250)
+        path = tmp_path / f"{name}.eaf"
+        content = EAF.replace("<HEADER/>", f"<HEADER>{head}</HEADER>")
+        path.write_text(content.format(TIER.format("tx")))
+        files += [str(path), wav(tmp_path / f"{name}.wav", 2)]
+        names += [f"{name}.eaf", f"{name}.wav"]
+    corpus, _ = load_corpus(str(here.save_upload(files, names)), str, Checks())
+    assert [here.own_name(Path(each)) for each in corpus.paths] == ["0001.wav", "0002.wav"]
+    assert corpus.offsets.tolist() == pytest.approx([0.35, 0.35])
 
 
 def test_a_draft_of_whole_files_is_taken_home(client, here, wav, json_lines):
@@ -324,6 +374,14 @@ def test_a_second_tab_saves_what_the_first_one_types(tabs, here, wav, tmp_path):
         box.fill("half of this")
         wait_for_text(here, 0, "half of this")
         first.get_by_text("all is saved").wait_for()
+        second.evaluate("timer = 1")
+        second.get_by_label("Text", exact=True).nth(1).fill("of a text that goes")
+        first.bring_to_front()
+        box.focus()
+        first.get_by_role("button", name="Join with the next").click()
+        until(first, "rows.length === 29")
+        second.reload()
+        second.get_by_text("split or joined elsewhere: of a text that goes").wait_for()
 
 
 @pytest.mark.browser

@@ -123,12 +123,12 @@ def test_upload_of_clips_and_a_table(here, tmp_path, wav):
     )
     assert manifest == here.runs / "uploads/1/manifest.jsonl"
     one, two, five = rows_of(manifest)
-    assert [*one.values()] == ["0001.wav", "eins", "Ann", "de", "0.1", "0.5"]
-    assert here.own_name(manifest.with_name("0003.wav")) == "ärger.wav"
+    assert [*one.values()] == ["upload-0001.wav", "eins", "Ann", "de", "0.1", "0.5"]
+    assert here.own_name(manifest.with_name("upload-0003.wav")) == "ärger.wav"
     assert here.own_name(manifest) == "manifest.jsonl"
-    assert two["audio_file"] == "0002.wav" and five["audio_file"] == "0003.wav"
-    names = sorted(path.name for path in manifest.parent.glob("0*"))
-    assert names == ["0001.wav", "0002.wav", "0003.wav", "0004.flac"]
+    assert two["audio_file"] == "upload-0002.wav" and five["audio_file"] == "upload-0003.wav"
+    names = sorted(path.name for path in manifest.parent.glob("upload-*"))
+    assert names == ["upload-0001.wav", "upload-0002.wav", "upload-0003.wav", "upload-0004.flac"]
     notes = here.not_used(manifest)
     assert "3  file was not uploaded" in notes and "My table.csv:4: passwd" in notes
     assert "My table.csv:7" in notes and "more cells" in notes and str(source) not in notes
@@ -144,7 +144,7 @@ def test_upload_of_json_keeps_segments(here, tmp_path, wav, json_lines):
     table = json_lines(tmp_path / "t.jsonl", [{**good, **other}, b"{broken", {"text": "no"}, [1]])
     manifest = here.save_upload([wav(tmp_path / "up.wav"), table], ["a.wav", "t.jsonl"])
     (row,) = rows_of(manifest)
-    assert row == {**good, "audio_filepath": "0001.wav"}
+    assert row == {**good, "audio_filepath": "upload-0001.wav"}
     assert "2  no audio path" in here.not_used(manifest)
     assert "t.jsonl:2" in here.not_used(manifest)
 
@@ -184,11 +184,11 @@ def test_upload_of_annotations(here, tmp_path, wav):
     files = [written(tmp_path / "l.txt", LABELS), written(tmp_path / "m.txt", LABELS)]
     files.append(written(tmp_path / "readme.txt", b"Talks of 1999."))
     upload = here.save_upload([*clips, *files], [*names, "talk.txt", "lost.txt", "readme.txt"])
-    assert upload == here.runs / "uploads/1/0002.0.txt"
+    assert upload == here.runs / "uploads/1/upload-0002.0.txt"
     notes = here.not_used(upload)
     assert "there are no annotations of this file" in notes and "other.wav" in notes
     assert "lost.txt: its audio was not uploaded" in notes and "readme.txt" in notes
-    assert here.manifests() == ["uploads/1/0002.0.txt"]
+    assert here.manifests() == ["uploads/1/upload-0002.0.txt"]
 
     assert here.own_name(upload) == "talk.txt"
 
@@ -196,9 +196,11 @@ def test_upload_of_annotations(here, tmp_path, wav):
     upload = here.save_upload([*clips, eaf, eaf], [*names, "talk.eaf", "second.eaf"])
     assert upload == here.runs / "uploads/2/*.eaf"
     assert [row["text"] for row in rows_of(upload)] == ["one", "one"]
-    assert {row["audio_filepath"] for row in rows_of(upload)} == {f"{upload.parent}/0003.wav"}
+    assert {row["audio_filepath"] for row in rows_of(upload)} == {
+        f"{upload.parent}/upload-0003.wav"
+    }
     assert here.table(here.name(upload)) == upload
-    assert here.manifests() == ["uploads/1/0002.0.txt", "uploads/2/*.eaf"]  # one table
+    assert here.manifests() == ["uploads/1/upload-0002.0.txt", "uploads/2/*.eaf"]  # one table
     here.remove_upload(upload)
     with pytest.raises(UsageError, match=r"several formats: talk\.eaf, talk\.txt; give one"):
         here.save_upload([clips[0], eaf, files[0]], ["talk.wav", "talk.eaf", "talk.txt"])
@@ -210,12 +212,12 @@ def test_upload_of_annotations(here, tmp_path, wav):
 
 def test_upload_without_a_table(here, tmp_path, wav):
     first = here.save_upload([wav(tmp_path / "a.wav")], ["<img onerror=x>.exe"])
-    assert first == here.runs / "uploads/1" and (first / "0001.wav").is_file()
+    assert first == here.runs / "uploads/1" and (first / "upload-0001.wav").is_file()
     second = here.save_upload([wav(tmp_path / "a.wav")], ["a.wav"])
     assert second.name == "2"
     here.remove_upload(first)
     assert not any(first.iterdir()) and any(second.iterdir())
-    here.remove_upload(second / "0001.wav")
+    here.remove_upload(second / "upload-0001.wav")
     assert not any(second.iterdir()) and not here.uploads()
     # A draft of the second one must not play another recording.
     assert here.save_upload([wav(tmp_path / "a.wav")], ["a.wav"]).name == "3"
@@ -250,7 +252,7 @@ def test_only_audio_is_taken(here, tmp_path, wav, content):
     assert not list((here.runs / "uploads").glob("*"))
     folder = here.save_upload([bad, wav(tmp_path / "a.wav")], ["bad.wav", "a.wav"])
     assert "bad.wav" in here.not_used(folder)
-    assert sorted(path.name for path in folder.glob("0*")) == ["0002.wav"]
+    assert sorted(path.name for path in folder.glob("upload-*")) == ["upload-0002.wav"]
 
 
 TABLE = b"audio_file,text\na.wav,one\n"

@@ -1,6 +1,7 @@
 """A copy of an .eaf with tiers beside those that it has. What was there stays as it is written,
-byte for byte, but for the paths of media relative to the file, which another folder changes, and
-the number of the last annotation, from which ELAN counts on."""
+byte for byte, but for the paths of media relative to the file, which another folder changes, the
+number of the last annotation, from which ELAN counts on, and the names of tiers whose texts are
+replaced by newer ones."""
 
 import bisect
 import codecs
@@ -19,6 +20,7 @@ from xml.sax.saxutils import quoteattr
 from common import files
 from common.errors import DataError
 from speech.data.annotations import writing
+from speech.data.annotations.document import OWN_TIER
 
 ORDER = (  # of elements in the root, by ELAN's schema
     *("LICENSE", "HEADER", "TIME_ORDER", "TIER", "LINGUISTIC_TYPE", "LOCALE", "LANGUAGE"),
@@ -32,6 +34,7 @@ ENCODING = re.compile(rb"""<\?xml[^>]*?encoding\s*=\s*["']([\w.:-]+)["']""")
 LAST_NUMBER = re.compile(rb"(<PROPERTY\b[^>]*>\s*)\d+")
 NUMBER = re.compile(r"a(\d+)")  # how ELAN calls annotations
 SLOT = re.compile(r"ts(\d+)")  # and slots of time
+EARLIER = "earlier {}"  # the name of a tier of utterances when there are newer ones
 
 
 @dataclass(frozen=True)
@@ -121,12 +124,15 @@ def with_tiers(
     tracks: Sequence[writing.Track] = (),
 ) -> bytes:
     """The `content` of the .eaf `source`, which has slots of time, with these tiers and `tracks`,
-    which depend on no tier, for the path `target`."""
+    which depend on no tier, for the path `target`. Tiers that are named as `tracks` are become
+    EARLIER ones."""
     declared = ENCODING.match(content.removeprefix(codecs.BOM_UTF8))
     if (declared and declared[1].lower() != b"utf-8") or not is_utf_8(content):
         raise DataError(f"{source}: its encoding is not UTF-8; save it with ELAN")
     written = parsed(content)
     changes = moved_links(content, written, source, target)
+    if tracks:
+        changes += renamed_tiers(content, written)
     slots, names = writing.time_slots(tracks, written.last_slot + 1)
     for name, time in slots:
         place = written.place_for_slot(time)
@@ -170,6 +176,8 @@ def added_elements(
     missing; and the highest number of an annotation then. `slots`: of `writing.time_slots`."""
     last = written.last
     taken = written.names("TIER", "TIER_ID")
+    if tracks:
+        taken -= {name for name in taken if OWN_TIER.fullmatch(name)}
     kinds = dict.fromkeys(each.kind for each in (*tiers, *tracks))
     types = {kind: type_named(written, kind) for kind in kinds}
     known = written.names("LINGUISTIC_TYPE", "LINGUISTIC_TYPE_ID")
@@ -194,6 +202,21 @@ def added_elements(
     constraints = {writing.TYPES[kind] for kind in kinds} - {None}
     missing = constraints - written.names("CONSTRAINT", "STEREOTYPE")
     return [*elements, *map(writing.constraint_element, sorted(missing))], last
+
+
+def renamed_tiers(content: bytes, written: Written) -> list[tuple[int, int, bytes]]:
+    """The changes that make EARLIER tiers of those that `writing` calls utterances."""
+    taken = written.names("TIER", "TIER_ID")
+    names = {}
+    for name in sorted(taken):
+        if OWN_TIER.fullmatch(name):
+            names[name] = free_name(EARLIER.format(name), taken)
+    return [
+        new_value(content, start, key, names[attributes[key]])
+        for element, start, attributes in written.starts
+        for key in ("TIER_ID", "PARENT_REF")
+        if element == "TIER" and attributes.get(key) in names
+    ]
 
 
 def type_named(written: Written, kind: str) -> str:
@@ -230,15 +253,19 @@ def moved_links(
         url = writing.relative_url(medium, target) if medium else None
         if url is None or url == attributes.get(relative):
             continue
-        new = f"{relative}={quoteattr(url)}".encode()
-        value = re.compile(rb"\b" + relative.encode() + rb"""\s*=\s*("[^"]*"|'[^']*')""")
         if relative in attributes:
-            found = value.search(content, start)
-            changes.append((found.start(), found.end(), new))
+            changes.append(new_value(content, start, relative, url))
         else:
             place = start + len(f"<{element}")
-            changes.append((place, place, b" " + new))
+            changes.append((place, place, f" {relative}={quoteattr(url)}".encode()))
     return changes
+
+
+def new_value(content: bytes, start: int, attribute: str, text: str) -> tuple[int, int, bytes]:
+    """(start, end, new bytes) of an attribute of the element that begins at the byte `start`."""
+    value = re.compile(rb"\b" + attribute.encode() + rb"""\s*=\s*("[^"]*"|'[^']*')""")
+    found = value.search(content, start)
+    return found.start(), found.end(), f"{attribute}={quoteattr(text)}".encode()
 
 
 def medium_at(source: Path, relative: str, absolute: str) -> Path | None:

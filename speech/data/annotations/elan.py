@@ -202,17 +202,23 @@ def segments(path: Path) -> tuple[list[tuple[Tier, list[Segment]]], list[Media]]
     parents = {
         (number, each.name): each.parent for number, tier in enumerate(dependent) for each in tier
     }
+    shared = [Counter(each.parent for each in tier) for tier in dependent]
     result = []
-    for raw, below in zip(reader.tiers, dependent, strict=True):
-        shared = Counter(each.parent for each in below)
+    for number, (raw, below) in enumerate(zip(reader.tiers, dependent, strict=True)):
         found = [
             Segment(each.name, *place, each.text)
             for each, place in zip(raw.timed, raw.places, strict=True)
         ]
         for each in below:
-            key = each.parent if shared[each.parent] == 1 else NO_KEY
+            tier, key = number, each.parent
             for _ in range(LEVELS):
-                key = parents.get(key, key)
+                if (
+                    shared[tier][key] > 1
+                ):  # also where a gloss has its word alone, but no word its time
+                    key = NO_KEY
+                if key not in parents:
+                    break
+                tier, key = key[0], parents[key]
             found.append(Segment(each.name, *times.get(key, NOWHERE), each.text))
         raw.tier.annotations += (Annotation(*each[1:]) for each in found)
         result.append((raw.tier, found))

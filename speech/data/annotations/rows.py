@@ -4,6 +4,7 @@ are taken, and what is left out."""
 import codecs
 import contextlib
 import glob
+import itertools
 import math
 import os
 from collections import Counter
@@ -81,18 +82,20 @@ class Taken:
 def files_of(path: Path) -> list[Path]:
     """The files of annotations that a name or a pattern stands for, sorted; [] for the name of
     anything else. Raises `UsageError` for a pattern of no files or of others."""
-    name = str(path)
-    if os.path.exists(name) or not glob.has_magic(name):
+    name, pattern = str(path), str(path)
+    if path.parent.is_dir():  # which may have brackets in its name, too
+        name, pattern = path.name, os.path.join(glob.escape(str(path.parent)), path.name)
+    if os.path.exists(path) or not glob.has_magic(name):
         refuse_others(path)
         return [path] if is_annotations(path) else []
-    found = [Path(each) for each in sorted(glob.glob(name, recursive=True))]
+    found = [Path(each) for each in sorted(glob.glob(pattern, recursive=True))]
     if not found:
-        raise UsageError(f"manifest {name}: no file has such a name")
+        raise UsageError(f"manifest {path}: no file has such a name")
     for each in found:
         refuse_others(each)
     other = next((each for each in found if not is_annotations(each)), None)
     if other:
-        raise UsageError(f"manifest {name}: a pattern stands for {NAMES}, and {other} is none")
+        raise UsageError(f"manifest {path}: a pattern stands for {NAMES}, and {other} is none")
     return found
 
 
@@ -160,7 +163,8 @@ def audio_of(
 
     It is one of the `media` that the file names, sound before video, or a file of the same name
     with another ending (`talk.en.srt` also belongs to `talk.wav`), beside the file or in
-    `audio_root`. Raises `DataError` if there is none."""
+    `audio_root`, or there in a folder that is called as the file's. Raises `DataError` if there is
+    none."""
     folder = str(path.parent)
     for each in sorted(media, key=lambda one: _rank(one.path)):
         last = each.path.split("/")[-1]
@@ -169,15 +173,28 @@ def audio_of(
                 found = find_audio(written, folder, audio_root)
                 if os.path.isfile(found):
                     return os.path.abspath(found), each.origin
-    origin = media[0].origin if media else 0.0
-    present = listed([audio_root or folder]).stems
-    for stem in (path.stem, Path(path.stem).stem):
-        if found := present.get(comparable(stem)):
-            return os.path.abspath(min(found, key=_rank)), origin
+    stems = path.stem, Path(path.stem).stem
+    for place, stem in itertools.product(places_of(path.parent, audio_root), stems):
+        if found := listed([place]).stems.get(comparable(stem)):
+            audio = min(found, key=_rank)
+            # Of several recordings, each has its own origin: it is the one of the same kind.
+            of_kind = [each for each in media if _rank(each.path) == _rank(audio)]
+            origins = [each.origin for each in (*of_kind, *media)]
+            return os.path.abspath(audio), [*origins, 0.0][0]
     names = [each.path.split("/")[-1] for each in media if each.path]
     names = dict.fromkeys([*names, f"{path.stem}.wav (.mp3, .flac ...)"])
     place = audio_root or "its folder, or give the audio's as --audio_root"
     raise DataError(f"{path}: its audio is missing: put {' or '.join(names)[:300]} into {place}")
+
+
+def places_of(folder: Path, audio_root: str | None) -> list[str]:
+    """The folders in which the audio of files in a `folder` may be: itself, or in `audio_root`
+    those with the same last names, and itself."""
+    if not audio_root:
+        return [str(folder)]
+    names = folder.absolute().parts[1:]
+    below = [os.path.join(audio_root, *names[first:]) for first in range(len(names))]
+    return [*filter(os.path.isdir, below), audio_root]
 
 
 def _rank(path: str) -> int:

@@ -76,7 +76,7 @@ def content(path: Path, rows: Sequence[dict], audio: str | Path, seconds: float 
     `path`; `seconds` is its length, which a TextGrid has."""
     suffix = path.suffix.lower()
     if suffix in subtitles.FORMATS:
-        return subtitles.FORMATS[suffix].whole(as_transcript(rows))
+        return subtitles.FORMATS[suffix].whole(*map(as_transcript, _lanes(rows).values()))
     tracks = tracks_of(rows)
     return eaf(tracks, Path(audio), path) if suffix == ".eaf" else textgrid(tracks, seconds)
 

@@ -72,6 +72,8 @@ def talk(tmp_path):
     file.add_tier("mb", "word", "tx")
     for word in ("one", "two"):
         file.add_ref_annotation("mb", "tx", 500, word)
+    file.add_tier("ge", "gloss", "mb")
+    file.add_ref_annotation("ge", "mb", 500, "eins")
     path = tmp_path / "tapes" / "talk.eaf"
     file.to_file(str(path))
     return path
@@ -109,8 +111,18 @@ def test_a_tier_below_another_has_its_times_unless_several_share_them(talk, tmp_
     run(*words)
     assert texts_of(tmp_path / "x.eaf", "gl-draft") == [(1, 2, "b")]
     assert "without a time of their own, left out: 2" in capsys.readouterr().out
-    with pytest.raises(DataError, match="no annotation of the tier has a time of its own"):
-        run("--transcribe", talk, "--tier", "mb", "--output", tmp_path / "y.eaf")
+    for tier in ("mb", "ge"):  # a gloss has its word alone, but the word shares its time
+        with pytest.raises(DataError, match="no annotation of the tier has a time of its own"):
+            run("--transcribe", talk, "--tier", tier, "--output", tmp_path / "y.eaf")
+
+
+def test_copies_of_folders(talk, tmp_path):
+    for day in ("1", "2"):
+        tape(tmp_path / f"tapes/day {day}/talk.wav", 0.1, 0.2, 0.3)
+        (tmp_path / f"tapes/day {day}/talk.eaf").write_bytes(talk.read_bytes())
+    run("--transcribe", tmp_path / "tapes/**/*.eaf", "--tier", "tx", "--output", tmp_path / "out")
+    copies = [str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.eaf")]
+    assert sorted(copies) == ["day 1/talk.eaf", "day 2/talk.eaf", "talk.eaf"]
 
 
 def test_a_file_without_audio_is_named_and_the_others_are_heard(talk, tmp_path, capsys):

@@ -312,6 +312,11 @@ def test_audio_in_another_folder(tmp_path, wav):
     assert hours_of(tmp_path / "a.eaf", root) == pytest.approx(3 / 3600)
     path = elan(tmp_path / "b.eaf", {"Anna": TALK})
     assert rows(load(path, audio_root=root)[0])[0][0] == "b.wav"
+    elan(tmp_path / "new [2]/day 1/talk.eaf", {"Anna": TALK})  # the folders have the same names
+    (tmp_path / "new [2]/day 1/talk.srt").write_text(SRT)
+    for name in ("*.eaf", "talk.srt"):
+        corpus, _ = load(tmp_path / "new [2]/day 1" / name, audio_root=root)
+        assert rows(corpus)[0][0] == "talk.wav"
     with pytest.raises(DataError, match=f"put c.wav .* into {root}"):
         load(elan(tmp_path / "c.eaf", {"Anna": TALK}), audio_root=root)
 

@@ -155,6 +155,12 @@ def test_subtitles_of_rows_are_read_again(suffix, tmp_path):
     (tier,) = READERS[suffix.lower()](path).tiers
     found = [(each.start, each.end, each.text) for each in tier.annotations]
     assert found == [(0.0, 1.0, "hello you"), (1.5, 2.0, "bye")]
+    rows = [{**row, "speaker": "Anna"} for row in rows[:2]]
+    rows.append({"start": 0.2, "end": 0.6, "text": "mhm", "speaker": "Berta"})
+    write(path, rows, "a.wav")  # nobody's time is cut by another speaker's
+    (tier,) = READERS[suffix.lower()](path).tiers
+    times = [(each.start, each.end) for each in tier.annotations]
+    assert times == [(0.0, 1.0), (0.2, 0.6), (1.5, 2.0)]
 
 
 @pytest.mark.parametrize("suffix", [".eaf", ".TextGrid", ".srt", ".vtt"])
