@@ -424,6 +424,10 @@ $("join").addEventListener("click", () => {
     warn("The next text is of another recording, or has no times.");
     return;
   }
+  if (lines.get(after.number).line.hidden) {
+    warn("The next text is not shown: show all texts first.");
+    return;
+  }
   const text = plain(`${now.text} ${after.text}`);
   put([now, after], [{ text, edited: "", offset: from(now), duration: to(after) - from(now) }]);
 });

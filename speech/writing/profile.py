@@ -145,6 +145,11 @@ def read(path: str) -> Profile:
                 raise UsageError(
                     f"--profile {path}:{table.line_num}: it has not as many cells as the header"
                 )
+            if not row.get(TEXT, NULL).strip():
+                raise UsageError(
+                    f"--profile {path}:{table.line_num}: {TEXT} is empty: write the unit itself, or"
+                    f" {NULL} if it vanishes"
+                )
             unit = composed(row[GRAPHEME])
             text = composed(row.get(TEXT, unit))
             rows[table.line_num] = [unit, {NULL: "", SPACE: " "}.get(text, text)]

@@ -33,6 +33,7 @@ HOSTILE = [
     ("Grapheme\tText\na\ta\nb\t12\n", ":3: 'b' becomes '12', which is not made of units"),
     ("Grapheme\tText\na\tNULL\n", "it has 0 units"),
     ("Grapheme\tText\na\ta\nb\n", ":3: it has not as many cells"),
+    ("Grapheme\tText\na\ta\nb\t\n", ":3: Text is empty: write the unit itself, or NULL"),
     ('Grapheme\tText\na\ta\n"\tx\n', "a quotation mark is written as"),
 ]
 
