@@ -124,8 +124,8 @@ def with_tiers(
     tracks: Sequence[writing.Track] = (),
 ) -> bytes:
     """The `content` of the .eaf `source`, which has slots of time, with these tiers and `tracks`,
-    which depend on no tier, for the path `target`. Tiers that are named as `tracks` are become
-    EARLIER ones."""
+    which depend on no tier, for the path `target`. With `tracks`, tiers of utterances that are
+    there become EARLIER ones."""
     declared = ENCODING.match(content.removeprefix(codecs.BOM_UTF8))
     if (declared and declared[1].lower() != b"utf-8") or not is_utf_8(content):
         raise DataError(f"{source}: its encoding is not UTF-8; save it with ELAN")

@@ -212,9 +212,8 @@ def segments(path: Path) -> tuple[list[tuple[Tier, list[Segment]]], list[Media]]
         for each in below:
             tier, key = number, each.parent
             for _ in range(LEVELS):
-                if (
-                    shared[tier][key] > 1
-                ):  # also where a gloss has its word alone, but no word its time
+                # Also where a gloss has its word alone, but the word shares its time.
+                if shared[tier][key] > 1:
                     key = NO_KEY
                 if key not in parents:
                     break
