@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
 
@@ -131,11 +132,21 @@ def keep_best(training: Training, values: dict[str, float]) -> None:
         if ranks.first:
             checkpoint.save_weights(path, state, task, summary, record_of(training))
             for name, text in task.beside.items():
+                text = with_added_lines(path.with_name(name), text)
                 files.save(
                     path.with_name(name),
                     lambda place, text=text: place.write_text(text, encoding="utf-8"),
                 )
         ranks.gather(None)  # the others wait for the first
+
+
+def with_added_lines(path: Path, text: str) -> str:
+    """A text for the file `path`, with the lines that somebody has added to the one there."""
+    if not path.is_file():
+        return text
+    own = set(text.splitlines())
+    there = path.read_text(encoding="utf-8-sig", errors="replace").splitlines()
+    return text + "".join(f"{line}\n" for line in there if line not in own)
 
 
 def base_of(args, run: Run) -> str | None:

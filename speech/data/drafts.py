@@ -107,6 +107,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.output.exists():
         raise UsageError(f"--output {args.output} is there already: give another name")
+    if not args.output.parent.is_dir():
+        raise UsageError(f"--output {args.output}: there is no such folder")
     pieces = pieces_of(args.drafts)
     others = pieces_of(args.without_lm) if args.without_lm else {}
     reasons = {

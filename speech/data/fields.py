@@ -196,7 +196,7 @@ def row_fields(row, needs: str, columns: Columns | None = None) -> Fields:
     offset, duration = _times(row, columns)
     channel = _channel(row.get(columns.channel))
     times = offset, duration, columns.unit
-    drafted = row.get(DRAFTED) in (True, "True", "true")
+    drafted = str(row.get(DRAFTED)).strip().lower() == "true"  # as spreadsheets write it, too
     return Fields(audio.strip(), text, label, *times, channel, speaker, language, drafted)
 
 

@@ -1,9 +1,11 @@
 """The language model of a recogniser: its training texts, which are kept as texts.txt beside the
 weights, and other texts of the language. It is used where it helps on held-out utterances."""
 
+import contextlib
 import functools
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +23,8 @@ MORE = "all texts"  # those of --lm_text, too
 TEXTS = "texts.txt"  # beside the weights, a text a line; anybody can add lines
 BEST = "best.json"  # beside the weights; it also says whether the language model helps them
 HELPS = "language_model_helps"  # a key of it
+WORD = re.compile(r"\w+")
+SEVERAL = 3  # spaces of a sentence that is also found inside of a line: four words
 MOST_CHARACTERS = 10_000_000  # of all texts: an n-gram of them takes 1.6 GB while it is counted
 
 
@@ -160,8 +164,8 @@ def make(
 ) -> LanguageModel | None:
     """The language model that the flags ask for; None if it is off, without any text, or without
     `tokens`, in a search that takes none. `folder`: that of the weights, with the texts of their
-    training. Sentences of the `held_out` sets are left out, except where most of them were trained:
-    commands or digits are said again. Raises `UsageError` and `DataError`."""
+    training. Lines that are or have a sentence of the `held_out` sets are left out, except where
+    most of them were trained: commands or digits are said again. Raises `UsageError` and `DataError`."""
     if tokens is None or flags.lm == "off":
         return None
     own = read_lines(folder / TEXTS) if folder else []
@@ -172,16 +176,23 @@ def make(
         )
     if not (own or more or names):
         return None
-    known = {normalise(text) for text in held_out}
-    if 2 * len(known & {*own}) > len(known):
+    known = {letters_of(text) for text in held_out}
+    if 2 * len(known.intersection(map(letters_of, own))) > len(known):
         print(
             "language model: most held-out sentences are training texts, too; they are not left out"
         )
         known = set()
-    texts = {OWN: own, MORE: own + more if more else []}
+    said = [f" {each} " for each in known if each.count(" ") >= SEVERAL]
+    kept_own = [text for text in own if letters_of(text) not in known]
+    kept_more = [
+        text
+        for text in more
+        if (key := letters_of(text)) not in known and not any(each in f" {key} " for each in said)
+    ]
+    names = [name for name in names if letters_of(name) not in known]
+    texts = {OWN: (own, kept_own), MORE: (own + more, kept_own + kept_more) if more else ([], [])}
     choices = {}
-    for name, lines in texts.items():
-        every = [text for text in lines if text not in known]
+    for name, (lines, every) in texts.items():
         if sum(map(len, every)) > MOST_CHARACTERS:
             raise DataError(f"--lm_text: more than {MOST_CHARACTERS:,} characters; give a part")
         if left_out := len(lines) - len(every):
@@ -193,6 +204,12 @@ def make(
         helps = kept(folder)
     listed = [tokens.of(name) for name in names]
     return LanguageModel(choices, listed, helps, None if more else folder, tokens)
+
+
+def letters_of(text: str) -> str:
+    """The words of a text, by which a held-out sentence is found in a book: without case,
+    punctuation and more than one space."""
+    return " ".join(WORD.findall(text.casefold()))
 
 
 def fusion_of(texts: list[str], tokens: Tokens) -> Fusion:
@@ -210,6 +227,8 @@ def further(paths: Iterable[str]) -> tuple[list[str], list[str]]:
     texts, names = [], []
     for path in paths:
         lines = read_lines(Path(path))
+        if lines and lines[0].startswith("{"):
+            raise UsageError(f"--lm_text {path}: it is a manifest; give a file with texts alone")
         if are_names(lines):
             print(f"language model: {path} is a list of {len(lines)} names", file=sys.stderr)
             names += lines
@@ -250,7 +269,8 @@ def keep(folder: Path, helps: bool) -> None:
     """Notes beside the best weights whether the language model helps them."""
     if summary := summary_of(folder):
         text = json.dumps({**summary, HELPS: helps}, indent=1)
-        files.write_text(folder / BEST, f"{text}\n")
+        with contextlib.suppress(OSError):  # a folder that is only read: it is asked again
+            files.write_text(folder / BEST, f"{text}\n")
 
 
 def summary_of(folder: Path) -> dict:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from common import options
+from common import options, saving
 from common.device import Setup
 from common.errors import UsageError
 from speech.decoding import language_model
@@ -66,6 +66,27 @@ def test_other_texts_are_added_and_held_out_sentences_left_out(folder, tmp_path,
         capsys.readouterr().out
     )
     assert lm.folder is None  # what is found of these texts is not kept for the weights
+
+
+def test_held_out_sentences_are_found_in_a_book(folder, tmp_path, capsys):
+    """However it is punctuated, also inside of a line; a short one only alone."""
+    book = tmp_path / "book.txt"
+    book.write_text(
+        "12 Gh, fe; gh ab! cd\nHh.\nhh gh\nef fe gh ab cd hh ab cd ef\n" + "cd ef gh ab\n" * 9
+    )
+    flags = LanguageModelFlags(lm_text=[str(book)])
+    language_model.make(flags, TOKENS, folder, held_out=["gh fe gh ab", "hh", "x"])
+    assert "of all texts: 2 held-out sentences are left out" in capsys.readouterr().out
+    book.write_text('{"audio_filepath": "a.wav", "text": "ab"}\n')
+    with pytest.raises(UsageError, match="it is a manifest"):
+        language_model.make(flags, TOKENS, folder)
+
+
+def test_lines_that_somebody_has_added_stay_when_weights_are_saved_again(tmp_path):
+    path = tmp_path / "texts.txt"
+    assert saving.with_added_lines(path, "one\ntwo\n") == "one\ntwo\n"
+    path.write_text("one\nmine\ntwo", encoding="utf-8-sig")
+    assert saving.with_added_lines(path, "one\ntwo\n") == "one\ntwo\nmine\n"
 
 
 def test_sentences_that_are_said_again_and_again_are_kept(folder, capsys):
