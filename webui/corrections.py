@@ -127,7 +127,7 @@ def _change(rows: list[dict], change: dict) -> dict:
         return {"rows": [], "refused": True}
     start = places[numbers[0]]
     old = rows[start : start + len(numbers)]
-    texts = [{" ".join(text.split()) for text in known} for known in change["known"]]
+    texts = [set(map(_plain, known)) for known in change["known"]]
     is_known = [row["number"] for row in old] == numbers and len(texts) == len(old)
     if is_known and any("text" in row for row in change["rows"]):
         is_known = all(text_in(row) in known for row, known in zip(old, texts, strict=True))
@@ -142,7 +142,7 @@ def _change(rows: list[dict], change: dict) -> dict:
 
 
 def _edited(row: dict, change: dict) -> dict:
-    text = " ".join(change.get("text", text_in(row)).split())
+    text = _plain(change.get("text", text_in(row)))
     edited = change.get("edited", row.get("edited", ""))
     row = {key: value for key, value in row.items() if key not in ("edited", "left_out")}
     row |= {key: round(change[key], 3) for key in ("offset", "duration") if key in change}
@@ -156,7 +156,11 @@ def _edited(row: dict, change: dict) -> dict:
 
 def text_in(row: dict) -> str:
     """The text of a row of a corrected table, also if it is left out, with single spaces."""
-    return " ".join(row.get("left_out", row["text"]).split())
+    return _plain(row.get("left_out", row["text"]))
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _rows(path: Path, table: Table, rejected: Rejections):

@@ -83,22 +83,25 @@ def _copies(places: Places, source: Path, rows: list[dict]) -> dict[str, bytes]:
     """Copies of the .eaf that a table was made of, by their owner's names, with the texts in tiers
     beside all others. Nothing for other tables, nor for files that have no tiers but those of
     `writing`: they are written anew."""
-    copies = {}
-    has_others = False
+    documents = {}
     for path in files_of(source):
         own = places.own_name(path)  # another one in each file of a folder
         part = [_timed(row) for row in rows if row.get("from", own) == own]
         if path.suffix.lower() != ".eaf" or not part:
             continue
-        document = elan.read(path)
-        has_others |= any(tier.kind not in writing.TYPES for tier in document.tiers)
+        documents[path] = elan.read(path), part
+    tiers = [tier for document, _ in documents.values() for tier in document.tiers]
+    if all(tier.kind in writing.TYPES for tier in tiers):
+        return {}
+    copies = {}
+    for path, (document, part) in documents.items():
         _, origin = audio_of(path, document.media)
         for row in part:
             row["start"] -= origin
             row["end"] -= origin
         tracks = [track for track in writing.tracks_of(part) if track.kind == UTTERANCES]
-        copies[own] = adding.with_tiers(path.read_bytes(), path, path, (), tracks)
-    return copies if has_others else {}
+        copies[places.own_name(path)] = adding.with_tiers(path.read_bytes(), path, path, (), tracks)
+    return copies
 
 
 def _names(places: Places, paths) -> dict[Path, str]:

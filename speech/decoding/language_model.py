@@ -5,7 +5,6 @@ import contextlib
 import functools
 import json
 import math
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,14 +15,13 @@ from common.errors import DataError, UsageError
 from common.options import flag
 from speech.decoding.ngram import Fusion, NGram, Words
 from speech.writing import metrics
-from speech.writing.text import normalise
+from speech.writing.text import in_lower_case, normalise
 
 OWN = "the training texts"
 MORE = "all texts"  # those of --lm_text, too
 TEXTS = "texts.txt"  # beside the weights, a text a line; anybody can add lines
 BEST = "best.json"  # beside the weights; it also says whether the language model helps them
 HELPS = "language_model_helps"  # a key of it
-WORD = re.compile(r"\w+")
 SEVERAL = 3  # spaces of a sentence that is also found inside of a line: four words
 MOST_CHARACTERS = 10_000_000  # of all texts: an n-gram of them takes 1.6 GB while it is counted
 
@@ -165,7 +163,8 @@ def make(
     """The language model that the flags ask for; None if it is off, without any text, or without
     `tokens`, in a search that takes none. `folder`: that of the weights, with the texts of their
     training. Lines that are or have a sentence of the `held_out` sets are left out, except where
-    most of them were trained: commands or digits are said again. Raises `UsageError` and `DataError`."""
+    most of them were trained: commands or digits are said again. Raises `UsageError` and
+    `DataError`."""
     if tokens is None or flags.lm == "off":
         return None
     own = read_lines(folder / TEXTS) if folder else []
@@ -176,21 +175,22 @@ def make(
         )
     if not (own or more or names):
         return None
-    known = {letters_of(text) for text in held_out}
-    if 2 * len(known.intersection(map(letters_of, own))) > len(known):
+    known = {in_lower_case(text) for text in held_out}
+    own_keys = [in_lower_case(text) for text in own] if known else []
+    if 2 * len(known.intersection(own_keys)) > len(known):
         print(
             "language model: most held-out sentences are training texts, too; they are not left out"
         )
         known = set()
-    said = [f" {each} " for each in known if each.count(" ") >= SEVERAL]
-    kept_own = [text for text in own if letters_of(text) not in known]
-    kept_more = [
-        text
-        for text in more
-        if (key := letters_of(text)) not in known and not any(each in f" {key} " for each in said)
-    ]
-    names = [name for name in names if letters_of(name) not in known]
-    texts = {OWN: (own, kept_own), MORE: (own + more, kept_own + kept_more) if more else ([], [])}
+    kept_own, kept_more = own, more
+    if known:
+        said = [f" {each} " for each in known if each.count(" ") >= SEVERAL]
+        kept_own = [text for text, key in zip(own, own_keys, strict=True) if key not in known]
+        kept_more = [text for text in more if not has_sentence(text, known, said)]
+        names = [name for name in names if in_lower_case(name) not in known]
+    texts = {OWN: (own, kept_own)}
+    if more:
+        texts[MORE] = own + more, kept_own + kept_more
     choices = {}
     for name, (lines, every) in texts.items():
         if sum(map(len, every)) > MOST_CHARACTERS:
@@ -206,10 +206,11 @@ def make(
     return LanguageModel(choices, listed, helps, None if more else folder, tokens)
 
 
-def letters_of(text: str) -> str:
-    """The words of a text, by which a held-out sentence is found in a book: without case,
-    punctuation and more than one space."""
-    return " ".join(WORD.findall(text.casefold()))
+def has_sentence(text: str, known: set[str], said: list[str]) -> bool:
+    """Whether a line of a book is one of the sentences `known`, or has one of `said` in it, in
+    lower case and without punctuation."""
+    key = in_lower_case(text)
+    return key in known or any(each in f" {key} " for each in said)
 
 
 def fusion_of(texts: list[str], tokens: Tokens) -> Fusion:

@@ -131,13 +131,13 @@ def with_tiers(
         raise DataError(f"{source}: its encoding is not UTF-8; save it with ELAN")
     written = parsed(content)
     changes = moved_links(content, written, source, target)
-    if tracks:
-        changes += renamed_tiers(content, written)
+    earlier = earlier_names(written) if tracks else {}
+    changes += renamed_tiers(content, written, earlier)
     slots, names = writing.time_slots(tracks, written.last_slot + 1)
     for name, time in slots:
         place = written.place_for_slot(time)
         changes.append((place, place, xml_of(writing.slot_element(name, time), 2)))
-    added, last = added_elements(written, tiers, tracks, names)
+    added, last = added_elements(written, tiers, tracks, names, earlier)
     changes += (
         (written.place_for(each.tag), written.place_for(each.tag), xml_of(each)) for each in added
     )
@@ -171,13 +171,13 @@ def added_elements(
     tiers: Sequence[NewTier],
     tracks: Sequence[writing.Track],
     slots: dict[tuple[int, int, int], str],
+    earlier: dict[str, str],
 ) -> tuple[list[ElementTree.Element], int]:
     """The elements of the new tiers and tracks, of their types and constraints where they are
-    missing; and the highest number of an annotation then. `slots`: of `writing.time_slots`."""
+    missing; and the highest number of an annotation then. `slots`: of `writing.time_slots`;
+    `earlier`: of `earlier_names`."""
     last = written.last
-    taken = written.names("TIER", "TIER_ID")
-    if tracks:
-        taken -= {name for name in taken if OWN_TIER.fullmatch(name)}
+    taken = written.names("TIER", "TIER_ID") - earlier.keys() | {*earlier.values()}
     kinds = dict.fromkeys(each.kind for each in (*tiers, *tracks))
     types = {kind: type_named(written, kind) for kind in kinds}
     known = written.names("LINGUISTIC_TYPE", "LINGUISTIC_TYPE_ID")
@@ -204,13 +204,20 @@ def added_elements(
     return [*elements, *map(writing.constraint_element, sorted(missing))], last
 
 
-def renamed_tiers(content: bytes, written: Written) -> list[tuple[int, int, bytes]]:
-    """The changes that make EARLIER tiers of those that `writing` calls utterances."""
+def earlier_names(written: Written) -> dict[str, str]:
+    """The EARLIER names of the tiers that `writing` calls utterances."""
     taken = written.names("TIER", "TIER_ID")
     names = {}
-    for name in sorted(taken):
-        if OWN_TIER.fullmatch(name):
-            names[name] = free_name(EARLIER.format(name), taken)
+    for name in sorted(filter(OWN_TIER.fullmatch, taken)):
+        names[name] = free_name(EARLIER.format(name), taken)
+        taken.add(names[name])
+    return names
+
+
+def renamed_tiers(
+    content: bytes, written: Written, names: dict[str, str]
+) -> list[tuple[int, int, bytes]]:
+    """(start, end, new bytes) where tiers get other `names`."""
     return [
         new_value(content, start, key, names[attributes[key]])
         for element, start, attributes in written.starts

@@ -78,6 +78,7 @@ def test_held_out_sentences_are_found_in_a_book(folder, tmp_path, capsys):
     language_model.make(flags, TOKENS, folder, held_out=["gh fe gh ab", "hh", "x"])
     assert "of all texts: 2 held-out sentences are left out" in capsys.readouterr().out
     book.write_text('{"audio_filepath": "a.wav", "text": "ab"}\n')
+    assert not language_model.has_sentence("कि", {"की"}, [])  # marks are letters
     with pytest.raises(UsageError, match="it is a manifest"):
         language_model.make(flags, TOKENS, folder)
 

@@ -128,6 +128,14 @@ def test_tiers_with_times_of_their_own(source):
     assert file.properties[-1] == ("lastUsedAnnotationId", "16")
 
 
+def test_earlier_tiers_have_names_of_their_own():
+    names = ["utterances@A", "utterances@A-2", "earlier utterances@A", "tx"]
+    written = adding.Written(starts=[("TIER", 0, {"TIER_ID": name}) for name in names])
+    earlier = adding.earlier_names(written)
+    assert [*earlier] == names[:2]
+    assert len({*names, *earlier.values()}) == 6
+
+
 def test_elements_are_in_the_order_of_elans_schema(source):
     content = added(source, DRAFTS).read_text(encoding="utf-8")
     names = re.findall(r"^    <(\w+)", content, re.MULTILINE)
