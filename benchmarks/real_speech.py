@@ -109,14 +109,14 @@ def result_row(output: Path, seconds: float) -> str:
     """A row of a table: WER and CER with their intervals, minutes, memory."""
     results = json.loads((output / "logs/results.json").read_text(encoding="utf-8"))
     rates = next(iter(results["rates"].values()))
-    before = next(iter(results["before"].values())) if "before" in results else None
+    without = next(iter(results["without_lm"].values())) if "without_lm" in results else None
     cells = []
     for name in ("wer", "cer"):
         rate = rates[name]
         cells.append(
             f"{100 * rate['rate']:.1f} ({100 * rate['low']:.1f} to {100 * rate['high']:.1f})"
         )
-        cells.append(f"{100 * before[name]['rate']:.1f}" if before else "-")
+        cells.append(f"{100 * without[name]['rate']:.1f}" if without else "-")
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
     return f"| {' | '.join(cells)} | {seconds / 60:.0f} | {peak:.1f} |"
 

@@ -4,7 +4,7 @@ reads."""
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCardData
@@ -32,8 +32,7 @@ model = PeftModel.from_pretrained(base, "FOLDER")
 """
 WITH_LM = """## Use with the language model
 
-`lm.arpa` is an n-gram of the training texts. It lowered the error rates of the evaluation set in
-the search of these recipes."""
+`lm.arpa` is an n-gram of the training texts."""
 CPML = {
     "license": "other",
     "license_name": "coqui-public-model-license",
@@ -157,7 +156,7 @@ def readme(name: str, about: About, form: Form) -> str:
     path = None if about.is_new else about.base or by.get("base")
     base, licence = released(path)
     licence = about.licence or licence
-    rates = measured(about, by.get("base")) + in_training(about, made)
+    rates = measured(about, by.get("base"), bool(form.with_lm)) + in_training(about, made)
     quoted = json.dumps(name, ensure_ascii=False)[1:-1]  # it is within a string there
     parts = [
         f"---\n{metadata(name, about, form, (base, licence), rates)}---\n\n# {plain(name)}",
@@ -215,22 +214,34 @@ def metadata(
     return data.to_yaml() + "\n"
 
 
-def measured(about: About, base: str | None) -> list[Rate]:
-    """The error rates of an evaluation of these weights, if there was one. `base`: the path of the
-    weights with which the run began."""
+def measured(about: About, base: str | None, has_lm: bool) -> list[Rate]:
+    """The error rates of an evaluation of these weights, if there was one: those without a language
+    model, and then those with it, if the export `has_lm`. `base`: the path of the weights with
+    which the run began."""
     results = about.results or {}
-    rates = results.get("rates", {})
+    if not results:
+        return []
+    place = results["title"].partition(",")[0]
     bases = {os.path.realpath(path) for path in (about.base, base) if path}
     is_base = os.path.realpath(results.get("compared_to") or "") in bases
     first_rates = results.get("before", {}) if is_base else {}
+    rates = results.get("rates", {})
+    rows = rows_of(place, results.get("without_lm", rates), first_rates)
+    if has_lm and "without_lm" in results:
+        for row in rows_of(f"{place}, with the language model of these recipes", rates):
+            rows.append(replace(row, is_public=False))
+    return rows
+
+
+def rows_of(place: str, rates: dict, first_rates: dict | None = None) -> list[Rate]:
+    """Rows of `metrics.rates`, and of those before training."""
     lower = NAMES[in_lower_case]
     rows = []
     for reading, values in rates.items():
         if reading != lower and values == rates.get(lower):
             continue
         for metric, rate in values.items():
-            first = first_rates.get(reading, {}).get(metric, {}).get("rate")
-            place = results["title"].partition(",")[0]
+            first = (first_rates or {}).get(reading, {}).get(metric, {}).get("rate")
             is_public = reading == lower or len(rates) == 1
             rows.append(Rate(place, reading, metric, rate["rate"], first, is_public))
     return rows

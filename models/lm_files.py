@@ -6,7 +6,7 @@ from pathlib import Path
 
 from models import card
 from speech.decoding import arpa, language_model
-from speech.decoding.language_model import Tokens
+from speech.decoding.language_model import LanguageModelFlags, Tokens
 from speech.decoding.ngram import LM_WEIGHT, NGram
 
 ARPA = "lm.arpa"
@@ -58,15 +58,14 @@ class Names:
     lines: tuple[str, ...] = ()
 
 
-def for_nemo(tokenizer) -> Names:
-    """NeMo's names."""
-    names = {token: chr(token + NEMO_OFFSET) for token in range(tokenizer.size)}
-    return Names(language_model.tokens_of(tokenizer), names, NEMO)
+def for_nemo(tokens: Tokens, size: int) -> Names:
+    """NeMo's names. `size`: that of the tokenizer."""
+    names = {token: chr(token + NEMO_OFFSET) for token in range(size)}
+    return Names(tokens, names, NEMO)
 
 
-def for_torchaudio(tokenizer, pieces: list[str], blank: int) -> Names:
+def for_torchaudio(tokens: Tokens, pieces: list[str], blank: int) -> Names:
     """The names of the outputs of a CTC model. `pieces`: of all, with U+2581 for a space."""
-    tokens = language_model.tokens_of(tokenizer)
     lines: list[str] = []
     taken = {""}
     for token, piece in enumerate(pieces):
@@ -83,15 +82,30 @@ def for_torchaudio(tokenizer, pieces: list[str], blank: int) -> Names:
     return Names(tokens, names, use.replace("SILENCE", silence), tuple(lines))
 
 
-def beside(weights: Path | None, named: Names, form: card.Form) -> tuple[dict[str, str], card.Form]:
+def beside(
+    weights: Path | None, named: Names, form: card.Form, flags: LanguageModelFlags
+) -> tuple[dict[str, str], card.Form]:
     """Files for an export, texts by name, and the `form` of its card with their use: those of the
-    language model of a run's `weights`. No files if it is not known to help them."""
-    if weights is None or not language_model.kept(weights.parent):
-        return {}, form
-    lines = language_model.read_lines(weights.parent / language_model.TEXTS)
-    if not lines:  # somebody has removed the texts
+    language model of a run's `weights`. No files, and a line why, if it is not known to help
+    them."""
+    if weights is None or flags.lm == "off":
         return {}, form
     tokens = named.tokens
+    lines = language_model.read_lines(weights.parent / language_model.TEXTS, tokens)
+    helps = flags.lm == "on" or language_model.kept(weights.parent)
+    reason = ""
+    if not lines:
+        reason = f"there is no {language_model.TEXTS} beside the weights"
+    elif helps is None:
+        reason = (
+            f"whether {language_model.TEXTS} helps these weights is not known (--evaluate finds it"
+            " out, or add --lm on)"
+        )
+    elif not helps:
+        reason = "the language model did not help the held-out set (--lm on writes it)"
+    if reason:
+        print(f"{ARPA} is not exported: {reason}")
+        return {}, form
     model = NGram(map(tokens.of, lines), tokens.size, tokens.mark, ORDER)
     texts = {ARPA: "".join(f"{line}\n" for line in arpa.lines_of(model, named.names))}
     if named.lines:

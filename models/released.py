@@ -545,7 +545,7 @@ class Family:
             form = self.form(info)
             texts = {}
             if names := self.lm_names(info):
-                texts, form = lm_files.beside(about.weights, names, form)
+                texts, form = lm_files.beside(about.weights, names, form, self.asked.how.lm)
             name = Path(folder).resolve().name
             texts[model_files.CARD] = card.readme(name, self.about(info, about), form)
             written = self.write(info, weights, texts)

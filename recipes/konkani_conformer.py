@@ -114,8 +114,9 @@ EXCLUDES = (
     ("transcribe", "export", "give one of them"),
     ("profile", "vocab_file", "both say what the letters are; give one of them"),
     *(
-        (f"decoding {other}", "lm on", "it is a part of --decoding rescore")
+        (f"decoding {other}", wish, "a language model is a part of --decoding rescore")
         for other in ("greedy", "beam")
+        for wish in ("lm on", "lm_text")
     ),
 )
 NEEDS = (("beam_size", ("decoding rescore", "decoding beam"), ""),)
@@ -721,7 +722,9 @@ def language_model_tokens(
     how: recogniser.DecodingOptions, tokenizer
 ) -> language_model.Tokens | None:
     """The tokens of the language model, which is a part of one search only."""
-    return language_model.tokens_of(tokenizer) if how.decoding == "rescore" else None
+    if how.decoding != "rescore":
+        return None
+    return language_model.tokens_of(tokenizer, tokenizer.letters.prepare)
 
 
 # --- set-up ---------------------------------------------------------------------------------------
@@ -879,7 +882,7 @@ def evaluate_only(args, how: recogniser.DecodingOptions) -> None:
             report_results(how, tokenizer, model, evaluation, weights.parent, "the given weights")
     measured = results.results_of(args.log_dir, weights, bool(args.evaluate))
     about = card.About(RECIPE, None, weights, earlier_run, measured, is_new=True)
-    export(args, tokenizer, model, about)
+    export(args, how, tokenizer, model, about)
 
 
 def exports_only(args) -> bool:
@@ -888,7 +891,9 @@ def exports_only(args) -> bool:
     return bool(args.export) and args.resume not in (None, "auto") and not trains
 
 
-def export(args, tokenizer, model: Conformer, about: card.About) -> None:
+def export(
+    args, how: recogniser.DecodingOptions, tokenizer, model: Conformer, about: card.About
+) -> None:
     """--export: the encoder with its CTC head, and a model card."""
     if not args.export:
         return
@@ -903,8 +908,9 @@ def export(args, tokenizer, model: Conformer, about: card.About) -> None:
         subsampling=model.config["subsampling"],
     )
     outputs = [*tokenizer.pieces, onnx_files.BLANK]
-    names = lm_files.for_torchaudio(tokenizer, outputs, tokenizer.size)
-    texts, form = lm_files.beside(about.weights, names, CARD)
+    tokens = language_model.tokens_of(tokenizer, tokenizer.letters.prepare)
+    names = lm_files.for_torchaudio(tokens, outputs, tokenizer.size)
+    texts, form = lm_files.beside(about.weights, names, CARD, how.lm)
     texts[model_files.CARD] = card.readme(Path(args.export).resolve().name, about, form)
     names = model_files.write_export(Path(args.export), fill, texts)
     print(f"exported to {args.export}: {', '.join(names)}")
@@ -996,7 +1002,7 @@ def main(args) -> None:
     if weights:  # on the first rank
         measured = results.results_of(args.log_dir, weights, are_new=True)
         about = card.About(RECIPE, None, weights, run_info, measured, is_new=True)
-        export(args, tokenizer, model, about)
+        export(args, how, tokenizer, model, about)
 
 
 if __name__ == "__main__":

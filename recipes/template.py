@@ -313,7 +313,8 @@ def language_model_tokens(model: Network) -> language_model.Tokens:
     has_space = " " in model.characters
     space = model.characters.index(" ") if has_space else size + 1
     decode = functools.partial(text_of, model)
-    return language_model.Tokens(encoding(model.info), decode, size + 2, space, has_space, size)
+    encode, prepare = encoding(model.info), model.letters.prepare
+    return language_model.Tokens(encode, decode, size + 2, space, has_space, size, prepare)
 
 
 def trained(args, setup: device.Setup) -> tuple[Network, splits.RunInfo]:

@@ -391,7 +391,7 @@ def report_results(
     if tokenizer.profile:
         how = dataclasses.replace(how, cut=tokenizer.profile.cut)
     decode = functools.partial(decoding.transcripts, model, tokenizer)
-    tokens = language_model.tokens_of(tokenizer)
+    tokens = start.language_model_tokens(info)
     rows, eval_batches = results.report(
         how, model, decode, evaluation, weights, tokens=tokens, folder=folder
     )
@@ -417,8 +417,7 @@ def transcribe(asked: Wav2Vec2Options, setup: device.Setup) -> None:
     model, info, earlier_run = trained(asked, setup)
     tokenizer = tokenizer_of(info)
     folder = released.weights_folder(asked.origin)
-    tokens = language_model.tokens_of(tokenizer)
-    fusion = language_model.in_search(asked.how.lm, tokens, folder)
+    fusion = language_model.in_search(asked.how.lm, start.language_model_tokens(info), folder)
     decode = functools.partial(decoding.transcripts, model, tokenizer, fusion=fusion)
     longest = (earlier_run or RELEASED).longest
     cutting = by_length(longest, windows.by_time(tokenizer, frame_samples(info.config)))

@@ -19,7 +19,7 @@ from models.parakeet.languages import AUTO, SLOTS, are_slots, slot_of
 from models.parakeet.model import Parakeet
 from models.parakeet.tokenizer import STATE, ParakeetTokenizer, make_tokenizer, pieces
 from models.released import Origin
-from speech.decoding import recogniser
+from speech.decoding import language_model, recogniser
 
 BRANCH_OUTPUTS = (".linear2", ".o_proj", ".pointwise_conv2")  # for quieten_branches
 REDUCTIONS = ("mean", "mean_batch", "mean_volume")
@@ -299,12 +299,13 @@ class Family(released.Family):
 
     def lm_names(self, info: ModelInfo) -> lm_files.Names | None:
         tokenizer = tokenizer_of(info)
+        tokens = language_model.tokens_of(tokenizer)
         if self.asked.export_format == "nemo":
-            return lm_files.for_nemo(tokenizer)
+            return lm_files.for_nemo(tokens, tokenizer.size)
         if settings.is_transducer(info.config):
             return None
         outputs = [*tokenizer.pieces, onnx_files.BLANK]
-        return lm_files.for_torchaudio(tokenizer, outputs, tokenizer.size)
+        return lm_files.for_torchaudio(tokens, outputs, tokenizer.size)
 
     def adapter_form(self, info: ModelInfo) -> card.Form:
         kind = settings.family_of(info.config)

@@ -1,6 +1,7 @@
 """The start of a wav2vec 2.0's training: what this family adds to models/released.py."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -18,7 +19,7 @@ from models.wav2vec2 import formats, onnx, settings, texts, vocabulary
 from models.wav2vec2.model import Wav2Vec2
 from models.wav2vec2.tokenizer import STATE, Wav2Vec2Tokenizer, make_tokenizer
 from speech.data.splits import RunInfo
-from speech.decoding import recogniser
+from speech.decoding import language_model, recogniser
 from speech.writing import alphabet, profile
 from speech.writing.alphabet import ProfileFlags
 from speech.writing.profile import Profile
@@ -323,7 +324,8 @@ class Family(released.Family):
 
     def lm_names(self, info: ModelInfo) -> lm_files.Names:
         tokenizer = tokenizer_of(info)
-        return lm_files.for_torchaudio(tokenizer, tokenizer.pieces, tokenizer.blank)
+        tokens = language_model_tokens(info)
+        return lm_files.for_torchaudio(tokens, tokenizer.pieces, tokenizer.blank)
 
     def write(
         self, info: ModelInfo, weights: dict[str, torch.Tensor], texts: dict[str, str]
@@ -334,6 +336,15 @@ class Family(released.Family):
 
 def tokenizer_of(info: ModelInfo) -> Wav2Vec2Tokenizer:
     return make_tokenizer(info.tokenizer, info.config["vocabulary"])
+
+
+def language_model_tokens(info: ModelInfo) -> language_model.Tokens:
+    """The tokens of the language model, whose texts are prepared as those of the training."""
+    tokenizer = tokenizer_of(info)
+    prepare = functools.partial(texts.prepare, style=info.read_style())
+    if tokenizer.profile:
+        prepare = tokenizer.profile.prepare
+    return language_model.tokens_of(tokenizer, prepare)
 
 
 def given_info(asked: Wav2Vec2Options, recipe: str) -> ModelInfo | None:

@@ -28,19 +28,21 @@ Place = tuple[str, float, float]  # file, start and end in seconds
 def pieces_of(path: Path) -> dict[Place, dict]:
     """The pieces of transcripts by their places. Raises `UsageError` and `DataError`."""
     found = {}
-    for number, line in enumerate(files.read_text(files.require_file(path)).split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            for piece in row["pieces"]:
-                place = (str(row["file"]), float(piece["start"]), float(piece["end"]))
-                sure = confidence(row.get("words", []), place[1], place[2])
-                found[place] = {"text": str(piece["text"]), "sure": sure}
-        except (ValueError, KeyError, TypeError):
-            raise DataError(
-                f"{path}:{number} is no transcript with pieces, as --transcribe --output writes it"
-            ) from None
+    with files.require_file(path).open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                for piece in row["pieces"]:
+                    place = (str(row["file"]), float(piece["start"]), float(piece["end"]))
+                    sure = confidence(row.get("words", []), place[1], place[2])
+                    found[place] = {"text": str(piece["text"]), "sure": sure}
+            except (ValueError, KeyError, TypeError):
+                raise DataError(
+                    f"{path}:{number} is no transcript with pieces, as --transcribe --output"
+                    " writes it"
+                ) from None
     return found
 
 

@@ -3,6 +3,7 @@ weights, and other texts of the language. It is used where it helps on held-out 
 
 import contextlib
 import functools
+import hashlib
 import json
 import math
 import sys
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import files, options
-from common.errors import DataError, UsageError
+from common.errors import UsageError
 from common.options import flag
 from speech.decoding.ngram import Fusion, NGram, Words
 from speech.writing import metrics
@@ -21,7 +22,7 @@ OWN = "the training texts"
 MORE = "all texts"  # those of --lm_text, too
 TEXTS = "texts.txt"  # beside the weights, a text a line; anybody can add lines
 BEST = "best.json"  # beside the weights; it also says whether the language model helps them
-HELPS = "language_model_helps"  # a key of it
+HELPS = "language_model"  # a key of it: {"helps", "texts"}, the latter as `digest` returns it
 SEVERAL = 3  # spaces of a sentence that is also found inside of a line: four words
 MOST_CHARACTERS = 10_000_000  # of all texts: an n-gram of them takes 1.6 GB while it is counted
 
@@ -52,7 +53,7 @@ def add_arguments(parser) -> None:
 def resolve(args) -> LanguageModelFlags:
     """The request of the flags, also of a recipe without them. Raises `UsageError`."""
     for path in getattr(args, "lm_text", None) or []:
-        files.require_file(Path(path), "--lm_text")
+        lines_of(path)  # what is wrong with it is reported now
     return options.read_record(LanguageModelFlags, args)
 
 
@@ -66,6 +67,7 @@ class Tokens:
     mark: int  # between sentences
     is_space: bool  # the mark is the space between words, too
     unknown: int | None  # the id for what the model lacks; None: left out
+    prepare: Callable[[str], str] = normalise  # a text as the model has learned it
 
     def of(self, text: str) -> list[int]:
         """The tokens of a text that the model has: in lower case, if it lacks capitals."""
@@ -85,13 +87,15 @@ class Tokens:
         return known
 
 
-def tokens_of(tokenizer) -> Tokens:
+def tokens_of(tokenizer, prepare: Callable[[str], str] = normalise) -> Tokens:
     """Those of a recogniser's tokenizer, as `timed` describes it. The mark is its space or, if it
     has none that stands alone, a token beyond its own."""
     spaces = [i for i in tokenizer.spaces if len(tokenizer.pieces[i]) == 1]
     mark = min(spaces, default=tokenizer.size)
     size = max(tokenizer.size, mark + 1)
-    return Tokens(tokenizer.encode, tokenizer.decode, size, mark, bool(spaces), tokenizer.unknown)
+    return Tokens(
+        tokenizer.encode, tokenizer.decode, size, mark, bool(spaces), tokenizer.unknown, prepare
+    )
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ class LanguageModel:
     # token ids that are used in any case, because somebody has asked for them
     names: list[list[int]]
     helps: bool | None  # what is known of a single one (None: nothing yet)
-    folder: Path | None  # of the weights, which keeps that
+    folder: Path | None  # of the weights, which keeps that of the training texts
     tokens: Tokens
 
     def used(self) -> Fusion | None:
@@ -121,7 +125,7 @@ class LanguageModel:
             return self.used()
         best = None
         cer, wer = shares(rows_of(None))
-        lowest = cer + wer
+        without = lowest = cer + wer
         print(f"language model on the {name} set: without it {percent(cer, wer)}")
         for texts, fusion in self.choices.items():
             cer, wer = shares(rows_of(fusion()))
@@ -129,9 +133,9 @@ class LanguageModel:
             if cer + wer < lowest:
                 lowest = cer + wer
                 best = texts
+            if texts == OWN and self.folder:
+                keep(self.folder, cer + wer < without)
         print(f"  it is {'off' if best is None else f'that of {best}'}")
-        if self.folder:
-            keep(self.folder, best is not None)
         return self.with_names(self.choices[best]() if best else None)
 
     def with_names(self, fusion: Fusion | None) -> Fusion | None:
@@ -167,8 +171,8 @@ def make(
     `DataError`."""
     if tokens is None or flags.lm == "off":
         return None
-    own = read_lines(folder / TEXTS) if folder else []
-    more, names = further(flags.lm_text) if flags.lm_text else ([], [])
+    own = read_lines(folder / TEXTS, tokens) if folder else []
+    more, names = further(flags.lm_text, tokens) if flags.lm_text else ([], [])
     if flags.lm == "on" and not (own or more or names):
         raise UsageError(
             f"--lm on: there is no {TEXTS} beside the weights; give texts with --lm_text"
@@ -193,17 +197,15 @@ def make(
         texts[MORE] = own + more, kept_own + kept_more
     choices = {}
     for name, (lines, every) in texts.items():
-        if sum(map(len, every)) > MOST_CHARACTERS:
-            raise DataError(f"--lm_text: more than {MOST_CHARACTERS:,} characters; give a part")
         if left_out := len(lines) - len(every):
             print(f"language model of {name}: {left_out} held-out sentences are left out")
         if every:
-            choices[name] = functools.cache(functools.partial(fusion_of, every, tokens))
+            choices[name] = functools.cache(functools.partial(fusion_of, part(every), tokens))
     helps = True if flags.lm == "on" else None
     if helps is None and folder and not more:
         helps = kept(folder)
     listed = [tokens.of(name) for name in names]
-    return LanguageModel(choices, listed, helps, None if more else folder, tokens)
+    return LanguageModel(choices, listed, helps, folder, tokens)
 
 
 def has_sentence(text: str, known: set[str], said: list[str]) -> bool:
@@ -221,57 +223,103 @@ def fusion_of(texts: list[str], tokens: Tokens) -> Fusion:
     return Fusion(model, encode=tokens.of, decode=tokens.decode, words=words)
 
 
-def further(paths: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The texts and, of lists of names, the names in --lm_text. Raises `UsageError`."""
+def further(paths: Iterable[str], tokens: Tokens) -> tuple[list[str], list[str]]:
+    """The texts and, of lists of names, the names in --lm_text. Says what the model lacks of them.
+    Raises `UsageError`."""
     from speech.decoding.names import are_names
+    from speech.writing.changes import Changes
+
+    def as_written(text: str) -> str:
+        return tokens.decode(tokens.of(tokens.prepare(text)))
 
     texts, names = [], []
     for path in paths:
-        lines = read_lines(Path(path))
-        if lines and lines[0].startswith("{"):
-            raise UsageError(f"--lm_text {path}: it is a manifest; give a file with texts alone")
+        lines = lines_of(path)
+        kind = texts
         if are_names(lines):
             print(f"language model: {path} is a list of {len(lines)} names", file=sys.stderr)
-            names += lines
-        else:
-            texts += lines
+            kind = names
+        changes = Changes(as_written)
+        for line in lines:
+            if changes(line).strip():
+                kind.append(tokens.prepare(line))
+        if report := changes.report():
+            print(f"language model: {path}, {report}", file=sys.stderr)
     return texts, names
 
 
 def in_search(
     flags: LanguageModelFlags, tokens: Tokens | None, folder: Path | None
 ) -> Fusion | None:
-    """`make` for a search without references. None if it is known not to help."""
+    """`make` for a search without references. None if it is known not to help. Says so, and that
+    of further texts nothing is known."""
     lm = make(flags, tokens, folder)
-    return lm and lm.used()
+    if lm is None:
+        return None
+    if lm.helps is False:
+        print(
+            "language model: off, because it did not help the held-out set (--lm on uses it)",
+            file=sys.stderr,
+        )
+    elif MORE in lm.choices and flags.lm is None:
+        print(
+            "language model: whether --lm_text helps is not known without a held-out set"
+            " (--evaluate finds it out)",
+            file=sys.stderr,
+        )
+    return lm.used()
 
 
-def read_lines(path: Path) -> list[str]:
-    """The texts of a file, as training reads them; none if there is no such file."""
+def lines_of(path: str) -> list[str]:
+    """The lines of a file of --lm_text that have a text. Raises `UsageError`."""
+    lines = [line for line in files.read_text(path, "--lm_text").splitlines() if line.strip()]
+    if not lines:
+        raise UsageError(f"--lm_text {path}: it has no text")
+    if lines[0].startswith("{"):
+        raise UsageError(f"--lm_text {path}: it is a manifest; give a file with texts alone")
+    return lines
+
+
+def read_lines(path: Path, tokens: Tokens) -> list[str]:
+    """The texts in TEXTS, as the model has learned them; none if there is no such file."""
     if not path.is_file():
         return []
-    return [line for line in map(normalise, files.read_text(path).splitlines()) if line]
+    return [line for line in map(tokens.prepare, files.read_text(path).splitlines()) if line]
+
+
+def part(texts: Sequence[str]) -> list[str]:
+    """The texts or, of very many, every second or third one."""
+    step = math.ceil(sum(map(len, texts)) / MOST_CHARACTERS) or 1
+    return [texts[place] for place in range(0, len(texts), step)]
 
 
 def as_file(texts: Sequence[str]) -> dict[str, str]:
-    """The file of the training texts that a person wrote, for `Task.beside`; of very many every
-    second or third. Drafts of a model have words that the language has not."""
-    step = math.ceil(sum(map(len, texts)) / MOST_CHARACTERS) or 1
-    return {TEXTS: "".join(f"{texts[place]}\n" for place in range(0, len(texts), step))}
+    """The file of the training texts that a person wrote, for `Task.beside`. Drafts of a model have
+    words that the language has not."""
+    return {TEXTS: "".join(f"{text}\n" for text in part(texts))}
 
 
 def kept(folder: Path) -> bool | None:
-    """Whether the language model is known to help the best weights in a folder."""
+    """Whether the language model of the texts that are now in a folder is known to help its best
+    weights."""
     answer = summary_of(folder).get(HELPS)
-    return answer if isinstance(answer, bool) else None
+    if not isinstance(answer, dict) or answer.get("texts") != digest(folder / TEXTS):
+        return None
+    return answer.get("helps") is True
 
 
 def keep(folder: Path, helps: bool) -> None:
-    """Notes beside the best weights whether the language model helps them."""
+    """Notes beside the best weights whether the language model of their texts helps them."""
     if summary := summary_of(folder):
-        text = json.dumps({**summary, HELPS: helps}, indent=1)
+        answer = {"helps": helps, "texts": digest(folder / TEXTS)}
+        text = json.dumps({**summary, HELPS: answer}, indent=1)
         with contextlib.suppress(OSError):  # a folder that is only read: it is asked again
             files.write_text(folder / BEST, f"{text}\n")
+
+
+def digest(path: Path) -> str | None:
+    """By which a change of a file is found; None without the file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 def summary_of(folder: Path) -> dict:

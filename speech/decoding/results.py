@@ -44,11 +44,11 @@ def report(
     folder: Path | None = None,
 ) -> tuple[list[dict], EvalBatches]:
     """Prints and keeps the results of the test set, or of "val" without one (`print_results`), as
-    `decode(batch)` decodes it (`decode_texts`). Returns the rows and the batches of the set.
+    `decode(batch)` decodes it (`decode_texts`). Returns its rows and the batches of the set.
 
     With the `tokens` of a language model it is `decode(batch, fusion=...)`, if that is better on
-    "val", and what it has changed is printed, too. `weights`: those of the `folder` that the model
-    has."""
+    "val"; then what it has changed is printed and kept, too, and the rows are those without it.
+    `weights`: those of the `folder` that the model has."""
 
     @functools.cache
     def rows_of(name: str, fusion: Fusion | None = None) -> list[dict]:
@@ -72,9 +72,9 @@ def report(
     languages = eval_batches.dataset.data.corpus.languages
     print_results(rows, title, how, normalise, languages)
     if fusion:
-        print_improvement(
-            rows_of(name), rows, "decoding without the language model", how, normalise
-        )
+        with_lm, rows = rows, rows_of(name)
+        path = "decoding without the language model"
+        add(how, without_lm=improvement(rows, with_lm, path, how, normalise))
     return rows, eval_batches
 
 
@@ -137,9 +137,9 @@ def write_report(how: DecodingOptions, name: str, text: str) -> None:
 
 def write_results(how: DecodingOptions, results: dict) -> None:
     """Writes results.json: the "title" of the results, the "rates" of `metrics.rates`, those of
-    several "languages" (`metrics.rates_by`), and, if a model was "compared_to", its rates as
-    "before"; of translations "chrf" and "chrf_before"; "watched" sets (`Watched.by_step`); a
-    "warning". Raises `RunError`."""
+    several "languages" (`metrics.rates_by`), those "without_lm", if there is a language model, and,
+    if a model was "compared_to", its rates as "before"; of translations "chrf" and "chrf_before";
+    "watched" sets (`Watched.by_step`); a "warning". Raises `RunError`."""
     write_report(how, "results.json", files.json_text(results))
 
 
@@ -184,9 +184,9 @@ def print_improvement(
     how: DecodingOptions,
     normalise: Callable[[str], str] = for_scoring,
 ) -> None:
-    """Prints how much lower the error rates of `rows` are than those of the rows `before` of the
-    model at `path`, of the same utterances, and adds the latter to results.json. `normalise` as in
-    `print_results`, which is called before. Raises `RunError`."""
+    """Prints how much lower the error rates of the rows that `report` returns are than those of the
+    rows `before` of the model at `path`, of the same utterances, and adds the latter to
+    results.json. `normalise` as in `report`. Raises `RunError`."""
     if how.translates:
         from speech.writing import chrf
 
@@ -195,11 +195,25 @@ def print_improvement(
             f"compared to {path} on the same {len(rows)} utterances: its chrF2 is {100 * old:.2f}"
         )
         return add(how, compared_to=path, chrf_before=old)
+    has_lm = "without_lm" in read_results(how.log_dir)
+    what = f"{path}, both without a language model," if has_lm else path
+    add(how, compared_to=path, before=improvement(before, rows, what, how, normalise))
+
+
+def improvement(
+    before: list[dict],
+    rows: list[dict],
+    what: str,
+    how: DecodingOptions,
+    normalise: Callable[[str], str],
+) -> dict:
+    """Prints how much lower the error rates of `rows` are than those of the rows `before`. Returns
+    the rates of the latter."""
     readings = readings_of(rows, how, normalise, warns=False)
     old, new = (metrics.read_by(each, readings, how.cut) for each in (before, rows))
     table = metrics.improvement_table(old, new)
-    print(f"compared to {path} on the same {len(rows)} utterances:\n{table}")
-    add(how, compared_to=path, before=metrics.rates(old))
+    print(f"compared to {what} on the same {len(rows)} utterances:\n{table}")
+    return metrics.rates(old)
 
 
 def readings_of(

@@ -1,5 +1,6 @@
 """The model card of an export: its block of metadata, and only what is known."""
 
+import dataclasses
 import json
 import re
 from types import SimpleNamespace
@@ -65,6 +66,23 @@ def test_the_hub_reads_the_results(tmp_path):
     read = ModelCard(card.readme("mine", about, WHISPER)).data
     assert [each.metric_value for each in read.eval_results] == [15.0, 7.5]
     assert (read.model_name, read.license) == ("mine", "apache-2.0")
+
+
+def test_the_rates_are_those_of_the_export(tmp_path):
+    """A language model is used by nobody who loads an export without one."""
+    results = {"title": "test set, best", "rates": {LOWER: rates(0.1)}}
+    results["without_lm"] = {LOWER: rates(0.2)}
+    about = card.About("a", None, weights(tmp_path), DATA, results)
+    text = card.readme("mine", about, WHISPER)
+    assert [row.split("|")[3:6] for row in text.splitlines() if row.startswith("| test")] == [
+        [" WER ", " - ", " 20.00 "],
+        [" CER ", " - ", " 10.00 "],
+    ]
+    text = card.readme("mine", about, dataclasses.replace(WHISPER, with_lm="FOLDER/lm.arpa"))
+    place = "test set, with the language model of these recipes"
+    assert f"| {place} | {LOWER} | WER | - | 10.00 |" in text
+    values = [each["value"] for each in block_of(text)["model-index"][0]["results"][0]["metrics"]]
+    assert values == [20.0, 10.0]
 
 
 def block_of(text: str) -> dict:

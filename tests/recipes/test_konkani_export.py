@@ -16,13 +16,15 @@ from common.batches import to_device
 from common.errors import RunError
 from models import card, model_files, onnx_files
 from recipes import konkani_conformer as recipe
+from speech.decoding.recogniser import DecodingOptions
 from speech.signal.audio import SAMPLE_RATE
+from speech.writing.alphabet import Characters
 from speech.writing.text import CharTokenizer
 from tests.peers import texts_in_sherpa
 from tests.recipes import runs
 
 CHARACTERS = [" ", "क", "ा", "b", "\u00a0"]  # as in a --vocab_file
-TOKENIZER = CharTokenizer(CHARACTERS)
+TOKENIZER = CharTokenizer(CHARACTERS, Characters())
 SHAPE = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "attention_heads": 2}
 CONFIG = {**SHAPE, "subsampling": 4}
 INFO = recipe.ModelInfo(CONFIG, CHARACTERS)
@@ -87,7 +89,7 @@ def folder(trained, tmp_path_factory):
     folder = tmp_path_factory.mktemp("export") / "onnx"
     args = runs.parse(recipe, "--export", folder)
     about = card.About(recipe.RECIPE, None, folder / "best.safetensors", is_new=True)
-    recipe.export(args, TOKENIZER, trained, about)
+    recipe.export(args, DecodingOptions(), TOKENIZER, trained, about)
     return folder
 
 
@@ -135,9 +137,10 @@ def test_weights_of_a_run_are_exported_without_training(trained, tmp_path, monke
     task = recipe.Task(*about, metric="cer", higher_is_better=False, fit=None)
     checkpoint.save_weights(weights, trained.state_dict(), task, {})
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS), encoding="utf-8")
-    (tmp_path / "best.json").write_text('{"language_model_helps": true}')
     folder = tmp_path / "export"
-    out = runs.ran(recipe, "--resume", weights, "--export", folder, "--output_dir", tmp_path)
+    out = runs.ran(
+        recipe, "--resume", weights, "--export", folder, "--output_dir", tmp_path, "--lm", "on"
+    )
     names = "README.md, lm.arpa, lm_tokens.txt, made_from.json, model.onnx"
     assert f"exported to {folder}: {names}" in out
     outputs = (folder / "lm_tokens.txt").read_text(encoding="utf-8").splitlines()

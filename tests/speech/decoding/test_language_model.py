@@ -1,6 +1,7 @@
 """Which texts a language model is made of, and where it is used."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,14 +10,14 @@ import soundfile
 from common import options, saving
 from common.device import Setup
 from common.errors import UsageError
-from speech.decoding import language_model
+from speech.decoding import language_model, results
 from speech.decoding.language_model import LanguageModelFlags
 from speech.decoding.long import BY_OVERLAP, BY_SILENCES
 from speech.decoding.names import NAME_BONUS, are_names
 from speech.decoding.recogniser import DecodingOptions
 from speech.decoding.transcribing import transcribe_files
 from speech.signal.audio import SAMPLE_RATE
-from speech.writing.text import CharTokenizer
+from speech.writing.text import NAMES, CharTokenizer, for_scoring
 
 TOKENIZER = CharTokenizer([" ", *"abcdefgh"])
 TOKENS = language_model.tokens_of(TOKENIZER)
@@ -65,7 +66,6 @@ def test_other_texts_are_added_and_held_out_sentences_left_out(folder, tmp_path,
     assert "language model of all texts: 2 held-out sentences are left out" in (
         capsys.readouterr().out
     )
-    assert lm.folder is None  # what is found of these texts is not kept for the weights
 
 
 def test_held_out_sentences_are_found_in_a_book(folder, tmp_path, capsys):
@@ -77,10 +77,7 @@ def test_held_out_sentences_are_found_in_a_book(folder, tmp_path, capsys):
     flags = LanguageModelFlags(lm_text=[str(book)])
     language_model.make(flags, TOKENS, folder, held_out=["gh fe gh ab", "hh", "x"])
     assert "of all texts: 2 held-out sentences are left out" in capsys.readouterr().out
-    book.write_text('{"audio_filepath": "a.wav", "text": "ab"}\n')
     assert not language_model.has_sentence("कि", {"की"}, [])  # marks are letters
-    with pytest.raises(UsageError, match="it is a manifest"):
-        language_model.make(flags, TOKENS, folder)
 
 
 def test_lines_that_somebody_has_added_stay_when_weights_are_saved_again(tmp_path):
@@ -122,14 +119,15 @@ def test_the_held_out_set_decides_and_the_answer_is_kept(folder, helps, capsys):
     assert decoded == [None, fusion]
     answer = "that of the training texts" if helps else "off"
     assert f"it is {answer}\n" in capsys.readouterr().out
-    assert json.loads((folder / "best.json").read_text()) == {
-        "step": 3,
-        "language_model_helps": helps,
-    }
+    assert language_model.kept(folder) is helps
+    assert json.loads((folder / "best.json").read_text())["step"] == 3
     again = language_model.make(LanguageModelFlags(), TOKENS, folder)
-    assert (again.used() is not None) == helps
     assert (again.judged(pytest.fail, "val") is not None) == helps
+    assert (language_model.in_search(LanguageModelFlags(), TOKENS, folder) is not None) == helps
+    assert ("it did not help the held-out set" in capsys.readouterr().err) != helps
     assert language_model.make(LanguageModelFlags(lm="on"), TOKENS, folder).used() is not None
+    (folder / "texts.txt").write_text("gh fe\n")
+    assert language_model.kept(folder) is None  # nothing is known of other texts
 
 
 def test_the_held_out_set_decides_about_further_texts_alone(folder, tmp_path, capsys):
@@ -143,15 +141,46 @@ def test_the_held_out_set_decides_about_further_texts_alone(folder, tmp_path, ca
 
     assert lm.judged(rows_of, "val") is own
     assert "  it is that of the training texts\n" in capsys.readouterr().out
-    assert lm.used() is every  # where nothing is held out
+    assert language_model.kept(folder) is True  # of the training texts
+    flags = LanguageModelFlags(lm_text=[str(foreign)])
+    assert language_model.in_search(flags, TOKENS, folder) is not None
+    assert "whether --lm_text helps is not known" in capsys.readouterr().err
+
+
+def test_models_are_compared_and_published_without_it(folder, tmp_path, monkeypatch, capsys):
+    """What else is compared with the rows, and most of those who load an export, have none."""
+    corpus = SimpleNamespace(texts=["gh", "fe"], languages=None)
+    batches = SimpleNamespace(dataset=SimpleNamespace(data=SimpleNamespace(corpus=corpus)))
+    batches.dataset.languages = None
+    batches.whole = lambda: batches
+    monkeypatch.setattr(results, "decode_texts", lambda model, decode, _: decode(model))
+
+    def decode(model, fusion=None):
+        return [{**row, "seconds": 1} for row in rows("ab cd", "ef gh" if fusion else "ef hh")]
+
+    how = DecodingOptions(log_dir=tmp_path)
+    found, _ = results.report(
+        how, None, decode, {"val": batches}, "best", tokens=TOKENS, folder=folder
+    )
+    assert [row["hypothesis"] for row in found] == ["ab cd", "ef hh"]
+    results.print_improvement(found, found, "base", how)
+    assert (
+        "compared to base, both without a language model, on the same 2" in capsys.readouterr().out
+    )
+    noted = results.read_results(tmp_path)
+    wer = [
+        noted[key][NAMES[for_scoring]]["wer"]["rate"] for key in ("rates", "without_lm", "before")
+    ]
+    assert wer == [0, 0.25, 0.25]
 
 
 def test_a_list_of_names_is_in_every_search(folder, tmp_path, capsys):
     names = tmp_path / "names.txt"
-    names.write_text("Fee\ngab  ed\n")  # the model knows no capitals
+    names.write_text("Fee\ngab  eñd\n")  # the model knows no capitals
     flags = LanguageModelFlags(lm_text=[str(names)])
     lm = language_model.make(flags, TOKENS, folder)
-    assert "names.txt is a list of 2 names" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "names.txt is a list of 2 names" in said and "left out or replaced: ñ x 1" in said
     chosen = lm.judged(lambda fusion: rows("ab cd", "ef hh" if fusion else "ef gh"), "val")
     assert chosen.fusion is None and language_model.kept(folder) is False
     for name in ("fee", "gab ed"):
@@ -173,7 +202,15 @@ def test_longer_lines_and_more_of_them_are_a_text(lines):
     assert are_names([line[:3] for line in lines[:2000]])
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"language_model_helps": 3}', None])
+def test_other_texts_are_prepared_as_those_of_the_training(folder, tmp_path):
+    book = tmp_path / "book.txt"
+    book.write_text("g'h fe ab cd ef\n")
+    tokens = language_model.tokens_of(TOKENIZER, lambda text: text.replace("'", " "))
+    lm = language_model.make(LanguageModelFlags(lm_text=[str(book)]), tokens, folder)
+    assert likelihood(lm, "g h fe") > likelihood(lm, "gh fe")
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"language_model": 3}', None])
 def test_an_answer_that_is_not_sound_is_none(folder, content):
     if content is None:
         (folder / "best.json").unlink()
@@ -183,11 +220,23 @@ def test_an_answer_that_is_not_sound_is_none(folder, content):
     language_model.keep(folder, True)
 
 
-def test_a_missing_text_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (None, "No such file"),
+        (b" \n", "it has no text"),
+        (b"caf\xe9", "it is not UTF-8"),
+        (b'{"audio_filepath": "a.wav", "text": "ab"}', "it is a manifest"),
+    ],
+)
+def test_a_text_that_cannot_be_used_is_refused_before_training(tmp_path, content, message):
+    path = tmp_path / "book.txt"
+    if content is not None:
+        path.write_bytes(content)
     parser = options.Parser("")
     language_model.add_arguments(parser)
-    with pytest.raises(UsageError, match="--lm_text"):
-        language_model.resolve(parser.parse_args(["--lm_text", str(tmp_path / "none.txt")]))
+    with pytest.raises(UsageError, match=rf"--lm_text.*book\.txt: {message}"):
+        language_model.resolve(parser.parse_args(["--lm_text", str(path)]))
 
 
 def test_of_very_many_texts_a_part_is_kept(monkeypatch):
