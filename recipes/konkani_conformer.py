@@ -56,12 +56,13 @@ from speech.alignment import command as alignment
 from speech.alignment.letters import of_characters
 from speech.data import demo, feasible, splits
 from speech.data.columns import Corpus
+from speech.data.utterances import SPEEDS, AugmentedUtterances
 from speech.decoding import language_model, recogniser, results, timed, transcribing, windows
 from speech.decoding.long import PARTS, by_length
 from speech.decoding.ngram import Fusion
 from speech.decoding.search import joint_beam, rescored_beam
-from speech.signal import augment, nemo_features
-from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
+from speech.signal import nemo_features
+from speech.signal.audio import SAMPLE_RATE, read_utterance
 from speech.signal.features import random_masks, spec_augment, valid_mask
 from speech.writing import alphabet, metrics, text
 from speech.writing.alphabet import Characters
@@ -208,51 +209,14 @@ def encoder_frames(samples, config: dict):
     return count.clamp_min(1) if isinstance(count, Tensor) else max(1, count)
 
 
-class Utterances:
-    """A set of utterances as the model takes them. Only the training set is augmented: a share of
-    it, which the loop lets grow. It depends on this share and (seed, epoch, index)."""
-
-    augmented_share = 1.0
+class Utterances(AugmentedUtterances):
+    """A set of utterances as the model takes them. The training set is augmented."""
 
     def __init__(self, args, corpus: Corpus, tokenizer, config: dict, training: bool):
-        self.corpus = corpus
+        super().__init__(args, corpus, args.max_duration / min(SPEEDS), training)
         self.tokenizer = tokenizer
         self.config = config
-        self.seed = args.seed
-        self.changes_speed = training and args.speed_perturbation
         self.masks = training and args.spec_augment
-        self.augmentation = None
-        if training and args.wave_augment:
-            longest = args.max_duration / min(recogniser.SPEEDS)
-            noises = augment.read_noises(args.noise_dir)
-            self.augmentation = augment.Augmentation(args.seed, len(corpus), longest, noises)
-
-    def __len__(self) -> int:
-        return len(self.corpus)
-
-    def fingerprint(self) -> str:
-        return self.corpus.fingerprint()
-
-    def text_length(self, index: int) -> int:
-        return len(self.corpus.texts[index])
-
-    def augmented(self, epoch: int) -> np.ndarray:
-        """(N,) which utterances are augmented in an epoch."""
-        return augment.chosen(self.seed, epoch, len(self), self.augmented_share)
-
-    def seconds(self, epoch: int) -> np.ndarray:
-        """(N,) lengths in an epoch."""
-        seconds = self.corpus.seconds
-        if self.changes_speed:
-            seconds = seconds / self.speeds(epoch)
-        if self.augmentation:
-            longer = self.augmentation.lengths(seconds, epoch)
-            seconds = np.where(self.augmented(epoch), longer, seconds)
-        return seconds
-
-    def speeds(self, epoch: int) -> np.ndarray:
-        factors = speed_factors(self.seed, epoch, len(self), recogniser.SPEEDS)
-        return np.where(self.augmented(epoch), factors, np.float32(1))
 
     def item(self, index: int, epoch: int) -> dict:
         """One utterance: waveform (T,), tokens (U,), labels (U + 1,), and masks of SpecAugment."""
@@ -260,11 +224,10 @@ class Utterances:
         transcript = self.corpus.texts[index]
         tokens = self.tokenizer.encode(transcript)
         augmented = bool(self.augmented(epoch)[index])
-        if self.changes_speed:
-            changed = change_speed(waveform, float(self.speeds(epoch)[index]))
-            # A dense utterance stays as it is if it would become too short for its text.
-            if feasible.fits(encoder_frames(len(changed), self.config), tokens):
-                waveform = changed
+        changed = self.at_speed(waveform, index, epoch)
+        # A dense utterance stays as it is if it would become too short for its text.
+        if feasible.fits(encoder_frames(len(changed), self.config), tokens):
+            waveform = changed
         if self.augmentation and augmented:
             if self.augmentation.is_pause(index, epoch):
                 waveform = self.augmentation.pause(waveform, index, epoch)

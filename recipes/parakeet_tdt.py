@@ -60,10 +60,10 @@ from speech.alignment.letters import of_pieces
 from speech.data import demo, feasible, replay, splits, watching
 from speech.data.columns import Corpus
 from speech.data.splits import RunInfo
+from speech.data.utterances import SPEEDS, AugmentedUtterances
 from speech.decoding import language_model, recogniser, results, timed, transcribing, windows
 from speech.decoding.long import PARTS, by_length
-from speech.signal import augment
-from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
+from speech.signal.audio import SAMPLE_RATE, read_utterance
 from speech.signal.features import random_masks
 from speech.writing import metrics, text, unknown
 
@@ -166,12 +166,10 @@ def drop_untrainable(
     )
 
 
-class Utterances:
-    """A set of utterances as the model takes them. Only the training set is augmented: from scratch
-    a share of it, which the loop lets grow. Augmentation depends on this share and (seed, epoch,
-    index) alone."""
-
-    augmented_share = 1.0
+class Utterances(AugmentedUtterances):
+    """A set of utterances as the model takes them. The training set is augmented: all of it, or from
+    scratch a share, which the loop lets grow. The loss that a sample has, and the look-ahead, depend
+    on (seed, epoch, index) alone."""
 
     def __init__(
         self,
@@ -181,10 +179,9 @@ class Utterances:
         info: ModelInfo,
         training: bool,
     ):
+        super().__init__(asked, corpus, asked.max_duration / min(SPEEDS), training)
         self.asked = asked
-        self.corpus = corpus
         self.tokenizer = tokenizer
-        self.training = training
         self.omega = info.loss["omega"] if training else 0.0
         self.config = info.config
         self.reductions = reductions(info)
@@ -195,38 +192,6 @@ class Utterances:
         self.lookaheads = []
         if training and "streaming" in info.config:
             self.lookaheads = info.config["streaming"]["lookaheads"]
-        self.augmentation = None
-        if training and asked.wave_augment:
-            longest = asked.max_duration / min(recogniser.SPEEDS)
-            noises = augment.read_noises(asked.noise_dir)
-            self.augmentation = augment.Augmentation(asked.seed, len(corpus), longest, noises)
-
-    def __len__(self) -> int:
-        return len(self.corpus)
-
-    def fingerprint(self) -> str:
-        return self.corpus.fingerprint()
-
-    def text_length(self, index: int) -> int:
-        return len(self.corpus.texts[index])
-
-    def augmented(self, epoch: int) -> np.ndarray:
-        """(N,) which utterances are augmented in an epoch."""
-        return augment.chosen(self.asked.seed, epoch, len(self), self.augmented_share)
-
-    def seconds(self, epoch: int) -> np.ndarray:
-        """(N,) lengths in an epoch."""
-        seconds = self.corpus.seconds
-        if self.training and self.asked.speed_perturbation:
-            seconds = seconds / self.speeds(epoch)
-        if self.augmentation:
-            longer = self.augmentation.lengths(seconds, epoch)
-            seconds = np.where(self.augmented(epoch), longer, seconds)
-        return seconds
-
-    def speeds(self, epoch: int) -> np.ndarray:
-        factors = speed_factors(self.asked.seed, epoch, len(self), recogniser.SPEEDS)
-        return np.where(self.augmented(epoch), factors, np.float32(1))
 
     def fits(self, waveform: Tensor, tokens: list[int]) -> bool:
         """Whether CTC can align the tokens with the waveform."""
@@ -244,14 +209,13 @@ class Utterances:
         waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
         random = np.random.default_rng([asked.seed, epoch, index])
         augmented = bool(self.augmented(epoch)[index])
+        changed = self.at_speed(waveform, index, epoch)
+        # A dense utterance stays as it is if it would become too short for its text.
+        if "ctc" not in self.reductions or self.fits(changed, tokens):
+            waveform = changed
+        if self.augmentation and augmented:
+            waveform = self.augmentation.apply(waveform, index, epoch)
         if self.training:
-            if asked.speed_perturbation:
-                changed = change_speed(waveform, float(self.speeds(epoch)[index]))
-                # A dense utterance stays as it is if it would become too short for its text.
-                if "ctc" not in self.reductions or self.fits(changed, tokens):
-                    waveform = changed
-            if self.augmentation and augmented:
-                waveform = self.augmentation.apply(waveform, index, epoch)
             noise = random.standard_normal(len(waveform), dtype=np.float32)
             waveform = waveform + DITHER * torch.from_numpy(noise)
         item = {

@@ -62,10 +62,10 @@ from speech.alignment.letters import of_characters
 from speech.data import demo, feasible, splits
 from speech.data.columns import Corpus, Strings
 from speech.data.splits import RunInfo
+from speech.data.utterances import SPEEDS, AugmentedUtterances
 from speech.decoding import language_model, recogniser, results, timed, transcribing, windows
 from speech.decoding.long import PARTS, by_length
-from speech.signal import augment
-from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
+from speech.signal.audio import SAMPLE_RATE, read_utterance
 from speech.signal.features import span_mask
 from speech.writing import metrics, unknown
 from speech.writing.profile import Profile
@@ -192,12 +192,10 @@ def drop_untrainable(
     return feasible.without_infeasible(corpora, frames_of, asked.strict_data, *known)
 
 
-class Utterances:
-    """A set of utterances as the model takes them. Only the training set is augmented: all of it,
-    or with a new head a share, which the loop lets grow. Augmentation, masks and skipped layers
-    depend on this share and (seed, epoch, index) alone."""
-
-    augmented_share = 1.0
+class Utterances(AugmentedUtterances):
+    """A set of utterances as the model takes them. The training set is augmented: all of it, or with
+    a new head a share, which the loop lets grow. Masks and skipped layers depend on this share and
+    (seed, epoch, index) alone."""
 
     def __init__(
         self,
@@ -207,45 +205,12 @@ class Utterances:
         info: ModelInfo,
         training: bool,
     ):
+        super().__init__(asked, corpus, asked.max_duration / min(SPEEDS), training)
         self.asked = asked
-        self.corpus = corpus
         self.tokenizer = tokenizer
         self.config = info.config
-        self.training = training
         self.masks = start.mask_shares(asked, info)
         self.layer_drop = start.layer_drop(asked, info)
-        self.augmentation = None
-        if training and asked.wave_augment:
-            longest = asked.max_duration / min(recogniser.SPEEDS)
-            noises = augment.read_noises(asked.noise_dir)
-            self.augmentation = augment.Augmentation(asked.seed, len(corpus), longest, noises)
-
-    def __len__(self) -> int:
-        return len(self.corpus)
-
-    def fingerprint(self) -> str:
-        return self.corpus.fingerprint()
-
-    def text_length(self, index: int) -> int:
-        return len(self.corpus.texts[index])
-
-    def augmented(self, epoch: int) -> np.ndarray:
-        """(N,) which utterances are augmented in an epoch."""
-        return augment.chosen(self.asked.seed, epoch, len(self), self.augmented_share)
-
-    def seconds(self, epoch: int) -> np.ndarray:
-        """(N,) lengths in an epoch."""
-        seconds = self.corpus.seconds
-        if self.training and self.asked.speed_perturbation:
-            seconds = seconds / self.speeds(epoch)
-        if self.augmentation:
-            longer = self.augmentation.lengths(seconds, epoch)
-            seconds = np.where(self.augmented(epoch), longer, seconds)
-        return seconds
-
-    def speeds(self, epoch: int) -> np.ndarray:
-        factors = speed_factors(self.asked.seed, epoch, len(self), recogniser.SPEEDS)
-        return np.where(self.augmented(epoch), factors, np.float32(1))
 
     def item(self, index: int, epoch: int) -> dict:
         """One utterance: waveform (T,), tokens (U,); in training also masks over its frames (T',)
@@ -255,17 +220,15 @@ class Utterances:
         tokens = self.tokenizer.encode(transcript)
         waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
         augmented = bool(self.augmented(epoch)[index])
-        if self.training:
-            if asked.speed_perturbation:
-                changed = change_speed(waveform, float(self.speeds(epoch)[index]))
-                # A dense utterance stays as it is if it would become too short for its text.
-                if feasible.fits(frames(len(changed), self.config), tokens):
-                    waveform = changed
-            if self.augmentation and augmented:
-                if self.augmentation.is_pause(index, epoch):
-                    waveform = self.augmentation.pause(waveform, index, epoch)
-                    tokens = []
-                waveform = self.augmentation.apply(waveform, index, epoch)
+        changed = self.at_speed(waveform, index, epoch)
+        # A dense utterance stays as it is if it would become too short for its text.
+        if feasible.fits(frames(len(changed), self.config), tokens):
+            waveform = changed
+        if self.augmentation and augmented:
+            if self.augmentation.is_pause(index, epoch):
+                waveform = self.augmentation.pause(waveform, index, epoch)
+                tokens = []
+            waveform = self.augmentation.apply(waveform, index, epoch)
         item = {
             "audio": waveform,
             "tokens": torch.tensor(tokens, dtype=torch.long),

@@ -63,15 +63,15 @@ from models.whisper.start import (
 )
 from models.whisper.tokenizer import WhisperTokenizer, train_symbols
 from speech.data import replay, splits, watching
+from speech.data.utterances import AugmentedUtterances
 from speech.decoding import recogniser, results, transcribing
 from speech.decoding.long import BY_SILENCES
-from speech.decoding.recogniser import SPEEDS, decode_set, decode_texts
+from speech.decoding.recogniser import decode_set, decode_texts
 from speech.morse import clips, scores
 from speech.morse.alphabet import SYMBOLS
 from speech.morse.scores import for_scoring
 from speech.morse.synthesis import Choice, Synthetic
-from speech.signal import augment
-from speech.signal.audio import SAMPLE_RATE, change_speed, speed_factors
+from speech.signal.audio import SAMPLE_RATE
 from speech.signal.features import random_masks
 from speech.writing import metrics
 
@@ -134,37 +134,22 @@ def read_data(
     return clips.read(source, data, trains=not asked.evaluate)
 
 
-class Utterances:
-    """A set of utterances as the model takes them. Only the training set is augmented and padded:
-    from scratch a share of it is augmented, which the loop lets grow. Both depend on this share and
-    (seed, epoch, index) alone."""
-
-    augmented_share = 1.0
+class Utterances(AugmentedUtterances):
+    """A set of utterances as the model takes them. The training set is augmented, all of it or from
+    scratch a share, which the loop lets grow; and it is padded."""
 
     def __init__(
         self, asked: WhisperOptions, corpus: clips.Clips, tokenizer, info: ModelInfo, training: bool
     ):
+        super().__init__(asked, corpus, input_seconds(info.config), training)
         self.asked = asked
-        self.corpus = corpus
         self.tokenizer = tokenizer
-        self.training = training
-        self.longest = input_seconds(info.config)
         self.most_tokens = asked.max_target_tokens or info.config["max_target_positions"]
         # Only the synthesis knows what is being sent in every frame.
         has_head = asked.auxiliary["alignment_weight"] and info.ctc_tokens
         self.aligned = bool(has_head) and isinstance(corpus, Synthetic)
         padding = (asked.pad_share, asked.pad_to_30s)
         self.padding = Padding(asked.seed, len(corpus), self.longest, *padding)
-        self.augmentation = None
-        if training and asked.wave_augment:
-            noises = augment.read_noises(asked.noise_dir)
-            self.augmentation = augment.Augmentation(asked.seed, len(corpus), self.longest, noises)
-
-    def __len__(self) -> int:
-        return len(self.corpus)
-
-    def fingerprint(self) -> str:
-        return self.corpus.fingerprint()
 
     def hours(self) -> float:
         return float(self.corpus.seconds(0).sum()) / 3600
@@ -172,22 +157,10 @@ class Utterances:
     def text_length(self, index: int) -> int:
         return self.corpus.text_length(index)
 
-    def augmented(self, epoch: int) -> np.ndarray:
-        """(N,) which utterances are augmented in an epoch."""
-        return augment.chosen(self.asked.seed, epoch, len(self), self.augmented_share)
-
-    def speeds(self, epoch: int) -> np.ndarray:
-        factors = speed_factors(self.asked.seed, epoch, len(self), SPEEDS)
-        return np.where(self.augmented(epoch), factors, np.float32(1))
-
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch."""
-        seconds = self.corpus.seconds(epoch)
-        if self.training and self.asked.speed_perturbation:
-            seconds = np.minimum(seconds / self.speeds(epoch), self.longest)
-        if self.augmentation:
-            longer = self.augmentation.lengths(seconds, epoch)
-            seconds = np.where(self.augmented(epoch), longer, seconds)
+        seconds = self.at_speeds(self.corpus.seconds(epoch), epoch)
+        seconds = self.with_silence(seconds, epoch)
         return self.padding.lengths(seconds, epoch) if self.training else seconds
 
     def item(self, index: int, epoch: int) -> dict:
@@ -195,10 +168,9 @@ class Utterances:
         SpecAugment; of a synthetic one also what each encoder frame says (F,)."""
         waveform, transcript, name, spans = self.corpus.load(index, epoch)
         limit = round(self.longest * SAMPLE_RATE)
-        if self.training and self.asked.speed_perturbation:
-            changed = change_speed(waveform, float(self.speeds(epoch)[index]))
-            if len(changed) <= limit:
-                waveform = changed
+        changed = self.at_speed(waveform, index, epoch)
+        if len(changed) <= limit:
+            waveform = changed
         waveform = waveform[:limit]
         augmented = bool(self.augmented(epoch)[index])
         if self.augmentation and augmented:

@@ -67,10 +67,10 @@ from models.whisper.start import (
 from models.whisper.tokenizer import TRANSLATE, WhisperTokenizer, train_bpe
 from speech.data import demo, replay, splits, watching
 from speech.data.columns import Corpus
+from speech.data.utterances import AugmentedUtterances
 from speech.decoding import recogniser, recordings, results, transcribing
-from speech.decoding.recogniser import SPEEDS, decode_set, decode_texts
-from speech.signal import augment
-from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
+from speech.decoding.recogniser import decode_set, decode_texts
+from speech.signal.audio import SAMPLE_RATE, read_utterance
 from speech.signal.features import random_masks
 from speech.writing import chrf, metrics, text
 from speech.writing.languages import described
@@ -202,70 +202,38 @@ def encode(tokenizer: WhisperTokenizer, times: bool, transcript: str) -> list[in
     return tokenizer.encode((tokenizer.space if times else "") + transcript)
 
 
-class Utterances:
-    """A set of utterances as the model takes them. Only the training set is augmented and padded:
-    from scratch a share of it is augmented, which the loop lets grow. Both depend on this share and
-    (seed, epoch, index) alone."""
-
-    augmented_share = 1.0
+class Utterances(AugmentedUtterances):
+    """A set of utterances as the model takes them. The training set is augmented, all of it or from
+    scratch a share, which the loop lets grow; and it is padded."""
 
     def __init__(self, asked: Asked, corpus: Corpus, tokenizer, info: ModelInfo, training: bool):
+        super().__init__(asked, corpus, input_seconds(info.config), training)
         self.asked = asked
-        self.corpus = corpus
         self.tokenizer = tokenizer
-        self.training = training
-        self.longest = input_seconds(info.config)
         self.most_tokens = asked.max_target_tokens or info.config["max_target_positions"]
         self.encode = functools.partial(encode, tokenizer, info.times)
         padding = (asked.pad_share, asked.pad_to_30s)
         self.padding = Padding(asked.seed, len(corpus), self.longest, *padding)
-        self.augmentation = None
-        if training and asked.wave_augment:
-            noises = augment.read_noises(asked.noise_dir)
-            self.augmentation = augment.Augmentation(asked.seed, len(corpus), self.longest, noises)
-
-    def __len__(self) -> int:
-        return len(self.corpus)
-
-    def fingerprint(self) -> str:
-        return self.corpus.fingerprint()
 
     def hours(self) -> float:
         return float(self.corpus.seconds.sum()) / 3600
 
-    def text_length(self, index: int) -> int:
-        return len(self.corpus.texts[index])
-
-    def augmented(self, epoch: int) -> np.ndarray:
-        """(N,) which utterances are augmented in an epoch."""
-        return augment.chosen(self.asked.seed, epoch, len(self), self.augmented_share)
-
-    def speeds(self, epoch: int) -> np.ndarray:
-        factors = speed_factors(self.asked.seed, epoch, len(self), SPEEDS)
-        return np.where(self.augmented(epoch), factors, np.float32(1))
-
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch."""
-        seconds = self.corpus.seconds
-        if self.training and self.asked.speed_perturbation:
-            seconds = np.minimum(seconds / self.speeds(epoch), self.longest)
-        return self.lengths(seconds, epoch)
+        return self.lengths(self.at_speeds(self.corpus.seconds, epoch), epoch)
 
     def lengths(self, seconds: np.ndarray, epoch: int) -> np.ndarray:
         """(N,) lengths of what takes `seconds` (N,): with silence at the ends, and the longest
         input's if it is padded."""
-        if self.augmentation:
-            longer = self.augmentation.lengths(seconds, epoch)
-            seconds = np.where(self.augmented(epoch), longer, seconds)
+        seconds = self.with_silence(seconds, epoch)
         return self.padding.lengths(seconds, epoch) if self.training else seconds
 
     def item(self, index: int, epoch: int) -> dict:
         """One utterance; see `example`."""
         waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
-        if self.training and self.asked.speed_perturbation:
-            changed = change_speed(waveform, float(self.speeds(epoch)[index]))
-            if len(changed) <= round(self.longest * SAMPLE_RATE):
-                waveform = changed
+        changed = self.at_speed(waveform, index, epoch)
+        if len(changed) <= round(self.longest * SAMPLE_RATE):
+            waveform = changed
         transcript = self.corpus.texts[index]
         language = self.corpus.languages[index]
         prompt = self.tokenizer.in_language(self.tokenizer.prompt, language)

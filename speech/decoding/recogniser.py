@@ -19,7 +19,6 @@ FORMS = ("eaf", "TextGrid", "srt", "vtt", "jsonl")  # of --output_format
 MOST_BEAMS = 500  # hypotheses
 AUGMENTATIONS = ("spec_augment", "speed_perturbation", "wave_augment")
 NOT_BEGUN = 0.75  # CER above which a model has not begun to write
-SPEEDS = (0.9, 1.0, 1.1)  # of --speed_perturbation (Ko et al. 2015)
 NORMALISERS = {"whisper": as_whisper}  # choices of --normaliser
 
 # Rows for `Parser.refuse`: flags that exclude each other, and flags that need another one.
