@@ -167,9 +167,9 @@ def drop_untrainable(
 
 
 class Utterances(AugmentedUtterances):
-    """A set of utterances as the model takes them. The training set is augmented: all of it, or from
-    scratch a share, which the loop lets grow. The loss that a sample has, and the look-ahead, depend
-    on (seed, epoch, index) alone."""
+    """A set of utterances as the model takes them. The training set is augmented: all of it, or
+    from scratch a share, which the loop lets grow. The loss that a sample has, and the look-ahead,
+    depend on (seed, epoch, index) alone."""
 
     def __init__(
         self,

@@ -193,9 +193,9 @@ def drop_untrainable(
 
 
 class Utterances(AugmentedUtterances):
-    """A set of utterances as the model takes them. The training set is augmented: all of it, or with
-    a new head a share, which the loop lets grow. Masks and skipped layers depend on this share and
-    (seed, epoch, index) alone."""
+    """A set of utterances as the model takes them. The training set is augmented: all of it, or
+    with a new head a share, which the loop lets grow. Masks and skipped layers depend on this share
+    and (seed, epoch, index) alone."""
 
     def __init__(
         self,

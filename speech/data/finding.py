@@ -2,11 +2,12 @@
 
 import contextlib
 import functools
+import glob
 import itertools
 import os
 import unicodedata
 from collections.abc import Sequence
-from pathlib import PureWindowsPath
+from pathlib import Path, PureWindowsPath
 from typing import NamedTuple
 
 from common.errors import DataError
@@ -97,6 +98,17 @@ def find_all(names: Sequence[str], folder: str, audio_root: str | None = None) -
     exist = itertools.chain.from_iterable(parts)
     found = zip(names, paths, exist, strict=True)
     return [path if is_there else search(name) for name, path, is_there in found]
+
+
+def matching(path: Path) -> list[Path] | None:
+    """The files that a pattern stands for, sorted; None if `path` is a file or no pattern. Its
+    folder may have brackets in its name."""
+    name, pattern = str(path), str(path)
+    if path.parent.is_dir():
+        name, pattern = path.name, os.path.join(glob.escape(str(path.parent)), path.name)
+    if os.path.exists(path) or not glob.has_magic(name):
+        return None
+    return [Path(each) for each in sorted(glob.glob(pattern, recursive=True))]
 
 
 def comparable(name: str) -> str:

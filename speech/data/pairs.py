@@ -2,7 +2,6 @@
 as Elpis and the Montreal Forced Aligner have them."""
 
 import functools
-import glob
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 from common.errors import UsageError
 from speech.data.annotations.rows import is_annotations
 from speech.data.columns import Rejections
-from speech.data.finding import TABLES, comparable, listed
+from speech.data.finding import TABLES, comparable, listed, matching
 
 SUFFIXES = (".txt", ".lab")
 TEXT_BYTES = 1 << 20  # of the text of a recording, at most
@@ -38,9 +37,7 @@ def texts_of(name: str) -> list[Path]:
                 f" table, or a pattern of the texts in quotes, such as '{name}/*{texts[0].suffix}'"
             )
         return texts
-    if os.path.exists(name) or not glob.has_magic(name):
-        return []
-    texts = sorted(filter(Path.is_file, map(Path, glob.glob(name, recursive=True))))
+    texts = [*filter(Path.is_file, matching(Path(name)) or [])]
     if any(map(is_annotations, texts)) or not any(audio for _, audio in paired(texts, None)):
         return []
     return texts

@@ -18,7 +18,7 @@ from common.errors import DataError, UsageError, first_line
 from speech.data.annotations import elan, lines, praat
 from speech.data.annotations.document import DRAFT, OWN_TIER, UTTERANCES, Annotation, Media, Tier
 from speech.data.columns import Rejections, printable
-from speech.data.finding import comparable, find_audio, listed
+from speech.data.finding import comparable, find_audio, listed, matching
 from speech.data.headers import AUDIO_SUFFIXES
 
 READERS = {
@@ -82,13 +82,10 @@ class Taken:
 def files_of(path: Path) -> list[Path]:
     """The files of annotations that a name or a pattern stands for, sorted; [] for the name of
     anything else. Raises `UsageError` for a pattern of no files or of others."""
-    name, pattern = str(path), str(path)
-    if path.parent.is_dir():  # which may have brackets in its name, too
-        name, pattern = path.name, os.path.join(glob.escape(str(path.parent)), path.name)
-    if os.path.exists(path) or not glob.has_magic(name):
+    found = matching(path)
+    if found is None:
         refuse_others(path)
         return [path] if is_annotations(path) else []
-    found = [Path(each) for each in sorted(glob.glob(pattern, recursive=True))]
     if not found:
         raise UsageError(f"manifest {path}: no file has such a name")
     for each in found:

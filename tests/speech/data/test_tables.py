@@ -204,8 +204,8 @@ def test_names_in_the_other_unicode_form_are_found(tmp_path, talk, wav, forms, e
 
 def test_a_folder_of_pairs(tmp_path, wav):
     for name in ("a", "more/b", "lonely"):
-        wav(tmp_path / "pairs" / f"{name}.wav")
-    folder = tmp_path / "pairs"
+        wav(tmp_path / "pairs [1]" / f"{name}.wav")
+    folder = tmp_path / "pairs [1]"
     (folder / "a.txt").write_text("\ufeffone\ntwo\n")
     (folder / "more/b.lab").write_text("three")
     (folder / "readme.txt").write_text("no pair")
