@@ -426,7 +426,8 @@ class OutputFlags:
     # fmt: off
     eval_every: int | None = flag(
         COUNT, None, "N",
-        "updates between evaluations; 0 = at the end of each epoch (an epoch's, at least 100)",
+        "updates between evaluations; 0 = at the end of each epoch (an epoch's, at least 100; in a"
+        " fine-tuning of fewer than 1,000 updates at least 50)",
         TRAINS)
     eval_batch_size: int = flag(POSITIVE, 8, "N", "utterances in an evaluation batch (8)")
     evaluate: bool = flag(

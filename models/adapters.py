@@ -63,8 +63,8 @@ class AdapterFlags:
         " the GPU in 16 bits (off; 8 to 32 are usual)", USUAL, TRAINS)
     lora_targets: str | None = flag(
         TARGETS, None, None,
-        "which layers get adapters: all linear ones, those of attention, or two of these"
-        f" ({TARGETS[0]})", TRAINS)
+        "which layers get adapters: linear: all linear ones; attention: those of attention; q,v:"
+        f" queries and values ({TARGETS[0]})", TRAINS)
     lora_alpha: float | None = flag(
         ALPHAS, None, "X", "adapters count X / RANK times (twice RANK)", TRAINS)
     adapter: str | None = flag(

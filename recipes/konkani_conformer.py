@@ -143,7 +143,7 @@ class Flags:
     attention_heads: int | None = flag(LAYERS, None, "N", "heads in every attention (4)")
     subsampling: int | None = flag(
         int, None, None, "frames of 10 ms in an encoder frame (4)", choices=[4, 8])
-    dropout: float = flag(options.SHARE, 0.1, "P", "(0.1)", TRAINS)
+    dropout: float = flag(options.SHARE, 0.1, "P", "dropout in all blocks (0.1)", TRAINS)
     label_smoothing: float = flag(
         options.SHARE, 0.1, "P", "of the attention decoder's targets (0.1)", TRAINS)
     vocab_file: str | None = flag(options.path, None, "FILE", "characters in JSON (char2idx)")

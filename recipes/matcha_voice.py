@@ -109,6 +109,7 @@ def add_arguments(parser) -> None:
         parser,
         batch_size=16,
         gradient_accumulation_steps=1,
+        num_epochs=(None, f"those of {USUAL_STEPS:,} updates; fine-tuning by the hours of speech"),
         learning_rate=(
             None,
             "1e-3 for the demo's size, 5e-4 for others, 1e-4 for released weights",

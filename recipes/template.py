@@ -8,8 +8,8 @@ Data: JSON Lines {"audio_filepath": "a.wav", "text": "हांव घर वच
 LJSpeech's metadata.csv; any sample rate; utterances of up to 30 s. Any language: the characters are
 taken from the training text, or the letters from an orthography profile (--profile).
 
-Memory: the demo is predicted to need 0.6 GiB, CUDA's own 0.5 GiB among them; --dry_run 8GB predicts
-any command. Expect a character error rate of 1 to 2 % on the demo's held-out sentences after its
+Memory: utterances of 30 s are predicted to need 0.7 GiB, CUDA's own 0.5 GiB among them; --dry_run
+8GB predicts any command. Expect a character error rate of 1 to 2 % on the demo's held-out sentences after its
 400 updates (two CPU cores: one minute). Synthetic speech proves the mechanics, not a real-world
 error rate.
 
@@ -77,12 +77,12 @@ class ModelInfo:
 class Flags:
     """Flags of the model."""
 
-    dropout: float = flag(options.SHARE, 0.1, "P", "(0.1)", TRAINS)
+    dropout: float = flag(options.SHARE, 0.1, "P", "dropout in all layers (0.1)", TRAINS)
 
 
 def add_arguments(parser) -> None:
     splits.add_arguments(parser, allow_unknown=True)
-    recogniser.add_arguments(parser, augments=False)
+    recogniser.add_arguments(parser, augments=None)
     language_model.add_arguments(parser)
     alphabet.add_arguments(parser)
     options.add_record(parser, "model", Flags)

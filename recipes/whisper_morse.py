@@ -101,10 +101,11 @@ def add_arguments(parser) -> None:
     replay.add_arguments(parser)
     watching.add_arguments(parser)
     methods = ("greedy", "beam")
-    recogniser.add_arguments(parser, methods, "greedy", BEAM_SIZE, normalisers=False)
+    recogniser.add_arguments(parser, methods, "greedy", BEAM_SIZE, False, augments=False)
     clips.add_arguments(parser)
     rate = (None, "by the model's width, and whether it is fine-tuned")
-    options.add_arguments(parser, learning_rate=rate)
+    epochs = (None, "20,000 updates of synthetic clips; recordings by their hours")
+    options.add_arguments(parser, learning_rate=rate, num_epochs=epochs)
 
 
 def resolve(args) -> tuple[WhisperOptions, clips.ClipOptions]:

@@ -92,7 +92,8 @@ def add_arguments(parser) -> None:
     start.add_arguments(parser)
     speaking.add_arguments(parser)
     limits = {"max_duration": (MAX_SAMPLES / SAMPLE_RATE, "11.6"), "min_duration": MIN_SECONDS}
-    splits.add_arguments(parser, allow_unknown=True, **limits)
+    needed = (None, "it has to be given")
+    splits.add_arguments(parser, allow_unknown=True, train_manifest=needed, **limits)
     replay.add_arguments(parser)
     watching.add_arguments(parser)
     options.add_arguments(parser, learning_rate=(None, "5e-6"), keep_last=2)

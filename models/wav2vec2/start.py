@@ -138,7 +138,7 @@ class RegularisationFlags:
     # fmt: off
     mask_time: float | None = flag(
         options.SHARE, None, "P",
-        "share of the frames that spans of --spec_augment begin with, times their length"
+        "about this share of the frames is masked by --spec_augment"
         f" ({KEPT_HEAD_MASKS[0]:g}; {NEW_HEAD_MASKS[0]:g} with a new head)", TRAINS)
     mask_channels: float | None = flag(
         options.SHARE, None, "P",

@@ -140,7 +140,7 @@ class TrainingFlags:
     """How the model is trained."""
 
     # fmt: off
-    dropout: float = flag(options.SHARE, 0.0, "P", "(0)", TRAINS)
+    dropout: float = flag(options.SHARE, 0.0, "P", "dropout in all layers (0)", TRAINS)
     label_smoothing: float = flag(
         options.SHARE, 0.0, "P", "label smoothing of the decoder's targets (0)", TRAINS)
     ctc_weight: float | None = flag(

@@ -85,7 +85,8 @@ class SpeakingFlags:
     output: str = flag(
         options.file, "speech.wav", "FILE",
         "the wav; several texts get numbers (speech.wav)", USUAL)
-    temperature: float = flag(options.number(float, 0.0, 10.0, open_low=True), 0.75, "X", "(0.75)")
+    temperature: float = flag(options.number(float, 0.0, 10.0, open_low=True), 0.75, "X",
+        "how freely codes are drawn: lower is more alike each time (0.75)")
     top_k: int = flag(options.COUNT, 50, "N", "draw among the N likeliest codes; 0 = all (50)")
     top_p: float = flag(
         options.number(float, 0.0, 1.0, open_low=True), 0.85, "P",

@@ -97,7 +97,7 @@ class StartFlags:
     language: str | None = flag(
         None, None, "NAME",
         "language of the texts, such as sw or Swahili; one that the vocabulary lacks gets a token"
-        " (it has to be given)", USUAL)
+        " (that of the rows; am with --use_amharic_g2p)", USUAL)
     condition: str | None = flag(
         ["same", "other"], None, None,
         "the voice comes from the clip that is learned, or from another one of its speaker (same)",
@@ -114,16 +114,12 @@ class TrainingFlags:
     sdpa: bool = flag(OnOff, True, None, "fused attention; off: all scores in memory (on)", TRAINS)
     freeze_layers: int = flag(
         options.COUNT, 0, "N", "leave the first N layers of the GPT as they are (0)", TRAINS)
-    dropout: float = flag(options.SHARE, 0.1, "P", "(0.1)", TRAINS)
+    dropout: float = flag(options.SHARE, 0.1, "P", "dropout in the GPT (0.1)", TRAINS)
 
 
 def _other_name(dest: str, kind=None, unit: str | None = None, **settings):
     """The name that a flag has in the project that this recipe replaces."""
-    text = (
-        "another name of the flag without enable_ or of --train_manifest, --val_manifest,"
-        " --output_dir, --gradient_accumulation_steps"
-    )
-    return flag(kind, argparse.SUPPRESS, unit, text, dest=dest, **settings)
+    return flag(kind, argparse.SUPPRESS, unit, f"another name of --{dest}", dest=dest, **settings)
 
 
 @dataclass(frozen=True)

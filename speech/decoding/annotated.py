@@ -65,7 +65,8 @@ def resolve(args, has_times: bool) -> Plan | None:
         return None
     suffix = f".{args.output_format}" if args.output_format else transcripts.suffix_of(args.output)
     if suffix in subtitles.FORMATS and not has_times:
-        needed = "add --timestamps" if "timestamps" in vars(args) else "name a .jsonl file"
+        others = "name a .jsonl, .eaf or .TextGrid file"
+        needed = "add --timestamps" if "timestamps" in vars(args) else others
         raise UsageError(f"--output {args.output}: subtitles need times; {needed}")
     paths = None if getattr(args, "stream", None) else args.transcribe
     output = transcripts.output_of(args.output, args.output_format, paths)

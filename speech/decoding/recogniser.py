@@ -76,7 +76,8 @@ class DecodingOptions:
     output: str | None = flag(
         options.path, None, "FILE",
         "write the transcripts to this file: x.jsonl, or of one recording x.eaf (ELAN), x.TextGrid"
-        " (Praat), x.srt or x.vtt; or to this folder, with --output_format", USUAL)
+        " (Praat), or x.srt or x.vtt if there are times; or to this folder, with --output_format",
+        USUAL)
     output_format: str | None = flag(
         FORMS, None, None, "write a file for each recording to the folder --output")
     only_empty: bool = flag(
@@ -119,12 +120,13 @@ def add_arguments(
     method: str = "",
     beam_size: int = 0,
     normalisers: bool = True,
-    augments: bool = True,
+    augments: bool | None = True,
 ) -> None:
     """The flags of a recogniser that decodes by `methods`, `method` by default; without
-    --normaliser unless `normalisers`, without augmentation unless `augments`."""
-    if augments:
-        options.add_record(parser, "augmentation", AugmentationFlags)
+    --normaliser unless `normalisers`. `augments`: whether it does by default; None: never."""
+    if augments is not None:
+        usual = {} if augments else dict.fromkeys(AUGMENTATIONS, (None, "off"))
+        options.add_record(parser, "augmentation", AugmentationFlags, **usual)
     changes = dict.fromkeys(("decoding", "beam_size"), options.LEAVE_OUT)
     if methods:
         what = f"method for the results at the end, --evaluate and --transcribe ({method})"
