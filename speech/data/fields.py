@@ -12,22 +12,27 @@ from speech.data.columns import printable
 from speech.data.finding import comparable
 
 # The names of columns by what they hold: the first that a row has, whatever its cell holds.
-AUDIO_KEYS = "audio_filepath audio_file file_name path audio wav filename file id".split()
+AUDIO_KEYS = (
+    "audio_filepath audio_file file_name path audio wav filename wav_filename file id".split()
+)
 TEXT_KEYS = ("text", "transcription", "sentence", "transcript", "normalized_text")
 SPEAKER_KEYS = ("speaker", "speaker_name", "client_id", "speaker_id")
 LANGUAGE_KEYS = ("target_lang", "lang", "language", "locale")
 DRAFTED = "drafted"  # true: a recogniser wrote the text, see `speech.data.drafts`
 CHANNEL_KEYS = ("channel_selector", "channel")
 # Those of times, also with a unit, such as start_ms or "Start Time [s]".
-START_KEYS = ("offset", "start", "starttime", "begin", "begintime", "segmentstart")
-END_KEYS = ("end", "endtime", "stop", "stoptime", "segmentend")
+START_KEYS = ("offset", "start", "starttime", "begin", "begintime", "segmentstart", "tmin")
+END_KEYS = ("end", "endtime", "stop", "stoptime", "segmentend", "tmax")
 DURATION_KEYS = ("duration", "dur")
 UNITS = {"s": 1.0, "sec": 1.0, "seconds": 1.0, "ms": 1e-3, "msec": 1e-3, "milliseconds": 1e-3}
+IN_SECONDS = re.compile(r" - (hh:mm:ss\.ms|ss\.msec)$")  # of ELAN's columns
 MOST_COLUMNS = 30  # that a line names
 SAMPLE = 60  # characters of a cell in a question
 SEGMENT_OVERLAP = 1e-3  # seconds by which the rounded times of consecutive segments may overlap
 NUMBER = r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*"
 TIMES = ("start", "end", "duration")
+EMPTY = -1.0  # the duration of a row in a table with columns of times, whose cells are empty
+CLOCK = re.compile(r"(?:(\d+):)?(\d{1,2}):(\d{1,2}(?:[.,]\d+)?)", re.ASCII)  # 01:02:03.45, 2:03
 
 
 class Columns(NamedTuple):
@@ -60,7 +65,7 @@ class Fields(NamedTuple):
     text: str
     label: str  # in JSON
     offset: float  # NaN: the row does not say that it is a part
-    duration: float  # NaN: to the end of the file
+    duration: float  # NaN: to the end of the file; EMPTY
     unit: float | None  # of both times, in seconds; None: they are in seconds or milliseconds
     channel: int  # -1: the average
     speaker: str
@@ -140,13 +145,15 @@ def named(names: Iterable[str]) -> str:
 
 
 def columns_of(keys: Sequence[str]) -> Columns:
-    """The columns that are used of a row with these, if --text_column names none."""
+    """The columns that are used of a row with these, if --text_column names none. Raises
+    `ValueError` for times in different units."""
 
     def first(names: Sequence[str]) -> str | None:
         return next((name for name in names if name in keys), None)
 
     timed: dict[str, tuple[str, float | None]] = {}  # by their names without unit
-    plain = {re.sub(r"[\W_]", "", key.lower()): key for key in reversed(keys)}
+    shown = {key: IN_SECONDS.sub("", key.lower()) for key in reversed(keys)}
+    plain = {re.sub(r"[\W_]", "", name): key for key, name in shown.items()}
     for unit, seconds in {"": None, **UNITS}.items():
         for name, key in plain.items():
             if name.endswith(unit):
@@ -159,7 +166,12 @@ def columns_of(keys: Sequence[str]) -> Columns:
         end = (None, None)
     if end[0]:  # perhaps of the whole recording
         duration = (None, None)
-    units = [unit for _, unit in (start, end, duration) if unit]
+    units = {unit for name, unit in (start, end, duration) if name}
+    if len(units) > 1:
+        used = " and ".join(name for name, _ in (start, end, duration) if name)
+        raise ValueError(
+            f"{used} have different units: write the times in one, as start_ms, end_ms"
+        )
     return Columns(
         audio=first(AUDIO_KEYS),
         texts=tuple(name for name in TEXT_KEYS if name in keys),
@@ -169,7 +181,7 @@ def columns_of(keys: Sequence[str]) -> Columns:
         start=start[0],
         end=end[0],
         duration=duration[0],
-        unit=units[0] if units else None,
+        unit=units.pop() if units else None,
     )
 
 
@@ -181,6 +193,8 @@ def row_fields(row, needs: str, columns: Columns | None = None) -> Fields:
         raise ValueError("line is not an object")
     columns = columns or columns_of(tuple(row))
     audio = row.get(columns.audio)
+    if isinstance(audio, dict):  # as Hugging Face's datasets have it
+        audio = audio.get("path")
     if not isinstance(audio, str) or not audio.strip() or "\0" in audio:
         raise ValueError("no audio path")
     text = label = ""
@@ -201,22 +215,36 @@ def row_fields(row, needs: str, columns: Columns | None = None) -> Fields:
 
 
 def _times(row: dict, columns: Columns) -> tuple[float, float]:
-    """(offset, duration) of a row in its unit, NaN where it has none. Raises `ValueError`."""
-    start, end, duration = (_time(row, getattr(columns, name)) for name in TIMES)
+    """(offset, duration) of a row in its unit, NaN where it has none, or EMPTY. Raises
+    `ValueError`."""
+    names = (getattr(columns, name) for name in TIMES)
+    start, end, duration = (_time(row, name, columns.unit) for name in names)
     if columns.end:
         if math.isnan(start) != math.isnan(end):
             raise ValueError(f"only one of {columns.start} and {columns.end} is given")
         if end <= start:
             raise ValueError(f"{columns.end} is not after {columns.start}")
         duration = end - start
+    if columns.start and row.get(columns.start) == "" and math.isnan(duration):
+        duration = EMPTY
     return start, duration
 
 
-def _time(row: dict, name: str | None) -> float:
-    """The number in a column of times, NaN without one. Raises `ValueError`."""
+def _time(row: dict, name: str | None, unit: float | None) -> float:
+    """The time in a column of this unit, as a number or on a clock, NaN without one. Raises
+    `ValueError`."""
     value = row.get(name)
     if value in (None, ""):
         return math.nan
+    if isinstance(value, str):
+        value = value.strip()
+        if (clock := CLOCK.fullmatch(value)) and unit in (None, 1.0):
+            hours, minutes, seconds = (
+                float((part or "0").replace(",", ".")) for part in clock.groups()
+            )
+            value = 3600 * hours + 60 * minutes + seconds
+        elif re.fullmatch(r"-?\d+,\d+", value, re.ASCII):  # where numbers have commas
+            value = value.replace(",", ".")
     try:
         time = math.inf if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):

@@ -53,7 +53,7 @@ def find_all(names: Sequence[str], folder: str, audio_root: str | None = None) -
 
     With `audio_root`, an absolute path of another machine (with Windows' separators, too) is looked
     up by its last components. If no file exists, the path to name in a message. Raises `DataError`
-    if several files may be meant."""
+    if several files may be meant, or if two such paths end at one file."""
     base = audio_root or folder
     listing = functools.cache(listed)
 
@@ -96,8 +96,19 @@ def find_all(names: Sequence[str], folder: str, audio_root: str | None = None) -
     paths = [os.path.join(base, name) for name in names]
     parts = in_threads(lambda some: [os.path.exists(path) for path in some], paths)
     exist = itertools.chain.from_iterable(parts)
-    found = zip(names, paths, exist, strict=True)
-    return [path if is_there else search(name) for name, path, is_there in found]
+    found = []
+    named: dict[str, str] = {}  # by the files of other machines' paths
+    for name, path, is_there in zip(names, paths, exist, strict=True):
+        if not is_there:
+            path = search(name)
+            other = named.setdefault(path, name) if os.path.isabs(name) else name
+            if other != name and os.path.exists(path):
+                raise DataError(
+                    f"{printable(name)} and {printable(other)} are both {printable(path)} in"
+                    " --audio_root: give the folder that has both of them below it"
+                )
+        found.append(path)
+    return found
 
 
 def matching(path: Path) -> list[Path] | None:

@@ -55,9 +55,12 @@ BEGINNINGS = {
     (0, b"\xff\xf9"): ".aac",
     (0, b"#!AMR"): ".amr",
 }
+OTHER_SUFFIXES = (".aif", ".aifc", ".opus", ".oga", ".mp2", ".mka", ".wv", ".w64", ".3ga")
 # How names of audio files end, video last.
 AUDIO_SUFFIXES = tuple(
-    dict.fromkeys([*FORMATS.values(), *BEGINNINGS.values(), ".aif", ".opus", ".oga", ".mp4"])
+    dict.fromkeys(
+        [*FORMATS.values(), *BEGINNINGS.values(), *OTHER_SUFFIXES, ".mp4", ".mov", ".mkv", ".3gp"]
+    )
 )
 
 

@@ -167,6 +167,9 @@ def check_files(rows: Rows, checks: Checks) -> None:
     has_fault = np.array([fault != "" for fault in faults], dtype=bool)[rows.file_of]
     for row in np.flatnonzero(has_fault).tolist():
         rows.reject(row, faults[rows.file_of[row]], rows.length(row))
+    rows.reject_all(
+        corpus.durations < 0, "its cells of times are empty, and other rows of its file have times"
+    )
     is_beyond = (available <= 0) | ((corpus.offsets > 0) & (missing > END_TOLERANCE))
     rows.reject_all(is_beyond, "segment ends beyond the file")
     rows.reject_all(

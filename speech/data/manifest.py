@@ -21,7 +21,11 @@ from common.files import require_file
 from speech.data.columns import Codes, Corpus, Rejections, Segments, Strings, printable
 from speech.data.fields import (
     AUDIO_KEYS,
+    CHANNEL_KEYS,
+    DURATION_KEYS,
+    LANGUAGE_KEYS,
     SAMPLE,
+    SPEAKER_KEYS,
     TEXT_KEYS,
     Fields,
     Table,
@@ -47,7 +51,9 @@ AUDIO_SUFFIX = re.compile(r"\.[A-Za-z]\w{1,3}$")
 WORD = re.compile(r"\b[^\W\d_]+\b")  # without digits
 UNREADABLE = f"line is longer than {LINE_LENGTH} characters, or has NUL characters"
 # Tables without a header whose third cells are not LJSpeech's are in one of these orders.
+NO_TEXTS = (*AUDIO_KEYS, *SPEAKER_KEYS, *LANGUAGE_KEYS, *CHANNEL_KEYS, *DURATION_KEYS)
 SPEAKER_FIRST = ("audio_file", "speaker", "text")
+MANY_CELLS = ("audio_file", "text", "normalized_text", "speaker")
 TEXT_FIRST = ("audio_file", "text", "speaker")
 
 csv.field_size_limit(LINE_LENGTH)
@@ -185,14 +191,14 @@ def _parse_table(
 ) -> Iterator[tuple[int, dict]]:
     """The rows that have as many cells as the header, or LJSpeech's without a header. Another
     header, as in joined files, holds for the lines that follow it. `read()`: all lines."""
-    header, delimiter = _find_header(first[1])
+    header, delimiter = _find_header([line for _, line in itertools.islice(read(), LOOKED_AT)])
     header_line = first[0] if header else 0
     if not header and not _is_row(first[1], delimiter, path, audio_root):
         labels = ", and it is no label of Audacity" if path.suffix.lower() == ".txt" else ""
         raise DataError(
             f"manifest {path}: its first line names no audio column (one of"
-            f" {', '.join(AUDIO_KEYS)}), as audio_file,text or audio_file|text do{labels}; it has:"
-            f" {first[1].strip()[:100]!r}"
+            f" {', '.join(AUDIO_KEYS)}), as audio_file,text or audio_file|text do, and does not"
+            f" begin with the name of audio that is there{labels}; it has: {first[1].strip()[:100]!r}"
         )
     quoted = delimiter in QUOTED or _has_csv_quotes(read(), delimiter, header)
     rows = _split(read(), delimiter, quoted, header, reject)
@@ -214,6 +220,8 @@ def _parse_table(
             row = _table_row(header, cells, after if delimiter == "," else 0)
             if is_ljspeech and not _is_normalised(row.get("normalized_text", ""), row["text"]):
                 raise ValueError("third cell is not the second, normalised")
+            if is_ljspeech and not row.get("normalized_text", "said"):
+                row["normalized_text"] = row["text"]
             yield number, row
         except ValueError as error:
             reject(str(error), number)
@@ -235,7 +243,7 @@ def _whole(
     held = None
     for number, cells in rows:
         is_rest = len(cells) == 1 < len(header) and not AUDIO_SUFFIX.search(cells[0].strip())
-        if held and is_rest and header[-1] in TEXT_KEYS and len(held[1]) == len(header):
+        if held and is_rest and header[-1] not in NO_TEXTS and len(held[1]) == len(header):
             reject("the text may continue in the next line (such a text needs quotes)", held[0])
         elif held:
             yield held
@@ -274,7 +282,12 @@ def _table_row(header: list[str], cells: list[str], after: int) -> dict:
             raise ValueError(
                 "the cell after the text begins with a space (a text with commas needs quotes)"
             )
-    row = dict(zip(header, map(str.strip, cells), strict=True))
+    row = {}
+    for place, (name, cell) in enumerate(zip(header, map(str.strip, cells), strict=True)):
+        if name:
+            row[name] = cell
+        elif cell and place:  # (the first one is the index of pandas)
+            row[f"column {place + 1}"] = cell
     if "label" in row:
         row["label"] = cell_label(row["label"])
     return row
@@ -285,6 +298,7 @@ def _has_csv_quotes(lines: Iterator[Line], delimiter: str, header: list[str]) ->
     around what needs them or around all cells of a column. Otherwise quotes are a part of the
     texts, as in Common Voice and LJSpeech."""
     needed = False
+    of_excel = delimiter == "\t"  # which quotes cells with commas, too
     wrapped: set[int] = set()
     bare: set[int] = set()
     next(lines)
@@ -298,8 +312,10 @@ def _has_csv_quotes(lines: Iterator[Line], delimiter: str, header: list[str]) ->
             needed = needed or bool(special)
         for place, cell in enumerate(_plain_cells(content, delimiter)):
             if cell:
-                (wrapped if cell[0] == cell[-1] == '"' else bare).add(place)
-    return needed or bool(wrapped - bare)
+                is_wrapped = cell[0] == cell[-1] == '"'
+                (wrapped if is_wrapped else bare).add(place)
+                of_excel = of_excel and is_wrapped == bool(re.search('[,"]', cell.strip('"')))
+    return needed or bool(wrapped and (of_excel or wrapped - bare))
 
 
 def _split(
@@ -360,21 +376,23 @@ def _quoted_cells(
         row += line
         is_open ^= closes
         more += 1
-    cells = next(csv.reader([row], delimiter=delimiter, strict=True))
+    # Some write a space after each delimiter, also before quotes.
+    spaced = all(cell.startswith(" ") for cell in _plain_cells(row, delimiter)[1:])
+    cells = next(csv.reader([row], delimiter=delimiter, strict=True, skipinitialspace=spaced))
     if is_open or (more and not _is_whole(header, cells, delimiter)):
         raise csv.Error("a quote is not closed")
     return cells, more
 
 
 def _is_whole(header: list[str], cells: list[str], delimiter: str) -> bool:
-    """Whether cells of several lines are a row: only texts have line breaks, and no file names."""
+    """Whether cells of several lines are a row: what has line breaks has no file names."""
     if len(cells) != len(header):
         return False
     for name, cell in zip(header, cells, strict=True):
         parts = re.split(rf"[{delimiter}\r\n]", cell)
         if not re.search(r"[\r\n]", cell):
             continue
-        if name not in TEXT_KEYS or any(AUDIO_SUFFIX.search(part.strip(' "')) for part in parts):
+        if name in AUDIO_KEYS or any(AUDIO_SUFFIX.search(part.strip(' "')) for part in parts):
             return False
     return True
 
@@ -382,6 +400,11 @@ def _is_whole(header: list[str], cells: list[str], delimiter: str) -> bool:
 def _names_of_ljspeech(path: Path, delimiter: str, rows: list[list[str]]) -> list[str]:
     """The names of the columns of a table without a header that begins with `rows`: a name, a text
     and, perhaps, the text normalised, which most third cells must be. Else raises `DataError`."""
+    if 2 * sum(len(cells) > 3 for cells in rows) > len(rows):
+        raise DataError(
+            f"manifest {path}: it has no header, and its rows have {len(rows[0])} cells. Add a first"
+            f" line with their names, such as {delimiter.join(MANY_CELLS)}"
+        )
     whole = [cells for cells in rows if len(cells) == 3 and not _is_header(cells)]
     if 2 * len(whole) <= sum(len(cells) in (2, 3) for cells in rows):
         return ["audio_file", "text"]
@@ -418,11 +441,14 @@ def _is_normalised(spoken: str, text: str, numerals: bool = True) -> bool:
     return numerals and bool(is_spelled_out) and len(spoken) >= len(text)
 
 
-def _find_header(first: str) -> tuple[list[str], str]:
-    """(column names, delimiter) of a table's first line; no names if none is an audio column.
-    (Counting them is not enough: LJSpeech's sentences have more commas than bars.)"""
+def _find_header(lines: list[str]) -> tuple[list[str], str]:
+    """(column names, delimiter) of a table that begins with these lines; no names if none in the
+    first is an audio column. (Counting them is not enough: LJSpeech's sentences have more commas
+    than bars, and a bar can be a mark of a text.)"""
+    first = lines[0] if lines else ""
     header: list[str] = []
-    best = "\t" if "\t" in first and "|" not in first else "|"
+    tabs, bars = ({line.count(each) for line in lines} for each in "\t|")
+    best = "\t" if "\t" in first and ("|" not in first or len(tabs) < len(bars)) else "|"
     for delimiter in f"|\t{QUOTED}":
         quoting = csv.QUOTE_MINIMAL if delimiter in QUOTED else csv.QUOTE_NONE
         try:
@@ -531,6 +557,7 @@ def _corpus(read: Gathered, files: list[str], has_labels: bool) -> Corpus:
     offsets, durations, units = map(np.array, (read.offset, read.duration, read.unit))
     durations = np.round(durations * units, 6)
     is_whole = ~np.isin(codes, codes[~np.isnan(offsets)])
+    durations[is_whole & (durations < 0)] = np.nan
     return Corpus(
         paths=Strings(files[code] for code in read.audio.codes),
         texts=read.text,
@@ -576,6 +603,7 @@ def _places(names: list[str], files: list[str], base: str) -> str:
     places = set()
     for name, file in zip(names, files, strict=True):
         folder = os.path.dirname(file)
-        if folder != os.path.dirname(os.path.join(base, name)) and not os.path.isabs(name):
+        is_elsewhere = folder != os.path.dirname(os.path.join(base, name))
+        if is_elsewhere and not os.path.isabs(name) and os.path.exists(file):
             places.add(os.path.relpath(folder or ".", base or "."))
     return named(f"{place}/" for place in sorted(places)) if places else ""

@@ -3,6 +3,7 @@ as Elpis and the Montreal Forced Aligner have them."""
 
 import functools
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from speech.data.columns import Rejections
 from speech.data.finding import TABLES, comparable, listed, matching
 
 SUFFIXES = (".txt", ".lab")
+LABEL = re.compile(r"\s*\d+(\.\d+)?\s+\d+(\.\d+)?\s+\S")  # start, end, word
 TEXT_BYTES = 1 << 20  # of the text of a recording, at most
 
 
@@ -53,6 +55,17 @@ def paired(texts: list[Path], audio_root: str | None) -> Iterator[tuple[Path, li
         yield text, next((stems[name] for name in names if name in stems), [])
 
 
+def has_times(content: str) -> bool:
+    """Whether every line begins with two numbers, from 0 on or after a line with "#"."""
+    head, *rest = content.split("\n", 1) if content.startswith("#") else ("", content)
+    lines = "".join(rest).strip().splitlines()
+    return (
+        bool(lines)
+        and (bool(head) or lines[0].split()[0] in ("0", "0.0", "0.000000"))
+        and all(LABEL.match(line) for line in lines)
+    )
+
+
 def paired_rows(
     name: str, texts: list[Path], audio_root: str | None, rejected: Rejections
 ) -> Iterator[tuple[int, dict]]:
@@ -75,7 +88,14 @@ def paired_rows(
         else:
             text_of[audio[0]] = text
             content = text.read_bytes()[: TEXT_BYTES + 1].decode("utf-8-sig", "surrogateescape")
-            yield number, {"audio_filepath": os.path.abspath(audio[0]), "text": content}
+            if "\0" in content or re.search("[\udc80-\udcff]", content):
+                rejected.add("text is not UTF-8: save it as UTF-8", str(text))
+            elif has_times(content):
+                rejected.add(
+                    "text has times in it (labels of HTK or TIMIT): keep the words", str(text)
+                )
+            else:
+                yield number, {"audio_filepath": os.path.abspath(audio[0]), "text": content}
     rejected.source = f"{len(text_of)} pairs of audio and text"
     if os.path.isdir(name) and not audio_root:
         stems = listed([place for place, *_ in os.walk(name)]).stems

@@ -10,16 +10,19 @@ import argparse
 import glob
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from common.errors import DataError, UsageError, exit_with_one_line, first_line, require, writing
 from common.files import require_file
 from speech.data.columns import Rejections, printable
+from speech.data.fields import END_KEYS, START_KEYS, UNITS
 from speech.data.folders import write_folder
 from speech.data.headers import audio_suffix
 
 MANIFEST = "manifest.jsonl"
+SOURCE = "source_"  # before the names of columns that say where a clip was in a recording
 NESTED = ("segments", "label")  # columns that may hold lists; others of lists are left out
 BINARY_NAMES = ("wav", "bytes")  # and all with "audio": of columns that are bytes alone
 # What repeats itself takes next to nothing in a file. A file may have so many bytes of rows for
@@ -94,20 +97,34 @@ def columns(path: str, schema) -> tuple[str, dict[str, str]]:
     others = {}
     for column in schema:
         name = column.name.lower()
-        is_text = types.is_string(column.type) or types.is_large_string(column.type)
-        if name in NESTED or is_text or types.is_primitive(column.type):
+        kind = column.type.value_type if types.is_dictionary(column.type) else column.type
+        is_text = types.is_string(kind) or types.is_large_string(kind)
+        if name in NESTED or is_text or types.is_primitive(kind):
+            if is_place(name):
+                name = f"{SOURCE}{name}"
             if name in others:
                 raise DataError(f"{path}: two of its columns are called {printable(name)}")
             others[name] = column.name
     return chosen, others
 
 
-def left_out(path: str) -> str:
-    """The columns of a file that are not written."""
+def is_place(name: str) -> bool:
+    """Whether a column says where a clip was in another recording."""
+    plain = re.sub(r"[\W_]", "", name)
+    return any(plain.removesuffix(unit) in (*START_KEYS, *END_KEYS) for unit in ("", *UNITS))
+
+
+def changes_of(path: str) -> str:
+    """The columns of a file that are not written, or get another name."""
     schema = require("pyarrow.parquet", "reading Parquet").read_schema(path)
     audio, others = columns(path, schema)
     kept = {audio.removesuffix(".bytes"), *others.values()}
-    return printable(", ".join(name for name in schema.names if name not in kept))
+    said = ""
+    if lists := ", ".join(name for name in schema.names if name not in kept):
+        said += f"; columns left out: {lists}"
+    if places := ", ".join(name for name in others if name.startswith(SOURCE)):
+        said += f"; the audio of a row is the clip itself, so its place elsewhere is in {places}"
+    return printable(said)
 
 
 def write(folder: Path, files: list[str], rejected: Rejections) -> int:
@@ -130,9 +147,7 @@ def write(folder: Path, files: list[str], rejected: Rejections) -> int:
                 entry = {"audio_filepath": f"{number:05}/{new.name}{suffix}", **others}
                 manifest.write(json.dumps(entry, default=str) + "\n")
                 count += 1
-            lists = left_out(path)
-            rest = f"; columns left out: {lists}" if lists else ""
-            print(f"{path}: {count} utterances so far{rest}", flush=True)
+            print(f"{path}: {count} utterances so far{changes_of(path)}", flush=True)
     if not count:
         reasons = "; ".join(rejected.counts)
         raise DataError(f"{files[0]}: nothing of this can be used: {reasons or 'it has no rows'}")

@@ -70,8 +70,8 @@ def test_a_check_and_what_is_trained(page, here, wav):
 
 def test_files_of_annotations_are_checked_and_trained(page, here, wav):
     _, call = page
-    wav(here.data / "talks/a.wav", 9.0)
-    for name in ("a.srt", "a.kok.srt"):
+    for name in ("a.srt", "b.kok.srt"):
+        wav(here.data / "talks" / f"{name[0]}.wav", 9.0)
         (here.data / "talks" / name).write_text(
             "".join(f"{i}\n00:00:0{i},000 --> 00:00:0{i},9\ntext {i}\n\n" for i in range(9))
             + "9\n00:00:08,500 --> 00:00:12,000\nlate\n"

@@ -193,7 +193,10 @@ def test_upload_of_annotations(here, tmp_path, wav):
     assert here.own_name(upload) == "talk.txt"
 
     eaf = written(tmp_path / "x.eaf", EAF)
-    upload = here.save_upload([*clips, eaf, eaf], [*names, "talk.eaf", "second.eaf"])
+    other = written(
+        tmp_path / "y.eaf", EAF.replace(b'"100"', b'"910"').replace(b'"900"', b'"1000"')
+    )
+    upload = here.save_upload([*clips, eaf, other], [*names, "talk.eaf", "second.eaf"])
     assert upload == here.runs / "uploads/2/*.eaf"
     assert [row["text"] for row in rows_of(upload)] == ["one", "one"]
     assert {row["audio_filepath"] for row in rows_of(upload)} == {

@@ -107,6 +107,9 @@ def refuse_others(path: Path) -> None:
         raise UsageError(f"manifest {path}: this file is {program}; {way} and save it as .eaf")
 
 
+Spans = list[tuple[float, float]]  # starts and ends in seconds
+
+
 def is_annotations(path: Path, suffix: str = "") -> bool:
     """Whether a file has annotations, by its suffix, which may be given, or as labels."""
     suffix = (suffix or path.suffix).lower()
@@ -128,6 +131,7 @@ def annotated_rows(
     `UsageError` for a single one, and `UnclearTier` if it is not clear which tier to take."""
     taken = Taken(set(tiers))
     number = 0
+    spans_of: dict[str, tuple[Path, Spans]] = {}  # the first file of each recording
     for path in files:
         try:
             document = READERS[path.suffix.lower()](path)
@@ -145,12 +149,46 @@ def annotated_rows(
         count_changed(chosen, document.tiers, taken)
         annotations = in_time(path, with_text(chosen, taken), origin, rejected)
         note_overlaps(audio, annotations, rejected)
+        note_others(path, document.media, audio, rejected)
+        spans = sorted((each.start, each.end) for each in annotations)
+        other, before = spans_of.setdefault(audio, (path, spans))
+        if other != path and 2 * shared(before, spans) > min(map(length, (before, spans))):
+            raise UsageError(
+                f"which has the texts of {audio}: {other.name} or {path.name}? Their times are"
+                " about the same; name such files by a pattern, such as '*.en.srt'"
+            )
         for each in annotations:
             number += 1
             duration = round(each.end - each.start, 6)
             row = {"audio_filepath": audio, "offset": each.start, "duration": duration}
             yield number, {**row, "text": each.text, "speaker": each.speaker}
     rejected.source = taken.described()
+
+
+def length(spans: Spans) -> float:
+    return sum(end - start for start, end in spans)
+
+
+def shared(ours: Spans, theirs: Spans) -> float:
+    """The seconds that two sorted lists of spans share."""
+    total = 0.0
+    first = 0
+    for start, end in ours:
+        while first < len(theirs) and theirs[first][1] <= start:
+            first += 1
+        for other_start, other_end in theirs[first:]:
+            if other_start >= end:
+                break
+            total += max(0.0, min(end, other_end) - max(start, other_start))
+    return total
+
+
+def note_others(path: Path, media: Sequence[Media], audio: str, rejected: Rejections) -> None:
+    """Notes recordings of the same kind that a file names beside the one that is used."""
+    names = {each.path.split("/")[-1] for each in media if _rank(each.path) == _rank(audio)}
+    if others := names - {os.path.basename(audio)}:
+        reason = "names several recordings: its times are taken in one of them"
+        rejected.note(reason, f"{path}: {os.path.basename(audio)}, not {', '.join(sorted(others))}")
 
 
 def audio_of(

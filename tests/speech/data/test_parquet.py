@@ -102,17 +102,21 @@ def test_columns_beside_audio(tmp_path, capsys):
         duration=[1.0, None],
         label=[3, 4],
         price=[1, 2],
+        begin_time=[8.0, 9.5],
         vectors=[[0.5], [0.25]],
     )
     rows, _ = imported(tmp_path / "made", audio)
-    keys = ("audio_filepath", "text", "duration", "label", "price")
+    keys = ("audio_filepath", "text", "duration", "label", "price", "source_begin_time")
     assert rows == [
-        dict(zip(keys, ("00000/000000.wav", "word", 1.0, 3, 1), strict=True)),
-        dict(zip(keys, ("00000/000001.wav", None, None, 4, 2), strict=True)),
+        dict(zip(keys, ("00000/000000.wav", "word", 1.0, 3, 1, 8.0), strict=True)),
+        dict(zip(keys, ("00000/000001.wav", None, None, 4, 2, 9.5), strict=True)),
     ]
-    assert capsys.readouterr().out.endswith("; columns left out: vectors\n")
+    assert capsys.readouterr().out.endswith(
+        "; columns left out: vectors; the audio of a row is the clip itself, so its place elsewhere"
+        " is in source_begin_time\n"
+    )
     _, rejected = load_corpus(f"{tmp_path}/made/manifest.jsonl", str, Checks())
-    assert rejected.source.endswith("text, duration; not used: label, price")
+    assert rejected.source.endswith("text, duration; not used: label, price, source_begin_time")
 
 
 def test_columns_of_one_name_and_several_texts_are_refused(tmp_path):

@@ -73,6 +73,29 @@ def test_times_of_another_unit_are_refused_and_bad_ones_counted(talk):
     assert rejected.counts == reasons
 
 
+def test_times_on_a_clock_and_with_commas(talk):
+    lines = ["path;text;Begin Time - hh:mm:ss.ms;end", "talk.wav;a;00:01,5;0:00:02.25"]
+    corpus, rejected = load(talk(*lines, "talk.wav;b;3,5;4", "talk.wav;c;1_0;11"))
+    assert corpus.offsets.tolist() == [1.5, 3.5] and corpus.seconds.tolist() == [0.75, 0.5]
+    assert rejected.counts == {"Begin Time - hh:mm:ss.ms is not a number": 1}
+
+
+@pytest.mark.parametrize("names", ["start,duration_ms", "start,end_ms", "start_s,end_ms"])
+def test_times_in_two_units_are_not_guessed(talk, names):
+    _, rejected = load(talk(f"path,text,{names}", "talk.wav,a,2.0,4000"))
+    (reason,) = rejected.counts
+    assert reason.startswith(f"{' and '.join(names.split(','))} have different units: write")
+
+
+def test_a_row_whose_times_were_forgotten_is_not_the_whole_recording(talk):
+    corpus, rejected = load(talk("path,text,start,end", "talk.wav,a,2,4", "talk.wav,b,,"))
+    assert list(corpus.texts) == ["a"]
+    assert list(rejected.counts) == [
+        "its cells of times are empty, and other rows of its file have times"
+    ]
+    assert load(talk("path,text,start,end", "talk.wav,b,,"))[0].seconds.tolist() == [12.0]
+
+
 @pytest.mark.parametrize(
     ("stated", "kept", "noted"), [("11", 1, 1), ("12", 1, 0), ("11000", 1, 1), ("0.0", 0, 0)]
 )
@@ -120,6 +143,23 @@ def test_one_column_has_the_texts_of_a_table(talk):
         load(talk(*rows, name="m.json"))
 
 
+def test_cells_below_no_name_are_named(talk):
+    lines = [";file_name;text;;", "0;talk.wav;hello;there you;", "1;talk.wav;good;;"]
+    _, rejected = load(talk(*lines))
+    assert rejected.source == "columns used: file_name (audio), text; not used: column 4"
+
+
+def test_a_table_without_a_header_that_has_many_cells_needs_one(talk):
+    with pytest.raises(DataError, match=r"its rows have 4 cells. Add .* audio_file\|text\|normal"):
+        load(talk("talk.wav|a|a|1.5", "talk.wav|b|b|2"))
+
+
+def test_a_bar_in_a_text_makes_no_table_of_bars(talk):
+    texts = ["वह घर गया |", "कब?", "हम | तुम | वे |"]
+    corpus, _ = load(talk(*(f"talk.wav\t{text}" for text in texts)))
+    assert list(corpus.texts) == texts
+
+
 def test_spaces_and_unicode_forms_make_no_other_speaker(talk):
     names = ["é la", " e\u0301  la "]
     corpus, _ = load(
@@ -140,6 +180,8 @@ def test_spaces_and_unicode_forms_make_no_other_speaker(talk):
         (['"a" b', "c", "d"], ['"a" b', "c", "d"]),
         (['"a"', "c", "d"], ['"a"', "c", "d"]),
         (['"a', "c", 'd"'], ['"a', "c", 'd"']),
+        (['"a, b"', "c", '"d, ""e"""'], ["a, b", "c", 'd, "e"']),  # Excel's
+        (['"a, b"', "c, d", "e"], ['"a, b"', "c, d", "e"]),
     ],
 )
 @pytest.mark.parametrize("delimiter", ["\t", "|"])
@@ -147,6 +189,12 @@ def test_whose_quotes_they_are_is_told_by_the_table(talk, cells, texts, delimite
     rows = [delimiter.join(("talk.wav", cell)) for cell in cells]
     corpus, _ = load(talk(delimiter.join(("path", "sentence")), *rows))
     assert list(corpus.texts) == texts
+
+
+def test_spaces_before_quotes_and_line_breaks_of_other_columns(talk):
+    lines = ["path, text, notes", 'talk.wav, "x, ""y""", n', 'talk.wav, z, "one', 'two"']
+    corpus, rejected = load(talk(*lines))
+    assert list(corpus.texts) == ['x, "y"', "z"] and not rejected.total
 
 
 word = st.text(st.sampled_from("ab é\"'"), min_size=1, max_size=9).map(str.strip).filter(bool)
@@ -192,6 +240,14 @@ def test_names_without_ending_are_found_in_the_folder_that_has_them(tmp_path, ta
 
 @pytest.mark.parametrize("forms", [("NFC", "NFD"), ("NFD", "NFC")])
 @pytest.mark.parametrize("ending", [".wav", ""])
+def test_paths_of_another_machine_that_end_at_one_file_are_asked_about(tmp_path, talk):
+    lines = ["path,text", "/data/anna/talk.wav,a", "D:\\berta\\talk.wav,b"]
+    with pytest.raises(
+        DataError, match=r"/anna/talk\.wav and .*talk\.wav are both .* --audio_root"
+    ):
+        load(talk(*lines), audio_root=str(tmp_path))
+
+
 def test_names_in_the_other_unicode_form_are_found(tmp_path, talk, wav, forms, ending):
     on_disk, in_table = (unicodedata.normalize(form, "bà/đọc") for form in forms)
     path = wav(tmp_path / f"{on_disk}.wav")
@@ -223,6 +279,26 @@ def test_a_folder_of_pairs(tmp_path, wav):
     (folder / "m.csv").write_text("path,text\n")
     with pytest.raises(UsageError, match=r"it has pairs of audio and text, and m\.csv: name the"):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"0 1200000 sil\n1200000 2400000 h\n", "text has times in it"),
+        (b"0 46797 She had\n", "text has times in it"),
+        (b"#\n 0.1000 125 pau\n 0.2000 125 ao\n", "text has times in it"),
+        (b"caf\xe9", "text is not UTF-8"),
+        ("привет".encode("utf-16-le"), "text is not UTF-8"),
+    ],
+)
+def test_texts_of_pairs_that_are_none(tmp_path, wav, content, reason):
+    for name in "ab":
+        wav(tmp_path / f"{name}.wav")
+    (tmp_path / "a.lab").write_bytes(content)
+    (tmp_path / "b.txt").write_text("10 20 people came")
+    corpus, rejected = load(tmp_path)
+    assert list(corpus.texts) == ["10 20 people came"]
+    assert [each.split(":")[0].split(" (")[0] for each in rejected.counts] == [reason]
 
 
 def test_a_pattern_of_texts_with_any_ending(tmp_path, wav):

@@ -2,6 +2,7 @@
 what is left out."""
 
 import os
+import re
 
 import numpy as np
 import pytest
@@ -329,6 +330,31 @@ def test_times_are_checked_against_the_audio(tmp_path, wav):
     assert rejected.counts == {"segment ends beyond the file": 2}
     (far, _) = rejected.examples["segment ends beyond the file"]
     assert far == f"{tmp_path}/a.wav at 4.50 s (0.50 s)"
+
+
+def test_two_files_with_the_texts_of_one_recording_are_asked_about(tmp_path, wav):
+    wav(tmp_path / "a.wav", 9.0)
+    times = "1\n00:00:0{},100 --> 00:00:0{},900\n{}\n"
+    (tmp_path / "a.en.srt").write_text(times.format(1, 2, "one"))
+    (tmp_path / "a.fr.srt").write_text(times.format(1, 2, "un"))
+    with pytest.raises(UsageError, match=r"which has the texts of .*: a\.en\.srt or a\.fr\.srt\?"):
+        load(tmp_path / "*.srt")
+    (tmp_path / "a.fr.srt").write_text(times.format(4, 6, "deux"))  # of another part
+    assert sorted(load(tmp_path / "*.srt")[0].texts) == ["deux", "one"]
+
+
+def test_a_second_recording_is_noted(tmp_path, wav):
+    for name in "ab":
+        wav(tmp_path / f"{name}.wav", 9.0)
+    path = elan(tmp_path / "t.eaf", {"Anna": TALK}, "a.wav")
+    (before, media, after) = re.split("(<MEDIA_DESCRIPTOR.*?/>)", (tmp_path / "t.eaf").read_text())
+    both = f"{before}{media}{media.replace('a.wav', 'b.wav')}{after}"
+    (tmp_path / "t.eaf").write_text(both)
+    corpus, rejected = load(path)
+    assert set(corpus.paths) == {str(tmp_path / "a.wav")}
+    assert list(rejected.notes.counts) == [
+        "names several recordings: its times are taken in one of them"
+    ]
 
 
 def test_overlaps_are_noted_and_used(tmp_path, wav):
