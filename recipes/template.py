@@ -9,9 +9,9 @@ LJSpeech's metadata.csv; any sample rate; utterances of up to 30 s. Any language
 taken from the training text, or the letters from an orthography profile (--profile).
 
 Memory: utterances of 30 s are predicted to need 0.7 GiB, CUDA's own 0.5 GiB among them; --dry_run
-8GB predicts any command. Expect a character error rate of 1 to 2 % on the demo's held-out sentences after its
-400 updates (two CPU cores: one minute). Synthetic speech proves the mechanics, not a real-world
-error rate.
+8GB predicts any command. Expect a character error rate of 1 to 2 % on the demo's held-out sentences
+after its 400 updates (two CPU cores: one minute). Synthetic speech proves the mechanics, not a
+real-world error rate.
 
 Sources: CTC (Graves et al. 2006); gated convolutions (Dauphin et al. 2017).
 """

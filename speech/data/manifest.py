@@ -198,7 +198,8 @@ def _parse_table(
         raise DataError(
             f"manifest {path}: its first line names no audio column (one of"
             f" {', '.join(AUDIO_KEYS)}), as audio_file,text or audio_file|text do, and does not"
-            f" begin with the name of audio that is there{labels}; it has: {first[1].strip()[:100]!r}"
+            f" begin with the name of audio that is there{labels}; it has:"
+            f" {first[1].strip()[:100]!r}"
         )
     quoted = delimiter in QUOTED or _has_csv_quotes(read(), delimiter, header)
     rows = _split(read(), delimiter, quoted, header, reject)
@@ -402,8 +403,8 @@ def _names_of_ljspeech(path: Path, delimiter: str, rows: list[list[str]]) -> lis
     and, perhaps, the text normalised, which most third cells must be. Else raises `DataError`."""
     if 2 * sum(len(cells) > 3 for cells in rows) > len(rows):
         raise DataError(
-            f"manifest {path}: it has no header, and its rows have {len(rows[0])} cells. Add a first"
-            f" line with their names, such as {delimiter.join(MANY_CELLS)}"
+            f"manifest {path}: it has no header, and its rows have {len(rows[0])} cells. Add a"
+            f" first line with their names, such as {delimiter.join(MANY_CELLS)}"
         )
     whole = [cells for cells in rows if len(cells) == 3 and not _is_header(cells)]
     if 2 * len(whole) <= sum(len(cells) in (2, 3) for cells in rows):
