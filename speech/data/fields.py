@@ -245,6 +245,8 @@ def _time(row: dict, name: str | None, unit: float | None) -> float:
             value = 3600 * hours + 60 * minutes + seconds
         elif re.fullmatch(r"-?\d+,\d+", value, re.ASCII):  # where numbers have commas
             value = value.replace(",", ".")
+        elif "_" in value:  # which Python takes as a part of a number
+            value = None
     try:
         time = math.inf if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):

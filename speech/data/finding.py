@@ -71,11 +71,10 @@ def find_all(names: Sequence[str], folder: str, audio_root: str | None = None) -
         parts = [part for part in posix.split("/") if part not in ("", ".")]
         if not parts:
             return os.path.join(base, name)
-        is_absolute = posix.startswith("/") or posix[1:3] == ":/"
-        if is_absolute and audio_root:
+        if is_absolute(name) and audio_root:
             ways = [((base,), parts[first:]) for first in range(len(parts))]
             missing = os.path.join(base, parts[-1])
-        elif is_absolute:
+        elif is_absolute(name):
             ways = [(("/",), parts)]
             missing = name
         else:
@@ -101,7 +100,7 @@ def find_all(names: Sequence[str], folder: str, audio_root: str | None = None) -
     for name, path, is_there in zip(names, paths, exist, strict=True):
         if not is_there:
             path = search(name)
-            other = named.setdefault(path, name) if os.path.isabs(name) else name
+            other = named.setdefault(path, name) if is_absolute(name) else name
             if other != name and os.path.exists(path):
                 raise DataError(
                     f"{printable(name)} and {printable(other)} are both {printable(path)} in"
@@ -109,6 +108,11 @@ def find_all(names: Sequence[str], folder: str, audio_root: str | None = None) -
                 )
         found.append(path)
     return found
+
+
+def is_absolute(name: str) -> bool:
+    """Whether a path is absolute, here or on Windows."""
+    return name.startswith(("/", "\\")) or name[1:3] in (":/", ":\\")
 
 
 def matching(path: Path) -> list[Path] | None:

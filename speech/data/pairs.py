@@ -13,6 +13,8 @@ from speech.data.columns import Rejections
 from speech.data.finding import TABLES, comparable, listed, matching
 
 SUFFIXES = (".txt", ".lab")
+# Control characters, as UTF-16 has them, and what the decoder makes of bytes that are not UTF-8.
+NOT_UTF8 = re.compile("[\0-\x08\udc80-\udcff]")
 LABEL = re.compile(r"\s*\d+(\.\d+)?\s+\d+(\.\d+)?\s+\S")  # start, end, word
 TEXT_BYTES = 1 << 20  # of the text of a recording, at most
 
@@ -88,7 +90,7 @@ def paired_rows(
         else:
             text_of[audio[0]] = text
             content = text.read_bytes()[: TEXT_BYTES + 1].decode("utf-8-sig", "surrogateescape")
-            if "\0" in content or re.search("[\udc80-\udcff]", content):
+            if NOT_UTF8.search(content):
                 rejected.add("text is not UTF-8: save it as UTF-8", str(text))
             elif has_times(content):
                 rejected.add(

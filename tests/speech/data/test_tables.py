@@ -77,7 +77,7 @@ def test_times_on_a_clock_and_with_commas(talk):
     lines = ["path;text;Begin Time - hh:mm:ss.ms;end", "talk.wav;a;00:01,5;0:00:02.25"]
     corpus, rejected = load(talk(*lines, "talk.wav;b;3,5;4", "talk.wav;c;1_0;11"))
     assert corpus.offsets.tolist() == [1.5, 3.5] and corpus.seconds.tolist() == [0.75, 0.5]
-    assert rejected.counts == {"Begin Time - hh:mm:ss.ms is not a number": 1}
+    assert rejected.counts == {"begin time - hh:mm:ss.ms is not a number": 1}
 
 
 @pytest.mark.parametrize("names", ["start,duration_ms", "start,end_ms", "start_s,end_ms"])
@@ -238,16 +238,16 @@ def test_names_without_ending_are_found_in_the_folder_that_has_them(tmp_path, ta
         load(table)
 
 
-@pytest.mark.parametrize("forms", [("NFC", "NFD"), ("NFD", "NFC")])
-@pytest.mark.parametrize("ending", [".wav", ""])
 def test_paths_of_another_machine_that_end_at_one_file_are_asked_about(tmp_path, talk):
     lines = ["path,text", "/data/anna/talk.wav,a", "D:\\berta\\talk.wav,b"]
     with pytest.raises(
-        DataError, match=r"/anna/talk\.wav and .*talk\.wav are both .* --audio_root"
+        DataError, match=r"talk\.wav and /data/anna/talk\.wav are both .* --audio_root"
     ):
         load(talk(*lines), audio_root=str(tmp_path))
 
 
+@pytest.mark.parametrize("forms", [("NFC", "NFD"), ("NFD", "NFC")])
+@pytest.mark.parametrize("ending", [".wav", ""])
 def test_names_in_the_other_unicode_form_are_found(tmp_path, talk, wav, forms, ending):
     on_disk, in_table = (unicodedata.normalize(form, "bà/đọc") for form in forms)
     path = wav(tmp_path / f"{on_disk}.wav")
