@@ -26,8 +26,10 @@ FAR = 5.0  # deviations of a rate from a recogniser's set, whose speakers differ
 # use, and a released one drafts.
 LITTLE_FROM_SCRATCH = 7200.0
 LITTLE_TO_TUNE = 600.0
-# [beep], <unk>, (.), notes of music: marks of a transcriber
-MARKS = re.compile(r"\[[^\]]+\]|<[^<>]+>|\([^()\w]*\)|[\u2669-\u266f]")
+# [beep], <unk>, {breath}, (unintelligible), *cough*, +++, notes of music: marks of a transcriber
+MARKS = re.compile(
+    r"\[[^\]]+\]|<[^<>]+>|\{[^{}]+\}|\([^()]*\)|\*[^*\s]+\*|\+\++|[\u2669-\u266f]"
+)
 
 Fault = Callable[[Corpus, int], tuple[str, str] | None]  # (reason, details) to reject an utterance
 

@@ -94,9 +94,11 @@ def test_overlap_is_noted():
 
 
 def test_texts_in_brackets_are_noted(capsys):
-    splits.report_checked({"train": make_corpus([("one [beep] two", 1.0, ""), ("three", 1.0, "")])})
+    marks = ["[beep]", "<unk>", "{breath}", "(unintelligible)", "*cough*", "+++"]
+    texts = [(f"one {mark} two", 1.0, "") for mark in marks]
+    splits.report_checked({"train": make_corpus([*texts, ("three * four + five", 1.0, "")])})
     out = capsys.readouterr().out
-    assert "1  text in brackets is taken as it is written" in out and "0.wav: [beep]" in out
+    assert "6  text in brackets is taken as it is written" in out and "0.wav: [beep]" in out
 
 
 def test_utterances_are_counted_by_speaker_language_and_length():
