@@ -191,7 +191,8 @@ def _parse_table(
 ) -> Iterator[tuple[int, dict]]:
     """The rows that have as many cells as the header, or LJSpeech's without a header. Another
     header, as in joined files, holds for the lines that follow it. `read()`: all lines."""
-    header, delimiter = _find_header([line for _, line in itertools.islice(read(), LOOKED_AT)])
+    some_lines = [line for _, line in itertools.islice(read(), LOOKED_AT)]
+    header, delimiter = _find_header([*filter(None, some_lines)])
     header_line = first[0] if header else 0
     if not header and not _is_row(first[1], delimiter, path, audio_root):
         labels = ", and it is no label of Audacity" if path.suffix.lower() == ".txt" else ""
