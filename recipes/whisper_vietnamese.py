@@ -42,7 +42,7 @@ from torch import Tensor
 
 from common import device, options, run_length
 from common.batches import EvalBatches, pad
-from common.errors import DataError, exit_with_one_line
+from common.errors import DataError, UsageError, exit_with_one_line
 from common.loop import ForPlans, Run, Task, begin, finish, train
 from common.options import flag
 from common.parts.replay import make_batches
@@ -64,7 +64,7 @@ from models.whisper.start import (
     say_language,
     with_longest,
 )
-from models.whisper.tokenizer import TRANSLATE, WhisperTokenizer, train_bpe
+from models.whisper.tokenizer import TRANSLATE, WhisperTokenizer, spaced, train_bpe
 from speech.data import demo, replay, splits, watching
 from speech.data.columns import Corpus
 from speech.data.utterances import AugmentedUtterances
@@ -151,7 +151,7 @@ def resolve(args) -> Asked:
     language = DEMO_LANGUAGE
     asked = start.resolve(args, SIZES, is_demo, how, demo_language=language, record=Asked)
     if args.compare_to:
-        comparing.check(asked, RECIPE, args.compare_to, with_times=bool(args.long))
+        comparing.check(asked, RECIPE, args.compare_to)  # its language may not be known yet
     return asked
 
 
@@ -199,7 +199,7 @@ def check_data(asked: Asked) -> None:
 
 def encode(tokenizer: WhisperTokenizer, times: bool, transcript: str) -> list[int]:
     """The tokens of a text. A released model writes a space before it, also with times."""
-    return tokenizer.encode((tokenizer.space if times else "") + transcript)
+    return tokenizer.encode(spaced(transcript) if times else transcript)
 
 
 class Utterances(AugmentedUtterances):
@@ -417,14 +417,19 @@ def report_results(
 def report_long(asked: Asked, info: ModelInfo, model: Whisper) -> None:
     """Prints error rates of the whole recordings of --long; with --compare_to also a baseline's,
     for which the model is moved to the host."""
+    tokenizer, search = make_search(asked, info)
+    if tokenizer.task == TRANSLATE:
+        raise UsageError("--long: this model translates, and translations are scored by utterance")
     corpora = splits.load_splits(asked.data, text.normalise)
-    check_languages(corpora, make_search(asked, info)[0])
+    check_languages(corpora, tokenizer)
+    if path := asked.compare_to:
+        check_languages(corpora, comparing.check(asked, RECIPE, path, tokenizer.told), path)
     corpus = corpora["long"]
-    rows = timed.decode_corpus(model, *make_search(asked, info), corpus, "--long")
+    rows = timed.decode_corpus(model, tokenizer, search, corpus, "--long")
     title = f"{len(rows)} whole recordings, the given weights, decoding with times"
     print(f"\n{title}: {asked.how.decoding}")
     their_rows = None
-    if path := asked.compare_to:
+    if path:
         baseline, search = comparing.baseline(asked, RECIPE, path, model, info)
         their_rows = timed.decode_corpus(baseline, *search, corpus, f"--compare_to {path}")
     recordings.print_recordings(rows, their_rows, path, asked.how, for_scoring)
@@ -487,6 +492,8 @@ def make_sets(asked: Asked, info: ModelInfo, corpora: dict[str, Corpus]) -> dict
     check_limits(asked, info.config)
     tokenizer, _ = make_search(asked, info)
     check_languages(corpora, tokenizer)
+    if path := asked.compare_to:
+        check_languages(corpora, comparing.check(asked, RECIPE, path, tokenizer.told), path)
     most_tokens = asked.max_target_tokens or info.config["max_target_positions"]
 
     def tokens_of(text: str) -> int:

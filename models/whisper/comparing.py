@@ -46,13 +46,16 @@ def add_arguments(parser, group) -> None:
     parser.refuse(EXCLUDES, NEEDS)
 
 
-def check(asked: start.WhisperOptions, recipe: str, path: str, with_times: bool) -> None:
+def check(asked: start.WhisperOptions, recipe: str, path: str, told: str = "") -> WhisperTokenizer:
     """Raises `UsageError` if the model at `path` cannot be read, or has no times where they are
-    needed: before the training, not after it."""
+    needed: before the training, not after it. Returns its tokenizer. `told`: the language of the
+    model that is compared, if it is known."""
     with torch.device("meta"):
-        info, _ = read(asked, recipe, path, told="")  # a checkpoint may tell the language
-    if with_times:
-        timed.make_search(*start.make_search(asked, info), f"--compare_to {path}")
+        info, _ = read(asked, recipe, path, told)
+    tokenizer, search = start.make_search(asked, info)
+    if asked.long:
+        timed.make_search(tokenizer, search, f"--compare_to {path}")
+    return tokenizer
 
 
 def read(

@@ -26,7 +26,7 @@ from common.errors import UsageError
 from common.options import TRAINS, flag
 from models import released
 from models.whisper.start import ModelInfo
-from models.whisper.tokenizer import WhisperTokenizer, make_tokenizer
+from models.whisper.tokenizer import WhisperTokenizer, joined, make_tokenizer
 from speech.data.columns import Codes, Corpus
 from speech.signal.audio import SAMPLE_RATE, change_speed, read_utterance
 
@@ -93,7 +93,8 @@ def compact(places: np.ndarray) -> np.ndarray:
 
 def recordings(corpus: Corpus) -> Line:
     """All utterances by file, channel and time. Those of a part follow each other in their
-    recording: none of them overlaps another utterance, and no pause is longer than LONGEST_GAP."""
+    recording: none of them overlaps another utterance, no pause is longer than LONGEST_GAP, and
+    all are in one language, because a window has one language token."""
     channels = corpus.places()[2].astype(int).tolist()
     files = np.array(Codes(map("{}:{}".format, channels, corpus.paths)).codes)
     rows = np.lexsort([corpus.offsets, files])
@@ -108,6 +109,8 @@ def recordings(corpus: Corpus) -> Line:
     gaps = starts[1:] - heard[:-1]
     follows = ~is_first
     follows[1:] &= (gaps >= -OVERLAP) & (gaps <= LONGEST_GAP) & (ends[:-1] >= heard[:-1] - OVERLAP)
+    languages = np.array(corpus.languages.codes)[rows]
+    follows[1:] &= languages[1:] == languages[:-1]
     begins = np.flatnonzero(~follows)
     part = np.cumsum(~follows) - 1
     last = np.append(begins[1:], len(rows)) - 1
@@ -422,7 +425,7 @@ class PackedUtterances:
             lead = float(utterances.augmentation.ends(seconds, epoch, index)[0])
         before, prompt, tokens = self.written(pack, lead)
         rows = pack.rows[: len(pack.rows) - pack.cut]
-        text = utterances.tokenizer.space.join(corpus.texts[row] for row in rows)
+        text = joined(corpus.texts[row] for row in rows)
         name = corpus.where(index)
         item = utterances.example(index, epoch, waveform, [*before, *prompt], tokens, text, name)
         item["language"] = corpus.languages[index]

@@ -28,6 +28,7 @@ from models.whisper.tokenizer import (
     language_code,
     make_tokenizer,
     read_tokenizer,
+    suppressed,
 )
 from speech.data import splits
 from speech.data.columns import Corpus
@@ -156,7 +157,7 @@ class TrainingFlags:
         TRAINS)
     max_target_tokens: int | None = flag(
         options.number(int, 8, formats.CONFIG["max_target_positions"][-1]), None, "N",
-        "reject longer transcripts, in tokens with prompt and end (the decoder's positions)")
+        "reject longer transcripts, in tokens with the prompt (the decoder's positions)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,8 +277,8 @@ class Family(released.Family):
         formats.check_config(info.config, name)
         tokenizer = make_tokenizer(info.tokenizer)
         tokens = [tokenizer.size - 1]
-        for suppressed in SUPPRESSED:
-            tokens += info.generation.get(suppressed, [])
+        for name in SUPPRESSED:
+            tokens += info.generation.get(name, [])
         if max(tokens) >= info.config["vocab_size"] or info.ctc_tokens not in (0, tokenizer.eos):
             raise UsageError(f"{name} is damaged: its tokens are not those of its tokenizer")
 
@@ -383,7 +384,9 @@ class Family(released.Family):
     ) -> list[str]:
         """A folder for transformers, with OpenAI's model.pt."""
         tokenizer = make_tokenizer(info.tokenizer)
-        generation = {**info.generation, "return_timestamps": info.times}
+        # An export that is exported again keeps its times.
+        times = info.times or bool(info.generation.get("return_timestamps"))
+        generation = {**info.generation, "return_timestamps": times}
         folder = self.origin.export
         return formats.export(folder, weights, info.config, tokenizer, generation, texts)
 
@@ -396,6 +399,8 @@ def read_released(asked: WhisperOptions, path: str) -> tuple[ModelInfo, dict[str
     )
     tokenizer = in_task(tokenizer, asked.task)
     generation = dict(extras["generation"])
+    if not os.path.isdir(path):  # OpenAI's file has no settings: its program knows them
+        generation = suppressed(tokenizer)
     for name in SUPPRESSED:
         ids = generation.get(name) or []
         if records.mismatch(ids, [range(config["vocab_size"])], name):
@@ -484,21 +489,24 @@ def say_language(tokenizer: WhisperTokenizer) -> None:
     print(f"language of the {what}: {text}")
 
 
-def check_languages(corpora: dict[str, Corpus], tokenizer: WhisperTokenizer) -> None:
-    """Prints which languages that rows name are called otherwise by the vocabulary. Raises
-    `DataError` for those that it lacks, with the number of their rows."""
+def check_languages(
+    corpora: dict[str, Corpus], tokenizer: WhisperTokenizer, baseline: str = ""
+) -> None:
+    """Prints which languages that rows name are called otherwise by the vocabulary of the model, or
+    of a `baseline`. Raises `DataError` for those that it lacks, with the number of their rows."""
     for name, corpus in corpora.items():
         tokens = {told: tokenizer.token_of(told) for told in corpus.languages.names if told}
         counts = Counter(corpus.languages)
         lacking = [f"{told!r} ({counts[told]} rows)" for told in tokens if not tokens[told]]
         if lacking:
             raise DataError(
-                f"{name} set: the model has no token for {', '.join(lacking[:20])}, which the rows"
+                f"{name} set: {baseline or 'the model'} has no token for"
+                f" {', '.join(lacking[:20])}, which the rows"
                 " name as their language: correct the column, or let the language borrow a token,"
                 " as --language mdw=ln does"
             )
         renamed = [f"{told} as {code}" for told, code in tokens.items() if told != code]
-        if renamed:
+        if renamed and not baseline:
             print(f"{name} set: languages of rows: {', '.join(renamed[:20])}")
 
 

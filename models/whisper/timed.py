@@ -12,7 +12,7 @@ from common.errors import UsageError
 from models.whisper import decoding
 from models.whisper.decoding import Search
 from models.whisper.model import FRAME, Whisper
-from models.whisper.tokenizer import WhisperTokenizer
+from models.whisper.tokenizer import WhisperTokenizer, joined
 from speech.data.columns import Corpus
 from speech.decoding.long import SILENT
 from speech.signal.audio import SAMPLE_RATE, read_utterance
@@ -107,8 +107,7 @@ def transcribe(
     """The "text" of a recording (T,), and its "segments" {"start", "end", "text"} in seconds.
     `search` is that of `make_search`."""
     segments = list(_segments(model, tokenizer, search, waveform))
-    text = tokenizer.space.join(segment["text"] for segment in segments)
-    return {"text": text, "segments": segments}
+    return {"text": joined(segment["text"] for segment in segments), "segments": segments}
 
 
 def _segments(
@@ -173,11 +172,10 @@ def split(
     edges = [place for place in range(1, len(tokens)) if is_time[place - 1] and is_time[place]]
     ends_alone = is_time[-2:] == [False, True]
     if not edges:
-        end = length
-        said = [token for token in tokens if token in times and token != times.start]
-        if said:
-            end = min(length, (said[-1] - times.start) * FRAME)
-        return [(0, end, tokens)], length
+        start = (tokens[0] - times.start) * FRAME if is_time[:1] == [True] else 0
+        said = [(token - times.start) * FRAME for token in tokens[1:] if token in times]
+        end = min(length, said[-1]) if said and said[-1] > start else length
+        return [(min(start, end), end, tokens)], length
     if ends_alone:
         edges.append(len(tokens))
     parts = []

@@ -34,7 +34,8 @@ _RELATED = """
     ku kmr ckb: fa; ky kaa: kk; ug: uz; cv crh sah: tt tr; ga gd gv: cy br; kw: br cy; fy: nl de;
     gsw: de; nds: de nl; rm fur sc scn vec lij co: it; dsb: pl cs; hsb: cs pl; csb: pl; rue: uk;
     se: fi; krl olo vep: fi et; ilo ceb hil: tl; min ace ban mad: id ms jw; sm to ty: mi haw;
-    dv: si; dz: bo; ady ab: ru; os: fa ru; wo ff bm: fr
+    dv: si; dz: bo; ady ab: ru; os: fa ru; wo ff bm: fr; yue nan hak wuu cdo: zh; prs: fa;
+    arz apc ary acm: ar
 """
 RELATED = {
     code: tuple(near.split())
@@ -50,10 +51,14 @@ EOS = "<|endoftext|>"
 START = "<|startoftranscript|>"
 NO_TIMESTAMPS = "<|notimestamps|>"
 PREVIOUS = "<|startofprev|>"
+START_OF_LM = "<|startoflm|>"
+SIGNS = '"#()*+/:;<=>@[\\]^_`{|}~「」『』'  # that nobody says
+SIGNS_TOGETHER = "<< >> <<< >>> -- --- -( -[ (' (\" (( )) ((( ))) [[ ]] {{ }} ♪♪ ♪♪♪".split()
+MUSIC = "♩♪♫♬♭♮♯"
 NO_SPEECH = ("<|nospeech|>", "<|nocaptions|>")  # OpenAI's name, and older Hugging Face folders'
 AFTER_LANGUAGES = (
     *(f"<|{t}|>" for t in TASKS),
-    "<|startoflm|>",
+    START_OF_LM,
     PREVIOUS,
     NO_SPEECH[0],
     NO_TIMESTAMPS,
@@ -61,7 +66,11 @@ AFTER_LANGUAGES = (
 TIME_STEP = 0.02  # seconds between two time tokens
 TIMESTAMPS = [f"<|{i * TIME_STEP:.2f}|>" for i in range(1501)]
 _TIMESTAMPS = frozenset(TIMESTAMPS)
-UNSPACED = {"zh", "ja", "th", "lo", "my", "yue"}  # languages without spaces, as in openai/whisper
+# Letters of scripts without spaces between words: Thai, Lao, Burmese, Chinese and Japanese. Of the
+# languages of these, released models write no space before a text.
+UNSPACED = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u2e80-\u312f\u3190-\u9fff\uf900-\ufaff\uff00-\uffef]"
+)
 ENGLISH_ONLY_SIZE = 51_864
 ENGLISH_ONLY_EOS = 50_256  # the id of eos in GPT-2's vocabulary, which the English-only models use
 LONGEST_TOKEN = 256  # bytes of a token of a .tiktoken file; the released ones have up to 128
@@ -136,8 +145,7 @@ class WhisperTokenizer:
     <|startofprev|>) and `timestamp_begin` (the last four are None if the vocabulary lacks them),
     `prompt` (the decoder's first tokens), `timed_prompt` (the same before a text with times),
     `size` (of the vocabulary), `languages` (codes), `language` (the code of the token), `spoken`
-    (the language of the texts, which may have borrowed it), `space` (what a released model writes
-    before a text)."""
+    (the language of the texts, which may have borrowed it)."""
 
     kind = "whisper"
 
@@ -184,8 +192,6 @@ class WhisperTokenizer:
         if multilingual:
             self.prompt += [specials[f"<|{self.language}|>"], specials[f"<|{task}|>"]]
         self.timed_prompt = list(self.prompt)
-        is_unspaced = self.language in UNSPACED and task != TRANSLATE
-        self.space = "" if is_unspaced else " "
         if self.no_timestamps is not None:
             self.prompt.append(self.no_timestamps)
 
@@ -219,7 +225,7 @@ class WhisperTokenizer:
         """The language of the texts, and the code of its token, of `told`: a language, or
         "mdw=ln" for one that borrows a token. "" is any language."""
         if not self.multilingual:
-            if told not in (None, "en"):
+            if told not in (None, "", "en"):
                 raise UsageError(
                     f"language {told}: this is an English-only model; take a multilingual one"
                 )
@@ -374,6 +380,31 @@ class WhisperTokenizer:
                 for name, i, is_special in by_id
             },
         }
+
+
+def spaced(text: str) -> str:
+    """A text with the space that a released model writes before it."""
+    return text if UNSPACED.search(text) else f" {text}"
+
+
+def joined(texts: Iterable[str]) -> str:
+    """Texts one after the other, as a released model writes them."""
+    return "".join(map(spaced, texts)).strip()
+
+
+def suppressed(tokenizer: WhisperTokenizer) -> dict[str, list[int]]:
+    """The tokens that OpenAI's program never generates, and those it does not begin with: signs
+    that nobody says, with and without a space before them, and special tokens other than times.
+    Hugging Face's generation_config.json has the same lists."""
+    tokens = {tokenizer.encode(each)[0] for each in (" -", " '")}
+    for sign in [*SIGNS, *SIGNS_TOGETHER, *MUSIC]:
+        for ids in (tokenizer.encode(sign), tokenizer.encode(f" {sign}")):
+            if len(ids) == 1 or sign in MUSIC:
+                tokens.add(ids[0])
+    names = (START, PREVIOUS, START_OF_LM, *NO_SPEECH, *(f"<|{task}|>" for task in TASKS))
+    tokens |= {tokenizer.specials[name] for name in names if name in tokenizer.specials}
+    first = [*tokenizer.encode(" "), tokenizer.eos]
+    return {"suppress_tokens": sorted(tokens), "begin_suppress_tokens": first}
 
 
 def _require_sound(vocab: dict, merges: list, specials: dict, symbols: Iterable) -> None:

@@ -27,9 +27,7 @@ FAR = 5.0  # deviations of a rate from a recogniser's set, whose speakers differ
 LITTLE_FROM_SCRATCH = 7200.0
 LITTLE_TO_TUNE = 600.0
 # [beep], <unk>, {breath}, (unintelligible), *cough*, +++, notes of music: marks of a transcriber
-MARKS = re.compile(
-    r"\[[^\]]+\]|<[^<>]+>|\{[^{}]+\}|\([^()]*\)|\*[^*\s]+\*|\+\++|[\u2669-\u266f]"
-)
+MARKS = re.compile(r"\[[^\]]+\]|<[^<>]+>|\{[^{}]+\}|\([^()]*\)|\*[^*\s]+\*|\+\++|[\u2669-\u266f]")
 
 Fault = Callable[[Corpus, int], tuple[str, str] | None]  # (reason, details) to reject an utterance
 

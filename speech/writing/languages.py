@@ -97,13 +97,17 @@ def described(code: str) -> str:
 
 def resolve(args, demo: str | None, may_tell: bool = False) -> str | None:
     """The language of a command's texts: that of --language, of the `demo` if it trains on nothing
-    else, or the one that most rows of the training data name, if all name one. None if weights have
+    else, or the one that most rows of the training data, or of those that a released model is
+    evaluated on, name, if all name one. None if weights have
     a language or no text is read, and if only the released model can tell (`may_tell`). Else raises
     `UsageError`."""
     if args.language is not None:
         return args.language
     used = {name for name in args.rules.commands if options.is_on(vars(args), name)} - PLANS
     if not args.train_manifest:
+        evaluated = args.test_manifest or [*filter(None, [getattr(args, "long", None)])]
+        if args.evaluate and evaluated and not args.resume:
+            return of_rows(evaluated, args.tier or (), args.audio_root)
         return None if used else demo
     is_saved = args.resume and (args.resume != "auto" or list_checkpoints(args.checkpoint_dir))
     if used - {"check_data"} or args.init_from or is_saved:

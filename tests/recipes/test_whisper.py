@@ -483,8 +483,6 @@ def test_time_tokens_that_a_folder_does_not_list(with_times):
     assert found.time(31.0) == found.specials["<|30.00|>"]
     assert found.timed_prompt == found.prompt[:3]
     assert found.previous == found.specials["<|startofprev|>"]
-    spaces = [read_tokenizer(with_times / "listed", code).space for code in ("vi", "ja", "zh")]
-    assert spaces == [" ", "", ""]
 
 
 def test_a_translation_has_its_token_chrf_and_card(data, released, tmp_path):
@@ -508,6 +506,8 @@ def test_a_translation_has_its_token_chrf_and_card(data, released, tmp_path):
     assert "\nchrF2: " in ran(vietnamese, "--evaluate", *data[-2:], *use)  # without the flag
     _, said = refused(vietnamese, "--evaluate", *data[-2:], *use, "--task", "transcribe")
     assert "--task transcribe (the checkpoint has translate)" in said
+    _, said = refused(vietnamese, "--evaluate", "--long", data[-1], *use)
+    assert "this model translates, and translations are scored by utterance" in said
     _, said = refused(vietnamese, *data, "--from_scratch", "--task", "translate")
     assert "--task" in said and "--model_dir" in said
 
@@ -519,6 +519,13 @@ def exported_with_times(with_times, recorded, tmp_path_factory):
     model = ["--model_dir", with_times / "unlisted", "--timestamp_share", 0.5]
     ran(vietnamese, *recorded, *SHORT, *model, "--output_dir", folder, "--export", folder / "out")
     return folder / "out"
+
+
+def test_an_export_that_is_exported_again_keeps_its_times(exported_with_times, tmp_path):
+    model = ["--model_dir", exported_with_times, "--language", "vi"]
+    ran(vietnamese, *model, "--export", tmp_path / "again", "--output_dir", tmp_path / "run")
+    text = (tmp_path / "again" / "generation_config.json").read_text(encoding="utf-8")
+    assert json.loads(text)["return_timestamps"]
 
 
 def test_transformers_reads_long_recordings_by_an_exports_times(exported_with_times, recorded):

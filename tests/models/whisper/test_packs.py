@@ -88,6 +88,16 @@ def test_a_window_is_within_its_limits(seed, fast):
         assert before == sorted(before)
 
 
+def test_a_window_has_one_language():
+    """Its prompt names one."""
+    corpus = make_corpus([("a.wav", float(row), 1.0, "anna") for row in range(6)])
+    corpus.languages = Codes(["vi", "vi", "en", "en", "en", "vi"])
+    data = make_packs(corpus, share=1.0)
+    longest = [max(data.pack(row, epoch).rows for epoch in range(20)) for row in range(6)]
+    assert all(len({corpus.languages[row] for row in rows}) == 1 for rows in longest)
+    assert packs.followed(corpus) == pytest.approx(3 / 6)
+
+
 @given(st.integers(0, 10_000))
 def test_neighbours_are_true_and_have_their_own_times(seed):
     """Against a search of the utterances that follow in the file."""

@@ -21,7 +21,13 @@ import whisper
 from common.errors import UsageError
 from models.whisper import decoding, formats, timed
 from models.whisper.model import FRAME, Whisper
-from models.whisper.tokenizer import WhisperTokenizer, read_tokenizer, special_tokens, train_bpe
+from models.whisper.tokenizer import (
+    WhisperTokenizer,
+    joined,
+    read_tokenizer,
+    special_tokens,
+    train_bpe,
+)
 from recipes import whisper_vietnamese as vietnamese
 from speech.decoding.recordings import longest_deletion
 from speech.signal.audio import SAMPLE_RATE
@@ -136,7 +142,7 @@ def test_the_same_segments_as_openai_whisper(seed, context, tokenizer, monkeypat
     result = whisper.transcribe(theirs(model), waveform, **how)
     assert rows(ours["segments"]) == rows(result["segments"])
     assert len(ours["segments"]) >= 4
-    assert ours["text"] == " ".join(part["text"] for part in ours["segments"])
+    assert ours["text"] == joined(part["text"] for part in ours["segments"])
 
 
 def test_windows_without_speech_are_skipped_as_in_openai_whisper(tokenizer, monkeypatch):

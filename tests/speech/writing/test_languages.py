@@ -37,17 +37,21 @@ def test_all_languages_of_whisper_have_the_names_of_the_guide():
 
 
 def args_of(tmp_path, **given) -> SimpleNamespace:
-    """Flags of a command; `rows`: the languages of the rows of its training data."""
+    """Flags of a command; `rows`: the languages of the rows of its training data, `tested`: of
+    those that it evaluates."""
     rows = given.pop("rows", None)
-    if rows is not None:
-        given["train_manifest"] = [str(tmp_path / "one.json"), str(tmp_path / "train.json")]
+    tested = given.pop("tested", None)
+    if rows is not None or tested is not None:
+        name = "train_manifest" if tested is None else "test_manifest"
+        given |= {name: [str(tmp_path / "one.json"), str(tmp_path / "train.json")]}
         (tmp_path / "one.json").write_text("5\n")
-        lines = [json.dumps({"audio_filepath": "a", "text": "a", "lang": each}) for each in rows]
-        (tmp_path / "train.json").write_text("\n".join(lines))
-    commands = {"transcribe": False, "check_data": True, "dry_run": True}
-    usual = dict.fromkeys(
-        (*commands, "language", "train_manifest", "resume", "init_from", "tier", "audio_root")
-    )
+        texts = [{"audio_filepath": "a", "text": "a", "lang": each} for each in rows or tested]
+        (tmp_path / "train.json").write_text("\n".join(map(json.dumps, texts)))
+        given.setdefault("evaluate", tested is not None)
+    commands = {"transcribe": False, "evaluate": False, "check_data": True, "dry_run": True}
+    manifests = ("train_manifest", "test_manifest")
+    others = ("language", "resume", "init_from", "tier", "audio_root")
+    usual = dict.fromkeys((*commands, *manifests, *others))
     return SimpleNamespace(
         **{**usual, **given}, checkpoint_dir=tmp_path, rules=options.Rules(commands)
     )
@@ -64,6 +68,9 @@ def args_of(tmp_path, **given) -> SimpleNamespace:
         ({"rows": ["sw", ""], "resume": "run/best.safetensors"}, None),
         ({"rows": ["sw", ""], "init_from": "run/best.safetensors"}, None),
         ({"transcribe": ["a.wav"]}, None),
+        ({"tested": ["sw", "sw", "ln"]}, "sw"),  # by a released model
+        ({"tested": ["sw", ""]}, None),
+        ({"tested": ["sw"], "resume": "run/best.safetensors"}, None),
     ],
 )
 def test_what_tells_the_language_of_the_texts(given, language, tmp_path):
