@@ -184,7 +184,15 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
 def require_exports(flags: dict, inputs: list[str]) -> None:
     """Raises `UsageError` or `RunError` if a folder of EXPORTS cannot be written, or if it is, or
     holds, another place that the command writes, or one of its `inputs`: now, not after hours of
-    training. `flags`: the values of the command line, by name."""
+    training. So does --export of a demo that would replace a trained model. `flags`: the values of
+    the command line, by name."""
+    best = Path(flags["checkpoint_dir"], "best.safetensors")
+    goals = {"resume", "init_from", "evaluate", *MODELS, *GOALS}
+    if flags["export"] and best.is_file() and not goals & flags["given"]:
+        raise UsageError(
+            f"--export alone would train the demo, and {best} is there: add --resume {best} to"
+            " export it"
+        )
     places = {name: flags.get(name) for name in (*EXPORTS, *WRITTEN)}
     for name in EXPORTS:
         if not (export := places[name]):

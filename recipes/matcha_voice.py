@@ -157,7 +157,7 @@ def check_corpora(
         if frames < tokens:
             reason = "the text is too long for its clip, which has a frame of 12 ms for each token"
             return reason, f"{tokens} tokens in {frames} frames"
-        return reading.fault(corpus.read[index], language)
+        return reading.fault(reading.read(corpus.texts[index], language), language)
 
     return checks.check_speech(corpora, asked.strict_data, fault)
 
@@ -348,7 +348,12 @@ def train_vocoder(args, info: ModelInfo, run_info: RunInfo, corpus: Corpus, held
 
 def voice_of(info: ModelInfo, model: Matcha, folder: Path) -> Voice:
     """The voice of a model, with the vocoder that was trained beside it in a folder, if any."""
-    vocoder = vocoder_training.read_vocoder(folder, RECIPE) or GriffinLim()
+    vocoder = vocoder_training.read_vocoder(folder, RECIPE)
+    if vocoder is None:
+        print(
+            "sound: by Griffin and Lim, because no vocoder is beside the weights", file=sys.stderr
+        )
+        vocoder = GriffinLim()
     return Voice(model, Tokens(info.symbols), info.language, info.speakers, vocoder)
 
 

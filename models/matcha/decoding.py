@@ -74,7 +74,9 @@ def speak(
         names = []
         counts = []
         for number, text in enumerate(texts[first : first + ROWS], first):
-            sentences = split_sentences(read(text, voice.language), LONGEST, len)
+            # Numbers and abbreviations have full stops until they are read.
+            parts = split_sentences(text, LONGEST, lambda part: len(read(part, voice.language)))
+            sentences = [*filter(None, (read(part, voice.language) for part in parts))]
             speaker = speakers[number] if speakers else 0
             rows += [(voice.tokens.encode(sentence), speaker) for sentence in sentences]
             names += [f"the sentence {sentence[:40]!r}" for sentence in sentences]

@@ -32,6 +32,12 @@ def read_corpora(corpora: dict[str, Corpus], language: str) -> None:
         others = Counter(told for told in corpus.languages if told and code_of(told) != language)
         if others:
             print(f"warning: {name} set: rows name other languages: {dict(others)}")
+        speakers = Counter(corpus.speakers)
+        if 0 < speakers[""] < len(corpus):
+            print(
+                f"warning: {name} set: {speakers['']} clips name no speaker: they are taken for one"
+                " of their own; fill in the cells of the column"
+            )
 
 
 def speakers_of(corpus: Corpus) -> list[str]:
@@ -84,7 +90,7 @@ def check_texts(texts: Iterable[str], voice: Voice) -> None:
     characters that it lacks."""
     for text in texts:
         heard = read(text, voice.language)
-        if problem := reading.fault(heard, voice.language):
+        if problem := reading.fault(reading.read(text, voice.language), voice.language):
             raise UsageError(f"--synthesize {text[:40]!r}: {': '.join(problem)}")
         lacking = Counter(outside(voice.tokens.numbers)(heard))
         if not any(c.isalnum() for c in heard if c not in lacking):

@@ -19,6 +19,8 @@ BEGIN = "^"
 END = "$"
 SPACE = " "
 CAPITALS = {"İ": "i", "ẞ": "ß"}  # which `upper` does not find
+# What `read` makes of other characters, as far as it is one.
+TYPED = {"\u2019": "'", "\u2018": "'", "\u2026": "."}
 MARKS = (BLANK, BEGIN, END, SPACE)  # the first tokens
 
 
@@ -89,6 +91,9 @@ class Tokens:
         for capital, small in CAPITALS.items():
             if small in numbers:
                 numbers[capital] = numbers[small]
+        for typed, read_as in TYPED.items():
+            if read_as in numbers:
+                numbers.setdefault(typed, numbers[read_as])
         return numbers
 
 
@@ -114,7 +119,8 @@ class Composer(nn.Module):
             matches = (characters * self.size + following)[:, None] == self.codes
             is_first = matches.any(1)
             whole = self.wholes[matches.long().argmax(1)]
-            is_second = torch.cat([is_first.new_zeros(1), is_first[:-1]])
+            # (A program also gives an empty sentence after a mark at the end.)
+            is_second = torch.cat([is_first.new_zeros(1), is_first])[:-1]
             characters = torch.where(is_first, whole, characters)[~is_second]
         characters = characters[characters < self.rows]
         spaced = torch.stack([characters, torch.zeros_like(characters)], 1).flatten()

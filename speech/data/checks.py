@@ -51,12 +51,17 @@ def check_speech(sets: dict[str, Corpus], strict: bool, fault: Fault) -> dict[st
         for name in checked.keys() & {"val", "test"}:
             overlap(checked["train"], checked[name], tables[name])
     for name, corpus in checked.items():
+        note_marks(corpus, tables[name])
         if tables[name].total or tables[name].notes:
             report_rejections(
                 f"{name} set, checked as speech", corpus.seconds, tables[name], strict
             )
     if "train" in checked:
         describe(checked["train"])
+        counted = take_census(checked["train"].texts)
+        print(census.letters_line(counted.counts))
+        if line := census.mixed_line([(checked["train"].texts, counted)]):
+            print(line)
     return checked
 
 
@@ -165,13 +170,18 @@ def report_texts(sets: dict[str, Corpus], from_scratch: bool = False) -> None:
         note_little(sets["train"], from_scratch)
 
 
-def note_rows(name: str, corpus: Corpus, counted: Census, train: Corpus | None) -> None:
-    """Prints rows with marks of a transcriber, an odd rate, or what the training set has, too."""
-    rows = Rejections()
+def note_marks(corpus: Corpus, rows: Rejections) -> None:
+    """Notes texts with marks of a transcriber."""
     for index, text in enumerate(corpus.texts):
         if found := MARKS.search(text):
             example = f"{corpus.where(index)}: {found[0][:60]}"
             rows.note("text in brackets is taken as it is written", example)
+
+
+def note_rows(name: str, corpus: Corpus, counted: Census, train: Corpus | None) -> None:
+    """Prints rows with marks of a transcriber, an odd rate, or what the training set has, too."""
+    rows = Rejections()
+    note_marks(corpus, rows)
     columns = (counted.scripts, corpus.languages.codes)
     distances, medians = rate_distances(corpus, counted.letters, columns)
     for index in np.flatnonzero(distances > FAR).tolist():

@@ -28,8 +28,8 @@ ADVICE = {
     "no text field": "name it text, transcription, sentence or transcript, or by --text_column",
     "line is not valid JSON": "write one object per line, each key once",
     "line has more cells": "a text with commas needs quotes",
-    "longer than": "cut the recordings: --transcribe FILE --piece_seconds 20 of a recogniser writes"
-    " a manifest of pieces to correct; or give their segments' times, with --use_chunking",
+    "longer than": "cut the recordings: --transcribe FILE --piece_seconds S of a recogniser writes"
+    " a manifest of shorter pieces to correct; or give their segments' times, with --use_chunking",
     "text is empty": "transcribe these, or leave the rows out",
 }
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")

@@ -25,7 +25,11 @@ WITH_DOTLESS = ("az", "crh", "kaa", "tr", "tt")  # languages whose I becomes ı
 UNHEARD = ("So", "Sk", "Me", "Cc", "Cf", "Cn", "Co", "Cs")
 VARIANTS = range(0xFE00, 0xFE10)  # select the glyph of the character before
 SIGNS = "&@%#$£°"
-NOT_IN_WORDS = re.compile(f"[0-9{SIGNS}€¥₦₩₪₫₹₺₽+=×÷±¼½¾²³]")  # they are spoken as words
+RARE_SIGNS = "№℃℉"
+# They are spoken as words.
+NOT_IN_WORDS = re.compile(
+    f"[0-9{SIGNS}{RARE_SIGNS}€¥₦₩₪₫₹₺₽+=×÷±−‰§¼½¾²³\u2150-\u215f\u2460-\u249b]"
+)
 FILE = re.compile(r"\S+\.(txt|csv|tsv|json)")  # an argument that must be the name of a file
 # "5km" gets a space, "0912 345 678" is not grouped, and "12.5.2016" has no decimals.
 BESIDE_LETTERS = re.compile(r"(?<=[^\W\d_])(?=[0-9])|(?<=[0-9])(?=[^\W\d_])")
@@ -133,7 +137,7 @@ class _Heard(dict):
     def __missing__(self, code: int) -> str:
         character = chr(code)
         kind = unicodedata.category(character)
-        is_kept = kind not in UNHEARD or character in SIGNS or character.isspace()
+        is_kept = kind not in UNHEARD or character in SIGNS + RARE_SIGNS or character.isspace()
         is_kept |= is_letter(character) and kind != "Me"
         heard = character if is_kept and code not in VARIANTS else ""
         self[code] = str(unicodedata.digit(character)) if kind == "Nd" else heard

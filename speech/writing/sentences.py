@@ -6,9 +6,11 @@ from collections.abc import Callable
 from common.errors import UsageError
 
 # A text is cut after ends of sentences, after commas and between words. Marks and quotes that
-# follow stay with what they end. Marks within 3.5, 1,000 and 12:30 do not count. Two Ethiopic word
-# spaces or two colons are often typed for ።.
-END = r"(?:[።፧፨!?…؟।。！？]|፡፡|::|(?<!\.)\.+(?![\w.]))"
+# follow stay with what they end. Marks within 3.5, 1,000 and 12:30 do not count, nor does a full
+# stop after a letter that is alone (z. B.) or a number of one or two digits (3. Oktober). Two
+# Ethiopic word spaces or two colons are often typed for ።.
+ALONE = r"(?<!\b[A-Za-z])(?<!(?<![\w:.,/])\d)(?<!(?<![\w:.,/])\d\d)"
+END = rf"(?:[።፧፨!?…؟।。！？]|፡፡|::|(?<!\.){ALONE}\.+(?![\w.]))"
 CUTS = tuple(
     re.compile(pattern)
     for pattern in (

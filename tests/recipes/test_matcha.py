@@ -231,6 +231,10 @@ def test_an_export_names_whose_voice_it_is(trained, tmp_path):
     ran(recipe, *alone, "--consent", "Abebe agrees; CC0 | all")
     names = sorted(path.name for path in (tmp_path / "voice").iterdir())
     assert names == ["README.md", "made_from.json", "tokens.txt", onnx.NAME, f"{onnx.NAME}.json"]
+    status, err = refused(
+        recipe, "--export", tmp_path / "x", "--consent", "mine", "--output_dir", folder
+    )
+    assert status == 2 and f"{best} is there: add --resume {best} to export it" in err
     card = (tmp_path / "voice" / "README.md").read_text(encoding="utf-8")
     assert "Abebe agrees; CC0 \\| all" in card and "pipeline_tag: text-to-speech" in card
 

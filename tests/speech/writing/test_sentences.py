@@ -48,7 +48,12 @@ def test_any_text_with_a_count_that_is_not_additive(text, most):
         ("«ሰላም።» አለ። «ደህና ነኝ።»", ["«ሰላም።»", "አለ።", "«ደህና ነኝ።»"]),
         ("ሰላም፡፡ ደህና:: እሺ", ["ሰላም፡፡", "ደህና::", "እሺ"]),
         ('He said "go." "Why?"', ['He said "go."', '"Why?"']),
-        ("a. « b", ["a.", "« b"]),
+        ("aa. « b", ["aa.", "« b"]),
+        (
+            "Am 3. Oktober, z. B. um 9. Ja! 1990. No",
+            ["Am 3. Oktober, z. B. um 9. Ja!", "1990.", "No"],
+        ),
+        ("Vâng ạ. Ở", ["Vâng ạ.", "Ở"]),
         ("?!", ["?!"]),
         ("", []),
         (" \n\t\u00a0", []),
