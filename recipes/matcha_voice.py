@@ -53,7 +53,7 @@ from models.matcha.model import CHECKPOINTED, COMPILED, Matcha
 from models.matcha.start import Family, MatchaOptions, ModelInfo
 from models.matcha.texts import speaker_numbers
 from models.matcha.tokenizer import Tokens
-from models.matcha.vocoder import GriffinLim
+from models.matcha.vocoder import GriffinLim, Vocos
 from speech.data import checks, demo, splits
 from speech.data.columns import Corpus
 from speech.data.splits import RunInfo
@@ -348,13 +348,16 @@ def train_vocoder(args, info: ModelInfo, run_info: RunInfo, corpus: Corpus, held
 
 def voice_of(info: ModelInfo, model: Matcha, folder: Path) -> Voice:
     """The voice of a model, with the vocoder that was trained beside it in a folder, if any."""
-    vocoder = vocoder_training.read_vocoder(folder, RECIPE)
-    if vocoder is None:
+    vocoder = vocoder_training.read_vocoder(folder, RECIPE) or GriffinLim()
+    return Voice(model, Tokens(info.symbols), info.language, info.speakers, vocoder)
+
+
+def say_vocoder(voice: Voice) -> None:
+    """Says that a voice has none, which may not have been copied with its weights."""
+    if not isinstance(voice.vocoder, Vocos):
         print(
             "sound: by Griffin and Lim, because no vocoder is beside the weights", file=sys.stderr
         )
-        vocoder = GriffinLim()
-    return Voice(model, Tokens(info.symbols), info.language, info.speakers, vocoder)
 
 
 def trained(asked: MatchaOptions, setup: device.Setup) -> tuple[Voice, ModelInfo, RunInfo]:
@@ -371,6 +374,7 @@ def synthesise(
     voice, info, _ = trained(asked, setup)
     number = texts.speaker_of(how.speaker, info)
     texts.check_texts(wanted, voice)
+    say_vocoder(voice)
     settings = SpeakingSettings(how.speed, how.temperature, asked.seed)
     with setup.autocast(), finite_layers():
         spoken = decoding.speak(voice, wanted, settings, [number] * len(wanted))
@@ -383,6 +387,7 @@ def synthesise(
 def evaluate_only(asked: MatchaOptions, setup: device.Setup, batches_of: Callable) -> None:
     """--evaluate or --export without training. `batches_of`: `EvalBatches` with the flags."""
     voice, info, earlier_run = trained(asked, setup)
+    say_vocoder(voice)
     if asked.evaluate:
         corpora = check_corpora(asked, read_data(asked, earlier_run), info.language)
         corpora.pop("train", None)
