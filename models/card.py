@@ -228,12 +228,12 @@ def measured(about: About, base: str | None, has_lm: bool) -> list[Rate]:
     rates = results.get("rates", {})
     rows = rows_of(place, results.get("without_lm", rates), first_rates)
     if has_lm and "without_lm" in results:
-        for row in rows_of(f"{place}, with the language model of these recipes", rates):
+        for row in rows_of(f"{place}, with the language model of these recipes", rates, {}):
             rows.append(replace(row, is_public=False))
     return rows
 
 
-def rows_of(place: str, rates: dict, first_rates: dict | None = None) -> list[Rate]:
+def rows_of(place: str, rates: dict, first_rates: dict) -> list[Rate]:
     """Rows of `metrics.rates`, and of those before training."""
     lower = NAMES[in_lower_case]
     rows = []
@@ -241,7 +241,7 @@ def rows_of(place: str, rates: dict, first_rates: dict | None = None) -> list[Ra
         if reading != lower and values == rates.get(lower):
             continue
         for metric, rate in values.items():
-            first = (first_rates or {}).get(reading, {}).get(metric, {}).get("rate")
+            first = first_rates.get(reading, {}).get(metric, {}).get("rate")
             is_public = reading == lower or len(rates) == 1
             rows.append(Rate(place, reading, metric, rate["rate"], first, is_public))
     return rows

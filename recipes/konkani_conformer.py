@@ -224,15 +224,12 @@ class Utterances(AugmentedUtterances):
         transcript = self.corpus.texts[index]
         tokens = self.tokenizer.encode(transcript)
         augmented = bool(self.augmented(epoch)[index])
-        changed = self.at_speed(waveform, index, epoch)
-        # A dense utterance stays as it is if it would become too short for its text.
-        if feasible.fits(encoder_frames(len(changed), self.config), tokens):
-            waveform = changed
-        if self.augmentation and augmented:
-            if self.augmentation.is_pause(index, epoch):
-                waveform = self.augmentation.pause(waveform, index, epoch)
-                tokens = []
-            waveform = self.augmentation.apply(waveform, index, epoch)
+
+        def fits(samples: int) -> bool:
+            return feasible.fits(encoder_frames(samples, self.config), tokens)
+
+        waveform = self.at_speed(waveform, index, epoch, fits)
+        waveform, tokens = self.in_noise(waveform, tokens, index, epoch)
         # One past the text's tokens: the decoder's start and end, and CTC's blank.
         eos = self.tokenizer.size
         item = {

@@ -157,7 +157,7 @@ def check_corpora(
         if frames < tokens:
             reason = "the text is too long for its clip, which has a frame of 12 ms for each token"
             return reason, f"{tokens} tokens in {frames} frames"
-        return reading.fault(reading.read(corpus.texts[index], language), language)
+        return reading.fault(corpus.read[index], language)
 
     return checks.check_speech(corpora, asked.strict_data, fault)
 

@@ -193,9 +193,11 @@ class Utterances(AugmentedUtterances):
         if training and "streaming" in info.config:
             self.lookaheads = info.config["streaming"]["lookaheads"]
 
-    def fits(self, waveform: Tensor, tokens: list[int]) -> bool:
-        """Whether CTC can align the tokens with the waveform."""
-        return feasible.fits(encoder_frames(len(waveform), self.config), tokens)
+    def fits(self, samples: int, tokens: list[int]) -> bool:
+        """Whether CTC, if there is its loss, can align the tokens with so many samples."""
+        if "ctc" not in self.reductions:
+            return True
+        return feasible.fits(encoder_frames(samples, self.config), tokens)
 
     def item(self, index: int, epoch: int) -> dict:
         """One utterance: waveform (T,), tokens (U,), whether it has the plain RNN-T loss, factors
@@ -209,10 +211,7 @@ class Utterances(AugmentedUtterances):
         waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
         random = np.random.default_rng([asked.seed, epoch, index])
         augmented = bool(self.augmented(epoch)[index])
-        changed = self.at_speed(waveform, index, epoch)
-        # A dense utterance stays as it is if it would become too short for its text.
-        if "ctc" not in self.reductions or self.fits(changed, tokens):
-            waveform = changed
+        waveform = self.at_speed(waveform, index, epoch, lambda count: self.fits(count, tokens))
         if self.augmentation and augmented:
             waveform = self.augmentation.apply(waveform, index, epoch)
         if self.training:
@@ -231,7 +230,7 @@ class Utterances(AugmentedUtterances):
         for term, reduction in self.reductions.items():
             item["factors"][term] = 1 / max(1, len(tokens)) if reduction == "mean" else 1.0
             item["counts"][term] = len(tokens) if reduction == "mean_volume" else 1
-        if "ctc" in self.reductions and not self.fits(waveform, tokens):
+        if not self.fits(len(waveform), tokens):
             item["counts"]["ctc"] = 0  # CTC's loss of it is infinite, and taken as 0
         if self.training and asked.spec_augment:
             width = self.frequency_mask_width

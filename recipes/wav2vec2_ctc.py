@@ -55,7 +55,7 @@ from models.wav2vec2 import decoding, start, vocabulary
 from models.wav2vec2.model import CHECKPOINTED, COMPILED, Wav2Vec2, frame_samples, frames
 from models.wav2vec2.scratch import fit_to_data
 from models.wav2vec2.start import ModelInfo, Wav2Vec2Options, learning_rate, tokenizer_of
-from models.wav2vec2.texts import Style, prepare
+from models.wav2vec2.texts import Style
 from models.wav2vec2.tokenizer import Wav2Vec2Tokenizer
 from speech.alignment import command as alignment
 from speech.alignment.letters import of_characters
@@ -129,8 +129,7 @@ def read_data(
     data = splits.again(asked.data, earlier_run)
     if style and data.manifests:
         print("texts are prepared as the model writes (--keep_text leaves them as they are)")
-    as_the_model = letters.prepare if letters else functools.partial(prepare, style=style)
-    return splits.load_splits(data, as_the_model, make_demo, stand_in)
+    return splits.load_splits(data, start.preparing(style, letters), make_demo, stand_in)
 
 
 def in_its_letters(corpora: dict[str, Corpus], info: ModelInfo) -> dict[str, Corpus]:
@@ -220,15 +219,12 @@ class Utterances(AugmentedUtterances):
         tokens = self.tokenizer.encode(transcript)
         waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
         augmented = bool(self.augmented(epoch)[index])
-        changed = self.at_speed(waveform, index, epoch)
-        # A dense utterance stays as it is if it would become too short for its text.
-        if feasible.fits(frames(len(changed), self.config), tokens):
-            waveform = changed
-        if self.augmentation and augmented:
-            if self.augmentation.is_pause(index, epoch):
-                waveform = self.augmentation.pause(waveform, index, epoch)
-                tokens = []
-            waveform = self.augmentation.apply(waveform, index, epoch)
+
+        def fits(samples: int) -> bool:
+            return feasible.fits(frames(samples, self.config), tokens)
+
+        waveform = self.at_speed(waveform, index, epoch, fits)
+        waveform, tokens = self.in_noise(waveform, tokens, index, epoch)
         item = {
             "audio": waveform,
             "tokens": torch.tensor(tokens, dtype=torch.long),

@@ -101,7 +101,9 @@ def add_arguments(parser) -> None:
     replay.add_arguments(parser)
     watching.add_arguments(parser)
     methods = ("greedy", "beam")
-    recogniser.add_arguments(parser, methods, "greedy", BEAM_SIZE, False, augments=False)
+    recogniser.add_arguments(
+        parser, methods, "greedy", BEAM_SIZE, normalisers=False, augments=False
+    )
     clips.add_arguments(parser)
     rate = (None, "by the model's width, and whether it is fine-tuned")
     epochs = (None, "20,000 updates of synthetic clips; recordings by their hours")
@@ -169,10 +171,7 @@ class Utterances(AugmentedUtterances):
         SpecAugment; of a synthetic one also what each encoder frame says (F,)."""
         waveform, transcript, name, spans = self.corpus.load(index, epoch)
         limit = round(self.longest * SAMPLE_RATE)
-        changed = self.at_speed(waveform, index, epoch)
-        if len(changed) <= limit:
-            waveform = changed
-        waveform = waveform[:limit]
+        waveform = self.at_speed(waveform, index, epoch, lambda count: count <= limit)[:limit]
         augmented = bool(self.augmented(epoch)[index])
         if self.augmentation and augmented:
             waveform = self.augmentation.apply(waveform, index, epoch)

@@ -231,9 +231,8 @@ class Utterances(AugmentedUtterances):
     def item(self, index: int, epoch: int) -> dict:
         """One utterance; see `example`."""
         waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
-        changed = self.at_speed(waveform, index, epoch)
-        if len(changed) <= round(self.longest * SAMPLE_RATE):
-            waveform = changed
+        limit = round(self.longest * SAMPLE_RATE)
+        waveform = self.at_speed(waveform, index, epoch, lambda count: count <= limit)
         transcript = self.corpus.texts[index]
         language = self.corpus.languages[index]
         prompt = self.tokenizer.in_language(self.tokenizer.prompt, language)

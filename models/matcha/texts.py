@@ -90,7 +90,7 @@ def check_texts(texts: Iterable[str], voice: Voice) -> None:
     characters that it lacks."""
     for text in texts:
         heard = read(text, voice.language)
-        if problem := reading.fault(reading.read(text, voice.language), voice.language):
+        if problem := reading.fault(heard, voice.language):
             raise UsageError(f"--synthesize {text[:40]!r}: {': '.join(problem)}")
         lacking = Counter(outside(voice.tokens.numbers)(heard))
         if not any(c.isalnum() for c in heard if c not in lacking):

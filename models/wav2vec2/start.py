@@ -341,10 +341,12 @@ def tokenizer_of(info: ModelInfo) -> Wav2Vec2Tokenizer:
 def language_model_tokens(info: ModelInfo) -> language_model.Tokens:
     """The tokens of the language model, whose texts are prepared as those of the training."""
     tokenizer = tokenizer_of(info)
-    prepare = functools.partial(texts.prepare, style=info.read_style())
-    if tokenizer.profile:
-        prepare = tokenizer.profile.prepare
-    return language_model.tokens_of(tokenizer, prepare)
+    return language_model.tokens_of(tokenizer, preparing(info.read_style(), tokenizer.profile))
+
+
+def preparing(style: texts.Style | None, letters: Profile | None) -> Callable[[str], str]:
+    """How texts are prepared: in a model's `style`, or by the profile of the `letters`."""
+    return letters.prepare if letters else functools.partial(texts.prepare, style=style)
 
 
 def given_info(asked: Wav2Vec2Options, recipe: str) -> ModelInfo | None:

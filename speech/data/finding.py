@@ -95,19 +95,24 @@ def find_all(names: Sequence[str], folder: str, audio_root: str | None = None) -
     paths = [os.path.join(base, name) for name in names]
     parts = in_threads(lambda some: [os.path.exists(path) for path in some], paths)
     exist = itertools.chain.from_iterable(parts)
-    found = []
-    named: dict[str, str] = {}  # by the files of other machines' paths
-    for name, path, is_there in zip(names, paths, exist, strict=True):
-        if not is_there:
-            path = search(name)
-            other = named.setdefault(path, name) if is_absolute(name) else name
-            if other != name and os.path.exists(path):
-                raise DataError(
-                    f"{printable(name)} and {printable(other)} are both {printable(path)} in"
-                    " --audio_root: give the folder that has both of them below it"
-                )
-        found.append(path)
-    return found
+    found = zip(names, paths, exist, strict=True)
+    files = [path if is_there else search(name) for name, path, is_there in found]
+    require_apart(names, files)
+    return files
+
+
+def require_apart(names: Sequence[str], files: Sequence[str]) -> None:
+    """Raises `DataError` if two paths of another machine have ended at one of the `files`."""
+    named: dict[str, str] = {}
+    for name, file in zip(names, files, strict=True):
+        if name == file or not is_absolute(name):
+            continue
+        other = named.setdefault(file, name)
+        if other != name and os.path.exists(file):
+            raise DataError(
+                f"{printable(name)} and {printable(other)} are both {printable(file)} in"
+                " --audio_root: give the folder that has both of them below it"
+            )
 
 
 def is_absolute(name: str) -> bool:

@@ -16,6 +16,7 @@ SUFFIXES = (".txt", ".lab")
 # Control characters, as UTF-16 has them, and what the decoder makes of bytes that are not UTF-8.
 NOT_UTF8 = re.compile("[\0-\x08\udc80-\udcff]")
 LABEL = re.compile(r"\s*\d+(\.\d+)?\s+\d+(\.\d+)?\s+\S")  # start, end, word
+ZEROS = ("0", "0.0", "0.000000")  # where the first label begins
 TEXT_BYTES = 1 << 20  # of the text of a recording, at most
 
 
@@ -59,13 +60,11 @@ def paired(texts: list[Path], audio_root: str | None) -> Iterator[tuple[Path, li
 
 def has_times(content: str) -> bool:
     """Whether every line begins with two numbers, from 0 on or after a line with "#"."""
-    head, *rest = content.split("\n", 1) if content.startswith("#") else ("", content)
-    lines = "".join(rest).strip().splitlines()
-    return (
-        bool(lines)
-        and (bool(head) or lines[0].split()[0] in ("0", "0.0", "0.000000"))
-        and all(LABEL.match(line) for line in lines)
-    )
+    lines = content.strip().splitlines()
+    has_head = content.startswith("#")
+    labels = lines[1:] if has_head else lines
+    begins = has_head or (bool(labels) and labels[0].split()[0] in ZEROS)
+    return bool(labels) and begins and all(map(LABEL.match, labels))
 
 
 def paired_rows(

@@ -1,5 +1,7 @@
 """A set of utterances of a recogniser, whose sound changes from epoch to epoch in training."""
 
+from collections.abc import Callable
+
 import numpy as np
 from torch import Tensor
 
@@ -64,8 +66,24 @@ class AugmentedUtterances:
             return seconds
         return np.where(self.augmented(epoch), self.augmentation.lengths(seconds, epoch), seconds)
 
-    def at_speed(self, waveform: Tensor, index: int, epoch: int) -> Tensor:
-        """The waveform (T,) of an utterance at its speed in an epoch."""
+    def at_speed(
+        self, waveform: Tensor, index: int, epoch: int, fits: Callable[[int], bool]
+    ) -> Tensor:
+        """The waveform (T,) of an utterance at its speed in an epoch. One that would have so many
+        samples that it does not fit stays as it is, such as a dense one that would become too short
+        for its text."""
         if not self.changes_speed:
             return waveform
-        return change_speed(waveform, float(self.speeds(epoch)[index]))
+        changed = change_speed(waveform, float(self.speeds(epoch)[index]))
+        return changed if fits(len(changed)) else waveform
+
+    def in_noise(
+        self, waveform: Tensor, tokens: list[int], index: int, epoch: int
+    ) -> tuple[Tensor, list[int]]:
+        """The waveform (T,) with silence, noise and gain of an epoch, and its tokens (U,). Some
+        utterances are a pause without a token."""
+        if not (self.augmentation and self.augmented(epoch)[index]):
+            return waveform, tokens
+        if self.augmentation.is_pause(index, epoch):
+            waveform, tokens = self.augmentation.pause(waveform, index, epoch), []
+        return self.augmentation.apply(waveform, index, epoch), tokens

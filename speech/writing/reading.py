@@ -26,10 +26,10 @@ UNHEARD = ("So", "Sk", "Me", "Cc", "Cf", "Cn", "Co", "Cs")
 VARIANTS = range(0xFE00, 0xFE10)  # select the glyph of the character before
 SIGNS = "&@%#$£°"
 RARE_SIGNS = "№℃℉"
+FRACTIONS = "¼½¾\u2150-\u215f"
+NUMBERED = "²³\u2460-\u249b"  # powers, and numbers in circles
 # They are spoken as words.
-NOT_IN_WORDS = re.compile(
-    f"[0-9{SIGNS}{RARE_SIGNS}€¥₦₩₪₫₹₺₽+=×÷±−‰§¼½¾²³\u2150-\u215f\u2460-\u249b]"
-)
+NOT_IN_WORDS = re.compile(f"[0-9{SIGNS}{RARE_SIGNS}€¥₦₩₪₫₹₺₽+=×÷±−‰§{FRACTIONS}{NUMBERED}]")
 FILE = re.compile(r"\S+\.(txt|csv|tsv|json)")  # an argument that must be the name of a file
 # "5km" gets a space, "0912 345 678" is not grouped, and "12.5.2016" has no decimals.
 BESIDE_LETTERS = re.compile(r"(?<=[^\W\d_])(?=[0-9])|(?<=[0-9])(?=[^\W\d_])")

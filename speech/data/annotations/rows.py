@@ -21,6 +21,8 @@ from speech.data.columns import Rejections, printable
 from speech.data.finding import comparable, find_audio, listed, matching
 from speech.data.headers import AUDIO_SUFFIXES
 
+Spans = list[tuple[float, float]]  # starts and ends in seconds
+
 READERS = {
     ".eaf": elan.read,
     ".textgrid": praat.read,
@@ -105,9 +107,6 @@ def refuse_others(path: Path) -> None:
                 program, way = "Toolbox's", ELAN
     if program:
         raise UsageError(f"manifest {path}: this file is {program}; {way} and save it as .eaf")
-
-
-Spans = list[tuple[float, float]]  # starts and ends in seconds
 
 
 def is_annotations(path: Path, suffix: str = "") -> bool:
