@@ -2,7 +2,7 @@
 have them, and what checkpoints, exports and folders of the library peft have of them.
 
     # What the flags ask for, as `released.resolve` keeps it in an `Origin`
-    settings, path = adapters.resolve(args, path)
+    settings = adapters.resolve(args, path)
     # The model to train, when its weights are loaded
     adapters.adapt(family, info, model, weights, run)
 
@@ -21,7 +21,7 @@ from common.checkpoint import Saved
 from common.errors import UsageError
 from common.options import TRAINS, USUAL, flag
 from common.parts import lora
-from models import card, model_files, peft_files
+from models import card, peft_files
 from models.model_files import MODELS
 
 TARGETS = ("linear", "attention", "q,v")  # choices of --lora_targets
@@ -69,8 +69,7 @@ class AdapterFlags:
         ALPHAS, None, "X", "adapters count X / RANK times (twice RANK)", TRAINS)
     adapter: str | None = flag(
         options.path, None, "PATH",
-        "without training, use --model_dir with these adapters: best.safetensors of a run, or a"
-        " folder of peft's")
+        "without training, use --model_dir with these adapters: best.safetensors of a run")
     export_adapter: str | None = flag(
         options.path, None, "DIR",
         "write the adapters for peft and transformers; after training, or alone with --resume PATH")
@@ -83,30 +82,22 @@ def add_arguments(parser, has_peft: bool) -> None:
     parser.refuse(EXCLUDES, NEEDS)
 
 
-def resolve(args, base: str | None) -> tuple[lora.LoraSettings | None, str | None]:
-    """The settings of the adapters that --lora asks for, or that peft's have if --init_from names
-    some; and the file or folder of adapters that a flag names. `base`: the released weights that a
-    flag names, if any. Raises `UsageError`."""
-    rank = args.lora
-    alpha = args.lora_alpha
-    targets = args.lora_targets
-    folder = args.init_from
+def resolve(args, base: str | None) -> lora.LoraSettings | None:
+    """The settings of the adapters that --lora asks for. `base`: the released weights that a flag
+    names, if any. Raises `UsageError`."""
     if args.adapter and not base:
         raise UsageError(f"--adapter {args.adapter}: name the released model that it is for, too")
-    if not peft_files.is_adapter(folder):
-        settings = None
-        if rank:
-            settings = lora.LoraSettings(rank, alpha or 2.0 * rank, targets or TARGETS[0])
-        return settings, args.adapter
-    settings = peft_files.read_settings(folder)
-    if rank not in (None, settings.rank) or alpha not in (None, settings.alpha) or targets:
-        raise UsageError(
-            f"--init_from {folder} brings adapters of rank {settings.rank} and alpha"
-            f" {settings.alpha:g} beside layers of its choice: leave out --lora, --lora_alpha"
-            " and --lora_targets"
-        )
-    args.init_from = None  # it is no file of a run, which the loop would read
-    return settings, folder
+    for name in ("adapter", "init_from"):
+        folder = getattr(args, name)
+        if folder and (Path(folder) / peft_files.SETTINGS).is_file():
+            raise UsageError(
+                f"--{name} {folder} has adapters of peft's: merge them there into the released"
+                " model (merge_and_unload), and name the result with --model_dir"
+            )
+    if not args.lora:
+        return None
+    alpha = args.lora_alpha or 2.0 * args.lora
+    return lora.LoraSettings(args.lora, alpha, args.lora_targets or TARGETS[0])
 
 
 def record_of(saved: Saved) -> dict:
@@ -133,7 +124,6 @@ def adapt(family, info: Any, model: torch.nn.Module, base: dict[str, Tensor] | N
     layers do not get. Prints what is trained. Raises `UsageError`."""
     origin = family.origin
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    values = {}
     saved = run.resumed or (run.initial if origin.adapters else None)
     if saved and saved.adapters:
         adapters = adapters_of(family, info, saved)
@@ -145,7 +135,7 @@ def adapt(family, info: Any, model: torch.nn.Module, base: dict[str, Tensor] | N
                 "--lora: adapters are for a released model; name it with --model_dir or"
                 " --model_file"
             )
-        adapters, values = new(family, info, base, frozen)
+        adapters = new(family, info, base, frozen)
     elif origin.export_adapter:
         raise UsageError("--export_adapter writes adapters, and this run trains none: add --lora")
     else:
@@ -159,27 +149,17 @@ def adapt(family, info: Any, model: torch.nn.Module, base: dict[str, Tensor] | N
             " leave out the flag that freezes them"
         )
     lora.attach(model, adapters, origin.seed)
-    if values:
-        model.load_state_dict(values, strict=False)
     print(lora.describe(model))
 
 
-def new(
-    family, info: Any, base: dict[str, Tensor] | None, frozen: set[str]
-) -> tuple[lora.Adapters, dict[str, Tensor]]:
-    """The adapters that --lora asks for beside layers that are not `frozen`, or the adapters of
-    peft's that --init_from names, with their values. Raises `UsageError`."""
+def new(family, info: Any, base: dict[str, Tensor] | None, frozen: set[str]) -> lora.Adapters:
+    """The adapters that --lora asks for beside layers that are not `frozen`."""
     origin = family.origin
-    values = {}
     layers = family.layers(info, origin.adapters.targets)
-    if origin.adapter:
-        values, layers = foreign_layers(family, info)
-    else:
-        trained = [name for name in layers.adapted if f"{name}.weight" not in frozen]
-        layers = replace(layers, adapted=trained)
+    trained = [name for name in layers.adapted if f"{name}.weight" not in frozen]
+    layers = replace(layers, adapted=trained)
     name = os.path.basename(os.path.abspath(origin.path or ""))
-    fingerprint = lora.fingerprint(base or {}, layers)
-    return lora.Adapters(origin.adapters, layers, fingerprint, name), values
+    return lora.Adapters(origin.adapters, layers, lora.fingerprint(base or {}, layers), name)
 
 
 def check_base(origin, adapters: lora.Adapters, fingerprint: str, path: Path) -> None:
@@ -249,42 +229,6 @@ def read_base(family, adapters: lora.Adapters, path: Path) -> dict[str, Tensor]:
     base = family.base(origin.path)
     check_base(origin, adapters, lora.fingerprint(base, adapters.layers), path)
     return base
-
-
-def with_foreign(family) -> tuple[Any, dict[str, Tensor]]:
-    """A released model with the adapters of peft's that --adapter names: its info and weights.
-    Raises `UsageError`."""
-    path = family.origin.adapter
-    info, base = family.read(family.origin.path)
-    tensors, layers = foreign_layers(family, info)
-    settings = peft_files.read_settings(path)
-    return info, merge(base, tensors, lora.Adapters(settings, layers, "", ""), path)
-
-
-def foreign_layers(family, info: Any) -> tuple[dict[str, Tensor], lora.Layers]:
-    """The tensors of peft's adapters, and their layers. Raises `UsageError` if they do not fit."""
-    path = family.origin.adapter
-    settings = peft_files.read_settings(path)
-    tensors = peft_files.read(path, family.prefix(info))
-    layers = family.layers(info, settings.targets)
-    ending = f".{lora.A}"
-    adapted = [name.removesuffix(ending) for name in tensors if name.endswith(ending)]
-    if unknown := [name for name in adapted if name not in layers.adapted]:
-        raise UsageError(f"{path}: no adapter can be beside {unknown[0][:80]!r} here")
-    if not adapted:
-        raise UsageError(f"{path} has no adapters")
-    layers = replace(layers, adapted=adapted)
-    with torch.device("meta"):
-        network = family.network(info)
-        lora.attach(network, lora.Adapters(settings, layers, "", ""), seed=0)
-    trained = {name for name, p in network.named_parameters() if p.requires_grad}
-    expected = {
-        name: tuple(tensor.shape)
-        for name, tensor in network.state_dict().items()
-        if name in trained and (name in tensors or name.endswith((lora.A, lora.B)))
-    }
-    model_files.check_shapes(tensors, expected, path, "adapter of the")
-    return tensors, layers
 
 
 def export(family, about: card.About) -> None:

@@ -24,7 +24,7 @@ from common.checkpoint import Saved
 from common.errors import UsageError
 from common.options import TRAINS, USUAL, OnOff, flag
 from common.parts import lora
-from models import adapters, card, lm_files, model_files, peft_files
+from models import adapters, card, lm_files, model_files
 from models.model_files import MODELS
 
 GOALS = ("train_manifest", "from_scratch", "max_steps", "num_epochs", "dry_run", "verify_gpu")
@@ -161,7 +161,7 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
     if forms.scratch and not path and args.model_size is None:
         args.model_size = next(iter(sizes)) if is_demo else usual_size
     size_name = args.model_size if forms.scratch else None
-    settings, adapter = adapters.resolve(args, path)
+    settings = adapters.resolve(args, path)
     return Origin(
         given=args.given,
         path=path,
@@ -175,7 +175,7 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
         export=args.export,
         forms=forms,
         adapters=settings,
-        adapter=adapter,
+        adapter=args.adapter,
         export_adapter=getattr(args, "export_adapter", None),
         seed=args.seed,
     )
@@ -256,7 +256,7 @@ def exports_adapter_only(origin: Origin) -> bool:
 def weights_file(origin: Origin) -> Path | None:
     """The file of the weights of `Family.use`; None for a released model."""
     named = origin.adapter or origin.resume
-    if peft_files.is_adapter(origin.adapter) or (origin.path and not named):
+    if origin.path and not named:
         return None
     return checkpoint.path_to_use(named, origin.checkpoint_dir)
 
@@ -486,11 +486,9 @@ class Family:
         are from, None for a released model. The model is that of --model_dir or --model_file, of
         --resume, or of the best evaluation. Raises `UsageError`."""
         origin = self.origin
-        if peft_files.is_adapter(origin.adapter):
-            return *adapters.with_foreign(self), None
-        if origin.path and not (origin.resume or origin.adapter):
-            return *self.read(origin.path), None
         named = origin.adapter or origin.resume
+        if origin.path and not named:
+            return *self.read(origin.path), None
         saved = checkpoint.weights_to_use(named, origin.checkpoint_dir, recipe)
         if origin.adapter and not saved.adapters:
             raise UsageError(

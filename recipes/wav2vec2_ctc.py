@@ -169,6 +169,8 @@ def check_data(asked: Wav2Vec2Options) -> None:
     if info and info.config["vocabulary"] and asked.vocab in (None, "released"):
         tokenizer = tokenizer_of(info)
         check_texts(asked, corpora, info)
+        if asked.origin.path:
+            start.Family(asked).require_characters(info, corpora["train"].texts)
     config = info.config if info else asked.origin.size
     corpora = drop_untrainable(asked, corpora, config, tokenizer)
     splits.report_checked(corpora, from_scratch=info is None)

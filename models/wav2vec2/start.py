@@ -238,7 +238,8 @@ class Family(released.Family):
         if asked.letters not in (None, kept):
             flags.append(f"--profile {asked.profile} (the checkpoint's model has other units)")
         if self.origin.path and info.pretrained:
-            theirs, _ = self.read(self.origin.path)
+            with torch.device("meta"):
+                theirs, _ = self.read(self.origin.path)
             of_encoder = settings.CONFIG.keys() - {"vocabulary", "blank"}
             source = f"{self.origin.flag} {self.origin.path}"
             if any(theirs.config[name] != info.config[name] for name in of_encoder):
@@ -291,9 +292,14 @@ class Family(released.Family):
         elif kind == "extended":
             state = vocabulary.extended(tokenizer_of(info), read_texts, info.read_style())
         else:
-            vocabulary.require_characters(read_texts, tokenizer_of(info))
+            self.require_characters(info, read_texts)
             return info, weights
         return vocabulary.with_new_vocabulary(info, weights, state)
+
+    def require_characters(self, info: ModelInfo, texts: Iterable[str]) -> None:
+        """Raises `DataError` if a released vocabulary is not one to train with on these texts."""
+        allow = self.asked.allow_unknown
+        vocabulary.require_characters(texts, tokenizer_of(info), info.read_style(), allow)
 
     def require_usable(self, info: ModelInfo) -> None:
         if not info.config["vocabulary"]:

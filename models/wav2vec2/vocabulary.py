@@ -27,6 +27,8 @@ PAD = "<pad>"  # the blank of a vocabulary of characters
 # than this share of all characters.
 FEW = 2
 RARE = 1e-4
+# What can be done about digits where the model spells numbers.
+IN_WORDS = "write numbers inside words (20th) as words, add --keep_text to leave them as they are, "
 NOISE = 0.1  # of new rows' deviation from where they begin, in deviations of the old rows
 BIAS = -2.0  # of new rows, added to that of where they begin: an old letter is likelier at first
 FIRST_DEVIATION = 0.02  # of the weights of a head that is all new
@@ -35,20 +37,22 @@ FIRST_BLANK = 1.0  # bias of its blank, which is most frames' label
 # --- which vocabulary -----------------------------------------------------------------------------
 
 
-def require_characters(texts: Iterable[str], tokenizer: Wav2Vec2Tokenizer) -> None:
-    """Names the characters of training texts that the vocabulary lacks, with their counts. Raises
-    `DataError` unless all of them are rare."""
+def require_characters(
+    texts: Iterable[str], tokenizer: Wav2Vec2Tokenizer, style: Style | None, allow: bool
+) -> None:
+    """Raises `DataError` if training texts have characters that the vocabulary lacks, unless all of
+    them are rare, or `allow` is True."""
     texts = list(texts)
     counts = Counter(letter for text in texts for letter in tokenizer.lacking(text))
     most = max(FEW, RARE * sum(len(text) - text.count(" ") for text in texts))
     often = Counter({letter: count for letter, count in counts.items() if count > most})
-    if often:
+    if often and not allow:
+        extends = "add --vocab extended to add them, " if _letters(often, style) else IN_WORDS
         raise DataError(
-            f"the vocabulary lacks characters of the training texts: {unknown.named(often)}: add"
-            " --vocab extended to add them, or --vocab own for a small vocabulary of these texts"
+            f"the vocabulary lacks characters of the training texts: {unknown.named(often)}:"
+            f" {extends}add --vocab own for a small vocabulary of these texts, or --allow_unknown"
+            " to train without them"
         )
-    if counts:
-        print(f"rare characters that the vocabulary lacks: {unknown.named(counts)}")
 
 
 # `style` is that of the texts, or None if they are as they came. Digits are not added to a
@@ -65,6 +69,11 @@ def extended(tokenizer: Wav2Vec2Tokenizer, texts: Iterable[str], style: Style | 
     # The delimiter and special pieces cannot be letters, too.
     lacking = counts.keys() - {tokenizer.state().get("delimiter"), *tokenizer.pieces}
     added = sorted(_letters(lacking, style), key=lambda letter: (-counts[letter], letter))
+    if not added:
+        raise UsageError(
+            f"--vocab extended adds no digits, and the texts have {unknown.named(counts)}:"
+            f" {IN_WORDS}or take --vocab own"
+        )
     return with_added(tokenizer.state(), added)
 
 

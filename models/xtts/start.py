@@ -367,7 +367,8 @@ def known_info(asked: XttsOptions) -> tuple[ModelInfo | None, RunInfo | None]:
     has saved, which is None for a released one. Raises `UsageError`."""
     if asked.origin.resume == "auto" or not (asked.origin.resume or asked.origin.path):
         return None, None
-    info, _, saved = Family(asked).use(asked.recipe)
+    with torch.device("meta"):
+        info, _, saved = Family(asked).use(asked.recipe)
     return info, released.read_run_info(RunInfo, saved)
 
 

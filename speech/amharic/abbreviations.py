@@ -35,6 +35,8 @@ WHOLE_BY_SOURCE = {
         "ሚ/ር": "ሚኒስትር",
         "ጠ/ሚ": "ጠቅላይ ሚኒስትር",
         "ጠ/ሚ/ር": "ጠቅላይ ሚኒስትር",
+        "ጠ/ሚር": "ጠቅላይ ሚኒስትር",
+        "ህ/ተ/ም/ቤት": "ሕዝብ ተወካዮች ምክር ቤት",
         "ሊ/መ": "ሊቀ መንበር",
         "ማ/ኮ": "ማዕከላዊ ኮሚቴ",
         "አ/አ": "አዲስ አበባ",
@@ -66,6 +68,10 @@ WHOLE_BY_SOURCE = {
         "ክ.ል.በ": "ክርስቶስ ልደት በፊት",
         "ኮ/ር": "ኮማንደር",
         "መ/ር": "መምህር",
+        "መ/ርት": "መምህርት",
+        "ተ/ቁ": "ተራ ቁጥር",
+        "ተ.ቁ": "ተራ ቁጥር",
+        "ቤ/ያን": "ቤተ ክርስቲያን",
         "ሲ/ር": "ሲስተር",
         "ዲ/ን": "ዲያቆን",
         "አ/ቶ": "አቶ",
@@ -192,7 +198,9 @@ def _spaced(match: re.Match) -> str:
 
 def _any(match: re.Match) -> str:
     written = match[0].rstrip("./")
-    is_one = _LETTER_NAMES.fullmatch(written) or _entry(re.split("[./]", written), True, True)
+    dotted = [part for part in written.split("/") if "." in part]
+    is_named = dotted and all(map(_LETTER_NAMES.fullmatch, dotted))  # ኤች.አይ.ቪ/ኤድስ, too
+    is_one = is_named or _entry(re.split("[./]", written), True, True)
     pieces = [written] if is_one else _SENTENCES.split(written)
     words = ". ".join(map(_words, pieces))
     is_dotted = any("." in piece for piece in pieces)
@@ -204,7 +212,8 @@ def _words(short: str) -> str:
     """The words of one abbreviation, which may have a prefix and a suffix. Initials must be known
     to their end: አ.አ.ተ is not አ.አ and a letter."""
     parts = re.split("[./]", short)
-    is_whole = "/" not in short or all(len(part) == 1 for part in parts)
+    has_prefix = len(parts[0]) == 2 and parts[0][0] in PREFIXES
+    is_whole = "/" not in short or all(len(part) == 1 for part in parts[has_prefix:])
     words = []
     start = 0
     while start < len(parts):

@@ -32,7 +32,7 @@ HOUR, MINUTE, SECOND = "ሰዓት", "ደቂቃ", "ሰከንድ"
 HALF, QUARTER, AND_A_HALF = "ግማሽ", "ሩብ", "ተኩል"  # 1/2, 1/4, and the half of 2 1/2 and of 8:30
 IRREGULAR_ORDINALS = {"ዘጠኝ": "ዘጠነ", "ሺህ": "ሺ"}  # the others: the last letter in its first order
 PREFIXES = ("በ", "ከ", "ለ", "የ", "ስለ", "እንደ", "እየ")  # they stay attached to a number
-SUFFIX = "(?:ዎች|ዎቹ)?[ውዋ]?[ንምናስ]{0,2}"  # these also
+SUFFIX = "(?:ነት)?(?:ዎች|ዎቹ)?[ውዋ]?[ንምናስ]{0,2}"  # these also
 
 CODES = {"etb": "ብር", "usd": "ዶላር", "eur": "ዩሮ", "gbp": "ፓውንድ"}  # before or after an amount
 CURRENCIES = {"$": "ዶላር", "€": "ዩሮ", "£": "ፓውንድ", "¥": "የን"}
@@ -181,7 +181,7 @@ class _Chain:
     def words(self, text: str) -> str:
         if text.isdecimal():
             return _integer(text)
-        if "፥" in text or _DATE.fullmatch(text):
+        if ("፥" in text and "-" not in text) or _DATE.fullmatch(text):
             return _cardinals(re.findall(r"\d+", text))
         sides = text.split("-")
         if len(sides) > 1 and self.is_sum:
@@ -219,7 +219,7 @@ class _Chain:
             return _time(*time.groups())
         if (pair := _FRACTION.fullmatch(text)) and self._is_fraction(text, *pair.groups()):
             return _fraction(*pair.groups())
-        parts = re.split("[:/⁄]", text)
+        parts = re.split("[:/⁄፥]", text)
         if ":" in text and len(parts) == 2 and not self.is_verse and "." not in text:
             return f"{_integer(parts[0])} {TO}{_integer(parts[1])}"  # a ratio
         if len(parts) > 1 and self.is_sum:
@@ -239,7 +239,7 @@ _INTEGER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _CHAIN = rf"{_INTEGER}(?:[.:፥/⁄\-]{_INTEGER})*"
 _AMOUNT = rf"{_CHAIN}(?: ?(?:ሺህ?|ሚሊዮን|ቢሊዮን)(?!{LETTER}))?"
 _NUMBER = re.compile(
-    rf"(?P<chain>{_CHAIN})(?:-?(?P<ordinal>ኛ))?"
+    rf"(?P<chain>{_CHAIN})(?:-?ተ?(?P<ordinal>ኛ))?"
     rf"(?:(?P<suffix>[ቱሩኙዱኑ][ንምና]{{0,2}}|{SUFFIX})(?!{LETTER}))?"
     rf"(?P<hour> ?ሰ[ዓአዐ]ት(?P<end>{LETTER}{{0,3}})(?!{LETTER}))?"
 )

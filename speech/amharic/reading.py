@@ -60,6 +60,10 @@ def _fold(c: str) -> str:
 
 
 _FOLDED = _Folded()
+# A square unit; the number of a footnote, which is not read.
+_SQUARE = re.compile("(km|m)²")
+_SQUARES = {"km": "ካሬ ኪሎ ሜትር", "m": "ካሬ ሜትር"}
+_FOOTNOTE = re.compile(f"(?<=[{LETTERS}a-z])[¹²³⁴-⁹]+")
 _PLAIN = re.compile(f"[{LETTERS} ,;?!፡።፣፤፧]*[.]?")
 _AMPERSAND = re.compile("(?<![^ ])&(?![^ ])")
 _DASH = re.compile("(?<= )-+(?= )|--+")
@@ -75,7 +79,8 @@ def spoken(text: str) -> str:
     spaces; every character is one of `SPOKEN`. Numbers of all scripts, abbreviations, signs and
     addresses become words, Latin letters lower case without accents. Emoji, brackets, quotes and
     letters of other scripts are left out. Idempotent."""
-    text = " ".join(text.translate(_FOLDED).split())
+    text = _SQUARE.sub(lambda match: _SQUARES[match[1]], text)
+    text = " ".join(_FOOTNOTE.sub("", text).translate(_FOLDED).split())
     if _PLAIN.fullmatch(text):
         return expand(_marks(" ".join(_punctuation(text).split())))
     text = expand(_AFTER_ORDINAL.sub(" ", ascii_numerals(_addresses(_quotes(text)))))

@@ -66,7 +66,7 @@ any_text = st.text(max_size=40) | st.text(st.characters(), max_size=20)  # surro
         ("5ተማሪዎች", "አምስት ተማሪዎች"),
         ("५", "አምስት"),
         ("２．５", "ሁለት ነጥብ አምስት"),
-        ("m²", "m ሁለት"),
+        ("m²", "ካሬ ሜትር"),
         ("covid19", "covid አስራ ዘጠኝ"),
         ("12:30", "አስራ ሁለት ሰዓት ተኩል"),
         ("2:05", "ሁለት ሰዓት ከአምስት ደቂቃ"),
@@ -102,6 +102,10 @@ any_text = st.text(max_size=40) | st.text(st.characters(), max_size=20)  # surro
         ("10ኛ-12ኛ ክፍል", "አስረኛ እስከ አስራ ሁለተኛ ክፍል"),
         ("120 km/h", "መቶ ሃያ ኪሎ ሜትር በሰዓት"),
         ("#5", "ቁጥር አምስት"),
+        ("ማቴ. 5፥3-4", "ማቴ. አምስት ሦስት እስከ አራት"),
+        ("ዘፍ 1፥1-2፥3", "ዘፍ አንድ አንድ እስከ ሁለት ሦስት"),
+        ("በ1ኛነት", "በአንደኛነት"),
+        ("3ተኛ", "ሦስተኛ"),
     ],
 )
 def test_numbers_times_fractions_and_signs(text, words):
@@ -232,6 +236,12 @@ def test_long_input(piece):
         ("info@example.com", "info አት example ዶት com"),
         ("@tikvah #ኢትዮጵያ_ሰላም", "አት tikvah ኢትዮጵያ ሰላም"),
         ("COVID-19 U.S.A. Café don't", "covid አስራ ዘጠኝ u s a cafe don't"),
+        ("በተ/ቁ 5", "በተራ ቁጥር አምስት"),
+        ("በወ/መ/ሕ/ቁ", "በወ መ ሕ ቁ"),
+        ("የህ/ተ/ም/ቤት", "የሕዝብ ተወካዮች ምክር ቤት"),
+        ("ጠ/ሚሩ", "ጠቅላይ ሚኒስትሩ"),
+        ("ስለ ኤች.አይ.ቪ/ኤድስ", "ስለ ኤች አይ ቪ ኤድስ"),
+        ("10 km² ሰላም¹", "አስር ካሬ ኪሎ ሜትር ሰላም"),
     ],
 )
 def test_abbreviations_and_punctuation(text, words):

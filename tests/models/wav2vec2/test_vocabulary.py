@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from common.errors import DataError, UsageError
 from models.wav2vec2 import vocabulary
 from models.wav2vec2.settings import make_config
-from models.wav2vec2.texts import prepare, style_of
+from models.wav2vec2.texts import Style, prepare, style_of
 from models.wav2vec2.tokenizer import Wav2Vec2Tokenizer
 from models.wav2vec2.vocabulary import ROWS, own, row_names, with_new_vocabulary
 from tests.models.wav2vec2.small import characters_state, sentencepiece_state
@@ -122,18 +122,19 @@ def test_letters_that_look_like_another(character, like):
     assert next((each for each in vocabulary.alike(character) if each in known), None) == like
 
 
-def test_characters_that_are_not_rare_must_be_known(capsys):
+def test_characters_that_are_not_rare_must_be_known():
     tokenizer = Wav2Vec2Tokenizer(characters_state("abc"))
-    vocabulary.require_characters(TEXTS, tokenizer)
-    assert capsys.readouterr().out == ""
-    vocabulary.require_characters([*TEXTS, "axb x"], tokenizer)
-    assert capsys.readouterr().out == "rare characters that the vocabulary lacks: x x 2\n"
-    with pytest.raises(DataError) as error:
-        vocabulary.require_characters([*TEXTS, "ŋŋŋ é"], tokenizer)
-    assert str(error.value) == (
-        "the vocabulary lacks characters of the training texts: ŋ x 3: add --vocab extended to add"
-        " them, or --vocab own for a small vocabulary of these texts"
-    )
+    spells = Style(spells_numbers=True)
+    vocabulary.require_characters(TEXTS, tokenizer, spells, False)
+    vocabulary.require_characters([*TEXTS, "axb x"], tokenizer, spells, False)
+    with pytest.raises(DataError, match="ŋ x 3: add --vocab extended to add them, add --vocab own"):
+        vocabulary.require_characters([*TEXTS, "ŋŋŋ é"], tokenizer, spells, False)
+    vocabulary.require_characters([*TEXTS, "ŋŋŋ é"], tokenizer, spells, True)
+    digits = [*TEXTS, "a2 b2 c2"]
+    with pytest.raises(DataError, match="2 x 3: write numbers inside words"):
+        vocabulary.require_characters(digits, tokenizer, spells, False)
+    with pytest.raises(UsageError, match=r"adds no digits.*2 x 3: write numbers inside words"):
+        vocabulary.extended(tokenizer, digits, spells)
 
 
 @given(st.text(st.sampled_from("aBcÀßƙ'’-.,()12٣½´ \u200d\u0301\u064bहिंİ|")))
