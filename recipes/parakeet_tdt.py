@@ -69,7 +69,6 @@ from speech.writing import metrics, text, unknown
 
 RECIPE = Path(__file__).stem
 MAX_SECONDS = 20.0  # of an utterance, as in NVIDIA's fine-tuning
-FRAME = 0.08  # seconds, of the encoders of released models
 DITHER = 1e-5  # deviation of the noise that a training waveform gets, as in NeMo
 FREQUENCY_MASKS = 2
 FREQUENCY_MASK_BANDS = 27  # width of a mask
@@ -128,24 +127,21 @@ def check_texts(
         asked.allow_unknown,
         vocabulary.NEW_VOCABULARY,
         is_own,
-        functools.partial(
-            vocabulary.adding_command, tokenizer, asked.origin.path, asked.train_manifest
-        ),
+        functools.partial(vocabulary.adding_command, tokenizer, asked),
     )
     unknown.note_rewritten(corpora, tokenizer)
 
 
 def check_data(asked: ParakeetOptions) -> None:
-    """--check_data. The texts are compared with the vocabulary of the model that flags name."""
+    """--check_data. Texts and languages are compared with the model that flags name."""
+    info = start.given_info(asked, RECIPE)
     corpora = read_data(asked)
-    tokenizer, is_own = start.given_tokenizer(asked, RECIPE)
-    if tokenizer:
-        check_texts(asked, corpora, tokenizer, is_own)
-        # A transducer learns from all of them, but hardly from several tokens in each frame.
-        corpora = feasible.without_infeasible(
-            corpora, lambda seconds: int(seconds / FRAME), False, tokenizer.encode, trained=()
-        )
-    splits.report_checked(corpora, from_scratch=tokenizer is None)
+    if info:
+        check_texts(asked, corpora, tokenizer_of(info), info.own_vocabulary)
+        for corpus in corpora.values() if info.languages else ():
+            languages.prompts(corpus, info.languages, asked.language, tokenizer_of(info))
+        corpora = drop_untrainable(asked, corpora, info)
+    splits.report_checked(corpora, from_scratch=info is None)
 
 
 def drop_untrainable(

@@ -62,6 +62,8 @@ class ExtendFlags:
         "a language that a Nemotron does not know, in a free slot of its prompt")
     like: str | None = flag(None, None, "NAME", "the known language that --new_language begins as")
     audio_root: str | None = flag(options.path, None, "DIR", "base of audio paths, as in training")
+    text_column: str | None = flag(
+        None, None, "NAME", "the column of a table that has the texts, as in training")
     tier: list[str] | None = flag(
         options.Repeated, None, "NAME",
         "the tiers with the texts in .eaf and .TextGrid, as in training", nargs="+")
@@ -81,6 +83,7 @@ class ExtendFlags:
         return Checks(
             max_duration=self.max_duration,
             audio_root=self.audio_root,
+            text_column=self.text_column,
             use_chunking=self.use_chunking,
             tiers=tuple(self.tier or ()),
         )

@@ -144,11 +144,24 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
     tokenizer.py), `source` (the settings that an export keeps), `loss` (a schema is start.LOSS),
     `languages` (the slots of a prompt, by name), and what `read_note` returns. Runs no code in the
     files. Raises `UsageError`."""
+    config, extras = read_settings(path)
+    family = family_of(config)
+    path = _place(path)
+    if os.path.isdir(path):
+        weights = model_files.read_folder(path, COUNTER)
+        weights = {_rename(name, family.hf_names): tensor for name, tensor in weights.items()}
+    else:
+        weights = nemo_to_hf(_read_archive(path), family)
+    model_files.check_shapes(weights, expected_shapes(config), path, family.name)
+    return weights, config, extras
+
+
+def read_settings(path: str | Path) -> tuple[dict, dict]:
+    """The configuration and extras of what `read_model` takes, without reading its weights. Raises
+    `UsageError`."""
     note = read_note(path)
     path = _place(path)
-    read = _read_folder if os.path.isdir(path) else _read_nemo
-    weights, config, extras = read(path)
-    model_files.check_shapes(weights, expected_shapes(config), path, family_of(config).name)
+    config, extras = (_read_folder if os.path.isdir(path) else _read_nemo)(path)
     size = len(tokenizer.pieces(extras["tokenizer"]))
     if size != config["vocabulary"]:
         raise UsageError(
@@ -157,13 +170,14 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
         )
     if max(note["new_pieces"], default=0) >= size:
         raise UsageError(f"{path}: its {NOTE} has pieces beyond the {size} of the tokenizer")
-    return weights, config, {**extras, **note}
+    return config, {**extras, **note}
 
 
 def read_note(path: str | Path) -> dict:
-    """The note of extend.py in a folder: `new_pieces` (ids of pieces that the released model does
+    """The note of extend.py in a folder, or beside a `.nemo`: `new_pieces` (ids of pieces that the released model does
     not have) and `base` (its name). Raises `UsageError`."""
-    file = Path(path, NOTE)
+    path = Path(path)
+    file = (path.parent if path.is_file() else path) / NOTE
     if not file.is_file():
         return {"new_pieces": [], "base": ""}
     content = model_files.read_json(file)
@@ -196,7 +210,8 @@ def _place(path: str | Path) -> Path:
     return path
 
 
-def _read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
+def _read_folder(folder: Path) -> tuple[dict, dict]:
+    """The configuration and the extras, but for the note."""
     families = {family.model_type: family for family in FAMILIES}
     content = model_files.read_description(folder, *families)
     family = families[content["model_type"]]
@@ -218,15 +233,8 @@ def _read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
     if not is_transducer(config):
         _require(content, {"ctc_loss_reduction": (*REDUCTIONS, MISSING)}, folder / "config.json")
         loss["reduction"] = content.get("ctc_loss_reduction", "mean")
-    extras = {
-        "tokenizer": _read_tokenizer(folder),
-        "source": source,
-        "loss": loss,
-        "languages": languages,
-    }
-    weights = model_files.read_folder(folder, COUNTER)
-    weights = {_rename(name, family.hf_names): tensor for name, tensor in weights.items()}
-    return weights, config, extras
+    state = _read_tokenizer(folder)
+    return config, {"tokenizer": state, "source": source, "loss": loss, "languages": languages}
 
 
 def _hf_config(
@@ -287,31 +295,31 @@ def read_sentencepiece(file: Path) -> str:
     return file.read_bytes().hex()
 
 
-def _read_nemo(path: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
+def _read_nemo(path: Path) -> tuple[dict, dict]:
+    """The same of a `.nemo`."""
     if path.suffix == ".safetensors":
         raise UsageError(f"{path}: give the folder that holds it and config.json, not the file")
-    with tempfile.TemporaryDirectory() as folder:
-        members = archive.unpack(path, Path(folder))
-        content = archive.load_yaml(members[archive.YAML], path)
-        family = _family_of(content)
-        config, languages = _nemo_config(content, family, path)
-        loss = _nemo_loss(content, config, family, path)
-        state = _sentencepiece(content, members, path)
-        file = Path(folder, archive.CKPT)
-        try:
-            weights = model_files.floats(model_files.read_pickle(file), file, COUNTER)
-        except UsageError as error:  # name the archive instead of the temporary file
-            raise UsageError(str(error).replace(f"{folder}{os.sep}", f"{path}: ")) from None
-    weights = nemo_to_hf(weights, family)
-    rows = weights.get(family.rows)
-    if rows is None or not rows.dim():
-        part = family.rows.removesuffix(".weight")
-        raise UsageError(f"{path} lacks {part}: it is not a complete {family.name} model")
-    config["vocabulary"] = len(rows) - 1
+    members = archive.unpack(path)
+    content = archive.load_yaml(members[archive.YAML], path)
+    family = _family_of(content)
+    config, languages = _nemo_config(content, family, path)
+    loss = _nemo_loss(content, config, family, path)
+    state = _sentencepiece(content, members, path)
+    config["vocabulary"] = len(tokenizer.pieces(state))
     check_config(config, path)
     source = {"yaml": members[archive.YAML].decode()}
-    extras = {"tokenizer": state, "source": source, "loss": loss, "languages": languages}
-    return weights, config, extras
+    return config, {"tokenizer": state, "source": source, "loss": loss, "languages": languages}
+
+
+def _read_archive(path: Path) -> dict[str, torch.Tensor]:
+    """The weights of a `.nemo`, by NeMo's names."""
+    with tempfile.TemporaryDirectory() as folder:
+        archive.unpack(path, Path(folder))
+        file = Path(folder, archive.CKPT)
+        try:
+            return model_files.floats(model_files.read_pickle(file), file, COUNTER)
+        except UsageError as error:  # name the archive instead of the temporary file
+            raise UsageError(str(error).replace(f"{folder}{os.sep}", f"{path}: ")) from None
 
 
 def _family_of(content: dict) -> Family:

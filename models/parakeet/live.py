@@ -42,12 +42,12 @@ LARGEST_HEADER = 1 << 16  # bytes of a wav file before its samples
 BEGINNING = 12  # bytes by which most files are known
 # How files begin that hold encoded samples, or a header that is not read here.
 CODED = re.compile(
-    rb"RI(FF....(?!WAVE)|FX)|RF64|FORM|fLaC|OggS|ID3|caff|riff|\.snd|wvpk|#!AMR|....ftyp|\x1aE\xdf\xa3",
+    rb"RI(FF....(?!WAVE)|FX)|RF64|FORM|fLaC|OggS|ID3|caff|riff|\.snd|wvpk|#!AMR|....ftyp|\x1aE\xdf\xa3"
+    rb"|\xff[\xe2\xe3\xf2\xf3\xfa\xfb]",  # the last: a frame of an MP3
     re.DOTALL,
 )
-FRAME = re.compile(rb"\xff[\xe2\xe3\xf2\xf3\xfa\xfb]")  # of an MP3
-FRAME_BYTES = range(24, 1442)
 CONVERT = "convert it: ffmpeg -i - -f s16le -ar 16000 -ac 1 - | ..."
+ENDLESS = 0x7FF00000  # bytes of samples: programs that write into a pipe do not know how many come
 PCM = (1, 0xFFFE)  # wav formats: plain samples; what the rest of the header says
 # Seconds without a token: then a word is printed although the next one has not begun; then the next
 # word begins a line.
@@ -65,11 +65,17 @@ def check_source(paths: list[str], milliseconds: int | None) -> None:
                 "--transcribe -: standard input is read with --stream MS; without it, name files"
             )
         return
+    from speech.decoding import annotated  # much to load
+
     if len(paths) != 1 or os.path.isdir(paths[0]):
         raise UsageError(
             f"--stream {milliseconds}: it reads one recording, or - for standard input; name one"
         )
     if paths[0] != STANDARD_INPUT:
+        if annotated.is_asked(paths):
+            raise UsageError(
+                f"--stream {milliseconds}: it reads a recording, and {paths[0]} has annotations"
+            )
         audio.audio_files(paths)
     elif os.isatty(0):
         raise UsageError(
@@ -205,31 +211,23 @@ def standard_input() -> Iterator[torch.Tensor]:
     data = read()
     while len(data) < BEGINNING and (more := read()):
         data += more
-    if CODED.match(data) or _is_mp3(data):
+    if CODED.match(data):
         raise DataError(f"standard input: it is a file of another form than wav; {CONVERT}")
+    left = sys.maxsize
     if data[:4] == b"RIFF":
-        data = _without_header(data, read)
-    while data:
+        data, left = _without_header(data, read)
+    while data := data[:left]:
         whole = len(data) // 2 * 2
         samples = np.frombuffer(data[:whole], "<i2").astype(np.float32) / 32768
         yield torch.from_numpy(samples)
+        left -= whole
         more = read()
         data = data[whole:] + more if more else b""
 
 
-def _is_mp3(data: bytes) -> bool:
-    """Whether this is an MP3 without a tag, and not samples that begin like one: the first frame
-    describes the others, or the beginnings of three frames are equally far apart."""
-    begin = data[:2]
-    if not FRAME.match(data):
-        return False
-    return any(name in data[:64] for name in (b"Xing", b"Info")) or any(
-        data[n : n + 2] == begin and begin in data[2 * n - 1 : 2 * n + 3] for n in FRAME_BYTES
-    )
-
-
-def _without_header(data: bytes, read: Callable[[], bytes]) -> bytes:
-    """The bytes after the header of a wav file that begins with `data`."""
+def _without_header(data: bytes, read: Callable[[], bytes]) -> tuple[bytes, int]:
+    """The bytes after the header of a wav file that begins with `data`, and how many of those that
+    come are samples."""
     place = 12
     while True:
         while len(data) < place + 24:  # a chunk's name and size, and a format
@@ -240,7 +238,7 @@ def _without_header(data: bytes, read: Callable[[], bytes]) -> bytes:
         name, size = struct.unpack_from("<4sI", data, place)
         place += 8
         if name == b"data":
-            return data[place:]
+            return data[place:], size if 0 < size < ENDLESS else sys.maxsize
         if name == b"fmt ":
             form, channels, rate, _, _, bits = struct.unpack_from("<HHIIHH", data, place)
             if form not in PCM or (channels, rate, bits) != (1, SAMPLE_RATE, 16):

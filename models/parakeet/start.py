@@ -73,7 +73,7 @@ FORMS = released.Forms(
     folder="a Hugging Face folder",
     file="NVIDIA's model.nemo",
     exported="in --export_format",
-    fetch="hf download nvidia/parakeet-tdt-0.6b-v3 --local-dir parakeet",
+    fetch="hf download nvidia/parakeet-tdt-0.6b-v3 --local-dir parakeet-tdt-0.6b-v3",
 )
 # What extend.py does, and this recipe once did.
 PREPARED = ("--add_tokens", "--train_tokenizer", "--tokenizer", "--new_language", "--like")
@@ -88,6 +88,8 @@ EXCLUDES = (
     ("stream", "output_format", "a stream is written to one file; leave the second out"),
     ("stream", "piece_seconds", "a stream is not cut; leave the second out"),
     ("stream", "decoding ctc", "words as they come are the transducer's; leave the second out"),
+    ("stream", "lm on", "a stream is decoded without a language model; leave the second out"),
+    ("stream", "lm_text", "a stream is decoded without a language model; leave the second out"),
 )
 NEEDS = (("export_format", ("export",), ""), ("stream", ("transcribe",), ""))
 LOSS = {  # a schema of records.mismatch
@@ -169,7 +171,8 @@ class NemotronFlags:
     stream: int | None = flag(
         options.POSITIVE, None, "MS",
         "print the words of --transcribe FILE, or of - (16 kHz mono 16-bit samples on standard"
-        " input), as they come, after so many milliseconds: 80, 160, 320, 560, 640 or 1120")
+        " input), as they come, after so many milliseconds: 80, 160, 560, 1120, or another number"
+        " of the model's")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,8 +246,8 @@ class Family(released.Family):
     def conflicts(self, info: ModelInfo, saved: Saved) -> list[str]:
         flags = super().conflicts(info, saved)
         if self.origin.path and info.pretrained:
-            theirs, _ = read(self.origin.path)
-            if theirs.config != info.config or pieces(theirs.tokenizer) != pieces(info.tokenizer):
+            config, theirs = formats.read_settings(self.origin.path)
+            if config != info.config or pieces(theirs["tokenizer"]) != pieces(info.tokenizer):
                 has = "the checkpoint's model has another shape or vocabulary"
                 flags.append(f"{self.origin.flag} {self.origin.path} ({has})")
         return flags
@@ -358,18 +361,20 @@ def tokenizer_of(info: ModelInfo) -> ParakeetTokenizer:
     return make_tokenizer(info.tokenizer, info.config["vocabulary"])
 
 
-def given_tokenizer(asked: ParakeetOptions, recipe: str) -> tuple[ParakeetTokenizer | None, bool]:
-    """The tokenizer that a training begins with, read without the weights of a released model, and
-    `ModelInfo.own_vocabulary`. The tokenizer is None if the training texts will make it. Raises
-    `UsageError`."""
-    if saved := Family(asked).first_saved(recipe):
+def given_info(asked: ParakeetOptions, recipe: str) -> ModelInfo | None:
+    """The info of the model that a training begins with, read without the weights of a released
+    one; None if the training makes it. Raises `UsageError`, also if the flags do not fit it."""
+    family = Family(asked)
+    if saved := family.first_saved(recipe):
         info = records.read(ModelInfo, saved.model_info, saved.path)
-        return tokenizer_of(info), info.own_vocabulary
-    if not (path := asked.origin.path):
-        return None, True
-    state = formats.read_tokenizer(path)
-    is_own = bool(formats.read_note(path)["new_pieces"])
-    return make_tokenizer(state, len(pieces(state))), is_own
+    elif asked.origin.path:
+        config, extras = formats.read_settings(asked.origin.path)
+        info = ModelInfo(config=config, **extras, pretrained=True)
+    else:
+        return None
+    with torch.device("meta"):
+        tell(asked, info, network(info))
+    return with_loss(info, asked)
 
 
 def usual_prompt(info: ModelInfo) -> int:

@@ -78,14 +78,9 @@ def read_pieces(value: str) -> tuple[str, ...]:
     return names
 
 
-def adding_command(
-    tokenizer: ParakeetTokenizer,
-    path: str | None,
-    manifests: list[str] | None,
-    counts: Counter[str],
-) -> str:
+def adding_command(tokenizer: ParakeetTokenizer, asked, counts: Counter[str]) -> str:
     """The command that adds the characters that the vocabulary lacks, as it reads them, to the
-    model at `path`; "" if they are too many."""
+    model that the flags (`start.ParakeetOptions`) name; "" if they are too many."""
     forms = read_as(tokenizer.state(), counts)
     lacking = Counter()
     for character, count in counts.items():
@@ -94,8 +89,14 @@ def adding_command(
     value = unknown.as_value(+lacking)
     if not value:
         return ""
-    inputs = shlex.join([path or "MODEL", *(manifests or ["TEXTS"])])
-    return f"{COMMAND} {inputs} --add_tokens {value} --export NEW_FOLDER"
+    words = [asked.origin.path or "MODEL", *(asked.train_manifest or ["TEXTS"])]
+    checks = asked.data.checks
+    for name in ("audio_root", "text_column", "max_duration"):
+        if name in asked.origin.given:
+            words += [f"--{name}", f"{getattr(checks, name)}"]
+    words += ["--tier", *checks.tiers] if checks.tiers else []
+    words += ["--use_chunking"] if checks.use_chunking else []
+    return f"{COMMAND} {shlex.join(words)} --add_tokens {value} --export NEW_FOLDER"
 
 
 def read_tokenizer(path: str) -> dict:

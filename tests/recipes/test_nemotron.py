@@ -220,8 +220,9 @@ def test_adapters_beside_a_nemotron(manifest, released, tmp_path):
 def test_mistakes_are_answered_in_one_line(flags, message, manifest, released, tmp_path):
     places = ["--output_dir", tmp_path, "--max_steps", "1"]
     flags = [tmp_path / "x" if flag == "x" else flag for flag in flags]
-    _, err = refused(recipe, *flags_of(manifest, released, *flags), *places)
-    assert re.search(message, err), err
+    for command in ([],) if "--export" in flags else ([], ["--check_data"]):
+        _, err = refused(recipe, *flags_of(manifest, released, *flags), *places, *command)
+        assert re.search(message, err), err
     assert not list(tmp_path.rglob("checkpoint_step*"))
 
 

@@ -72,7 +72,7 @@ def test_pieces_of_two_folders_in_a_row_are_all_new(manifest, tmp_path):
     source = release(tmp_path / "hf", form="nemo", ctc=True)
     prepared(source, manifest, "--add_tokens", "(", "--export", tmp_path / "a")
     prepared(tmp_path / "a", manifest, "--add_tokens", ")", "--export", tmp_path / "b")
-    info, weights = start.read(tmp_path / "b")
+    info, weights = start.read(tmp_path / "b" / "model.nemo")
     size = info.config["vocabulary"]
     assert info.new_pieces == [size - 2, size - 1] and "ctc_head.weight" in weights
     assert info.base == "hf"

@@ -429,6 +429,10 @@ def only(*names: str):
     return lambda members, path: packed(path, {name: members[name] for name in names})
 
 
+def without_weights(members, path):
+    packed(path, {name: raw for name, raw in members.items() if name != CKPT})
+
+
 def another_tokenizer(members, path):
     packed(path, {n: PADDED[:-9] if "r.model" in n else raw for n, raw in members.items()})
 
@@ -458,7 +462,7 @@ HOSTILE = {  # damaged tensors: tests/models/whisper/test_formats.py
     "many entries": (replaced(YAML, b"a: [" + b"[]," * 500_000 + b"]"), "too many entries"),
     "a long number": (replaced(YAML, b"a: " + b"9" * 10_000), "refused"),
     "no yaml": (only(CKPT), "lacks model_config.yaml"),
-    "no weights": (only(YAML), "lacks model_weights.ckpt"),
+    "no weights": (without_weights, "lacks model_weights.ckpt"),
     "no tokenizer": (only(YAML, CKPT), "lacks the SentencePiece model"),
     "cut short": (written(lambda raw: raw[: len(raw) // 2]), "cut short"),
     "not a tar": (written(lambda raw: b"RIFF" * 500), "not a .nemo archive"),

@@ -158,11 +158,13 @@ def test_standard_input_however_it_is_cut(piped, header):
     data = samples.astype("<i2").tobytes()
     if header:
         data = audio.wav(samples, 16_000)
-        data = data[:36] + b"LIST" + struct.pack("<I", 3) + b"abc\0" + data[36:]
+        data = data[:36] + b"LIST" + struct.pack("<I", 3) + b"abc\0" + data[36:] + b"LIST4567 more"
     for seed in range(10):
         piped([data[:13], *cut(data[13:], seed)] if header else cut(data, seed))
         heard = torch.cat(list(live.standard_input()))
         assert torch.equal(heard * 32768, torch.from_numpy(samples.astype(np.float32)))
+    if header:  # a program that writes into a pipe does not know the length
+        data = data[:48].replace(struct.pack("<I", 1400), b"\xff" * 4) + data[48:-13]
     piped([data + b"\x01"])  # half a sample
     assert len(torch.cat(list(live.standard_input()))) == 700
 
@@ -178,29 +180,19 @@ def test_a_wav_of_another_form_is_refused(piped):
         list(live.standard_input())
 
 
-@pytest.mark.parametrize("form", "AIFF AU CAF FLAC MP3 CBR OGG RF64 W64 AVI ftyp webm".split())
+@pytest.mark.parametrize("form", "AIFF AU CAF FLAC MP3 OGG RF64 W64 AVI ftyp webm".split())
 def test_other_files_are_not_taken_for_samples(form, piped):
     data = {"AVI": b"RIFF1234AVI ", "ftyp": b"\0\0\0 ftypM4A ", "webm": b"\x1aE\xdf\xa3" * 3}
     file = io.BytesIO()
     if form not in data:
         samples = np.random.default_rng(0).uniform(-0.5, 0.5, 16_000)
-        settings = {"format": form}
-        if form == "CBR":
-            settings = {"format": "MP3", "bitrate_mode": "CONSTANT"}
-        soundfile.write(file, samples, 16_000, **settings)
+        soundfile.write(file, samples, 16_000, format=form)
     data = data.get(form, file.getvalue())
-    if form == "CBR":
-        data = data[data.index(data[:2], 2) :]  # without the frame that describes the others
     piped([data[:3], data[3:]])
     with pytest.raises(
         DataError, match="it is a file of another form than wav; convert it: ffmpeg"
     ):
         next(live.standard_input())
-
-
-def test_samples_that_look_like_an_mp3_are_samples(piped):
-    piped([b"\xff\xfb\x90\x64" + bytes(4000)])
-    assert next(live.standard_input()).shape == (2002,)
 
 
 def test_what_can_be_streamed(tmp_path, wav, piped, monkeypatch):

@@ -13,6 +13,7 @@ from common.errors import UsageError
 from models.parakeet import tokenizer, vocabulary
 from models.parakeet.settings import make_config
 from models.parakeet.start import ModelInfo
+from speech.data.manifest import Checks
 from speech.writing.text import train_tokenizer
 from tests.models.pieces import train_pieces
 
@@ -154,10 +155,13 @@ def test_the_command_adds_what_the_vocabulary_reads_in_place_of_a_character():
     state = {"sentencepiece": model.hex()}
     before = tokenizer.make_tokenizer(state, len(tokenizer.pieces(state)))
     counts = Counter({"½": 2, "%": 1, "％": 1})
-    command = vocabulary.adding_command(before, "a b.nemo", None, counts)
-    words = shlex.split(command)
-    assert words[3:8] == ["parakeet", "a b.nemo", "TEXTS", "--add_tokens", "% \u2044"]
-    new = vocabulary.add_lacking(state, vocabulary.read_pieces(words[7]))
+    origin = SimpleNamespace(path="a b.nemo", given={"text_column", "tier"})
+    data = SimpleNamespace(checks=Checks(text_column="said", tiers=("tx@*", "a")))
+    asked = SimpleNamespace(origin=origin, data=data, train_manifest=None)
+    words = shlex.split(vocabulary.adding_command(before, asked, counts))
+    assert words[3:8] == ["parakeet", "a b.nemo", "TEXTS", "--text_column", "said"]
+    assert words[8:13] == ["--tier", "tx@*", "a", "--add_tokens", "% \u2044"]
+    new = vocabulary.add_lacking(state, vocabulary.read_pieces(words[12]))
     after = tokenizer.make_tokenizer(new, len(tokenizer.pieces(new)))
     assert before.unknown in before.encode("½") and after.unknown not in after.encode("½ % ％")
     with pytest.raises(UsageError, match="--add_tokens: the piece '½' cannot be added"):
