@@ -7,7 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,17 +20,19 @@ from common.layers import finite_layers
 from common.options import ALONE, USUAL, flag
 from speech.alignment import cutting, emissions, flat, matching, page
 from speech.alignment.cutting import Cuts
-from speech.alignment.letters import Vocabulary
-from speech.alignment.sentences import read_book
+from speech.alignment.letters import HOLE, Vocabulary, edge_numbers, is_letter
+from speech.alignment.sentences import Piece, read_book
 from speech.data import splits
 from speech.data.annotations import writing
 from speech.data.finding import comparable
 from speech.data.headers import probe
 from speech.decoding import transcripts
 from speech.signal.audio import audio_files
+from speech.writing import unknown
 
 MANIFEST = b'{"audio_filepath":'  # how the lines of both lists begin, also those of the page
 DOUBTFUL_SHARE = 0.1  # of the utterances of a recording, the least certain, to listen to first
+MOST_LACKING = 0.1  # of a text's letters, above which a warning names what a recogniser lacks
 TEXTS = (".txt", ".text", ".md")  # suffixes of texts
 OTHER = "it is for transcripts; leave the first out"
 NO_WEIGHTS = "a flat start reads no weights; leave one out"
@@ -143,24 +145,31 @@ def find_pairs(audio: str, text: str) -> list[tuple[Path, Path]]:
             )
         return [(recordings[0], files.require_file(text, "--align"))]
     texts = [path for path in sorted(Path(text).rglob("*")) if path.suffix.lower() in TEXTS]
-    by_name = {_name_in(text, path): path for path in texts if path.is_file()}
-    pairs = []
-    for path in recordings:
-        name = _name_in(audio, path)
-        if name in by_name:
-            pairs.append((path, by_name[name]))
-        else:
-            print(f"warning: {path}: no text {name}.txt in {text}", file=sys.stderr)
-    for path in sorted(set(by_name.values()) - {path for _, path in pairs}):
-        print(f"warning: {path}: no recording of this name in {audio}", file=sys.stderr)
+    texts = [path for path in texts if path.is_file() and not path.name.startswith("._")]
+    sounds, books = _by_name(audio, recordings), _by_name(text, texts)
+    for name in sorted(sounds.keys() - books.keys()):
+        print(f"warning: {sounds[name]}: no text {name}.txt in {text}", file=sys.stderr)
+    for name in sorted(books.keys() - sounds.keys()):
+        print(f"warning: {books[name]}: no recording of this name in {audio}", file=sys.stderr)
+    pairs = [(sounds[name], books[name]) for name in sorted(sounds.keys() & books.keys())]
     if not pairs:
         raise UsageError(f"--align {audio} {text}: no recording has the name of a text")
     return pairs
 
 
-def _name_in(folder: str, path: Path) -> str:
-    """The name by which a recording and its text are compared."""
-    return comparable(str(path.relative_to(folder).with_suffix("")))
+def _by_name(folder: str, paths: list[Path]) -> dict[str, Path]:
+    """Files in a folder, by the names by which recordings and texts are compared. Raises
+    `UsageError` for two of one name."""
+    found: dict[str, Path] = {}
+    for path in paths:
+        name = comparable(str(path.relative_to(folder).with_suffix("")))
+        if name in found:
+            raise UsageError(
+                f"--align: {found[name]} and {path} have the same name: leave one of them in"
+                f" {folder}"
+            )
+        found[name] = path
+    return found
 
 
 # --- aligning -------------------------------------------------------------------------------------
@@ -175,24 +184,33 @@ def align_files(request: Request, load: Callable[[], Recogniser]) -> None:
     utterances: list[dict] = []
     left_out: list[dict] = []
     failed = 0
-    with finite_layers():
-        for audio, text in request.pairs:
-            try:
-                cuts = align(audio, text, recogniser) if recogniser else align_flat(audio, text)
-            except (DataError, UsageError) as error:
-                if len(request.pairs) == 1:
-                    raise
-                print(f"error: {error}", file=sys.stderr)
-                failed += 1
-                continue
-            name = {"audio_filepath": _path_from(request.left_out.parent, audio)}
-            if request.annotations and cuts.utterances:
-                write_annotations(request.annotations[audio], audio, cuts.utterances)
-            utterances += ({**name, **row} for row in cuts.utterances)
-            left_out += ({**name, **row} for row in (*cuts.texts, *cuts.sounds))
-            print(summary(audio, cuts), flush=True)
+    try:
+        with finite_layers():
+            for audio, text in request.pairs:
+                try:
+                    cuts = align(audio, text, recogniser) if recogniser else align_flat(audio, text)
+                except (DataError, UsageError) as error:
+                    if len(request.pairs) == 1:
+                        raise
+                    print(f"error: {error}", file=sys.stderr)
+                    failed += 1
+                    continue
+                name = {"audio_filepath": _path_from(request.left_out.parent, audio)}
+                if request.annotations and cuts.utterances:
+                    write_annotations(request.annotations[audio], audio, cuts.utterances)
+                utterances += ({**name, **row} for row in cuts.utterances)
+                left_out += ({**name, **row} for row in (*cuts.texts, *cuts.sounds))
+                print(summary(audio, cuts), flush=True)
+    except BaseException:
+        if utterances and request.manifest:
+            partial = transcripts.partial_of(request.manifest)
+            transcripts.write(partial, utterances)
+            print(f"what was aligned before is in {partial}", file=sys.stderr)
+        raise
     if utterances:
         _write(request, utterances, left_out)
+    elif left_out:
+        transcripts.write(request.left_out, left_out)
     if failed:
         raise DataError(f"{failed} of {len(request.pairs)} recordings could not be aligned")
     if not utterances:
@@ -200,7 +218,8 @@ def align_files(request: Request, load: Callable[[], Recogniser]) -> None:
         if request.is_flat:
             reason = "there are too few pauses in them"
         raise DataError(
-            f"nothing was found: the texts are not read in these recordings, or {reason}"
+            f"nothing was found: the texts are not read in these recordings, or {reason}; what was"
+            f" heard is in {request.left_out}"
         )
 
 
@@ -213,8 +232,12 @@ def _path_from(folder: Path, audio: Path) -> str:
 
 def align(audio: Path, text: Path, recogniser: Recogniser) -> Cuts:
     """The utterances of a recording and its text. Raises `DataError`."""
-    pieces = read_book(str(text))
     vocabulary = recogniser.vocabulary
+    pieces = []
+    for piece in read_book(str(text)):
+        before, rest, after = edge_numbers(piece.text, vocabulary)
+        pieces.append(replace(piece, text=rest, numbers=(before, after)))
+    warn_of_lacking(text, pieces, vocabulary)
     tokens = matching.text_of([piece.text for piece in pieces], vocabulary)
     energy: list[np.ndarray] = []
     window, context = emissions.window_for(recogniser.longest)
@@ -230,6 +253,19 @@ def align(audio: Path, text: Path, recogniser: Recogniser) -> Cuts:
     )
     placed = matching.place(emitted, tokens, vocabulary)
     return cutting.cut(pieces, placed, emitted, matching.heard_in(emitted, vocabulary))
+
+
+def warn_of_lacking(path: Path, pieces: list[Piece], vocabulary: Vocabulary) -> None:
+    """Names the letters of a text that a recogniser cannot write, if they are many."""
+    letters = Counter(letter for piece in pieces for letter in piece.text if is_letter(letter))
+    lacking = Counter({c: n for c, n in letters.items() if HOLE in vocabulary.encode(c)})
+    share = lacking.total() / max(1, letters.total())
+    if share > MOST_LACKING:
+        print(
+            f"warning: {path}: the recogniser cannot write {100 * share:.0f} % of its letters"
+            f" ({unknown.named(lacking, 5)})",
+            file=sys.stderr,
+        )
 
 
 def align_flat(audio: Path, text: Path) -> Cuts:

@@ -37,6 +37,7 @@ ANOTHER = 0.5
 # Sound that is reported: letters heard, seconds
 HEARD_LETTERS = 5
 HEARD_SECONDS = 1.0
+NUMBER_LETTERS = 2  # heard where a number is read
 
 NOT_FOUND = "not found in the recording"
 UNCERTAIN = "uncertain"
@@ -98,7 +99,10 @@ def cut(
             elif not (begins and ends):
                 reason = NO_PAUSE
             else:
-                utterances.append(_utterance(part, pieces, placed))
+                texts = [
+                    _said(span, pieces[span.number], placed, emissions, heard) for span in part
+                ]
+                utterances.append(_utterance(part, texts, placed))
                 continue
             reasons |= dict.fromkeys((span.number for span in part), reason)
     texts = [_left_out(pieces[i].text, reasons[i], spans.get(i)) for i in sorted(reasons)]
@@ -256,13 +260,27 @@ def _cost(seconds: float) -> float:
     return SHORT_COST if seconds < SHORT else -ANOTHER
 
 
-def _utterance(part: list[_Span], pieces: list[Piece], placed: list[Placed | None]) -> dict:
+def _said(
+    span: _Span, piece: Piece, placed: list[Placed | None], emissions: Emissions, heard: Heard
+) -> str:
+    """A piece with the numbers beside it, as far as something is heard where they are."""
+    this = placed[span.number]
+    start, end = round(span.start / emissions.frame), round(span.end / emissions.frame)
+    counts = heard.count(start, this.start), heard.count(this.end, end)
+    before, after = (
+        number if count >= NUMBER_LETTERS else ""
+        for number, count in zip(piece.numbers, counts, strict=True)
+    )
+    return " ".join(filter(None, (before, piece.text, after)))
+
+
+def _utterance(part: list[_Span], texts: list[str], placed: list[Placed | None]) -> dict:
     start = round(part[0].start, 3)
     each = [placed[span.number] for span in part]
     return {
         "offset": start,
         "duration": round(part[-1].end - start, 3),
-        "text": join([pieces[span.number].text for span in part]),
+        "text": join(texts),
         "confidence": round(min(one.confidence for one in each), 3),
         "error_rate": round(max(one.error_rate for one in each), 3),
     }

@@ -37,7 +37,10 @@ def of_pieces(pieces: list[str], space: str, blank: int, unknown: int, encode) -
 
     def with_holes(text: str) -> list[int]:
         numbers: list[int] = []
-        for number in encode("".join(in_known_case(c, letters) or c for c in text)):
+        written = (
+            in_known_case(c, letters) or (c if is_letter(c) or c == " " else "") for c in text
+        )
+        for number in encode("".join(written)):
             if number != unknown:
                 numbers.append(number)
             elif numbers[-1:] != [HOLE]:
@@ -66,6 +69,23 @@ def in_known_case(character: str, known: Container[str]) -> str:
     """A character as it is known: itself or in the other case; "" if it is not known."""
     forms = (character, character.lower(), character.upper())
     return next((form for form in forms if form in known), "")
+
+
+def edge_numbers(text: str, vocabulary: Vocabulary) -> tuple[str, str, str]:
+    """The numbers that a text begins with, the rest, and those that it ends with, as far as no
+    token spells them: those of verses, items and notes are not read, those of sentences are."""
+    words = text.split()
+    lacks = [is_number(word) and HOLE in vocabulary.encode(word) for word in words]
+    if all(lacks):
+        return "", text, ""
+    first, last = lacks.index(False), len(words) - lacks[::-1].index(False)
+    return " ".join(words[:first]), " ".join(words[first:last]), " ".join(words[last:])
+
+
+def is_number(word: str) -> bool:
+    """Whether a word consists of digits and punctuation."""
+    signs = [character for character in word if is_letter(character)]
+    return bool(signs) and all(unicodedata.category(sign)[0] == "N" for sign in signs)
 
 
 def is_letter(character: str) -> bool:

@@ -15,7 +15,8 @@ SPACES = frozenset(" \u2581")  # the second is SentencePiece's
 
 # Prices in log-probability. A letter that a recogniser hears wrongly costs a path about 4.
 STAR = 30.0  # a second of sound that is not in the text
-HOLE_PRICE = 2.0  # a second of what the vocabulary lacks
+HOLE_PRICE = 10.0  # a second of what the vocabulary lacks
+LONGEST_HOLE = 2.5  # seconds
 SKIPPED = 1.0  # a token that is not read
 FARTHEST_TEXT = 4000  # tokens between the anchors of a block
 FARTHEST_TIME = 600.0  # seconds
@@ -89,7 +90,7 @@ class TextBlock:
 
 def text_of(pieces: list[str], vocabulary: Vocabulary) -> Text:
     """The tokens and letters of the pieces of a text."""
-    tokens = [vocabulary.encode(piece) for piece in pieces]
+    tokens = [_without_edge_holes(vocabulary.encode(piece)) for piece in pieces]
     edges = np.cumsum([0, *map(len, tokens)])
     joined = np.array(list(itertools.chain.from_iterable(tokens)), np.int64)
     spelling = ["" if token == HOLE else vocabulary.spellings[token] for token in joined.tolist()]
@@ -97,6 +98,13 @@ def text_of(pieces: list[str], vocabulary: Vocabulary) -> Text:
     is_within = ~(np.array(has_space, bool) | np.append(False, has_space[:-1]).astype(bool))
     is_within &= any(has_space)
     return Text(joined, edges, *spelt(joined, vocabulary.spellings), is_within)
+
+
+def _without_edge_holes(tokens: list[int]) -> list[int]:
+    """Tokens without what the vocabulary lacks at their ends, where it could reach into any other
+    speech."""
+    heard = [place for place, token in enumerate(tokens) if token != HOLE]
+    return tokens[heard[0] : heard[-1] + 1] if heard else []
 
 
 def heard_in(emissions: Emissions, vocabulary: Vocabulary) -> Heard:
@@ -276,6 +284,10 @@ class _Aligner:
         begin, end = self.text.edges[number : number + 2].tolist()
         if begin == end or (self.first[begin:end] < 0).any():
             return None
+        is_hole = self.text.tokens[begin:end] == HOLE
+        in_holes = (self.last - self.first + 1)[begin:end][is_hole]
+        if in_holes.max(initial=0) * self.emissions.frame > LONGEST_HOLE:
+            return None
         frames = self._without_strays(begin, end)
         if frames is None:
             return None
@@ -283,7 +295,7 @@ class _Aligner:
         margins = self.margins[start:stop]
         margins = margins[~self.in_hole[start:stop]]
         tokens = self.text.tokens[begin:end]
-        letters, _ = spelt(tokens[tokens != HOLE], self.spellings)
+        letters, _ = spelt(tokens[~is_hole], self.spellings)
         errors = self._error_rate(letters, start, stop)
         return Placed(start, stop, self._worst(margins), errors, len(letters))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from common import files
 from common.errors import DataError
-from speech.alignment.letters import is_letter
+from speech.alignment.letters import is_letter, is_number
 from speech.writing.text import SENTENCE_ENDS, in_unspaced, normalise
 
 # Characters: four seconds of an alphabet's, and twelve of Chinese.
@@ -20,6 +20,7 @@ CLOSING = "\"'\u2019\u201d\u00bb)\\]\u300d\u300f"
 # the next word had no room.
 WIDE = 60  # characters
 WRAPPED = 0.9
+CUT_WORD = re.compile(r"(?<=\w)([-\u2010]) (?=\w)")  # at the end of such a line
 
 
 def _ends(characters: str) -> re.Pattern:
@@ -39,6 +40,7 @@ class Piece:
 
     text: str
     is_end: bool
+    numbers: tuple[str, str] = ("", "")  # before and after it, which a recogniser may not write
 
 
 def read_book(path: str) -> list[Piece]:
@@ -46,7 +48,7 @@ def read_book(path: str) -> list[Piece]:
     pieces = []
     for paragraph in re.split(r"\n[^\S\n]*\n", files.read_text(path)):
         for line in _lines(paragraph):
-            for sentence in _split(normalise(line), SENTENCES):
+            for sentence in _with_numbers(_split(normalise(line), SENTENCES)):
                 pieces += _parts(sentence) if any(map(is_letter, sentence)) else []
     if not pieces:
         raise DataError(f"{path}: there is no text in it")
@@ -62,8 +64,19 @@ def _lines(paragraph: str) -> list[str]:
         for line, following in itertools.pairwise(lines)
     ]
     if width >= WIDE and sum(is_full) >= WRAPPED * len(is_full):
-        return [" ".join(lines)]
+        return [CUT_WORD.sub(r"\1", " ".join(lines).replace("\u00ad ", ""))]
     return lines
+
+
+def _with_numbers(sentences: list[str]) -> list[str]:
+    """The sentences of a line, each with the number before it: "1. Go." is no two sentences."""
+    joined: list[str] = []
+    for sentence in sentences:
+        if joined and all(map(is_number, joined[-1].split())):
+            joined[-1] = join([joined[-1], sentence])
+        else:
+            joined.append(sentence)
+    return joined
 
 
 def _split(text: str, ends: re.Pattern) -> list[str]:

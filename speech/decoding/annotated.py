@@ -181,12 +181,15 @@ def hear(plan: Plan, hear_waveforms: Callable[[str, list[Tensor]], list[dict]]) 
         try:
             waveform = read_audio(each.audio, SAMPLE_RATE)
             new = []
+            beyond = 0
             for tier, segments in each.tiers:
-                spans = [
-                    (round(s.start * SAMPLE_RATE), round(s.end * SAMPLE_RATE)) for s in segments
-                ]
+                inside = [s for s in segments if s.start * SAMPLE_RATE < len(waveform)]
+                beyond += len(segments) - len(inside)
+                spans = [(round(s.start * SAMPLE_RATE), round(s.end * SAMPLE_RATE)) for s in inside]
                 records = hear_waveforms(each.audio, [waveform[a:b] for a, b in spans])
-                new += new_tiers(tier, segments, records)
+                new += new_tiers(tier, inside, records)
+            if not new:
+                raise DataError(f"{each.source}: all annotations are after the end of {each.audio}")
             adding.write(each.source, each.target, new)
         except DataError as error:
             print(f"error: {error}", file=sys.stderr)
@@ -194,7 +197,7 @@ def hear(plan: Plan, hear_waveforms: Callable[[str, list[Tensor]], list[dict]]) 
         except OSError as error:
             raise RunError(f"--output {each.target}: {error.strerror}") from None
         else:
-            print(summary(each, new), flush=True)
+            print(summary(each, new, beyond), flush=True)
     return len(plan.copies) + plan.failed, failed
 
 
@@ -214,7 +217,10 @@ def new_tiers(
     return found
 
 
-def summary(each: Copy, new: list[adding.NewTier]) -> str:
+def summary(each: Copy, new: list[adding.NewTier], beyond: int) -> str:
+    """What is written of a file, and how many annotations are left out, `beyond` the audio's end
+    or without a time."""
     heard = ", ".join(f"{tier.name} ({len(tier.texts)})" for tier in new)
     rest = f"; without a time of their own, left out: {each.unusable}" if each.unusable else ""
+    rest += f"; after the end of the recording, left out: {beyond}" if beyond else ""
     return f"{each.source}: new tiers {heard} in {each.target}{rest}"

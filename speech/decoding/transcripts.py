@@ -45,7 +45,7 @@ def suffix_of(output: str | Path) -> str:
     """The suffix of --output, in small letters, if it names a form. Raises `UsageError`."""
     suffix = Path(output).suffix.lower()
     if not is_stream(Path(output)) and suffix not in (*TABLES, *writing.BEGINNINGS):
-        forms = ".jsonl, .eaf, .TextGrid, .srt or .vtt, or a folder with --output_format"
+        forms = ".json, .jsonl, .eaf, .TextGrid, .srt or .vtt, or a folder with --output_format"
         raise UsageError(f"--output {output}: {suffix} cannot be written; name a file {forms}")
     return suffix
 

@@ -232,14 +232,14 @@ def part_of(corpus, index: int) -> tuple[float, float | None, int | None]:
 
 def audio_files(paths: list[str]) -> list[Path]:
     """The files among `paths`, and every file with an audio suffix below the folders among them,
-    sorted. Raises `UsageError` if a path or audio in a folder is missing."""
+    sorted; a Mac writes others beside them, which begin with "._". Raises `UsageError` if a path or audio in a folder is missing."""
     suffixes = {*AUDIO_SUFFIXES, *(f".{name.lower()}" for name in soundfile.available_formats())}
     files = []
     for path in paths:
         if os.path.isdir(path):
             below = sorted(Path(path).rglob("*"))  # which follows no links: they may lead back
             inside = [each for each in below if each.suffix.lower() in suffixes]
-            inside = [each for each in inside if not each.is_dir()]
+            inside = [e for e in inside if not (e.is_dir() or e.name.startswith("._"))]
             if not inside:
                 raise UsageError(f"no audio file in {path}")
             files += inside

@@ -216,23 +216,46 @@ def test_a_tape_that_begins_and_ends_with_speech(folder):
     assert abs(rows[-1]["offset"] + rows[-1]["duration"] - places[-1][1]) < 0.06
 
 
-def test_nothing_is_written_for_another_text(folder):
+def test_numbers_of_lines_are_a_part_of_those_that_are_read(folder):
+    tape(folder / "tape.wav", [LINES[0], f"twelve {LINES[1]}", *LINES[2:]])
+    rows = align([f"{number}. {line} ({number})" for number, line in enumerate(LINES)])
+    assert [row["text"] for row in rows] == [LINES[0], f"1. {LINES[1]}", *LINES[2:]]
+
+
+def test_two_files_of_one_name_are_refused(folder):
+    for place in ("tapes", "books"):
+        (folder / place).mkdir()
+    tape(folder / "tapes/a.wav", LINES)
+    (folder / "tapes/._a.wav").write_bytes(b"a Mac's")
+    for name in ("a.txt", "a.md"):
+        (folder / "books" / name).write_text("\n".join(LINES), encoding="utf-8")
+    words = ("--align", "tapes", "books", "--output", "x.json")
+    with pytest.raises(UsageError, match=r"books/a\.md and books/a\.txt have the same name"):
+        request(*words)
+    (folder / "books/a.md").unlink()
+    assert request(*words).pairs == [(Path("tapes/a.wav"), Path("books/a.txt"))]
+
+
+def test_nothing_is_written_for_another_text(folder, capsys):
     tape(folder / "tape.wav", LINES)
     with pytest.raises(DataError, match="nothing was found"):
-        align(["Quixotic zebras jump."] * 40)
-    assert sorted(path.name for path in folder.iterdir()) == ["book.txt", "tape.wav"]
+        align(["Quixotic \u0437\u0435\u0431\u0440\u044b jump."] * 40)
+    warning = "the recogniser cannot write 29 % of its letters (\u0431 x 40, \u0435 x 40"
+    assert warning in capsys.readouterr().err
+    names = [path.name for path in sorted(folder.iterdir())]
+    assert names == ["aligned_left_out.json", "book.txt", "tape.wav"]
 
 
-def test_a_signal_ends_all_pairs_and_nothing_is_written(folder):
+def test_a_signal_ends_all_pairs_and_what_was_aligned_is_kept(folder):
     for name in "ab":
         tape(folder / f"{name}.wav", LINES)
         (folder / f"{name}.txt").write_text("\n".join(LINES), encoding="utf-8")
     before = sorted(folder.iterdir())
-    heard = []
+    seconds = [0.0]
 
     def stopped_later(batch):
-        heard.append(batch)
-        if len(heard) > 3:
+        seconds[0] += batch["audio"].shape[1] / SAMPLE_RATE
+        if seconds[0] > 1.5 * soundfile.info("a.wav").duration:
             raise Stopped("stopped by SIGTERM", 143)
         return log_probs_of(batch)
 
@@ -241,7 +264,9 @@ def test_a_signal_ends_all_pairs_and_nothing_is_written(folder):
         command.align_files(
             asked, lambda: dataclasses.replace(recogniser(), log_probs=stopped_later)
         )
-    assert sorted(folder.iterdir()) == before
+    partial = folder / "aligned.json.partial"
+    assert sorted(folder.iterdir()) == sorted([*before, partial])
+    assert {row["audio_filepath"] for row in rows_of(partial)} == {"a.wav"}
 
 
 def test_texts_that_somebody_has_mended_are_kept(folder):

@@ -91,13 +91,15 @@ def test_the_annotations_of_a_tier_are_heard_beside_what_was_there(talk, tmp_pat
     before = talk.read_bytes()
     run("--transcribe", tmp_path / "tapes/*.eaf", "--tier", "tx", "--output", tmp_path / "out")
     copy = tmp_path / "out" / "talk.eaf"
-    expected = [(0, 1, "a"), (1, 2, "b"), (2, 3, "c"), (3, 4, "")]
+    expected = [(0, 1, "a"), (1, 2, "b"), (2, 3, "c")]
     assert texts_of(copy, "tx-draft") == expected
     assert texts_of(copy, "tx-doubtful") == [(0, 1, "? a")]
     assert talk.read_bytes() == before
     tiers, old = elan.read(copy).tiers, elan.read(talk).tiers
     assert tiers[: len(old)] == old
-    assert "new tiers tx-draft (4), tx-doubtful (1) in" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "new tiers tx-draft (3), tx-doubtful (1) in" in printed
+    assert "after the end of the recording, left out: 1" in printed
 
 
 def test_only_the_empty_ones(talk, tmp_path):
@@ -222,7 +224,10 @@ def test_what_a_person_has_saved_is_not_replaced(tmp_path):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("a.wav --output a.tsv", ".tsv cannot be written; name a file .jsonl, .eaf, .TextGrid"),
+        (
+            "a.wav --output a.tsv",
+            ".tsv cannot be written; name a file .json, .jsonl, .eaf, .TextGrid",
+        ),
         ("a.wav --output a.ASS", ".ass cannot be written"),
         ("a.wav a.flac --output x.eaf", "it is of one recording, and 2 are named"),
         ("a.wav a.flac --output x --output_format eaf", "both would be written to x/a.eaf"),
