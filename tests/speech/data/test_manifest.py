@@ -117,7 +117,8 @@ def test_an_unclosed_quote_does_not_swallow_lines(tmp_path, wav, last):
 
 def any_wav(tmp_path_factory) -> Path:
     """A folder with any.wav of half a second."""
-    folder = tmp_path_factory.getbasetemp()
+    folder = tmp_path_factory.getbasetemp() / "any"  # without the files of other tests below it
+    folder.mkdir(exist_ok=True)
     soundfile.write(folder / "any.wav", np.zeros(8000), 16_000)
     return folder
 
