@@ -106,8 +106,10 @@ def _replaced(style: Style, match: re.Match) -> str:
         return character
     text = match.string
     place = match.start()
-    sides = _in_word(text[place - 1 : place]) + _in_word(text[place + 1 : place + 2])
-    if character in APOSTROPHES and sides == 2:
+    before, after = _in_word(text[place - 1 : place]), _in_word(text[place + 1 : place + 2])
+    sides = before + after
+    begins = character == "\u2019" and after  # Hausa's \u2019yan: no quotation ends before a word
+    if character in APOSTROPHES and (sides == 2 or begins):
         character = "'"
     elif character == HYPHEN:
         character = "-"

@@ -26,7 +26,7 @@ def style_with(characters: str, lower: bool = False) -> Style:
         ("ﬁne １２ Ａ", "fine a"),
         ("In 1990 (Sam 23:17) he (who) left", "in he who left"),
         ("(a (3) b) 1,000 2nd", "a b 2nd"),
-        ("don’t don´t don`t 'yan ‘quoted’ 5' -", "don't don't don't 'yan quoted"),
+        ("don’t don´t don`t 'yan ’yan ‘quoted’ 5' -", "don't don't don't 'yan 'yan quoted"),
         ("well-known well‑known - well- 5-6", "well-known well-known well"),
         ("क्\u200dष हिंदी।", "क्\u200dष हिंदी"),
         ("ཀ་ཁ།", "ཀ་ཁ"),
