@@ -99,7 +99,7 @@ def fused(best: torch.Tensor, logits: torch.Tensor, states: list, fusion: Fusion
     values = upcast(logits).log_softmax(1).cpu().numpy()
     size = logits.shape[1]
     for row, token in enumerate(tokens):
-        if token == size:
+        if token == size or token in fusion.tags:  # which no text has, and which stay
             continue
         scores = values[row] + fusion.labels(states[row], LABEL_WEIGHT, size)
         tokens[row] = int(scores.argmax())

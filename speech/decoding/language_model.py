@@ -68,6 +68,7 @@ class Tokens:
     is_space: bool  # the mark is the space between words, too
     unknown: int | None  # the id for what the model lacks; None: left out
     prepare: Callable[[str], str] = normalise  # a text as the model has learned it
+    tags: frozenset[int] = frozenset()  # that are no part of a text
 
     def of(self, text: str) -> list[int]:
         """The tokens of a text that the model has: in lower case, if it lacks capitals."""
@@ -94,7 +95,14 @@ def tokens_of(tokenizer, prepare: Callable[[str], str] = normalise) -> Tokens:
     mark = min(spaces, default=tokenizer.size)
     size = max(tokenizer.size, mark + 1)
     return Tokens(
-        tokenizer.encode, tokenizer.decode, size, mark, bool(spaces), tokenizer.unknown, prepare
+        tokenizer.encode,
+        tokenizer.decode,
+        size,
+        mark,
+        bool(spaces),
+        tokenizer.unknown,
+        prepare,
+        frozenset(filter(tokenizer.is_tag, range(tokenizer.size))),
     )
 
 
@@ -220,7 +228,7 @@ def fusion_of(texts: list[str], tokens: Tokens) -> Fusion:
     sentences = [tokens.of(text) for text in texts]
     model = NGram(sentences, tokens.size, tokens.mark)
     words = Words(map(tokens.decode, sentences))
-    return Fusion(model, encode=tokens.of, decode=tokens.decode, words=words)
+    return Fusion(model, encode=tokens.of, decode=tokens.decode, words=words, tags=tokens.tags)
 
 
 def further(paths: Iterable[str], tokens: Tokens) -> tuple[list[str], list[str]]:

@@ -142,6 +142,8 @@ class Fusion:
     encode: Callable[[str], list[int]] | None = None  # a text to its tokens
     decode: Callable[[list[int]], str] | None = None  # tokens to their text
     words: Words | None = None
+    # tokens that are no part of a text, such as those that name a language
+    tags: frozenset[int] = frozenset()
 
     def __post_init__(self):
         self.restart()

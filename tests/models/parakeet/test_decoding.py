@@ -119,8 +119,11 @@ def test_a_language_model_helps_to_choose_among_labels_only(weight, monkeypatch)
     logits = torch.randn(2, 9, 1, 4 + 3).expand(-1, -1, 30, -1).contiguous()
     plain = Script(logits).decode([9, 7], durations, 3)
     fused = Script(logits).decode([9, 7], durations, 3, fusion=Fusion(lm))
-    for before, after in zip(plain, fused, strict=True):
+    tagged = Script(logits).decode([9, 7], durations, 3, fusion=Fusion(lm, tags=frozenset([1])))
+    for before, after, with_tags in zip(plain, fused, tagged, strict=True):
         assert [(t.frame, t.duration) for t in before] == [(t.frame, t.duration) for t in after]
+        pairs = zip(before, with_tags, strict=True)
+        assert all(a == b for a, b in pairs if a.piece == 1)
     if not weight:
         assert fused == plain
     if weight == 100:
