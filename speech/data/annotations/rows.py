@@ -186,7 +186,7 @@ def note_others(path: Path, media: Sequence[Media], audio: str, rejected: Reject
     """Notes recordings of the same kind that a file names beside the one that is used."""
     names = {each.path.split("/")[-1] for each in media if _rank(each.path) == _rank(audio)}
     if others := names - {os.path.basename(audio)}:
-        reason = "names several recordings: its times are taken in one of them"
+        reason = "the file names several recordings: its times are taken in one of them"
         rejected.note(reason, f"{path}: {os.path.basename(audio)}, not {', '.join(sorted(others))}")
 
 

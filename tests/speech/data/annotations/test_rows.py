@@ -353,7 +353,7 @@ def test_a_second_recording_is_noted(tmp_path, wav):
     corpus, rejected = load(path)
     assert set(corpus.paths) == {str(tmp_path / "a.wav")}
     assert list(rejected.notes.counts) == [
-        "names several recordings: its times are taken in one of them"
+        "the file names several recordings: its times are taken in one of them"
     ]
 
 
