@@ -95,7 +95,7 @@ def replace(places: Places, table: Table, changes: list[dict]) -> list[dict]:
     """Makes changes and writes the corrected table; the table itself stays as it is. A change puts
     `rows`, of which fields that are missing stay, in the place of those with some `numbers`: one
     for one is an edit, two for one a split, one for two a join. It is refused where a text is none
-    of those that its sender has `known` of it.
+    of those that its sender has `known` of it, unless it is a mark alone.
 
     Returns {"rows"} that are there now for each change, with "refused" where it was not made.
     Raises `UsageError` for a table that is only read, and for changes that are none, and
@@ -129,7 +129,7 @@ def _change(rows: list[dict], change: dict) -> dict:
     old = rows[start : start + len(numbers)]
     texts = [set(map(_plain, known)) for known in change["known"]]
     is_known = [row["number"] for row in old] == numbers and len(texts) == len(old)
-    if is_known and any("text" in row for row in change["rows"]):
+    if is_known and any(row.keys() - {"edited"} for row in change["rows"]):
         is_known = all(text_in(row) in known for row, known in zip(old, texts, strict=True))
     if not is_known:
         return {"rows": old, "refused": True}

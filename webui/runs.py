@@ -32,7 +32,7 @@ from common import files, records
 from common.errors import Failure, RunError, UsageError, cannot_write, writing
 from webui import commands, launch, outputs
 from webui.catalogue import ROOT, Recipe
-from webui.places import UPLOADS, Places
+from webui.places import CORRECTED, UPLOADS, Places
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,60}")
 # run.json, as a schema of `records.mismatch`.
@@ -235,6 +235,11 @@ def remove(run: Run, places: Places) -> None:
     if not os.path.lexists(run.folder / launch.RUN):
         raise UsageError(
             f"{run.name} was started from a command line: remove its folder {run.folder} there"
+        )
+    if any(run.folder.glob(f"*{CORRECTED}")):
+        raise UsageError(
+            f"{run.name} has texts that somebody has corrected: take them home, and remove its"
+            f" folder {run.folder} there"
         )
     others = (each for each in list_runs(run.folder.parent) if each.name != run.name)
     uploads = _uploads(run).difference(*map(_uploads, others))

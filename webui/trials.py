@@ -162,7 +162,7 @@ def write_subtitles(rows: list[dict]) -> list[str]:
             row = {"segments": row.get("pieces", []), **row}
         folder = tempfile.mkdtemp(dir=os.environ["GRADIO_TEMP_DIR"])
         name = printable(row["name"]).replace("/", "_")
-        file = Path(folder, f"{Path(name).stem[:100]}.srt")
+        file = Path(folder, f"{Path(name).stem[:60]}.srt")  # at most 240 bytes
         file.write_text(subtitles.FORMATS[".srt"].whole(row), encoding="utf-8")
         made.append(str(file))
     return made

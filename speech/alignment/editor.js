@@ -12,6 +12,7 @@ for (const row of rows) row.original = row.saved = row.text;
 const STORE = `texts ${data.key} `;
 const MARGIN = 1; // seconds that are heard and seen around a text
 const DELAY = 200; // milliseconds from a key until it is sent
+const LONGEST = 300; // seconds of sound that the page is sent at most
 const KNOWN = 50; // texts of a row that are kept as known, at most
 const $ = (id) => document.getElementById(id);
 const kept = {};
@@ -23,6 +24,8 @@ let clip = { base: 0 }; // what the player has: from the second `base` of a file
 let end = Infinity;
 let sending = null;
 let timer = 0;
+let isBehind = false; // whether the last attempt to save has failed
+let loading = {}; // the sound that is on its way, or the last: {address, made}
 
 function make(name, text, parent, settings) {
   const element = Object.assign(document.createElement(name), settings);
@@ -80,7 +83,7 @@ function change(row, fields) {
 async function post(changes) {
   const body = JSON.stringify({ ...data.table, changes });
   const headers = { "Content-Type": "application/json" };
-  const keepalive = body.length < 60000; // more is not sent when a tab is closed
+  const keepalive = new Blob([body]).size < 60000; // bytes; more is not sent when a tab is closed
   const answer = await fetch(data.address, { method: "POST", body, headers, keepalive });
   if (answer.ok) return answer.json();
   const said = await answer.text();
@@ -104,8 +107,14 @@ async function sendOnce() {
       refuse(row, answer.rows[0]);
       return;
     }
-    row.saved = answer.rows[0].text;
     const { known, fields } = kept[number];
+    const theirs = answer.rows[0].text;
+    if (!("text" in sent[place]) && plain(theirs) !== plain(row.saved)) { // a mark replaces no text
+      if ("text" in fields) { refuse(row, answer.rows[0]); return; }
+      row.text = lines.get(number).text.value = theirs;
+      paint(row);
+    }
+    row.saved = theirs;
     if (JSON.stringify(sent[place]) === JSON.stringify(fields)) delete kept[number];
     else kept[number].known = [row.saved, ...known.slice(known.lastIndexOf(sent[place].text) + 1)];
     store(number);
@@ -123,8 +132,10 @@ async function send() {
   sending = sendOnce();
   try {
     await sending;
-    warn("");
+    if (isBehind) warn("");
+    isBehind = false;
   } catch (error) {
+    isBehind = true;
     const why = error instanceof TypeError ? "the page does not answer" : error.message;
     warn(`Not saved yet: ${why}. What you type is kept in this browser, and is saved when it can be.`);
     timer = setTimeout(send, 2000);
@@ -148,7 +159,7 @@ function refuse(row, theirs) {
     const { fields } = kept[row.number];
     delete kept[row.number];
     store(row.number);
-    if (isMine) change(row, fields);
+    if (isMine) change(row, { text: row.text, ...fields });
     else Object.assign(row, theirs);
     lines.get(row.number).text.value = row.text;
     paint(row);
@@ -196,7 +207,10 @@ function paint(row, place = rows.indexOf(row)) {
 
 function show(row, place) {
   const line = make("div", "", $("list"));
-  button("Play", line, () => { select(row); play(row); });
+  button("Play", line, () => {
+    if (row === now && !player.paused) player.pause();
+    else { select(row); play(row); }
+  });
   const label = make("small", "", line);
   const text = make("textarea", "", line, { value: row.text, dir: "auto" });
   text.setAttribute("aria-label", "Text");
@@ -249,8 +263,8 @@ function goTo(row) {
 function next(isDone) {
   if (now && isDone && now.edited !== "done") change(now, { edited: "done" });
   const after = rows.slice(rows.indexOf(now) + 1);
-  const row = after.find((each) => !each.edited && !lines.get(each.number).line.hidden);
-  goTo(row || rows.find((each) => !each.edited));
+  const isNext = (row) => (!isDone || !row.edited) && !lines.get(row.number).line.hidden;
+  goTo(after.find(isNext) || rows.find((row) => !row.edited));
   if (now) play(now);
 }
 
@@ -267,8 +281,15 @@ async function load(row) {
   const isWhole = to(row) === Infinity;
   const isLoaded = from(row) >= clip.base && (isWhole || to(row) <= clip.base + clip.seconds);
   if (clip.number === row.number && isLoaded) return clip.url;
+  if (!row.source) throw new Error("there is no sound to hear.");
   const rest = isWhole ? "" : `&seconds=${to(row) + MARGIN - base}`;
-  const answer = await fetch(`${row.source}&offset=${base}${rest}`);
+  const address = `${row.source}&offset=${base}${rest}`;
+  if (loading.address !== address) loading = { address, made: fetched(row, base, address) };
+  return loading.made;
+}
+
+async function fetched(row, base, address) {
+  const answer = await fetch(address);
   if (!answer.ok) throw new Error(await answer.text());
   const sound = await answer.arrayBuffer();
   const url = URL.createObjectURL(new Blob([sound], { type: "audio/wav" }));
@@ -283,6 +304,7 @@ async function load(row) {
 async function play(row, at = from(row)) {
   try {
     const address = await load(row);
+    if (row !== now) return; // another text was chosen meanwhile
     if (player.src !== new URL(address, location.href).href) player.src = address;
     end = to(row);
     player.currentTime = Math.max(0, at - clip.base);
@@ -319,10 +341,19 @@ function times() {
 function edges(begin, stop) {
   const last = stop === Infinity && clip.samples ? clip.base + clip.seconds : stop;
   if (!(begin >= 0 && last > begin + 0.02) || last === Infinity) { times(); return; }
-  const round = (seconds) => Math.round(seconds * 1000) / 1000;
+  if (stop === Infinity && isCutOff()) { times(); return; }
   change(now, { offset: round(begin), duration: round(last - begin) });
   times();
   wave();
+}
+
+const round = (seconds) => Math.round(seconds * 1000) / 1000;
+
+// Whether the player has a part of a recording only, which would end where that does.
+function isCutOff() {
+  const isLong = to(now) === Infinity && clip.seconds > LONGEST - 1;
+  if (isLong) warn("Only the first five minutes of this recording are here: cut it first, with --align or in ELAN.");
+  return isLong;
 }
 
 function wave() {
@@ -353,7 +384,8 @@ function wave() {
 
 let held = ""; // the edge that a pointer moves
 function pointed(event) {
-  return clip.base + event.offsetX / $("wave").clientWidth * clip.seconds;
+  const share = Math.min(Math.max(event.offsetX / $("wave").clientWidth, 0), 1);
+  return clip.base + share * clip.seconds;
 }
 function move(event) {
   if (held === "begin") edges(Math.min(pointed(event), to(now) - 0.03), to(now));
@@ -409,9 +441,8 @@ $("split").addEventListener("click", () => {
     warn("Put the red line between two words first: click into the waveform.");
     return;
   }
-  const text = lines.get(row.number).text;
-  const caret = text.selectionStart;
-  const round = (seconds) => Math.round(seconds * 1000) / 1000;
+  if (isCutOff()) return;
+  const caret = lines.get(row.number).text.selectionStart;
   put([row], [
     { text: row.text.slice(0, caret), offset: from(row), duration: round(at - from(row)) },
     { text: row.text.slice(caret), offset: round(at), duration: round(stop - at), edited: "" },
@@ -453,15 +484,17 @@ const KEYS = {
   F3: () => slower(-1),
   F4: () => slower(1),
 };
+const save = data.address ? send : download;
 addEventListener("keydown", (event) => {
+  if (event.isComposing) return; // a key of an input method
   const isCommand = event.ctrlKey || event.metaKey;
   if (isCommand && event.key === "Enter") next(!event.shiftKey);
-  else if (isCommand && event.key === "s") (data.address ? send : download)();
+  else if (isCommand && event.code === "KeyS") save(); // in any alphabet
   else if (now && KEYS[event.key] && !isCommand) KEYS[event.key]();
   else return;
   event.preventDefault();
 });
-$("save").addEventListener("click", () => (data.address ? send : download)());
+$("save").addEventListener("click", () => save());
 $("next").addEventListener("click", () => next(false));
 $("search").addEventListener("input", filter);
 $("which").addEventListener("change", filter);

@@ -71,6 +71,8 @@ def test_nothing_is_replaced_in_silence(here, draft):
         here, draft, [edit(9, "", text="x"), edit(0, "helo", edited=DONE)]
     )
     assert [each.get("refused") for each in answers] == [True, None]  # a mark replaces no text
+    (answer,) = corrections.replace(here, draft, [edit(0, "helo", offset=1.0)])
+    assert answer["refused"]  # its text may have been split
     # An answer was lost: the text is one of those that were typed.
     known = [["helo", "hel", "hello ", "hello you"]]
     again = {"numbers": [0], "known": known, "rows": [{"text": "hello you"}]}

@@ -332,10 +332,12 @@ def test_nothing_that_is_typed_is_lost(tabs, here, wav, tmp_path):
         tab.get_by_label("Text", exact=True).nth(3).press_sequentially("is typed without a server")
         wanted[3] += "is typed without a server"
         write(4, "and all of this")
+        wanted[7] = " ".join(["ሰላም ለዓለም"] * 2500)  # more bytes than a closing tab may send
+        tab.get_by_label("Text", exact=True).nth(7).fill(wanted[7])
         tab.get_by_text("the page does not answer").wait_for()
     with started(tmp_path, "--port", port) as server:
         other = tabs(server.address)  # which has the new token; the old tab saves by itself
-        for number in (3, 4):
+        for number in (3, 4, 7):
             wait_for_text(here, number, wanted[number])
         tab.get_by_text("all is saved").wait_for()
         other.goto(base + address)
@@ -353,6 +355,11 @@ def test_nothing_that_is_typed_is_lost(tabs, here, wav, tmp_path):
         other.get_by_text("1 not saved yet (changed elsewhere: text 5)").wait_for()
         other.get_by_role("button", name="Take that").click()
         other.get_by_text("all is saved").wait_for()
+        write(6, "a text that the other tab does not see")
+        wait_for_text(here, 6, wanted[6])
+        other.get_by_role("button", name="Done", exact=True).nth(6).click()
+        until(other, f"rows[6].saved === {wanted[6]!r}")  # the mark, and what is there now
+        assert box.nth(6).input_value() == wanted[6]
     assert {number: saved(here)[number] for number in wanted} == wanted
     assert len(saved(here)) == COUNT and saved(here)[29] == "b14"
 

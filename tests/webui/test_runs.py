@@ -17,7 +17,7 @@ from common.errors import UsageError
 from speech.data import demo
 from tests.webui.locks import held, wait_for
 from webui import catalogue, commands, launch, outputs, progress, runs
-from webui.places import Places
+from webui.places import CORRECTED, Places
 
 ROOT = Path(__file__).resolve().parents[2]
 # It trains until there is a file "go", and ends with the status in it. With a file "worker" it has
@@ -278,7 +278,7 @@ START = """
 import json, sys, time
 from pathlib import Path
 from webui import catalogue, commands, runs
-from webui.places import Places
+from webui.places import CORRECTED, Places
 folder = Path(sys.argv[1])
 recipe = catalogue._read_recipe(catalogue.ROOT / "recipes" / "template.py", None)
 settings = json.loads(sys.argv[2])
@@ -418,6 +418,11 @@ def test_removing_a_run_removes_its_own_uploads(folder):
     runs.remove(runs.find(folder, "first"), places)
     assert uploads_with_files(folder) == ["12", "2"]
     assert (outside / "kept").exists() and not first.folder.exists()
+    corrected = folder / "second" / CORRECTED
+    corrected.touch()  # somebody's hours
+    with pytest.raises(UsageError, match="texts that somebody has corrected: take them home"):
+        runs.remove(runs.find(folder, "second"), places)
+    corrected.unlink()
     runs.remove(runs.find(folder, "second"), places)
     assert uploads_with_files(folder) == []
 

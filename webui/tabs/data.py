@@ -203,7 +203,9 @@ def _texts(places: Places, name: str, tier: str) -> str:
     """How far the texts of a table are corrected, and a link to their editor. Raises `Failure`."""
     if places.inside(name).is_dir():
         return ""
-    table = editor.table_of(places, name, tier)
+    if len(tiers_in(tier)) > 1:
+        return "<p>Texts are corrected one tier at a time: write one name into the field tier.</p>"
+    table = editor.table_of(places, name, "".join(tiers_in(tier)))
     corrections.check_writable(places, table)
     link = html.escape(editor.address(places, table))
     parts = [f'<a href="{link}" target="_blank" class="to-texts">Listen and correct the texts</a>']
@@ -216,6 +218,15 @@ def _texts(places: Places, name: str, tier: str) -> str:
         parts.append(f"Check and training take the corrected texts: <b>{used}</b>.")
     parts.append(editor.links_home(places, table))
     return f"<p>{' '.join(parts)}</p>"
+
+
+def tiers_in(text: str) -> list[str]:
+    """The names in the field of tiers, as a shell divides them; what is still being typed is one
+    name."""
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return [text]
 
 
 def _connect_uploads(places: Places, controls: Controls) -> None:
@@ -279,10 +290,13 @@ def _connect_check(
         if name not in recipes:
             raise UsageError("choose for which training the recordings are")
         given = dict(zip(OPTIONS, values, strict=True))
-        tier = given["tier"] or ""
-        latest = [Table(_file(places, chosen, "Table of the recordings"), tier).latest]
+        tiers = tiers_in(given["tier"] or "")
+        tables = [_file(places, chosen, "Table of the recordings")]
         if other:
-            latest.append(Table(_file(places, other, "Table for evaluation"), tier).latest)
+            tables.append(_file(places, other, "Table for evaluation"))
+        latest = tables
+        if len(tiers) < 2:  # the texts of several are not corrected together
+            latest = [Table(path, "".join(tiers)).latest for path in tables]
         paths = (shlex.quote(places.name(path)) for path in latest)
         settings = {"recipe": name, "values": dict(zip(MANIFESTS, paths, strict=False))}
         known = recipes[name].names
