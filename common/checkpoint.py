@@ -228,8 +228,16 @@ def save(folder: Path, step: int, content: dict, keep_last: int) -> Path:
         with open(temporary, "wb") as file:
             torch.save({"format": FORMAT, **content}, file)
 
-    files.save(path, write)
     others = [other for other in list_checkpoints(folder) if other != path]
+    try:
+        files.save(path, write)
+    except RunError as error:
+        if len(others) < 2:
+            raise
+        oldest = others.pop()  # its room may be what is missing
+        oldest.unlink(missing_ok=True)
+        print(f"{error}: {oldest.name} is removed for the new one", file=sys.stderr)
+        files.save(path, write)
     for old in others[keep_last - 1 :]:
         old.unlink(missing_ok=True)
     return path
@@ -352,14 +360,14 @@ def make_room(
     folders. `reports`: files and folders of the recipe's, by their names in the log folder or by
     their absolute paths; `beside`: files beside the weights. Raises `RunError`."""
     written = (*WEIGHTS, *beside, LIMITS.format("*"))
-    earlier = [*list_checkpoints(folder), *_existing(folder, written)]
+    checkpoints = list_checkpoints(folder)
+    earlier = [*checkpoints, *_existing(folder, written)]
     logs = _existing(log_dir, (*LOGS, *reports))
     with writing(folder, "--output_dir"):
         name = files.move_aside([*earlier, *logs], (folder, log_dir))
     if earlier:
-        print(
-            f"{folder}: an earlier run was moved to {name}/ (--resume auto would have continued it)"
-        )
+        hint = " (--resume auto would have continued it)" if checkpoints else ""
+        print(f"{folder}: an earlier run was moved to {name}/{hint}")
 
 
 def best_step(folder: Path) -> int:
@@ -381,7 +389,14 @@ def save_weights(
     """Writes the `state` of a model to `path` (.safetensors), with the records of the loop's `task`
     as JSON in the header, so that this file is enough to rebuild the model, and the `record` of a
     `Partial`. Writes `summary` beside it (.json). Raises `RunError`."""
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    tensors = {}
+    seen = set()
+    for name, tensor in state.items():
+        tensor = tensor.detach().cpu().contiguous()
+        # safetensors has no tensor under two names, as a copy's own model may.
+        is_shared = tensor.numel() and tensor.data_ptr() in seen
+        tensors[name] = tensor.clone() if is_shared else tensor
+        seen.add(tensor.data_ptr())
     header = {
         "format": FORMAT,
         "recipe": task.name,

@@ -138,12 +138,6 @@ install() {
   true >"$lock"
 }
 
-# --- the allocator ---
-
-# CUDA reads these when it starts, under the old or the new name. A user's values stay.
-export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF-${PYTORCH_ALLOC_CONF-expandable_segments:True}}
-export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-$PYTORCH_CUDA_ALLOC_CONF}
-
 # --- the start ---
 
 # What a script may set, as `Script` in preset.py describes it.

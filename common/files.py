@@ -117,7 +117,8 @@ def write_file(path: Path, write: Callable[[Path], object], durable: bool = True
     temporary = Path(name)
     try:
         write(temporary)
-        os.chmod(temporary, 0o666 & ~umask())  # mkstemp's are for their owner alone
+        with contextlib.suppress(OSError):  # some disks have no permissions
+            os.chmod(temporary, 0o666 & ~umask())  # mkstemp's are for their owner alone
         if durable:
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())

@@ -7,6 +7,7 @@ from collections import Counter
 import torch
 
 from common.batches import split_batch
+from common.progress import Progress
 
 # Utterances whose lengths differ by less than 20 % share a limit of the micro-batch size.
 BUCKET_RATIO = 1.2
@@ -28,6 +29,22 @@ def cut_to_fit(micro_batches: list[dict], limits: dict[int, int]) -> list[dict]:
         limit = min((limit for known, limit in limits.items() if known <= bucket), default=size)
         pieces += split_batch(batch, limit) if limit < size else [batch]
     return pieces
+
+
+def carry_over(progress: Progress, device: torch.device) -> None:
+    """Keeps the limits of a resumed run on a GPU like the one that has set them, and says so."""
+    now = "CPU"
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        now = f"{properties.name} {properties.total_memory}"
+    if progress.device and progress.device != now:
+        progress.limits.clear()
+    progress.device = now
+    if progress.limits:
+        sizes = [
+            f"{size} x {BUCKET_RATIO**bucket:.0f} s" for bucket, size in progress.limits.items()
+        ]
+        print(f"micro-batches that once ran out of memory stay small: at most {', '.join(sizes)}")
 
 
 def learn_limit(failed: dict, limits: dict[int, int], failures: Counter) -> bool:

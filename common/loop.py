@@ -55,6 +55,8 @@ from common.task import ForPlans, Run, Task
 from common.training import Training
 from common.update import train_global_batch
 
+SAVE_SECONDS = 1200.0  # between checkpoints, at most: a free notebook ends without a signal
+
 __all__ = ["ForPlans", "Run", "Task", "begin", "finish", "train"]  # what a recipe imports
 
 
@@ -141,10 +143,15 @@ def train_global_batches(training: Training) -> Progress:
             global_batch = next(source)
         except Failure as failure:
             error = failure
+        except Exception:  # of a copy's own code
+            save_alone(training)
+            raise
         training.waited += time.monotonic() - started
         if training.utilisation:
             training.utilisation.sample()
-        caught, failed = ranks.reduce([training.caught, int(error is not None)], "max")
+        is_late = time.monotonic() - training.saved_at > SAVE_SECONDS
+        own = [training.caught, int(error is not None), int(is_late)]
+        caught, failed, training.is_late = ranks.reduce(own, "max")
         if failed:
             save(training)
             raise error or RunError("another rank could not continue: see its message")
@@ -207,7 +214,8 @@ def checkpoint_is_due(training: Training, finished: bool) -> bool:
     every = training.args.save_every
     if step == training.last_saved:
         return False
-    return finished or (every > 0 and step > 0 and step % every == 0)
+    is_due = step > 0 and every > 0 and (step % every == 0 or bool(training.is_late))
+    return finished or is_due
 
 
 def finish(

@@ -27,8 +27,6 @@ LEAVE_OUT = object()  # in `add_record`
 # Rows (flag, other flag, reason), for flags that were given. "flag value" stands for that value of
 # the flag.
 EXCLUDES = (
-    ("resume", "init_from",
-     "the first continues a run, the second starts a new one; give one of them"),
     ("use_cpu_offload", "optimizer adamw_8bit",
      "offloading leaves no optimizer states on the GPU; give the first alone for the least GPU"
      " memory, the second alone for faster updates"),
@@ -435,8 +433,9 @@ class OutputFlags:
         "only evaluate the weights of --resume (OUTPUT_DIR/checkpoints/best.safetensors)"
         " on the test set", USUAL, ALONE)
     save_every: int = flag(
-        COUNT, 500, "N", "updates between checkpoints; 0 = only at the end and on signals (500)",
-        TRAINS)
+        COUNT, 500, "N",
+        "updates between checkpoints, which are 20 minutes apart at most; 0 = only at the end and on"
+        " signals (500)", TRAINS)
     keep_last: int = flag(POSITIVE, 5, "N", "checkpoints to keep (5)", TRAINS)
     log_every: int = flag(POSITIVE, 10, "N", "updates between lines of metrics.jsonl (10)", TRAINS)
     output_dir: str = flag(path, ".", "DIR", "folder for checkpoints/ and logs/ (.)", USUAL)
@@ -447,7 +446,7 @@ class OutputFlags:
     init_from: str | None = flag(
         path, None, "PATH",
         "start a new run from the weights in a checkpoint or .safetensors, as far as their shapes"
-        " fit", USUAL, TRAINS)
+        " fit; with --resume auto, unless there is a checkpoint to continue from", USUAL, TRAINS)
 
 
 def add_arguments(parser: Parser, **defaults) -> None:
@@ -477,6 +476,11 @@ def resolve(
     other flags. The demo lasts `demo_steps` updates, another run `usual_steps`; if they are None,
     its length is chosen by `run_length` when it begins, and so are its evaluations."""
     refuse_conflicts(args, all_excludes(args), args.rules.needs)
+    if args.init_from and args.resume not in (None, "auto"):
+        raise UsageError(
+            "--resume and --init_from: the first continues a run, the second starts a new one; give"
+            " one of them, or --resume auto"
+        )
     args.checkpoint_dir = Path(args.output_dir) / "checkpoints"
     args.log_dir = Path(args.output_dir) / "logs"
     if not (args.num_epochs or args.max_steps):

@@ -387,6 +387,16 @@ def cut_update(row: list[str], data: str, user: User, machines: Machines) -> tup
     return batch, share // batch
 
 
+def rest_of(batch: str, update: int) -> int:
+    """The accumulation steps with which the user's micro-batch makes the preset's update, or the
+    nearest larger one."""
+    size = int(batch) if re.fullmatch("[1-9][0-9]{0,5}", batch) else update
+    steps = -(-update // size)
+    if steps * size != update:
+        say(f"update: {steps * size} utterances in place of {update}, because of --batch_size")
+    return steps
+
+
 def row_flags(script: Script, user: User, machines: Machines, rows: list[list[str]]) -> list[str]:
     """The flags of a training: those of the row, and those that the recipe gets besides."""
     size = pick_size(script, user, names(rows, 1))
@@ -399,6 +409,8 @@ def row_flags(script: Script, user: User, machines: Machines, rows: list[list[st
         fail(f"{data} is for your own recordings: add {flags} or a model")
     batch, accumulation = cut_update(row, data, user, machines)
     letters = list(itertools.takewhile(lambda word: not word.startswith("--"), row[2:]))
+    if user.gave("--batch_size") and not user.gave("--gradient_accumulation_steps"):
+        accumulation = rest_of(user.value("--batch_size"), batch * accumulation)
     flags = ["--batch_size", str(batch), "--gradient_accumulation_steps", str(accumulation)]
     flags += letter_flags(letters, user, size)
     flags += more + row[2 + len(letters) :]
@@ -412,7 +424,7 @@ def row_flags(script: Script, user: User, machines: Machines, rows: list[list[st
     if is_own and not is_given and not is_resumed:
         facts.add("new")
     flags += added_flags(script.adds, facts, size)
-    if not user.gave("--resume", "--init_from"):
+    if not user.gave("--resume"):
         flags += ["--resume", "auto"]  # the same command, run again, resumes the run
     return flags
 

@@ -9,10 +9,10 @@ class Progress:
 
     The position in the data is `epoch` and `global_batch` (the next one of the epoch). `data` and
     `order` identify the data and their order, `origin` is the update and the epoch at which the run
-    got these data. `evaluations` lists [update, value of the metric]. `augmented_share` is that of
+    got these data, `counted` those from which on epochs have as many updates as now. `evaluations` lists [update, value of the metric]. `augmented_share` is that of
     the present epoch (`Task.augmented_share`), `overfits` whether the loss of the last evaluation
     was higher than that of an earlier one. `limits` are the sizes of micro-batches that fit, by
-    length bucket. `stop`: a set that is evaluated besides ends the run. `base` is the path of the
+    length bucket, on the `device`. `stop`: a set that is evaluated besides ends the run. `base` is the path of the
     released weights at the root of this run. `parts` has what parts of `common/parts` keep, by
     their names."""
 
@@ -23,6 +23,7 @@ class Progress:
     data: str = ""
     order: str = ""
     origin: list[int] = field(default_factory=lambda: [0, 0])
+    counted: list[int] = field(default_factory=lambda: [0, 0])
     utterances: int = 0
     best: float | None = None
     best_step: int = 0
@@ -37,6 +38,7 @@ class Progress:
     skipped_files: int = 0
     augmented_share: float = 1.0
     limits: dict = field(default_factory=dict)
+    device: str = ""
     schedule: dict | None = None
     base: str | None = None
     parts: dict = field(default_factory=dict)

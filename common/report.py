@@ -4,6 +4,7 @@ the host only."""
 import collections
 import contextlib
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -143,8 +144,8 @@ class Report:
                 self._draw(metric)
 
     def _draw(self, metric: str) -> None:
-        matplotlib = require("matplotlib", "training.png")
-        matplotlib.use("Agg")
+        os.environ["MPLBACKEND"] = "Agg"  # a notebook names one that may not be installed here
+        require("matplotlib", "training.png")
         import matplotlib.pyplot as plt
 
         text = (self.log_dir / "metrics.jsonl").read_text(encoding="utf-8")

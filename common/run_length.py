@@ -41,14 +41,14 @@ def choose(
     args,
     global_batches: GlobalBatches,
     fine_tunes: bool,
-    origin: tuple[int, int] = (0, 0),
+    progress: Progress | None = None,
     updates: tuple[int, int] = UPDATES,
 ) -> RunLength:
     """The length that the flags ask for or, without them, the usual one. If the model began from
     released weights (`fine_tunes`), the usual one follows the hours of speech: `updates` are the
-    fewest, and those from an hour on. `origin`: the update and the epoch at which the run got these
-    data."""
-    step, epoch = origin
+    fewest, and those from an hour on. `progress`: of a run that is resumed."""
+    progress = progress or Progress()
+    step, epoch = progress.origin
     per_epoch = global_batches.per_epoch
     max_steps = args.max_steps
     num_epochs = args.num_epochs
@@ -61,7 +61,10 @@ def choose(
             max_steps = step + wanted
     elif not (max_steps or num_epochs):
         num_epochs = EPOCHS
-    by_epochs = step + global_batches.count(epoch, num_epochs) if num_epochs else math.inf
+    by_epochs = math.inf
+    if num_epochs:
+        step, epoch = progress.counted
+        by_epochs = step + global_batches.count(epoch, num_epochs)
     total = int(min(by_epochs, max_steps or math.inf))
     every = args.eval_every
     if every is None:

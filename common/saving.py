@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -61,6 +62,7 @@ def save(training: Training) -> None:
     ranks = training.setup.ranks
     states = ranks.gather(rng_state(training.setup.device))
     training.last_saved = progress.step
+    training.saved_at = time.monotonic()
     progress.order = training.global_batches.order(progress.epoch)
     progress.schedule = training.schedule.state()
     with ranks.patient():
@@ -195,7 +197,10 @@ def disk_space(args, model: torch.nn.Module) -> tuple[bool, str]:
     needed = (args.keep_last + 1) * each + 2 * weights
     replaced = [*checkpoint.list_checkpoints(folder), *folder.glob("best.safetensors")]
     own = replaced if checkpoint.continues(args.resume, folder) else []
-    free = shutil.disk_usage(existing).free + sum(path.stat().st_size for path in own)
+    disk = shutil.disk_usage(existing)
+    if not disk.total:  # some network drives do not say
+        return True, f"unknown room in {existing}"
+    free = disk.free + sum(path.stat().st_size for path in own)
     need = f"{args.keep_last} + 1 checkpoints of {size(each)} and the best weights, {size(needed)}"
     if free < needed:
         advice = "lower --keep_last, or choose another --output_dir"

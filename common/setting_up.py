@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from common import checkpoint, device, errors, files, memory, optim, options, run_length
+from common import checkpoint, device, errors, files, limits, memory, optim, options, run_length
 from common.batches import EvalBatches, GlobalBatches
 from common.device import Setup, set_rng_state
 from common.engine import Engine
@@ -100,6 +100,7 @@ def begin_training(
     progress = run.resumed.progress if run.resumed else Progress()
     make_optimizer(engine, progress, saved)
     loss_scale = setup.loss_scale()
+    limits.carry_over(progress, setup.device)
     if saved and loss_scale and saved["scaler"]:
         loss_scale.load_state_dict(saved["scaler"])
     if task.augmented_share:
@@ -110,7 +111,7 @@ def begin_training(
         from common.parts import processes
 
         processes.share_limits(args.checkpoint_dir, ranks, progress.limits)
-    length = run_length.choose(args, global_batches, task.fine_tunes, progress.origin, task.updates)
+    length = run_length.choose(args, global_batches, task.fine_tunes, progress, task.updates)
     print(run_length.describe(length, global_batches))
     progress.stop = task.further is not None and bool(task.further.above_limit(task, progress))
     schedule = optim.Schedule(engine.optimizer, args.lr_schedule, length.total, args.warmup_steps)
@@ -174,8 +175,7 @@ def place_in_data(progress: Progress, global_batches: GlobalBatches) -> None:
     data = global_batches.fingerprint()
     size = global_batches.global_batch_size
     changed = ""
-    # Another machine may have saved the checkpoint, and have its data in another folder.
-    if progress.data not in ("", *global_batches.setup.ranks.gather(data)):
+    if progress.data not in ("", data):
         changed = "the training data have"
     elif progress.order not in ("", global_batches.order(progress.epoch)):
         changed = "the seed, or the length of the utterances (speed, padding), has"
@@ -183,6 +183,8 @@ def place_in_data(progress: Progress, global_batches: GlobalBatches) -> None:
         progress.origin = [progress.step, progress.epoch]
     elif progress.global_batch_size != size:
         changed = "the number of utterances in an update has"
+    if changed:
+        progress.counted = [progress.step, progress.epoch]
     if changed and progress.global_batch:
         epoch = f"epoch {progress.epoch + 1}"
         print(f"{changed} changed since the checkpoint: {epoch} starts from its beginning")

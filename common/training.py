@@ -31,6 +31,9 @@ class Training:
     report: Report
     utilisation: Any = None  # readings of the GPU (`parts.utilisation`)
     last_saved: int = -1  # the update after which the last checkpoint was saved
+    saved_at: float = field(default_factory=time.monotonic)  # its time, or that of the beginning
+    is_late: bool = False  # whether that is SAVE_SECONDS ago
+    unreadable: int = 0  # files in a row that were skipped
     caught: int = 0  # the number of a signal
     skipped: set[str] = field(default_factory=set)  # files that were reported
     # The time of the last report and, since then, seconds spent waiting for data and utterances.

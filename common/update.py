@@ -25,6 +25,7 @@ from common.training import Training
 DONE, AGAIN, STOP, CANNOT_FIT = range(4)
 
 MAX_BAD_BATCHES = 10  # in a row, whose loss is not finite
+MAX_UNREADABLE = 8  # files in a row: then it is not a file that is damaged, but a disk that is gone
 
 
 def train_global_batch(training: Training, global_batch: GlobalBatch) -> None:
@@ -37,6 +38,12 @@ def train_global_batch(training: Training, global_batch: GlobalBatch) -> None:
     *counts, utterances, skipped = ranks.reduce([*own, len(names), len(global_batch.skipped)])
     if skipped:
         note_skipped(training, global_batch, skipped)
+    training.unreadable = 0 if utterances else training.unreadable + skipped
+    if training.unreadable >= MAX_UNREADABLE:  # the position stays before this global batch
+        raise RunError(
+            f"the last {training.unreadable} files could not be read: is the disk or the network"
+            " drive with the audio still there?"
+        )
     if utterances:
         totals = dict(zip(terms, counts, strict=True))
         snapshot = StateBefore(training)

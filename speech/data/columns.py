@@ -308,11 +308,12 @@ class Corpus:
         return replace(self, **columns)
 
     def fingerprint(self) -> str:
-        """Changes when the utterances, their texts, their labels or their order do."""
+        """Changes when the utterances, their texts, their labels or their order do, and not when
+        they are in another folder."""
         digest = hashlib.sha1(self.seconds.tobytes() + self.offsets.tobytes())
         if self.channels is not None:
             digest.update(self.channels.tobytes())
-        for column in (self.paths, self.texts, self.labels):
+        for column in (self.texts, self.labels):
             if column is not None:
                 digest.update(column.buffer)
                 digest.update(column.ends)

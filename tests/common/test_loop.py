@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from common import checkpoint, files, report, update
+from common import checkpoint, files, loop, report, update
 from common.batches import to_device
 from common.device import LossScale, Setup
 from common.engine import run_global_batch
@@ -881,7 +881,54 @@ def test_bad_files_are_skipped_counted_and_listed_once(tmp_path, capsys):
     assert (listed["file"], listed["reason"]) == ("three.wav", "three.wav is truncated")
 
 
+class Unmounted(small.Waveforms):
+    """A disk that may go away."""
+
+    is_gone = False
+
+    def item(self, index: int, epoch: int) -> dict:
+        if self.is_gone:
+            error = DataError("Transport endpoint is not connected")
+            error.path = f"{index}.wav"
+            raise error
+        return super().item(index, epoch)
+
+
+def test_a_disk_that_is_gone_ends_the_run_where_it_was(tmp_path):
+    data = Unmounted(24)
+
+    def goes(*inputs):
+        data.is_gone = True
+        return small.compute_loss(*inputs)
+
+    flags = (*cut(8, 1), "--skip_bad_audio", "--num_epochs")
+    with pytest.raises(RunError, match="the last 8 files could not be read: is the disk"):
+        trained(tmp_path, *flags, "99", data=data, compute_loss=goes)
+    data.is_gone = False
+    _, progress = trained(tmp_path, *flags, "2", "--resume", "auto", data=data)
+    assert (progress.step, progress.utterances, progress.skipped_files) == (6, 48, 8)
+
+
+def test_a_checkpoint_is_never_much_older_than_a_free_notebook_lives(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "SAVE_SECONDS", -1.0)
+    trained(tmp_path, "--max_steps", "2", "--save_every", "500")
+    assert len(list((tmp_path / "checkpoints").glob("*.pt"))) == 2
+    trained(tmp_path / "b", "--max_steps", "2", "--save_every", "0")
+    assert len(list((tmp_path / "b" / "checkpoints").glob("*.pt"))) == 1
+
+
 # --- resuming -------------------------------------------------------------------------------------
+
+
+def test_a_run_from_other_weights_continues_when_the_command_is_run_again(tmp_path):
+    trained(tmp_path / "first", "--max_steps", "2")
+    best = str(tmp_path / "first/checkpoints/best.safetensors")
+    flags = ("--init_from", best, "--resume", "auto", "--num_epochs", "9", "--max_steps")
+    assert trained(tmp_path / "second", *flags, "2")[1].step == 2
+    model, progress = trained(tmp_path / "second", *flags, "4")
+    assert progress.step == 4 and not (tmp_path / "second/checkpoints/earlier-1").exists()
+    whole, _ = trained(tmp_path / "whole", *flags, "4")
+    assert are_equal(model, whole)
 
 
 class Faster(small.Waveforms):

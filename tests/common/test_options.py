@@ -122,7 +122,7 @@ def test_a_recipes_own_defaults_replace_the_shared_ones_in_the_help_too():
     for part in (
         "peak learning rate (3e-05)",
         "use TF32 for fp32 operations on CUDA (off)",
-        "updates between checkpoints; 0 = only at the end and on signals (by size)",
+        "20 minutes apart at most; 0 = only at the end and on signals (by size)",
     ):
         assert part in text
     with pytest.raises(KeyError):

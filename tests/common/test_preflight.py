@@ -193,7 +193,9 @@ NEEDED = "42 MiB free for 2 + 1 checkpoints of 11 MiB and the best weights, 42 M
 
 
 def disk_of(monkeypatch, free: int) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free, total=1)
+    )
 
 
 def checked(folder, *flags: str, more: int = 0) -> tuple[str, str]:

@@ -6,6 +6,7 @@ import pytest
 from common import run_length
 from common.batches import GlobalBatches
 from common.device import Setup
+from common.progress import Progress
 from tests import small
 
 
@@ -64,8 +65,9 @@ def test_flags_win():
     assert length_of(1, 16, "--max_steps", "7")[0].total == 7
     assert length_of(1, 16, "--num_epochs", "3", "--max_steps", "20")[0].total == 20
     assert length_of(1, 16, "--num_epochs", "3", "--max_steps", "2000")[0].total == 3 * 38
-    # 5 updates of the first epoch were made with other data.
-    assert length_of(1, 16, "--num_epochs", "3", origin=(5, 1))[0].total == 5 + 2 * 38
+    # 5 updates of the first epoch were made with other data, or with another number of utterances.
+    for progress in (Progress(origin=[5, 1], counted=[5, 1]), Progress(counted=[5, 1])):
+        assert length_of(1, 16, "--num_epochs", "3", progress=progress)[0].total == 5 + 2 * 38
     assert length_of(1, 16, "--eval_every", "0")[0].eval_every == 0
     for patience in (0, 3):
         flags = ("--early_stopping_patience", str(patience))
@@ -74,8 +76,9 @@ def test_flags_win():
 
 
 def test_other_data_have_a_length_of_their_own():
-    assert length_of(1, 16, origin=(1200, 32))[0].total == 3200
-    length, batches = length_of(100, 16, origin=(1200, 32))
+    progress = Progress(origin=[1200, 32], counted=[1200, 32])
+    assert length_of(1, 16, progress=progress)[0].total == 3200
+    length, batches = length_of(100, 16, progress=progress)
     assert length.num_epochs == 42 and length.total == 1200 + 10 * batches.per_epoch
 
 

@@ -195,9 +195,20 @@ def test_using_a_model_brings_no_flags_of_training(script):
     # These check the machine for a run, so they have the run's flags.
     for check in (["--verify_gpu"], ["--dry_run", "8GB"], ["--dry_run"]):
         assert flags_of(script, "8gb", *check) == [*flags_of(script, "8gb"), *check]
-    for given in (["--resume", "a.pt"], ["--resume=a.pt"], ["--init_from", "a.pt"]):
+    for given in (["--resume", "a.pt"], ["--resume=a.pt"]):
         words = flags_of(script, "8gb", *given)
         assert words[-len(given) :] == given and "auto" not in words
+    assert "auto" in flags_of(script, "8gb", "--init_from", "a.pt")
+
+
+def test_a_micro_batch_of_ones_own_keeps_the_update():
+    """The accumulation follows from it."""
+    assert cut_of(flags_of(KONKANI, "8gb", "--batch_size", "2")) == (2, 4)
+    both = ("--batch_size", "1", "--gradient_accumulation_steps", "3")
+    assert cut_of(flags_of(KONKANI, "8gb", *both)) == (1, 3)
+    assert cut_of(flags_of(KONKANI, "8gb", "--batch_size", "3")) == (3, 3)
+    said = answer(KONKANI, "8gb", "--batch_size", "3").said
+    assert "update: 9 utterances in place of 8, because of --batch_size" in said
 
 
 @pytest.mark.parametrize("script", [PARAKEET, XTTS])
