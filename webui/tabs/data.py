@@ -249,7 +249,10 @@ def _connect_uploads(places: Places, controls: Controls) -> None:
             text = f"<p><b>{saved}{MISSING}</b></p>{HELP}"
             return gr.skip(), gr.skip(), gr.Dropdown(choices=places.uploads()), text
         name = places.name(path)
-        text = f"<p>Uploaded. The table is now called <b>{views.text(name)}</b>.</p>"
+        text = (
+            f"<p>Uploaded. The table is now called <b>{views.text(name)}</b>. What was corrected in"
+            " an earlier upload stays there.</p>"
+        )
         text += _left_out(places, [path])
         table = gr.Dropdown(choices=_with(places.manifests(), name), value=name)
         return table, None, gr.Dropdown(choices=places.uploads()), text
