@@ -434,8 +434,8 @@ class OutputFlags:
         " on the test set", USUAL, ALONE)
     save_every: int = flag(
         COUNT, 500, "N",
-        "updates between checkpoints, which are 20 minutes apart at most; 0 = only at the end and on"
-        " signals (500)", TRAINS)
+        "updates between checkpoints, which are 20 minutes apart at most; 0 = only at the end and"
+        " on signals (500)", TRAINS)
     keep_last: int = flag(POSITIVE, 5, "N", "checkpoints to keep (5)", TRAINS)
     log_every: int = flag(POSITIVE, 10, "N", "updates between lines of metrics.jsonl (10)", TRAINS)
     output_dir: str = flag(path, ".", "DIR", "folder for checkpoints/ and logs/ (.)", USUAL)

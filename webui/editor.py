@@ -24,8 +24,8 @@ SAVED = (
 )
 WHICH = (
     "Which tier has the texts? Take the one with what was said, in the writing that a recogniser"
-    " should learn; not the one with glosses, translations, sounds or numbers. On the Data tab, write"
-    " its name into the field tier (in quotes if it has a space)."
+    " should learn; not the one with glosses, translations, sounds or numbers. On the Data tab,"
+    " write its name into the field tier (in quotes if it has a space)."
 )
 
 

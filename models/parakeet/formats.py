@@ -174,8 +174,8 @@ def read_settings(path: str | Path) -> tuple[dict, dict]:
 
 
 def read_note(path: str | Path) -> dict:
-    """The note of extend.py in a folder, or beside a `.nemo`: `new_pieces` (ids of pieces that the released model does
-    not have) and `base` (its name). Raises `UsageError`."""
+    """The note of extend.py in a folder, or beside a `.nemo`: `new_pieces` (ids of pieces that the
+    released model does not have) and `base` (its name). Raises `UsageError`."""
     path = Path(path)
     file = (path.parent if path.is_file() else path) / NOTE
     if not file.is_file():

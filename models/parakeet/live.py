@@ -42,8 +42,8 @@ LARGEST_HEADER = 1 << 16  # bytes of a wav file before its samples
 BEGINNING = 12  # bytes by which most files are known
 # How files begin that hold encoded samples, or a header that is not read here.
 CODED = re.compile(
-    rb"RI(FF....(?!WAVE)|FX)|RF64|FORM|fLaC|OggS|ID3|caff|riff|\.snd|wvpk|#!AMR|....ftyp|\x1aE\xdf\xa3"
-    rb"|\xff[\xe2\xe3\xf2\xf3\xfa\xfb]",  # the last: a frame of an MP3
+    rb"RI(FF....(?!WAVE)|FX)|RF64|FORM|fLaC|OggS|ID3|caff|riff|\.snd|wvpk|#!AMR|....ftyp"
+    rb"|\x1aE\xdf\xa3|\xff[\xe2\xe3\xf2\xf3\xfa\xfb]",  # the last: a frame of an MP3
     re.DOTALL,
 )
 CONVERT = "convert it: ffmpeg -i - -f s16le -ar 16000 -ac 1 - | ..."

@@ -352,7 +352,9 @@ const round = (seconds) => Math.round(seconds * 1000) / 1000;
 // Whether the player has a part of a recording only, which would end where that does.
 function isCutOff() {
   const isLong = to(now) === Infinity && clip.seconds > LONGEST - 1;
-  if (isLong) warn("Only the first five minutes of this recording are here: cut it first, with --align or in ELAN.");
+  if (isLong) {
+    warn("Only the first five minutes of this recording are here: cut it first, in ELAN or with --align.");
+  }
   return isLong;
 }
 

@@ -232,7 +232,8 @@ def part_of(corpus, index: int) -> tuple[float, float | None, int | None]:
 
 def audio_files(paths: list[str]) -> list[Path]:
     """The files among `paths`, and every file with an audio suffix below the folders among them,
-    sorted; a Mac writes others beside them, which begin with "._". Raises `UsageError` if a path or audio in a folder is missing."""
+    sorted; a Mac writes others beside them, which begin with "._". Raises `UsageError` if a path
+    or audio in a folder is missing."""
     suffixes = {*AUDIO_SUFFIXES, *(f".{name.lower()}" for name in soundfile.available_formats())}
     files = []
     for path in paths:

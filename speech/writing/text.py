@@ -14,9 +14,11 @@ MOST_SENTENCES = 1_000_000  # to train SentencePiece on: it holds them in memory
 # They shape glyphs, so training keeps them. They are not heard, so scoring removes them.
 JOINERS = "\u200c\u200d"
 UNHEARD = ("Cc", "Cf", "Cs", "Co")  # categories of control characters and the like
-# Latin, Armenian, Arabic, Urdu, Devanagari, Myanmar, Ethiopic, Khmer, Chinese and full-width.
+# Latin, Armenian, Hebrew, Arabic, Urdu, Devanagari, Tibetan, Myanmar, Ethiopic, Khmer, Chinese
+# and full-width.
 SENTENCE_ENDS = tuple(
-    ".?!\u0589\u05c3\u061f\u06d4\u0964\u0965\u0f0d\u104b\u1362\u1367\u17d4\u3002\uff01\uff0e\uff1f\uff61"
+    ".?!\u0589\u05c3\u061f\u06d4\u0964\u0965\u0f0d\u104b\u1362\u1367\u17d4\u3002"
+    "\uff01\uff0e\uff1f\uff61"
 )
 
 APOSTROPHES = "'\u2018\u2019\u201b"
