@@ -353,7 +353,7 @@ const round = (seconds) => Math.round(seconds * 1000) / 1000;
 function isCutOff() {
   const isLong = to(now) === Infinity && clip.seconds > LONGEST - 1;
   if (isLong) {
-    warn("Only the first five minutes of this recording are here: cut it first, in ELAN or with --align.");
+    warn("Only the first five minutes of this recording are here: cut it first (ELAN, --align).");
   }
   return isLong;
 }
