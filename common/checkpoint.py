@@ -2,6 +2,7 @@
 best, the lock of a folder."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -23,6 +24,7 @@ from common.errors import RunError, UsageError, first_line, writing
 from common.progress import Progress
 
 FORMAT = "speech-recipes checkpoint 3"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # of a disk, and of a quota
 CHECKPOINT = re.compile(r"checkpoint_step_(\d{8,12})\.pt")
 WEIGHTS = ("best.safetensors", "best.json")
 LIMITS = "limits_{}.json"  # sizes of micro-batches that fit, by a rank that was out of memory
@@ -232,11 +234,12 @@ def save(folder: Path, step: int, content: dict, keep_last: int) -> Path:
     try:
         files.save(path, write)
     except RunError as error:
-        if len(others) < 2:
+        if len(others) < 2 or getattr(error.__cause__, "errno", 0) not in NO_ROOM:
             raise
-        oldest = others.pop()  # its room may be what is missing
-        oldest.unlink(missing_ok=True)
-        print(f"{error}: {oldest.name} is removed for the new one", file=sys.stderr)
+        oldest = others.pop()
+        print(f"the disk is full: {oldest} is removed for the new checkpoint", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            oldest.unlink()
         files.save(path, write)
     for old in others[keep_last - 1 :]:
         old.unlink(missing_ok=True)
@@ -452,8 +455,17 @@ def read_weights(path: str | Path, recipe: str, flag: str = "--resume") -> Saved
 
 
 def read_initial(path: str | None, recipe: str, resumed: Saved | None) -> Saved | None:
-    """The weights of --init_from, unless the run resumes another one. Raises `UsageError`."""
-    if not path or resumed:
+    """The weights of --init_from, unless the run resumes one that began with them. Raises
+    `UsageError`."""
+    if not path:
+        return None
+    if resumed:
+        began = resumed.state["args"].get("init_from")
+        if not began or os.path.abspath(began) != os.path.abspath(path):
+            raise UsageError(
+                f"--init_from {path}: {resumed.path} is of a run that did not begin with it: take"
+                " another --output_dir, or leave --init_from out to continue that run"
+            )
         return None
     return read_weights(path, recipe, "--init_from")
 

@@ -181,7 +181,7 @@ def save(path: Path, write: Callable[[Path], object]) -> None:
             free = f" ({shutil.disk_usage(path.parent).free / 2**20:.0f} MiB free on that disk)"
         raise RunError(
             f"cannot save {path}: {reason}{free}; earlier checkpoints are unharmed"
-        ) from None
+        ) from error
 
 
 def _label(name: str, path: str | Path) -> str:

@@ -9,7 +9,7 @@ class Progress:
 
     The position in the data is `epoch` and `global_batch` (the next one of the epoch). `data` and
     `order` identify the data and their order, `origin` is the update and the epoch at which the run
-    got these data, `counted` those from which on epochs have as many updates as now. `evaluations`
+    got these data, `counted` those from which on epochs have as many updates as now (None: `origin`). `evaluations`
     lists [update, value of the metric]. `augmented_share` is that of the present epoch
     (`Task.augmented_share`), `overfits` whether the loss of the last evaluation was higher than
     that of an earlier one. `limits` are the sizes of micro-batches that fit, by length bucket, on
@@ -24,7 +24,7 @@ class Progress:
     data: str = ""
     order: str = ""
     origin: list[int] = field(default_factory=lambda: [0, 0])
-    counted: list[int] = field(default_factory=lambda: [0, 0])
+    counted: list[int] | None = None
     utterances: int = 0
     best: float | None = None
     best_step: int = 0

@@ -145,7 +145,7 @@ class Report:
 
     def _draw(self, metric: str) -> None:
         os.environ["MPLBACKEND"] = "Agg"  # a notebook names one that may not be installed here
-        require("matplotlib", "training.png")
+        require("matplotlib", "training.png").use("Agg")
         import matplotlib.pyplot as plt
 
         text = (self.log_dir / "metrics.jsonl").read_text(encoding="utf-8")

@@ -63,7 +63,7 @@ def choose(
         num_epochs = EPOCHS
     by_epochs = math.inf
     if num_epochs:
-        step, epoch = progress.counted
+        step, epoch = progress.counted or progress.origin
         by_epochs = step + global_batches.count(epoch, num_epochs)
     total = int(min(by_epochs, max_steps or math.inf))
     every = args.eval_every

@@ -140,17 +140,15 @@ def check_data(asked: ParakeetOptions) -> None:
         check_texts(asked, corpora, tokenizer_of(info), info.own_vocabulary)
         for corpus in corpora.values() if info.languages else ():
             languages.prompts(corpus, info.languages, asked.language, tokenizer_of(info))
-        corpora = drop_untrainable(asked, corpora, info)
+        corpora = without_infeasible(asked, corpora, info)
     splits.report_checked(corpora, from_scratch=info is None)
 
 
-def drop_untrainable(
+def without_infeasible(
     asked: ParakeetOptions, corpora: dict[str, Corpus], info: ModelInfo
 ) -> dict[str, Corpus]:
-    """The corpora. What a CTC head cannot align is in none of its losses: a model that has nothing
-    else is not trained on it, and a transducer is."""
-    if "ctc" not in loss_weights(info):
-        return corpora
+    """The corpora. Of utterances with more tokens than frames, a model that has nothing but a CTC
+    head learns nothing, and a transducer little: they are left out, or noted."""
 
     def frames_of(seconds: float) -> int:
         return encoder_frames(int(seconds * SAMPLE_RATE), info.config)
@@ -543,7 +541,8 @@ def main(args) -> None:
     model.trains_ctc = "ctc" in loss_weights(info)
     corpora = read()
     check_texts(asked, corpora, tokenizer_of(info), info.own_vocabulary)
-    corpora = drop_untrainable(asked, corpora, info)
+    if "ctc" in loss_weights(info):
+        corpora = without_infeasible(asked, corpora, info)
     sets = make_sets(asked, info, corpora)
 
     new, old = sets.pop("train"), sets.pop(replay.REPLAY, None)

@@ -229,7 +229,7 @@ def resume(run: Run, places: Places, recipes: dict[str, Recipe]) -> None:
 
 def remove(run: Run, places: Places) -> None:
     """Deletes a run of the page, and the uploads that no other run uses. Raises `UsageError` if it
-    runs, or was started from a command line, and `RunError`."""
+    runs, was started from a command line, or has corrected texts, and `RunError`."""
     if is_alive(run):
         raise UsageError(f"{run.name} runs: stop it first")
     if not os.path.lexists(run.folder / launch.RUN):
@@ -238,8 +238,8 @@ def remove(run: Run, places: Places) -> None:
         )
     if any(run.folder.glob(f"*{CORRECTED}")):
         raise UsageError(
-            f"{run.name} has texts that somebody has corrected: take them home, and remove its"
-            f" folder {run.folder} there"
+            f"{run.name} has texts that somebody has corrected: take them home first, then remove"
+            f" the folder {run.folder} in a terminal"
         )
     others = (each for each in list_runs(run.folder.parent) if each.name != run.name)
     uploads = _uploads(run).difference(*map(_uploads, others))

@@ -221,7 +221,7 @@ def standard_input() -> Iterator[torch.Tensor]:
         samples = np.frombuffer(data[:whole], "<i2").astype(np.float32) / 32768
         yield torch.from_numpy(samples)
         left -= whole
-        more = read()
+        more = read() if left > 1 else b""
         data = data[whole:] + more if more else b""
 
 

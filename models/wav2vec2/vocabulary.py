@@ -69,9 +69,10 @@ def extended(tokenizer: Wav2Vec2Tokenizer, texts: Iterable[str], style: Style | 
     # The delimiter and special pieces cannot be letters, too.
     lacking = counts.keys() - {tokenizer.state().get("delimiter"), *tokenizer.pieces}
     added = sorted(_letters(lacking, style), key=lambda letter: (-counts[letter], letter))
-    if not added:
+    digits = Counter({sign: count for sign, count in counts.items() if sign.isdecimal()})
+    if not added and digits:
         raise UsageError(
-            f"--vocab extended adds no digits, and the texts have {unknown.named(counts)}:"
+            f"--vocab extended adds no digits, and the texts have {unknown.named(digits)}:"
             f" {IN_WORDS}or take --vocab own"
         )
     return with_added(tokenizer.state(), added)

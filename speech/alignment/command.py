@@ -121,6 +121,7 @@ def resolve(args) -> Request | None:
         left_out = manifest.with_name(f"{manifest.stem}_left_out.json")
         transcripts.check_file(manifest, MANIFEST, inputs)
         transcripts.check_file(review, page.BEGINS, inputs)
+        transcripts.check_file(transcripts.partial_of(manifest), MANIFEST, inputs)
     else:
         transcripts.check_output(output, inputs)
         beside = Path(args.output)
@@ -147,28 +148,29 @@ def find_pairs(audio: str, text: str) -> list[tuple[Path, Path]]:
     texts = [path for path in sorted(Path(text).rglob("*")) if path.suffix.lower() in TEXTS]
     texts = [path for path in texts if path.is_file() and not path.name.startswith("._")]
     sounds, books = _by_name(audio, recordings), _by_name(text, texts)
+    for folder, found in ((audio, sounds), (text, books)):
+        for name in sorted(sounds.keys() & books.keys()):
+            if len(found[name]) > 1:
+                names = " and ".join(map(str, found[name]))
+                raise UsageError(
+                    f"--align: {names} have the same name: leave one of them in {folder}"
+                )
     for name in sorted(sounds.keys() - books.keys()):
-        print(f"warning: {sounds[name]}: no text {name}.txt in {text}", file=sys.stderr)
+        print(f"warning: {sounds[name][0]}: no text {name}.txt in {text}", file=sys.stderr)
     for name in sorted(books.keys() - sounds.keys()):
-        print(f"warning: {books[name]}: no recording of this name in {audio}", file=sys.stderr)
-    pairs = [(sounds[name], books[name]) for name in sorted(sounds.keys() & books.keys())]
+        print(f"warning: {books[name][0]}: no recording of this name in {audio}", file=sys.stderr)
+    pairs = [(sounds[name][0], books[name][0]) for name in sorted(sounds.keys() & books.keys())]
     if not pairs:
         raise UsageError(f"--align {audio} {text}: no recording has the name of a text")
     return pairs
 
 
-def _by_name(folder: str, paths: list[Path]) -> dict[str, Path]:
-    """Files in a folder, by the names by which recordings and texts are compared. Raises
-    `UsageError` for two of one name."""
-    found: dict[str, Path] = {}
+def _by_name(folder: str, paths: list[Path]) -> dict[str, list[Path]]:
+    """Files in a folder, by the names by which recordings and texts are compared."""
+    found: dict[str, list[Path]] = {}
     for path in paths:
         name = comparable(str(path.relative_to(folder).with_suffix("")))
-        if name in found:
-            raise UsageError(
-                f"--align: {found[name]} and {path} have the same name: leave one of them in"
-                f" {folder}"
-            )
-        found[name] = path
+        found.setdefault(name, []).append(path)
     return found
 
 
@@ -218,8 +220,8 @@ def align_files(request: Request, load: Callable[[], Recogniser]) -> None:
         if request.is_flat:
             reason = "there are too few pauses in them"
         raise DataError(
-            f"nothing was found: the texts are not read in these recordings, or {reason}; what was"
-            f" heard is in {request.left_out}"
+            f"nothing was found: the texts are not read in these recordings, or {reason}; what is"
+            f" left out is in {request.left_out}"
         )
 
 
@@ -257,9 +259,14 @@ def align(audio: Path, text: Path, recogniser: Recogniser) -> Cuts:
 
 def warn_of_lacking(path: Path, pieces: list[Piece], vocabulary: Vocabulary) -> None:
     """Names the letters of a text that a recogniser cannot write, if they are many."""
-    letters = Counter(letter for piece in pieces for letter in piece.text if is_letter(letter))
-    lacking = Counter({c: n for c, n in letters.items() if HOLE in vocabulary.encode(c)})
-    share = lacking.total() / max(1, letters.total())
+    total = 0
+    lacking: Counter[str] = Counter()
+    for word in (word for piece in pieces for word in piece.text.split()):
+        letters = list(filter(is_letter, word))
+        total += len(letters)
+        if HOLE in vocabulary.encode(word):
+            lacking.update(letter for letter in letters if HOLE in vocabulary.encode(letter))
+    share = lacking.total() / max(1, total)
     if share > MOST_LACKING:
         print(
             f"warning: {path}: the recogniser cannot write {100 * share:.0f} % of its letters"
@@ -322,6 +329,7 @@ def _write(request: Request, utterances: list[dict], left_out: list[dict]) -> No
     """Writes manifest, page and the list of what is left out; renames others. Raises `RunError`."""
     if request.manifest:
         transcripts.write(request.manifest, utterances)
+        transcripts.partial_of(request.manifest).unlink(missing_ok=True)  # of an earlier attempt
     if not transcripts.write(request.left_out, left_out):
         transcripts.keep_earlier(request.left_out)  # of another run
     seconds = sum(row["duration"] for row in utterances)

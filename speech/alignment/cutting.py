@@ -1,5 +1,6 @@
 """Utterances to train on, cut at sentence ends and pauses, and lists of what is left out."""
 
+import itertools
 import statistics
 from dataclasses import dataclass
 
@@ -38,6 +39,7 @@ ANOTHER = 0.5
 HEARD_LETTERS = 5
 HEARD_SECONDS = 1.0
 NUMBER_LETTERS = 2  # heard where a number is read
+NUMBER_SECONDS = 3.0  # how far from a piece a number may be
 
 NOT_FOUND = "not found in the recording"
 UNCERTAIN = "uncertain"
@@ -87,6 +89,7 @@ def cut(
         elif number not in certain:
             reasons[number] = UNCERTAIN
     utterances = []
+    numbers_read = _NumbersRead(pieces, numbers, placed, emissions, heard)
     used = [spans[number] for number in numbers if number not in reasons]
     for run in _runs(used) if joins else [[span] for span in used]:
         for part in _best_cuts(run, pieces):
@@ -99,13 +102,13 @@ def cut(
             elif not (begins and ends):
                 reason = NO_PAUSE
             else:
-                texts = [
-                    _said(span, pieces[span.number], placed, emissions, heard) for span in part
-                ]
-                utterances.append(_utterance(part, texts, placed))
-                continue
+                texts = numbers_read.of(part)
+                if texts:
+                    utterances.append(_utterance(part, texts, placed))
+                    continue
+                reason = UNCERTAIN
             reasons |= dict.fromkeys((span.number for span in part), reason)
-    texts = [_left_out(pieces[i].text, reasons[i], spans.get(i)) for i in sorted(reasons)]
+    texts = [_left_out(pieces[i].whole, reasons[i], spans.get(i)) for i in sorted(reasons)]
     return Cuts(utterances, texts, _sounds(utterances, emissions, heard))
 
 
@@ -260,18 +263,82 @@ def _cost(seconds: float) -> float:
     return SHORT_COST if seconds < SHORT else -ANOTHER
 
 
-def _said(
-    span: _Span, piece: Piece, placed: list[Placed | None], emissions: Emissions, heard: Heard
-) -> str:
-    """A piece with the numbers beside it, as far as something is heard where they are."""
-    this = placed[span.number]
-    start, end = round(span.start / emissions.frame), round(span.end / emissions.frame)
-    counts = heard.count(start, this.start), heard.count(this.end, end)
-    before, after = (
-        number if count >= NUMBER_LETTERS else ""
-        for number, count in zip(piece.numbers, counts, strict=True)
-    )
-    return " ".join(filter(None, (before, piece.text, after)))
+class _NumbersRead:
+    """Which of the numbers beside the pieces of an utterance are read. They are not aligned, because
+    the recogniser cannot write them: letters that it hears where a number would be say so.
+    `numbers`: of the placed pieces, in order of time."""
+
+    def __init__(
+        self,
+        pieces: list[Piece],
+        numbers: list[int],
+        placed: list[Placed | None],
+        emissions: Emissions,
+        heard: Heard,
+    ):
+        self.pieces = pieces
+        self.placed = placed
+        self.frame = emissions.frame
+        self.heard = heard
+        # Of each piece, where the one before it ends and the one after it starts.
+        ends = [0, *(placed[number].end for number in numbers)]
+        starts = [*(placed[number].start for number in numbers[1:]), len(emissions.best)]
+        self.ends = dict(zip(numbers, ends, strict=False))
+        self.starts = dict(zip(numbers, starts, strict=False))
+
+    def of(self, part: list[_Span]) -> list[str] | None:
+        """The text of each piece with the numbers that are read. None if sound of a number at an
+        end may be outside."""
+        first, last = part[0], part[-1]
+        before = self._at_start(first.number, round(first.start / self.frame))
+        after = self._at_end(last.number, round(last.end / self.frame))
+        if before is None or after is None:
+            return None
+        sides = [before]
+        for one, other in itertools.pairwise(part):
+            sides += self._between(one.number, other.number)
+        sides.append(after)
+        texts = []
+        for span, is_before, is_after in zip(part, sides[::2], sides[1::2], strict=True):
+            piece = self.pieces[span.number]
+            words = [piece.numbers[0]] * is_before + [piece.text] + [piece.numbers[1]] * is_after
+            texts.append(" ".join(filter(None, words)))
+        return texts
+
+    def _between(self, one: int, other: int) -> tuple[bool, bool]:
+        """Whether a number is read behind piece `one`, and before the `other`, which follows it in
+        an utterance. Of two numbers it is the nearer one."""
+        start, end = self.placed[one].end, self.placed[other].start
+        if not self._is_heard(start, end):
+            return False, False
+        if not (self.pieces[one].numbers[1] and self.pieces[other].numbers[0]):
+            return True, True
+        first, last = np.searchsorted(self.heard.frames, [start, end])
+        frames = self.heard.frames[first:last]
+        is_behind = bool(frames[0] - start < end - frames[-1])
+        return is_behind, not is_behind
+
+    def _at_start(self, number: int, edge: int) -> bool | None:
+        """Whether a number is read before a piece, in an utterance from frame `edge` on. None if
+        letters are heard before that, too."""
+        if not self.pieces[number].numbers[0]:
+            return False
+        earliest = max(self.ends[number], edge - round(NUMBER_SECONDS / self.frame))
+        if self._is_heard(earliest, edge):
+            return None
+        return self._is_heard(edge, self.placed[number].start)
+
+    def _at_end(self, number: int, edge: int) -> bool | None:
+        """The same of a number behind a piece, in an utterance up to frame `edge`."""
+        if not self.pieces[number].numbers[1]:
+            return False
+        latest = min(self.starts[number], edge + round(NUMBER_SECONDS / self.frame))
+        if self._is_heard(edge, latest):
+            return None
+        return self._is_heard(self.placed[number].end, edge)
+
+    def _is_heard(self, start: int, end: int) -> bool:
+        return self.heard.count(start, end) >= NUMBER_LETTERS
 
 
 def _utterance(part: list[_Span], texts: list[str], placed: list[Placed | None]) -> dict:

@@ -25,7 +25,7 @@ let end = Infinity;
 let sending = null;
 let timer = 0;
 let isBehind = false; // whether the last attempt to save has failed
-let loading = {}; // the sound that is on its way, or the last: {address, made}
+let loading = {}; // the sound that is on its way: {address, made}
 
 function make(name, text, parent, settings) {
   const element = Object.assign(document.createElement(name), settings);
@@ -284,7 +284,12 @@ async function load(row) {
   if (!row.source) throw new Error("there is no sound to hear.");
   const rest = isWhole ? "" : `&seconds=${to(row) + MARGIN - base}`;
   const address = `${row.source}&offset=${base}${rest}`;
-  if (loading.address !== address) loading = { address, made: fetched(row, base, address) };
+  if (loading.address !== address) {
+    const made = fetched(row, base, address);
+    loading = { address, made };
+    const forget = () => { if (loading.made === made) loading = {}; };
+    made.then(forget, forget); // what the player has is in `clip`
+  }
   return loading.made;
 }
 
@@ -487,11 +492,13 @@ const KEYS = {
   F4: () => slower(1),
 };
 const save = data.address ? send : download;
+// The key S, or the one in its place where the alphabet has none.
+const isS = ({ key, code }) => key.toLowerCase() === "s" || (key > "~" && code === "KeyS");
 addEventListener("keydown", (event) => {
   if (event.isComposing) return; // a key of an input method
   const isCommand = event.ctrlKey || event.metaKey;
   if (isCommand && event.key === "Enter") next(!event.shiftKey);
-  else if (isCommand && event.code === "KeyS") save(); // in any alphabet
+  else if (isCommand && isS(event)) save();
   else if (now && KEYS[event.key] && !isCommand) KEYS[event.key]();
   else return;
   event.preventDefault();

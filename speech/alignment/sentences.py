@@ -20,7 +20,7 @@ CLOSING = "\"'\u2019\u201d\u00bb)\\]\u300d\u300f"
 # the next word had no room.
 WIDE = 60  # characters
 WRAPPED = 0.9
-CUT_WORD = re.compile(r"(?<=\w)([-\u2010]) (?=\w)")  # at the end of such a line
+CUT_WORD = re.compile(r"(?<=\w)(?:([-\u2010])|\u00ad)\n(?=\w)")  # at the end of such a line
 
 
 def _ends(characters: str) -> re.Pattern:
@@ -41,6 +41,12 @@ class Piece:
     text: str
     is_end: bool
     numbers: tuple[str, str] = ("", "")  # before and after it, which a recogniser may not write
+
+    @property
+    def whole(self) -> str:
+        """The text with these numbers."""
+        before, after = self.numbers
+        return " ".join(filter(None, (before, self.text, after)))
 
 
 def read_book(path: str) -> list[Piece]:
@@ -64,7 +70,7 @@ def _lines(paragraph: str) -> list[str]:
         for line, following in itertools.pairwise(lines)
     ]
     if width >= WIDE and sum(is_full) >= WRAPPED * len(is_full):
-        return [CUT_WORD.sub(r"\1", " ".join(lines).replace("\u00ad ", ""))]
+        return [CUT_WORD.sub(r"\1", "\n".join(lines)).replace("\n", " ")]
     return lines
 
 

@@ -61,7 +61,7 @@ def _fold(c: str) -> str:
 
 _FOLDED = _Folded()
 # A square unit; the number of a footnote, which is not read.
-_SQUARE = re.compile("(km|m)²")
+_SQUARE = re.compile("(?<![A-Za-z])(km|m)²", re.IGNORECASE)
 _SQUARES = {"km": "ካሬ ኪሎ ሜትር", "m": "ካሬ ሜትር"}
 _FOOTNOTE = re.compile(f"(?<=[{LETTERS}a-z])[¹²³⁴-⁹]+")
 _PLAIN = re.compile(f"[{LETTERS} ,;?!፡።፣፤፧]*[.]?")
@@ -79,7 +79,7 @@ def spoken(text: str) -> str:
     spaces; every character is one of `SPOKEN`. Numbers of all scripts, abbreviations, signs and
     addresses become words, Latin letters lower case without accents. Emoji, brackets, quotes and
     letters of other scripts are left out. Idempotent."""
-    text = _SQUARE.sub(lambda match: _SQUARES[match[1]], text)
+    text = _SQUARE.sub(lambda match: _SQUARES[match[1].lower()], text)
     text = " ".join(_FOOTNOTE.sub("", text).translate(_FOLDED).split())
     if _PLAIN.fullmatch(text):
         return expand(_marks(" ".join(_punctuation(text).split())))

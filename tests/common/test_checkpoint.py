@@ -1,6 +1,7 @@
 """Checkpoints are atomic and rotated; hostile files are refused, damaged ones reported; the disk
 may be full."""
 
+import errno
 import json
 import os
 import pickle
@@ -13,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo  # the first update of an optimizer would import it, which takes two seconds
+from safetensors.torch import load_file
 
-from common import checkpoint, records
+from common import checkpoint, files, records
 from common.device import rng_state
 from common.errors import RunError, UsageError
 from common.parts import init_from
@@ -440,3 +442,33 @@ def test_an_earlier_run_moves_with_its_folders(tmp_path):
     assert (logs / "mine" / "a").exists() and (tmp_path / "precious").is_dir()
     checkpoint.make_room(folder, logs)
     assert not (folder / "earlier-3").exists()
+
+
+def test_a_full_disk_takes_the_oldest_checkpoint_and_no_other_fault_does(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, step, content(step), keep_last=3)
+    write = files.write_file
+
+    def fails(number: int):
+        def write_file(path, fill, **more):
+            if (tmp_path / "checkpoint_step_00000001.pt").exists():
+                raise OSError(number, os.strerror(number))
+            return write(path, fill, **more)
+
+        return write_file
+
+    monkeypatch.setattr(files, "write_file", fails(errno.EROFS))
+    with pytest.raises(RunError, match="Read-only file system"):
+        checkpoint.save(tmp_path, 4, content(4), keep_last=3)
+    assert len(checkpoint.list_checkpoints(tmp_path)) == 3
+    monkeypatch.setattr(files, "write_file", fails(errno.ENOSPC))
+    checkpoint.save(tmp_path, 4, content(4), keep_last=3)
+    steps = map(checkpoint.step_of, checkpoint.list_checkpoints(tmp_path))
+    assert list(steps) == [4, 3, 2]
+
+
+def test_a_tensor_under_two_names_is_saved_under_both(tmp_path):
+    tensor = torch.ones(2, 2)
+    path = tmp_path / "best.safetensors"
+    checkpoint.save_weights(path, {"a": tensor, "b": tensor}, small.task(), {})
+    assert torch.equal(load_file(path)["b"], tensor)

@@ -19,7 +19,7 @@ from common.device import LossScale, Setup
 from common.engine import run_global_batch
 from common.errors import DataError, Planned, RunError, Stopped, UsageError
 from common.evaluation import mean_values
-from common.limits import cut_to_fit, length_bucket
+from common.limits import carry_over, cut_to_fit, length_bucket
 from common.loop import Run, begin, finish
 from common.parts import offload
 from common.ranks import Ranks
@@ -586,6 +586,9 @@ def test_what_fits_is_learned_saved_and_used_after_resume(tmp_path):
     trained(tmp_path, *cut(8, 1), *resume, compute_loss=changing(fail))
     # Shorter buckets may still have to learn it.
     assert sizes and sum(size > 2 for size in sizes) <= 2
+    progress.device = "another GPU"
+    carry_over(progress, torch.device("cpu"))
+    assert not progress.limits and progress.device == "CPU"
 
 
 def test_an_utterance_that_never_fits_is_named_with_its_length(tmp_path):

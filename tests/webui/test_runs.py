@@ -278,7 +278,7 @@ START = """
 import json, sys, time
 from pathlib import Path
 from webui import catalogue, commands, runs
-from webui.places import CORRECTED, Places
+from webui.places import Places
 folder = Path(sys.argv[1])
 recipe = catalogue._read_recipe(catalogue.ROOT / "recipes" / "template.py", None)
 settings = json.loads(sys.argv[2])

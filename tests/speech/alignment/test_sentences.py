@@ -38,6 +38,17 @@ def test_a_byte_order_mark_and_blank_lines_are_no_text(read):
     assert read(b"\xef\xbb\xbfTitle\r\n\r\n \t\r\nA text.\r\n* * *\r\n") == ["Title", "A text."]
 
 
+def test_words_that_an_editor_has_cut_are_whole(read):
+    book = (
+        "The pre- and post-war houses of the old town were painted in yellow and wh-\n"
+        "ite, and nobody had ever thought that they would at some time be more beauti\u00ad\n"
+        "ful than they had been when the old king came to the town to see all of them\n"
+        "once more."
+    )
+    text = " ".join(read(book))
+    assert "pre- and post-war" in text and "and wh-ite, and" in text and "beautiful than" in text
+
+
 @pytest.mark.parametrize("width", [62, 72, 80, 100])
 def test_wrapped_lines_are_joined(read, width):
     sentences = [
