@@ -146,13 +146,13 @@ def _preset(recipe: Recipe, settings: dict, flags: list[str]) -> tuple[list[str]
 
 
 def resumed(words: list[str]) -> list[str]:
-    """The command that continues the run of a command. If it has saved no checkpoint yet, or only
-    those of a stage before it, it starts again from the weights that the command names."""
+    """The command that continues the run of a command. If it has saved no checkpoint yet, it starts
+    again from the one that the command names."""
     folder = next(word.partition("=")[2] for word in words if word.startswith("--output_dir="))
-    names_weights = any(word.partition("=")[0] in ("--resume", "--init_from") for word in words)
-    if names_weights and not list_checkpoints(Path(folder, CHECKPOINTS)):
+    names_checkpoint = any(word.startswith("--resume=") for word in words)
+    if names_checkpoint and not list_checkpoints(Path(folder, CHECKPOINTS)):
         return list(words)
-    return [*_without(words, "--resume", "--init_from"), "--resume=auto"]
+    return [*_without(words, "--resume"), "--resume=auto"]
 
 
 def _without(words: list[str], *flags: str) -> list[str]:

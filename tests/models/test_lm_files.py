@@ -17,6 +17,7 @@ WORDS = SimpleNamespace(
     unknown=0,
     pieces=["<unk>", "\u2581a", "b", "|"],
     spaces=set(),
+    is_tag=lambda token: False,
     encode=lambda text: [1 if c == "a" else 2 for c in text],
     decode=lambda tokens: "".join("  ab"[token] for token in tokens),
 )

@@ -202,7 +202,7 @@ def test_what_ctc_cannot_align_is_in_no_ctc_loss(kind, noise, capsys):
     data, info = make_utterances(noise, kind=kind, durations=[])
     texts = list(data.corpus.texts)
     dense = dataclasses.replace(data.corpus, texts=Strings([texts[0] * 50, *texts[1:]]))
-    found = recipe.drop_untrainable(data.asked, {"train": dense, "val": dense}, info)
+    found = recipe.without_infeasible(data.asked, {"train": dense, "val": dense}, info)
     assert len(found["train"]) == len(texts) - (kind == "ctc") and found["val"] is dense
     assert "in no CTC loss" in capsys.readouterr().out
     data.corpus = dense

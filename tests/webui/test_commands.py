@@ -201,12 +201,12 @@ def test_names_in_any_script_pass_the_preset_script(places):
 
 def test_a_resumed_command_continues_its_own_checkpoints(places):
     recipe = RECIPES["parakeet_tdt"]
-    values = {"init_from": "other/best.safetensors", "max_steps": "5"}
+    values = {"resume": "other/checkpoint_step_00000002.pt", "max_steps": "5"}
     made = commands.command(places, recipe, {"values": values}, places.runs / "new")
     assert commands.resumed(made.words) == made.words  # nothing is saved
-    left_out = f"--init_from={places.data / 'other/best.safetensors'}"
+    left_out = f"--resume={places.data / 'other/checkpoint_step_00000002.pt'}"
     without = [word for word in made.words if word != left_out]
-    # A stage before the training may have saved something.
+    assert len(without) == len(made.words) - 1
     assert commands.resumed(without) == [*without, "--resume=auto"]
     checkpoint = places.runs / "new" / "checkpoints" / "checkpoint_step_00000002.pt"
     checkpoint.parent.mkdir(parents=True)
@@ -216,6 +216,9 @@ def test_a_resumed_command_continues_its_own_checkpoints(places):
     place = made.words.index("--resume")
     expected = [*made.words[:place], *made.words[place + 2 :], "--resume=auto"]
     assert commands.resumed(made.words) == expected
+    values = {"init_from": "other/best.safetensors"}  # is read unless there is a checkpoint
+    made = commands.command(places, recipe, {"values": values}, places.runs / "new")
+    assert f"--init_from={places.data / 'other/best.safetensors'}" in commands.resumed(made.words)
 
 
 def test_a_short_command_is_run_to_its_end():
