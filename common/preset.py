@@ -387,7 +387,7 @@ def cut_update(row: list[str], data: str, user: User, machines: Machines) -> tup
     return batch, share // batch
 
 
-def rest_of(batch: str, update: int, ranks: int) -> int:
+def accumulation_of(batch: str, update: int, ranks: int) -> int:
     """The accumulation steps with which the user's micro-batch makes a GPU's share of the preset's
     update, or the nearest larger one."""
     size = int(batch) if re.fullmatch("[1-9][0-9]{0,5}", batch) else update
@@ -411,7 +411,8 @@ def row_flags(script: Script, user: User, machines: Machines, rows: list[list[st
     batch, accumulation = cut_update(row, data, user, machines)
     letters = list(itertools.takewhile(lambda word: not word.startswith("--"), row[2:]))
     if user.gave("--batch_size") and not user.gave("--gradient_accumulation_steps"):
-        accumulation = rest_of(user.value("--batch_size"), batch * accumulation, machines.ranks)
+        given = user.value("--batch_size")
+        accumulation = accumulation_of(given, batch * accumulation, machines.ranks)
     flags = ["--batch_size", str(batch), "--gradient_accumulation_steps", str(accumulation)]
     flags += letter_flags(letters, user, size)
     flags += more + row[2 + len(letters) :]

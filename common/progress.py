@@ -9,13 +9,13 @@ class Progress:
 
     The position in the data is `epoch` and `global_batch` (the next one of the epoch). `data` and
     `order` identify the data and their order, `origin` is the update and the epoch at which the run
-    got these data, `counted` those from which on epochs have as many updates as now (None: `origin`). `evaluations`
-    lists [update, value of the metric]. `augmented_share` is that of the present epoch
-    (`Task.augmented_share`), `overfits` whether the loss of the last evaluation was higher than
-    that of an earlier one. `limits` are the sizes of micro-batches that fit, by length bucket, on
-    the `device`. `stop`: a set that is evaluated besides ends the run. `base` is the path of the
-    released weights at the root of this run. `parts` has what parts of `common/parts` keep, by
-    their names."""
+    got these data, `counted` those from which on epochs have as many updates as now (None:
+    `origin`). `evaluations` lists [update, value of the metric]. `augmented_share` is that of the
+    present epoch (`Task.augmented_share`), `overfits` whether the loss of the last evaluation was
+    higher than that of an earlier one. `limits` are the sizes of micro-batches that fit, by length
+    bucket, on the `device`. `stop`: a set that is evaluated besides ends the run. `base` is the
+    path of the released weights at the root of this run. `parts` has what parts of `common/parts`
+    keep, by their names."""
 
     step: int = 0
     epoch: int = 0

@@ -137,9 +137,11 @@ def check_data(asked: ParakeetOptions) -> None:
     info = start.given_info(asked, RECIPE)
     corpora = read_data(asked)
     if info:
-        check_texts(asked, corpora, tokenizer_of(info), info.own_vocabulary)
-        for corpus in corpora.values() if info.languages else ():
-            languages.prompts(corpus, info.languages, asked.language, tokenizer_of(info))
+        tokenizer = tokenizer_of(info)
+        check_texts(asked, corpora, tokenizer, info.own_vocabulary)
+        if info.languages:
+            for corpus in corpora.values():
+                languages.prompts(corpus, info.languages, asked.language, tokenizer)
         corpora = without_infeasible(asked, corpora, info)
     splits.report_checked(corpora, from_scratch=info is None)
 

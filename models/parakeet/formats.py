@@ -144,24 +144,30 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
     tokenizer.py), `source` (the settings that an export keeps), `loss` (a schema is start.LOSS),
     `languages` (the slots of a prompt, by name), and what `read_note` returns. Runs no code in the
     files. Raises `UsageError`."""
-    config, extras = read_settings(path)
-    family = family_of(config)
-    path = _place(path)
-    if os.path.isdir(path):
-        weights = model_files.read_folder(path, COUNTER)
+    place = _place(path)
+    if os.path.isdir(place):
+        config, extras = read_settings(path)
+        family = family_of(config)
+        weights = model_files.read_folder(place, COUNTER)
         weights = {_rename(name, family.hf_names): tensor for name, tensor in weights.items()}
     else:
-        weights = nemo_to_hf(_read_archive(path), family)
-    model_files.check_shapes(weights, expected_shapes(config), path, family.name)
+        with tempfile.TemporaryDirectory() as folder:
+            config, extras = read_settings(path, Path(folder))
+            family = family_of(config)
+            weights = nemo_to_hf(_read_checkpoint(Path(folder, archive.CKPT), place), family)
+    model_files.check_shapes(weights, expected_shapes(config), place, family.name)
     return weights, config, extras
 
 
-def read_settings(path: str | Path) -> tuple[dict, dict]:
-    """The configuration and extras of what `read_model` takes, without reading its weights. Raises
-    `UsageError`."""
+def read_settings(path: str | Path, unpacked: Path | None = None) -> tuple[dict, dict]:
+    """The configuration and extras of what `read_model` takes, without reading its weights. Those
+    of a `.nemo` are copied to the folder `unpacked`, if one is given. Raises `UsageError`."""
     note = read_note(path)
     path = _place(path)
-    config, extras = (_read_folder if os.path.isdir(path) else _read_nemo)(path)
+    if os.path.isdir(path):
+        config, extras = _read_folder(path)
+    else:
+        config, extras = _read_nemo(path, unpacked)
     size = len(tokenizer.pieces(extras["tokenizer"]))
     if size != config["vocabulary"]:
         raise UsageError(
@@ -295,11 +301,11 @@ def read_sentencepiece(file: Path) -> str:
     return file.read_bytes().hex()
 
 
-def _read_nemo(path: Path) -> tuple[dict, dict]:
+def _read_nemo(path: Path, unpacked: Path | None) -> tuple[dict, dict]:
     """The same of a `.nemo`."""
     if path.suffix == ".safetensors":
         raise UsageError(f"{path}: give the folder that holds it and config.json, not the file")
-    members = archive.unpack(path)
+    members = archive.unpack(path, unpacked)
     content = archive.load_yaml(members[archive.YAML], path)
     family = _family_of(content)
     config, languages = _nemo_config(content, family, path)
@@ -311,15 +317,12 @@ def _read_nemo(path: Path) -> tuple[dict, dict]:
     return config, {"tokenizer": state, "source": source, "loss": loss, "languages": languages}
 
 
-def _read_archive(path: Path) -> dict[str, torch.Tensor]:
-    """The weights of a `.nemo`, by NeMo's names."""
-    with tempfile.TemporaryDirectory() as folder:
-        archive.unpack(path, Path(folder))
-        file = Path(folder, archive.CKPT)
-        try:
-            return model_files.floats(model_files.read_pickle(file), file, COUNTER)
-        except UsageError as error:  # name the archive instead of the temporary file
-            raise UsageError(str(error).replace(f"{folder}{os.sep}", f"{path}: ")) from None
+def _read_checkpoint(file: Path, path: Path) -> dict[str, torch.Tensor]:
+    """The weights that the `.nemo` at `path` has in this file, by NeMo's names."""
+    try:
+        return model_files.floats(model_files.read_pickle(file), file, COUNTER)
+    except UsageError as error:  # name the archive instead of the temporary file
+        raise UsageError(str(error).replace(f"{file.parent}{os.sep}", f"{path}: ")) from None
 
 
 def _family_of(content: dict) -> Family:

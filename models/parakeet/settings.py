@@ -328,7 +328,6 @@ class Family:
     nemo_fixed: dict[str, tuple]  # settings that must have one of these values, in both forms
     hf_fixed: dict[str, tuple]
     names: dict[str, str]  # parts of the tensors' names, NeMo's to Hugging Face's
-    rows: str  # tensor with a row for each piece and for the blank
     labels: tuple[str, ...]  # NeMo's keys of the pieces
     sizes: tuple[str, ...]  # and of their number
     blank: str  # Hugging Face's key of the blank's id
@@ -368,7 +367,6 @@ TDT = Family(
     },
     hf_fixed={**HF_TRANSDUCER_FIXED, **HF_ENCODER_FIXED},
     names={**ENCODER_NAMES, **TRANSDUCER_NAMES},
-    rows="decoder.embedding.weight",
     labels=("labels", "joint.vocabulary"),
     sizes=("decoder.vocab_size", "joint.num_classes"),
     blank="blank_token_id",
@@ -432,7 +430,6 @@ CTC = replace(
     },
     hf_fixed=HF_ENCODER_FIXED,
     names={**ENCODER_NAMES, "decoder.decoder_layers.0.": "ctc_head."},
-    rows="ctc_head.weight",
     labels=("decoder.vocabulary",),
     sizes=("decoder.num_classes",),
     blank="pad_token_id",

@@ -28,7 +28,9 @@ PAD = "<pad>"  # the blank of a vocabulary of characters
 FEW = 2
 RARE = 1e-4
 # What can be done about digits where the model spells numbers.
-IN_WORDS = "write numbers inside words (20th) as words, add --keep_text to leave them as they are, "
+DIGITS_ADVICE = (
+    "write numbers inside words (20th) as words, add --keep_text to leave them as they are, "
+)
 NOISE = 0.1  # of new rows' deviation from where they begin, in deviations of the old rows
 BIAS = -2.0  # of new rows, added to that of where they begin: an old letter is likelier at first
 FIRST_DEVIATION = 0.02  # of the weights of a head that is all new
@@ -47,7 +49,7 @@ def require_characters(
     most = max(FEW, RARE * sum(len(text) - text.count(" ") for text in texts))
     often = Counter({letter: count for letter, count in counts.items() if count > most})
     if often and not allow:
-        extends = "add --vocab extended to add them, " if _letters(often, style) else IN_WORDS
+        extends = "add --vocab extended to add them, " if _letters(often, style) else DIGITS_ADVICE
         raise DataError(
             f"the vocabulary lacks characters of the training texts: {unknown.named(often)}:"
             f" {extends}add --vocab own for a small vocabulary of these texts, or --allow_unknown"
@@ -73,7 +75,7 @@ def extended(tokenizer: Wav2Vec2Tokenizer, texts: Iterable[str], style: Style | 
     if not added and digits:
         raise UsageError(
             f"--vocab extended adds no digits, and the texts have {unknown.named(digits)}:"
-            f" {IN_WORDS}or take --vocab own"
+            f" {DIGITS_ADVICE}or take --vocab own"
         )
     return with_added(tokenizer.state(), added)
 

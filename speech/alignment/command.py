@@ -185,24 +185,9 @@ def align_files(request: Request, load: Callable[[], Recogniser]) -> None:
     recogniser = None if request.is_flat else load()
     utterances: list[dict] = []
     left_out: list[dict] = []
-    failed = 0
     try:
         with finite_layers():
-            for audio, text in request.pairs:
-                try:
-                    cuts = align(audio, text, recogniser) if recogniser else align_flat(audio, text)
-                except (DataError, UsageError) as error:
-                    if len(request.pairs) == 1:
-                        raise
-                    print(f"error: {error}", file=sys.stderr)
-                    failed += 1
-                    continue
-                name = {"audio_filepath": _path_from(request.left_out.parent, audio)}
-                if request.annotations and cuts.utterances:
-                    write_annotations(request.annotations[audio], audio, cuts.utterances)
-                utterances += ({**name, **row} for row in cuts.utterances)
-                left_out += ({**name, **row} for row in (*cuts.texts, *cuts.sounds))
-                print(summary(audio, cuts), flush=True)
+            failed = align_pairs(request, recogniser, utterances, left_out)
     except BaseException:
         if utterances and request.manifest:
             partial = transcripts.partial_of(request.manifest)
@@ -223,6 +208,30 @@ def align_files(request: Request, load: Callable[[], Recogniser]) -> None:
             f"nothing was found: the texts are not read in these recordings, or {reason}; what is"
             f" left out is in {request.left_out}"
         )
+
+
+def align_pairs(
+    request: Request, recogniser: Recogniser | None, utterances: list[dict], left_out: list[dict]
+) -> int:
+    """Aligns every pair, adds its rows to `utterances` and `left_out`, and writes its file of
+    annotations, if one is asked for. Returns how many pairs could not be read."""
+    failed = 0
+    for audio, text in request.pairs:
+        try:
+            cuts = align(audio, text, recogniser) if recogniser else align_flat(audio, text)
+        except (DataError, UsageError) as error:
+            if len(request.pairs) == 1:
+                raise
+            print(f"error: {error}", file=sys.stderr)
+            failed += 1
+            continue
+        name = {"audio_filepath": _path_from(request.left_out.parent, audio)}
+        if request.annotations and cuts.utterances:
+            write_annotations(request.annotations[audio], audio, cuts.utterances)
+        utterances += ({**name, **row} for row in cuts.utterances)
+        left_out += ({**name, **row} for row in (*cuts.texts, *cuts.sounds))
+        print(summary(audio, cuts), flush=True)
+    return failed
 
 
 def _path_from(folder: Path, audio: Path) -> str:
@@ -261,16 +270,18 @@ def warn_of_lacking(path: Path, pieces: list[Piece], vocabulary: Vocabulary) -> 
     """Names the letters of a text that a recogniser cannot write, if they are many."""
     total = 0
     lacking: Counter[str] = Counter()
-    for word in (word for piece in pieces for word in piece.text.split()):
+    words = Counter(word for piece in pieces for word in piece.text.split())
+    for word, count in words.items():
         letters = list(filter(is_letter, word))
-        total += len(letters)
+        total += count * len(letters)
         if HOLE in vocabulary.encode(word):
-            lacking.update(letter for letter in letters if HOLE in vocabulary.encode(letter))
+            for letter in letters:
+                lacking[letter] += count * (HOLE in vocabulary.encode(letter))
     share = lacking.total() / max(1, total)
     if share > MOST_LACKING:
         print(
             f"warning: {path}: the recogniser cannot write {100 * share:.0f} % of its letters"
-            f" ({unknown.named(lacking, 5)})",
+            f" ({unknown.named(+lacking, 5)})",
             file=sys.stderr,
         )
 

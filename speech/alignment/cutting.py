@@ -108,7 +108,7 @@ def cut(
                     continue
                 reason = UNCERTAIN
             reasons |= dict.fromkeys((span.number for span in part), reason)
-    texts = [_left_out(pieces[i].whole, reasons[i], spans.get(i)) for i in sorted(reasons)]
+    texts = [_left_out(pieces[i].whole(), reasons[i], spans.get(i)) for i in sorted(reasons)]
     return Cuts(utterances, texts, _sounds(utterances, emissions, heard))
 
 
@@ -264,9 +264,9 @@ def _cost(seconds: float) -> float:
 
 
 class _NumbersRead:
-    """Which of the numbers beside the pieces of an utterance are read. They are not aligned, because
-    the recogniser cannot write them: letters that it hears where a number would be say so.
-    `numbers`: of the placed pieces, in order of time."""
+    """Which of the numbers beside the pieces of an utterance are read. The recogniser cannot write
+    them, so they are not aligned: letters that it hears where a number would be say so. `numbers`:
+    of the placed pieces, in order of time."""
 
     def __init__(
         self,
@@ -298,12 +298,8 @@ class _NumbersRead:
         for one, other in itertools.pairwise(part):
             sides += self._between(one.number, other.number)
         sides.append(after)
-        texts = []
-        for span, is_before, is_after in zip(part, sides[::2], sides[1::2], strict=True):
-            piece = self.pieces[span.number]
-            words = [piece.numbers[0]] * is_before + [piece.text] + [piece.numbers[1]] * is_after
-            texts.append(" ".join(filter(None, words)))
-        return texts
+        triples = zip(part, sides[::2], sides[1::2], strict=True)
+        return [self.pieces[span.number].whole(*read) for span, *read in triples]
 
     def _between(self, one: int, other: int) -> tuple[bool, bool]:
         """Whether a number is read behind piece `one`, and before the `other`, which follows it in
@@ -313,8 +309,7 @@ class _NumbersRead:
             return False, False
         if not (self.pieces[one].numbers[1] and self.pieces[other].numbers[0]):
             return True, True
-        first, last = np.searchsorted(self.heard.frames, [start, end])
-        frames = self.heard.frames[first:last]
+        frames = self.heard.frames[self.heard.places(start, end)]
         is_behind = bool(frames[0] - start < end - frames[-1])
         return is_behind, not is_behind
 

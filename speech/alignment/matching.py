@@ -55,15 +55,17 @@ class Heard:
     letters: np.ndarray
     frames: np.ndarray
 
+    def places(self, start: int, end: int) -> slice:
+        """The places of the letters that are heard from frame `start` to frame `end`."""
+        return slice(*np.searchsorted(self.frames, [start, end]).tolist())
+
     def count(self, start: int, end: int) -> int:
-        """How many letters are heard from frame `start` to frame `end`."""
-        first, last = np.searchsorted(self.frames, [start, end])
-        return int(last - first)
+        """How many letters these are."""
+        return len(self.frames[self.places(start, end)])
 
     def between(self, start: int, end: int) -> str:
-        """What is heard from frame `start` to frame `end`, without spaces."""
-        first, last = np.searchsorted(self.frames, [start, end])
-        return "".join(map(chr, self.letters[first:last]))
+        """What is heard there, without spaces."""
+        return "".join(map(chr, self.letters[self.places(start, end)]))
 
 
 @dataclass(frozen=True)

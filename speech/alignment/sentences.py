@@ -42,10 +42,10 @@ class Piece:
     is_end: bool
     numbers: tuple[str, str] = ("", "")  # before and after it, which a recogniser may not write
 
-    @property
-    def whole(self) -> str:
+    def whole(self, with_first: bool = True, with_last: bool = True) -> str:
         """The text with these numbers."""
-        before, after = self.numbers
+        before = self.numbers[0] if with_first else ""
+        after = self.numbers[1] if with_last else ""
         return " ".join(filter(None, (before, self.text, after)))
 
 

@@ -97,10 +97,9 @@ def described(code: str) -> str:
 
 def resolve(args, demo: str | None, may_tell: bool = False) -> str | None:
     """The language of a command's texts: that of --language, of the `demo` if it trains on nothing
-    else, or the one that most rows of the training data, or of those that a released model is
-    evaluated on, name, if all name one. None if weights have
-    a language or no text is read, and if only the released model can tell (`may_tell`). Else raises
-    `UsageError`."""
+    else, or the one that most rows name, if all name one: those of the training data, or those that
+    a released model is evaluated on. None if weights have a language or no text is read, and if
+    only the released model can tell (`may_tell`). Else raises `UsageError`."""
     if args.language is not None:
         return args.language
     used = {name for name in args.rules.commands if options.is_on(vars(args), name)} - PLANS

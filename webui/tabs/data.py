@@ -203,9 +203,10 @@ def _texts(places: Places, name: str, tier: str) -> str:
     """How far the texts of a table are corrected, and a link to their editor. Raises `Failure`."""
     if places.inside(name).is_dir():
         return ""
-    if len(tiers_in(tier)) > 1:
+    only = only_tier(tier)
+    if only is None:
         return "<p>Texts are corrected one tier at a time: write one name into the field tier.</p>"
-    table = editor.table_of(places, name, "".join(tiers_in(tier)))
+    table = editor.table_of(places, name, only)
     corrections.check_writable(places, table)
     link = html.escape(editor.address(places, table))
     parts = [f'<a href="{link}" target="_blank" class="to-texts">Listen and correct the texts</a>']
@@ -220,13 +221,14 @@ def _texts(places: Places, name: str, tier: str) -> str:
     return f"<p>{' '.join(parts)}</p>"
 
 
-def tiers_in(text: str) -> list[str]:
-    """The names in the field of tiers, as a shell divides them; what is still being typed is one
-    name."""
+def only_tier(text: str) -> str | None:
+    """The name in the field of tiers, which is divided as by a shell: "" without one, None if there
+    are several. What is still being typed is one name."""
     try:
-        return shlex.split(text)
+        names = shlex.split(text)
     except ValueError:
-        return [text]
+        names = [text]
+    return "".join(names) if len(names) < 2 else None
 
 
 def _connect_uploads(places: Places, controls: Controls) -> None:
@@ -293,13 +295,13 @@ def _connect_check(
         if name not in recipes:
             raise UsageError("choose for which training the recordings are")
         given = dict(zip(OPTIONS, values, strict=True))
-        tiers = tiers_in(given["tier"] or "")
+        tier = only_tier(given["tier"] or "")
         tables = [_file(places, chosen, "Table of the recordings")]
         if other:
             tables.append(_file(places, other, "Table for evaluation"))
         latest = tables
-        if len(tiers) < 2:  # the texts of several are not corrected together
-            latest = [Table(path, "".join(tiers)).latest for path in tables]
+        if tier is not None:  # the texts of several are not corrected together
+            latest = [Table(path, tier).latest for path in tables]
         paths = (shlex.quote(places.name(path)) for path in latest)
         settings = {"recipe": name, "values": dict(zip(MANIFESTS, paths, strict=False))}
         known = recipes[name].names
