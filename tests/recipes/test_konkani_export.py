@@ -172,5 +172,6 @@ def test_a_file_in_between_that_is_cut_short_is_one_line(tmp_path, monkeypatch):
 
 def test_a_missing_package_is_named_before_training(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnx", None)
-    status, err = runs.refused(recipe, "--export", tmp_path / "export")
+    places = ("--export", tmp_path / "export", "--output_dir", tmp_path)
+    status, err = runs.refused(recipe, *places)
     assert status == 1 and "--export needs the package onnx" in err
